@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -63,38 +64,29 @@ def load(
         raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)
     with progress_bar() as report:
         from harness.campaigns.endpoint.plain_ids import plain_ids
-        from harness.campaigns.endpoint.run import eos_ids
-        from harness.campaigns.load import workload
+        from harness.campaigns.endpoint.run import eos_of
         from harness.campaigns.load.run import LoadOptions, run_load
+        from harness.campaigns.load.workload import Arrivals, drawn_requests, parse_lengths, read_requests
         from harness.judge.jobs.model import planned_model
         from harness.plan import plan_engine, tokenize
 
-        draw_prompt = workload.parse_lengths(prompt_tokens, "--prompt-tokens")
-        draw_new = workload.parse_lengths(new_tokens, "--new-tokens")
+        lengths = parse_lengths(prompt_tokens, "--prompt-tokens"), parse_lengths(new_tokens, "--new-tokens")
         plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
         report("model", 0, 1)
         hf = planned_model(plan)
-        ids = plain_ids(hf, eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None)))
-        arrivals = workload.Arrivals(rate=rate, burst=burst)
-        asked = (
-            workload.drawn_requests(num_requests, draw_prompt, draw_new, arrivals, ids=ids, seed=seed)
-            if requests is None
-            else workload.read_requests(
-                requests,
-                lambda text: tokenize(text, hf.checkpoint, where=str(requests)),
-                arrivals,
-                ids=ids,
-                seed=seed,
-                max_tokens=draw_new,
-            )
-        )
+        ids, arrivals = plain_ids(hf, eos_of(hf)), Arrivals(rate=rate, burst=burst)
+        if requests is None:
+            asked = drawn_requests(num_requests, *lengths, arrivals, ids=ids, seed=seed)
+        else:
+            read = partial(tokenize, checkpoint=hf.checkpoint, where=str(requests))
+            asked = read_requests(requests, read, arrivals, ids=ids, seed=seed, max_tokens=lengths[1])
         options = LoadOptions(arrivals=_words(rate, burst), limits_ms=limits, num_judged=judged, seed=seed)
         address = address if server.concurrency else replace(address, concurrency=len(asked))
         result = run_load(plan, hf, address, asked, options, progress=report)
     forms.LOAD.show(result, format)
-    if result.outcome.value == "pass" and at_least is not None and result.good_share < at_least:
-        return ExitStatus.REGRESSION
-    return STATUS[result.outcome]
+    status = STATUS[result.outcome]
+    is_too_slow = at_least is not None and result.good_share < at_least
+    return ExitStatus.REGRESSION if status == ExitStatus.PASS and is_too_slow else status
 
 
 def _words(rate: float, burst: int) -> str:

@@ -17,9 +17,7 @@ from harness.campaigns.endpoint.walks import walk_of
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
 
-_PROBE_TOKENS = 16
-"""Tokens of the first prompt that the probe sends."""
-_BLOCK_PROMPTS = 16
+BLOCK_PROMPTS = 16
 """Prompts whose truth is run as one batch. Which ones they are does not depend on who is answered first: HF's own
 rounding, by which answers are judged, may differ from batch to batch."""
 
@@ -60,7 +58,7 @@ async def ask(
     progress("probe", 0, 1)
     names = TokenNames(plan.checkpoint, vocab_size=vocab_size)
     async with Client(address) as client:
-        probed = await probe(client, plan.prompts[0].token_ids[:_PROBE_TOKENS], names, fallback_model=plan.case.model)
+        probed = await probe(client, plan.prompts[0].token_ids, names, fallback_model=plan.case.model)
         blocks = _Blocks(
             prompts=plan.prompts, begin=num_again, eos=eos, num_top=probed.dialect.num_top, add_walks=add_walks
         )
@@ -161,9 +159,9 @@ class _Blocks:
         """Take a request that is done."""
         if sent.request < self.begin:
             return
-        block = (sent.request - self.begin) // _BLOCK_PROMPTS
-        begin = self.begin + block * _BLOCK_PROMPTS
-        numbers = range(begin, min(begin + _BLOCK_PROMPTS, len(self.prompts)))
+        block = (sent.request - self.begin) // BLOCK_PROMPTS
+        begin = self.begin + block * BLOCK_PROMPTS
+        numbers = range(begin, min(begin + BLOCK_PROMPTS, len(self.prompts)))
         members = self._sent.setdefault(block, [])
         members.append(sent)
         if len(members) == len(numbers):

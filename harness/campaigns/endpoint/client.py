@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -185,7 +185,7 @@ class Client:
             404: "the page or the model is not there: look at --served-model and the URL",
             429: "lower --concurrency",
         }.get(status)
-        what = f"the server answers with status {status}"
+        what = _answers_with(status)
         error = self._error(Code.ENDPOINT_REFUSED, what, path, _message(words), hint=hint)
         return _RetryError(error, _seconds(response.headers.get("retry-after"))) if status in _AGAIN else error
 
@@ -203,6 +203,15 @@ class Client:
             words = words.replace(self._key, "[key]")
         line = " ".join(words.split())
         return line if len(line) <= _MAX_WORDS else f"{line[:_MAX_WORDS]}..."
+
+
+def _answers_with(status: int) -> str:
+    return f"the server answers with status {status}"
+
+
+def refused_with(error: HarnessError, statuses: Collection[int]) -> bool:
+    """Whether an error is that a server answered with one of some statuses."""
+    return error.what in map(_answers_with, statuses)
 
 
 def _message(words: str) -> str:

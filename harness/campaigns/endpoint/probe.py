@@ -12,6 +12,8 @@ from harness.campaigns.endpoint.parse import only_choice, read_answer, unreadabl
 from harness.campaigns.endpoint.probed import FATAL, Probed, words
 from harness.errors import Code, HarnessError
 
+_PROMPT_TOKENS = 16
+"""Tokens of a prompt that a probe sends, at most."""
 _TOKENS = 2
 """New tokens that a probe asks for."""
 _OPTIONS: dict[str, Any] = {
@@ -30,7 +32,7 @@ async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fal
 
     Args:
         client: of the server.
-        prompt: a short prompt.
+        prompt: its first tokens are sent.
         names: tokens of the model's checkpoint.
         fallback_model: name to ask for, where the server lists none and none is given.
 
@@ -38,6 +40,7 @@ async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fal
         HarnessError: as `Client.post`, where not even a plain completion is answered; ENDPOINT_CANNOT: the answer to
             it cannot be judged.
     """
+    prompt = prompt[:_PROMPT_TOKENS]
     found = await probe_server(client, fallback_model)
     await _prompts(client, found, prompt, names)
     await _logprobs(client, found, prompt, names)

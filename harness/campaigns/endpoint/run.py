@@ -21,6 +21,7 @@ from harness.campaigns.endpoint.schedules import ScheduledRequests, Sent, Way
 from harness.campaigns.endpoint.truth import Rows
 from harness.errors import Code, HarnessError
 from harness.judge.jobs.model import planned_model
+from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 from harness.results.check import Finding, TokenResult
@@ -50,12 +51,12 @@ def check_endpoint(
     hf = planned_model(plan)
     for index, prompt in enumerate(plan.prompts):
         check_prompt(hf, prompt, index)
-    eos, loaded = eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None)), time.perf_counter()
+    eos, loaded = eos_of(hf), time.perf_counter()
     with BackgroundTruth(hf, truth=plan.case.truth, is_server_here=address.is_loopback) as background:
         asked = asyncio.run(
             ask(plan, address, num_again, eos=eos, vocab_size=hf.vocab_size, add_walks=background.add, progress=report)
         )
-        _refuse_silence(asked.runs[0])
+        refuse_silence(asked.runs[0])
         answered = time.perf_counter()
         truth = background.finish(lambda done, total: report("truth", done, total))
     runs, probed = asked.runs, asked.probed
@@ -79,11 +80,16 @@ def check_endpoint(
     )
 
 
-def _refuse_silence(run: ScheduledRequests) -> None:
+def refuse_silence(run: ScheduledRequests) -> None:
     """Raise the first error where no request at all was answered."""
     errors = [sent.result for sent in run.sent if isinstance(sent.result, HarnessError)]
     if len(errors) == len(run.sent):
         raise errors[0]
+
+
+def eos_of(hf: HFModel) -> frozenset[int]:
+    """Return the tokens that end a text of a model; see `eos_ids`."""
+    return eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
 
 
 def eos_ids(folder: Path, config: object) -> frozenset[int]:

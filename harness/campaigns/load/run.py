@@ -3,39 +3,39 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-
-import numpy as np
+from itertools import pairwise
+from statistics import fmean
 
 from harness.base.progress import Progress, no_progress
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
-from harness.campaigns.endpoint.client import Client
+from harness.campaigns.endpoint.ask import BLOCK_PROMPTS
+from harness.campaigns.endpoint.client import Client, refused_with
 from harness.campaigns.endpoint.dialect import Dialect
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.probe import probe
 from harness.campaigns.endpoint.probed import Probed
-from harness.campaigns.endpoint.run import eos_ids, judged, promised
+from harness.campaigns.endpoint.run import eos_of, judged, promised, refuse_silence
 from harness.campaigns.endpoint.schedules import ScheduledRequests, Way
-from harness.campaigns.endpoint.truth import Rows, walk_truth
+from harness.campaigns.endpoint.truth import Rows, Walk, walk_truth
 from harness.campaigns.endpoint.walks import walk_of
 from harness.campaigns.load.send import LoadSender, TimedAnswer
 from harness.campaigns.load.workload import LoadRequest
 from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel
-from harness.oracle.requests import check_prompt
+from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
+from harness.profiling.passes.timing import percentiles_ms
 from harness.results.load import LoadResult, Quantiles
 
 TIMES = ("ttft", "tpot", "e2e")
 """Times of one request, which may have a limit."""
-_TURNED_AWAY = ("status 429", "status 503")
-_PROBE_TOKENS = 16
+_TURNED_AWAY = (429, 503)
+"""Statuses with which a server under too much load may refuse."""
 _LATE_S = 0.05
 """Lateness of the client that is worth a note."""
-_BLOCK = 16
-"""Answers whose truth is run as one batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +76,18 @@ def run_load(
         check_prompt(hf, request.prompt, index)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
     probed, answers = asyncio.run(_send(plan, address, names, requests, report))
-    _refuse_silence(answers)
-    begin = time.perf_counter()
     run = ScheduledRequests(
         way=Way.STREAMED, sent=tuple(each.sent for each in answers), seconds=max(each.end_s for each in answers)
     )
-    eos = eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
-    chosen = _chosen(run, options)
-    prompts = [request.prompt for request in requests]
-    truth = _truth(hf, plan, run, requests, chosen, eos, report)
+    refuse_silence(run)
+    begin = time.perf_counter()
+    eos, prompts = eos_of(hf), [request.prompt for request in requests]
+    truth = _truth(hf, _walks(run, prompts, _chosen(run, options), eos), plan.case.truth, report)
     kept = tuple(sent for sent in run.sent if sent.request in truth or _is_failure(sent.result))
     found = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
+    truth_s = time.perf_counter() - begin
     wrong = {finding.request for finding in found.findings}
-    good = [
-        each for each in answers if each.is_answered and each.sent.request not in wrong and _is_within(each, options)
-    ]
-    done = [each for each in answers if isinstance(each.sent.result, Completion)]
+    done = [each for each in answers if each.is_answered]
     return LoadResult(
         url=address.url,
         server=probed.server,
@@ -101,17 +97,17 @@ def run_load(
         arrivals=options.arrivals,
         num_requests=len(requests),
         num_answered=len(done),
-        num_turned_away=sum(_is_turned_away(each.sent.result) for each in answers),
+        num_turned_away=sum(_is_turned_away(sent.result) for sent in run.sent),
         num_prompt_tokens=sum(len(each.sent.prompt) for each in done),
-        num_new_tokens=sum(len(each.token_ids) for each in run.answers.values()),
+        num_new_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
         seconds=run.seconds,
         late_ms=_quantiles([each.sent_s - each.due_s for each in answers]),
         times_ms={name: _quantiles(values) for name, values in _times(done).items() if values},
         limits_ms=options.limits_ms,
-        num_good=len(good),
+        num_good=sum(each.sent.request not in wrong and _is_within(each, options.limits_ms) for each in done),
         num_judged=len(truth),
         answers=found,
-        truth_s=time.perf_counter() - begin,
+        truth_s=truth_s,
         notes=tuple(_notes(probed, answers, len(truth), len(done))),
     )
 
@@ -120,9 +116,8 @@ async def _send(
     plan: Plan, address: Address, names: TokenNames, requests: Sequence[LoadRequest], report: Progress
 ) -> tuple[Probed, list[TimedAnswer]]:
     report("probe", 0, 1)
-    ids = requests[0].prompt.token_ids[:_PROBE_TOKENS]
     async with Client(replace(address, concurrency=1)) as client:
-        probed = await probe(client, ids, names, fallback_model=plan.case.model)
+        probed = await probe(client, requests[0].prompt.token_ids, names, fallback_model=plan.case.model)
     if not probed.has("streaming"):
         what = "the server does not stream, so no token has a time of its own"
         raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness check --endpoint judges it")
@@ -146,13 +141,6 @@ def _plain(probed: Probed) -> Dialect:
     return replace(probed.dialect, num_logprobs=0, num_top=0)
 
 
-def _refuse_silence(answers: Sequence[TimedAnswer]) -> None:
-    """Raise the first error where no request at all was answered."""
-    errors = [each.sent.result for each in answers if isinstance(each.sent.result, HarnessError)]
-    if len(errors) == len(answers):
-        raise errors[0]
-
-
 def _chosen(run: ScheduledRequests, options: LoadOptions) -> set[int]:
     numbers = sorted(run.answers)
     if options.num_judged is None or options.num_judged >= len(numbers):
@@ -160,27 +148,23 @@ def _chosen(run: ScheduledRequests, options: LoadOptions) -> set[int]:
     return set(random.Random(options.seed).sample(numbers, options.num_judged))
 
 
-def _truth(
-    hf: HFModel,
-    plan: Plan,
-    run: ScheduledRequests,
-    requests: Sequence[LoadRequest],
-    chosen: set[int],
-    eos: frozenset[int],
-    report: Progress,
-) -> dict[int, Rows]:
+def _walks(
+    run: ScheduledRequests, prompts: Sequence[Prompt], chosen: Set[int], eos: Set[int]
+) -> Iterator[tuple[int, Walk]]:
+    for sent in run.sent:
+        walk = walk_of(prompts[sent.request], [sent], eos=eos, num_top=1) if sent.request in chosen else None
+        if walk is not None:
+            yield sent.request, walk
+
+
+def _truth(hf: HFModel, walks: Iterable[tuple[int, Walk]], precision: str, report: Progress) -> dict[int, Rows]:
     """Run the truth along the answers, once the load is over: it takes the same machine's cores."""
-    walks = {
-        sent.request: walk
-        for sent in run.sent
-        if sent.request in chosen and (walk := walk_of(requests[sent.request].prompt, [sent], eos=eos, num_top=1))
-    }
-    found, numbers = dict[int, Rows](), list(walks)
-    for begin in range(0, len(numbers), _BLOCK):
-        report("truth", begin, len(numbers))
-        block = numbers[begin : begin + _BLOCK]
-        rows = walk_truth(hf, [walks[number] for number in block], truth=plan.case.truth)
-        found.update(zip(block, rows, strict=True))
+    numbered = list(walks)
+    found = dict[int, Rows]()
+    for begin in range(0, len(numbered), BLOCK_PROMPTS):
+        report("truth", begin, len(numbered))
+        numbers, block = zip(*numbered[begin : begin + BLOCK_PROMPTS], strict=True)
+        found.update(zip(numbers, walk_truth(hf, block, truth=precision), strict=True))
     return found
 
 
@@ -190,7 +174,7 @@ def _is_failure(result: Completion | HarnessError) -> bool:
 
 
 def _is_turned_away(result: Completion | HarnessError) -> bool:
-    return isinstance(result, HarnessError) and result.what.endswith(_TURNED_AWAY)
+    return isinstance(result, HarnessError) and refused_with(result, _TURNED_AWAY)
 
 
 def _times_of(answer: TimedAnswer) -> dict[str, float]:
@@ -209,25 +193,24 @@ def _times(answers: Sequence[TimedAnswer]) -> dict[str, list[float]]:
     for answer in answers:
         for name, seconds in _times_of(answer).items():
             found[name].append(seconds)
-        found["itl"] += np.diff(answer.part_s).tolist()
+        found["itl"] += [after - before for before, after in pairwise(answer.part_s)]
     return found
 
 
-def _is_within(answer: TimedAnswer, options: LoadOptions) -> bool:
+def _is_within(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
     times = _times_of(answer)
-    return all(1e3 * times.get(name, 0.0) <= limit for name, limit in options.limits_ms.items())
+    return all(1e3 * times.get(name, 0.0) <= limit for name, limit in limits_ms.items())
 
 
 def _quantiles(seconds: Sequence[float]) -> Quantiles:
-    values = 1e3 * np.asarray(seconds)
-    p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
+    found = percentiles_ms(seconds)
     return Quantiles(
-        num_values=len(values),
-        mean=float(values.mean()),
-        p50=float(p50),
-        p90=float(p90),
-        p99=float(p99),
-        max=float(values.max()),
+        num_values=found.num_samples,
+        mean=1e3 * fmean(seconds),
+        p50=found.median,
+        p90=found.p90,
+        p99=found.p99,
+        max=1e3 * max(seconds),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.client import Client
 from harness.campaigns.endpoint.dialect import COMPLETIONS, Dialect
 from harness.campaigns.endpoint.names import TokenNames
@@ -29,7 +30,7 @@ class TimedAnswer:
     @property
     def is_answered(self) -> bool:
         """Whether there is a whole answer."""
-        return not isinstance(self.sent.result, HarnessError)
+        return isinstance(self.sent.result, Completion)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class LoadSender:
     async def _ask(self, number: int, request: LoadRequest, body: dict[str, Any], begin: float) -> TimedAnswer:
         sent_s, prompt = time.perf_counter() - begin, request.prompt
         parts: tuple[float, ...] = ()
+        result: Completion | HarnessError
         try:
             events = await self.client.timed_stream(COMPLETIONS, body)
             end_s = time.perf_counter() - begin
@@ -69,7 +71,7 @@ class LoadSender:
             answer = joined([event for _, event in events])
             result = read_answer(answer, prompt.token_ids, self.names, where=COMPLETIONS, seconds=end_s - sent_s)
         except HarnessError as error:
-            result, end_s = error, time.perf_counter() - begin  # type: ignore[assignment]
+            result, end_s = error, time.perf_counter() - begin
         sent = Sent(request=number, prompt=prompt.token_ids, max_tokens=prompt.max_new_tokens, result=result)
         return TimedAnswer(sent=sent, due_s=request.at_s, sent_s=sent_s, part_s=parts, end_s=end_s)
 

@@ -9,10 +9,11 @@ import torch
 from harness.base.progress import Progress, no_progress
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
+from harness.campaigns.endpoint.client import refused_with
 from harness.campaigns.endpoint.judge import wrong_length
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.plain_ids import plain_ids
-from harness.campaigns.endpoint.run import eos_ids
+from harness.campaigns.endpoint.run import eos_of
 from harness.campaigns.endpoint.truth import WalkRows, walk_logits
 from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_sampler
 from harness.campaigns.sampler.evidence import Draw, Evidence
@@ -69,7 +70,7 @@ def check_sampler(
     report("model", 0, 1)
     hf = planned_model(plan)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    eos = frozenset(filter(names.has, eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))))
+    eos = frozenset(filter(names.has, eos_of(hf)))
     ids = plain_ids(hf, eos)
     begin = time.perf_counter()
     asked = asyncio.run(
@@ -118,7 +119,7 @@ class _Judged:
             answers = [self._answer(request) for request in self._asked.requests if request.setting.name == name]
             errors = [each for each in answers if isinstance(each, HarnessError)]
             untold = [each for each in errors if each.code is Code.ENDPOINT_CANNOT]
-            refused = [each for each in errors if any(f"status {status}" in each.what for status in _REFUSALS)]
+            refused = [each for each in errors if refused_with(each, _REFUSALS)]
             if untold or len(refused) == len(answers):  # a draw that cannot be told is no draw at random
                 error = (untold or refused)[0]
                 yield name, error.what if error.actual is None else f"{error.what}: {error.actual}"
