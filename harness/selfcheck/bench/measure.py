@@ -23,7 +23,7 @@ from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation, Peer
 from harness.selfcheck.bench.peers import PEERS, OpenPeers, check_peer_names, open_peers, peer_groups
 from harness.selfcheck.bench.quiet import quiet_peers
 from harness.selfcheck.bench.results import BandwidthShare, BenchResult, Measure
-from harness.selfcheck.bench.shape import Shape, build_checkpoint, find_shape, reads_all_weights, shape_of
+from harness.selfcheck.bench.shape import Shape, Sizes, build_checkpoint, find_shape, sizes_of
 from harness.selfcheck.bench.workload import BenchWorkload, even_workload, uneven_workload
 
 BATCH_SIZES = (1, 16)
@@ -92,27 +92,28 @@ def run_bench(
         HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
             UNKNOWN_ENGINE; ENGINE_LACKS_METHOD: the engine cannot continue prompts.
     """
-    shape = find_shape(shape_name) if checkpoint is None else shape_of(checkpoint)
+    sizes: Sizes = find_shape(shape_name) if checkpoint is None else sizes_of(checkpoint)
     check_peer_names(peer_names)
     _check_engine(engine, engine_options)
     _check_dtype(dtype)
-    workloads = _workloads(shape, seed, num_requests or shape.uneven.num_requests)
+    workloads = _workloads(sizes, seed, num_requests or sizes.uneven.num_requests)
     with (
         quiet_peers(),
-        engine_threads(shape.hidden_size, device) as threads,
+        engine_threads(sizes.hidden_size, device) as threads,
         scratch_folder("harness-") as temporary,
     ):
         progress("building the model", 0, 1)
-        if checkpoint is None:
+        if isinstance(sizes, Shape):
             folder = temporary / "model"
-            num_parameters = build_checkpoint(shape, folder, dtype=dtype, seed=seed, device=device)
+            num_parameters = build_checkpoint(sizes, folder, dtype=dtype, seed=seed, device=device)
         else:
+            assert checkpoint is not None
             folder = checkpoint.folder
             num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
         setting = _setting(
             folder,
             temporary,
-            shape,
+            sizes,
             workloads,
             dtype=dtype,
             device=device,
@@ -133,9 +134,7 @@ def run_bench(
         copy_bytes_per_second=found.copy_bytes_per_second,
         copy_spread=(min(found.copies), max(found.copies)),
         measures=_measures(found.timed, engine),
-        shares=_shares(found, shape, num_parameters, dtype)
-        if checkpoint is None or reads_all_weights(checkpoint)
-        else [],
+        shares=_shares(found, sizes, num_parameters, dtype) if isinstance(sizes, Shape) else [],
         agreements=found.agreements,
         absent=found.absent,
         engine=engine,
@@ -166,22 +165,22 @@ def _check_dtype(dtype: str) -> None:
         raise HarnessError(Code.BAD_OPTION, "unknown dtype", where="--dtype", expected=", ".join(DTYPES), actual=dtype)
 
 
-def _workloads(shape: Shape, seed: int, num_requests: int) -> list[BenchWorkload]:
+def _workloads(sizes: Sizes, seed: int, num_requests: int) -> list[BenchWorkload]:
     """Return the even workloads, one for each of `BATCH_SIZES`, and after them the uneven one."""
     even = [
         even_workload(
-            size, prompt_len=shape.prompt_len, output_len=shape.decode_len, vocab_size=shape.vocab_size, seed=seed
+            size, prompt_len=sizes.prompt_len, output_len=sizes.decode_len, vocab_size=sizes.vocab_size, seed=seed
         )
         for size in BATCH_SIZES
     ]
-    uneven = replace(shape.uneven, num_requests=num_requests)
-    return [*even, uneven_workload(uneven, vocab_size=shape.vocab_size, seed=seed)]
+    uneven = replace(sizes.uneven, num_requests=num_requests)
+    return [*even, uneven_workload(uneven, vocab_size=sizes.vocab_size, seed=seed)]
 
 
 def _setting(
     folder: Path,
     scratch: Path,
-    shape: Shape,
+    sizes: Sizes,
     workloads: Sequence[BenchWorkload],
     *,
     dtype: str,
@@ -195,7 +194,7 @@ def _setting(
     return BenchConfig(
         folder=folder,
         scratch=scratch,
-        hidden_size=shape.hidden_size,
+        hidden_size=sizes.hidden_size,
         dtype=dtype,
         device=device,
         num_threads=torch.get_num_threads(),

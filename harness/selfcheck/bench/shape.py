@@ -20,22 +20,28 @@ WEIGHT_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a model, and how much work it gets."""
+class Sizes:
+    """What the work of a model depends on."""
 
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
     vocab_size: int
-    is_tied: bool
     prompt_len: int
     """Tokens of each prompt where prefill and decode are timed."""
     decode_len: int
     """Tokens generated there."""
     uneven: UnevenSize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(Sizes):
+    """The sizes of a model, and how much work it gets."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    is_tied: bool
 
     def config(self) -> Qwen3Config:
         """Return the config.json, with room for the longest request."""
@@ -95,43 +101,28 @@ def find_shape(name: str) -> Shape:
     return SHAPES[name]
 
 
-def shape_of(checkpoint: Checkpoint) -> Shape:
+def sizes_of(checkpoint: Checkpoint) -> Sizes:
     """Return the sizes of a checkpoint, with as much work as the shape `142m` has, within its context.
 
     Raises:
         HarnessError: BAD_CONFIG: it is no decoder that transformers knows.
     """
     config = read_config(str(checkpoint.folder)).get_text_config()
-    heads = config.num_attention_heads
     usual = SHAPES["142m"]
-    context = getattr(config, "max_position_embeddings", None) or usual.prompt_len + usual.uneven.output_lens[1]
-    longest = min(usual.uneven.prompt_lens[1], context * 2 // 3)
-    return Shape(
+    (shortest, longest), outputs = usual.uneven.prompt_lens, usual.uneven.output_lens
+    context = getattr(config, "max_position_embeddings", None) or usual.prompt_len + outputs[1]
+    most = min(longest, context * 2 // 3)
+    return Sizes(
         hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        ffn_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         vocab_size=config.vocab_size,
-        is_tied=bool(config.tie_word_embeddings),
-        prompt_len=longest,
+        prompt_len=most,
         decode_len=min(usual.decode_len, context // 4),
         uneven=UnevenSize(
             num_requests=usual.uneven.num_requests,
-            prompt_lens=(min(usual.uneven.prompt_lens[0], longest), longest),
-            output_lens=(
-                min(usual.uneven.output_lens[0], context // 4),
-                min(usual.uneven.output_lens[1], context // 4),
-            ),
+            prompt_lens=(min(shortest, most), most),
+            output_lens=(min(outputs[0], context // 4), min(outputs[1], context // 4)),
         ),
     )
-
-
-def reads_all_weights(checkpoint: Checkpoint) -> bool:
-    """Whether a decode step reads every weight, and K and V of each position: no experts, no latent attention."""
-    config = read_config(str(checkpoint.folder)).get_text_config().to_dict()
-    return not any(name for name in config if "expert" in name or "lora_rank" in name or "state" in name)
 
 
 def build_checkpoint(shape: Shape, folder: Path, *, dtype: str, seed: int, device: str) -> int:
