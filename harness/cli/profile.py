@@ -11,13 +11,14 @@ from harness.cli import options as opt
 from harness.cli.grouped import grouped
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
+from harness.formats.case import ProfileSection
 
 if TYPE_CHECKING:
     from harness.plan import Plan
     from harness.profiling.passes.load import CaptureSchedule
     from harness.profiling.passes.workload import ProfileWorkload
 
-_DEFAULT_REQUESTS, _DEFAULT_PROMPT, _DEFAULT_NEW = 1, 128, 32
+_DEFAULT = ProfileSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,17 @@ class SizeOptions:
 
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help=f"Tokens of each prompt; they are random. [default: {_DEFAULT_PROMPT}]"),
+        typer.Option(metavar="N", help=f"Tokens of each prompt; they are random. [default: {_DEFAULT.prompt_tokens}]"),
     ] = None
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help=f"Tokens to generate for each request. [default: {_DEFAULT_NEW}, or the case's]"
+            metavar="N",
+            help=f"Tokens to generate for each request. [default: {_DEFAULT.max_new_tokens}, or the case's]",
         ),
     ] = None
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Requests that arrive together. [default: {_DEFAULT_REQUESTS}]")
+        int | None, typer.Option(metavar="N", help=f"Requests that arrive together. [default: {_DEFAULT.batch_size}]")
     ] = None
 
     def workload(self, plan: "Plan | None") -> "ProfileWorkload":
@@ -75,17 +77,18 @@ class SizeOptions:
 
         if plan is None:
             return ProfileWorkload(
-                batch_size=_DEFAULT_REQUESTS if self.batch_size is None else self.batch_size,
-                num_prompt_tokens=_DEFAULT_PROMPT if self.prompt_tokens is None else self.prompt_tokens,
-                max_new_tokens=_DEFAULT_NEW if self.max_new_tokens is None else self.max_new_tokens,
+                batch_size=_DEFAULT.batch_size if self.batch_size is None else self.batch_size,
+                num_prompt_tokens=_DEFAULT.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens,
+                max_new_tokens=_DEFAULT.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens,
             )
         for option, value in (("--prompt-tokens", self.prompt_tokens), ("--batch-size", self.batch_size)):
             if value is not None:
                 what, hint = "the prompts that are given have sizes of their own", f"leave {option} out"
                 raise HarnessError(Code.BAD_OPTION, what, where=option, actual=value, hint=hint)
-        prompts = [prompt.token_ids for prompt in plan.prompts]
+        longest = max(each.max_new_tokens for each in plan.prompts)
         return ProfileWorkload.of_prompts(
-            prompts, self.max_new_tokens or max(each.max_new_tokens for each in plan.prompts)
+            [prompt.token_ids for prompt in plan.prompts],
+            longest if self.max_new_tokens is None else self.max_new_tokens,
         )
 
 
@@ -116,14 +119,15 @@ def profile(
         from harness.profiling.job import keep_profile
         from harness.profiling.profile import ProfileSpec
 
+        has_prompts = bool({"requests", "case"} & given.keys())
         plan = (
             plan_request(**given, schedules=["plain"], local_files_only=local_files_only)
-            if {"requests", "case"} & given.keys()
+            if has_prompts
             else plan_engine(**given, local_files_only=local_files_only)
         )
         spec = ProfileSpec(
             plan=plan,
-            workload=sizes.workload(plan if {"requests", "case"} & given.keys() else None),
+            workload=sizes.workload(plan if has_prompts else None),
             phases=tuple(phase or ()),
             schedule=capture.schedule(),
             num_runs=capture.num_runs,
