@@ -1,7 +1,7 @@
 """Types of one model, each split into what its format costs and what the engine's arithmetic costs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -84,12 +84,10 @@ class _Bench:
 
     def run(self, each: str | Path) -> TypeRun:
         if isinstance(each, Path):
-            return self._gguf(each.stem, each, self.hf.checkpoint) if is_gguf(each) else self._folder(each)
+            return self._gguf(each.stem, each) if is_gguf(each) else self._folder(each)
         if each in HF_TYPES:
             return run_hf_type(each, self.hf, self.sequences, self.scratch)
-        path = make_file(self.hf, each, self.scratch, lambda: self._importance)
-        note = note_on(each, (tensor for tensor, _ in open_gguf(path).tensors.values()))
-        return replace(self._gguf(each, path), note=note)
+        return self._gguf(each, make_file(self.hf, each, self.scratch, lambda: self._importance), is_made_here=True)
 
     @cached_property
     def _importance(self) -> Importance:
@@ -97,15 +95,17 @@ class _Bench:
         sizes = {"num_sequences": len(self.sequences), "num_tokens": max(map(len, self.sequences))}
         return importance_of(self.hf, sample_text(self.hf, **sizes, seed=self.seed + 1))
 
-    def _gguf(self, name: str, path: Path, original: Checkpoint | None = None) -> TypeRun:
-        """Run a file; one that was not made here is held against the original."""
+    def _gguf(self, name: str, path: Path, *, is_made_here: bool = False) -> TypeRun:
+        """Run a file: one that was made here in the type of its name, or one that is held against the original."""
         file = open_gguf(path)
-        folder = checkpoint_of_gguf(path, cache_dir() / "gguf", hf=original)
+        tensors = [tensor for tensor, _ in file.tensors.values()]
+        folder = checkpoint_of_gguf(path, cache_dir() / "gguf", hf=None if is_made_here else self.hf.checkpoint)
         return TypeRun(
             name=name,
             size_bytes=file.num_bytes,
             bits_per_weight=file.bits_per_weight,
-            tensor_types=shares((tensor.type.name, tensor.num_bytes) for tensor, _ in file.tensors.values()),
+            tensor_types=shares((tensor.type.name, tensor.num_bytes) for tensor in tensors),
+            note=note_on(name, tensors) if is_made_here else "",
             dequantised=hf_distributions(load_model(folder, dtype=torch.float32), self.sequences),
             engine=llamacpp_distributions(path, self.sequences, self.options) if is_installed() else None,
         )
@@ -124,7 +124,7 @@ class _Bench:
             size_bytes=held.num_bytes,
             bits_per_weight=8 * held.num_bytes / sum(each.num_elements for each, _ in checkpoint.tensors.values()),
             tensor_types=shares((entry.dtype, entry.num_bytes) for entry, _ in held.tensors.values()),
-            note=note if source is None else ", ".join([*source.formats, *([note] if note else [])]),
+            note="" if source is None else ", ".join(filter(None, [*source.formats, note])),
             dequantised=dequantised,
             engine=engine,
         )
