@@ -229,7 +229,7 @@ class _Batch:
             HarnessError: ENGINE_CANNOT_SERVE: HF's cache of this family cannot go back.
         """
         (lane,) = self._lanes
-        has_states = any(op.kind is Kind.STATE for op in self._hf.graph)
+        has_states = bool(self._hf.graph.states)
         steps = workload.steps(lane.request)
         kept: tuple[int, Snapshot] | None = None
         with HFDecoder(self._hf) as decoder, engine_refusals("transformers", f"--schedule {workload.schedule}"):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.taps import Graph, Kind
+from harness.formats.taps import Graph
 
 
 def write_read_back(
@@ -46,8 +46,7 @@ def write_states(
         states: [requests, ...] by layer and name (`conv_state`, `recurrent_state`).
         rows: of each request its place in the batch, its id, and the position of the last row that is in its states.
     """
-    named = {(op.layer, op.source.partition(":")[2]): op.tap for op in graph if op.kind is Kind.STATE}
-    held = {named[key]: state for key, state in states.items() if key in named}
+    held = {graph.states[key]: state for key, state in states.items() if key in graph.states}
     if not held or not rows:
         return set()
     places, requests, positions = zip(*rows, strict=True)

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 
-from harness.formats.taps import Kind
 from harness.oracle.caches import caches_of, held_states, keeps_states, new_cache
 from harness.oracle.model import HFModel
 from harness.oracle.parts import all_parts_held
@@ -87,7 +86,7 @@ class HFDecoder:
         Raises:
             ValueError: the family keeps states in its modules.
         """
-        if keeps_states(self._hf) and not any(op.kind is Kind.STATE for op in self._hf.graph) and new_cache(self._hf):
+        if not self._hf.graph.states and keeps_states(self._hf) and new_cache(self._hf):
             raise ValueError(f"{type(self._hf.model).__name__} keeps states in its modules, and not in its cache")
         return Snapshot(deepcopy(self.cache), [list(row) for row in self._ids])
 

@@ -101,10 +101,10 @@ def run_pair(
     logit_positions: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     use_cache: bool = False,
-) -> list[Any]:
+) -> tuple[Any, Any]:
     """Run both forwards over some requests and show every operation to the observer.
 
-    Returns the caches that they leave, the control's and the truth's, where they are to use one.
+    Returns the caches that they leave, the control's and the truth's; None where they are not to use one.
 
     Args:
         hf: the model.
@@ -115,47 +115,45 @@ def run_pair(
         progress: told how many of how many parts of the model were run.
         use_cache: whether the model fills a cache of its own.
     """
-    ids, caches = ids.to(hf.device), dict[int, Any]()
+    ids = ids.to(hf.device)
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
         logit_positions = None
-    forward = _forward(hf, ids, logit_positions, caches if use_cache else None)
+    of_control, of_truth = (_Forward(hf, ids, logit_positions, use_cache=use_cache) for _ in range(2))
     _ = hf.graph  # traced now: later two forwards are under way
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
         stack.enter_context(without_tf32())
         stack.enter_context(eager_experts(hf.config))
         watch = stack.enter_context(watching(hf))
-        control = Ahead(lambda: _run_control(forward, watch, _Side(hf, ids.shape, kept, observer.control)))
+        control = Ahead(lambda: _run_control(of_control, watch, _Side(hf, ids.shape, kept, observer.control)))
         stack.callback(control.cancel)
         stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
         stack.enter_context(preserve_precision(truth_dtype))
         side = _Side(hf, ids.shape, kept, observer.truth)
         stack.enter_context(watch.showing(side))
-        logits = forward()
+        logits = of_truth()
         control.finish()
         with torch._C.DisableTorchFunction():
             side.see("logits", logits)
             observer.part_done()
-    own = threading.get_ident()  # the truth's
-    return [cache for _, cache in sorted(caches.items(), key=lambda each: each[0] == own)]
+    return of_control.cache, of_truth.cache
 
 
-def _forward(
-    hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None, caches: dict[int, Any] | None
-) -> Callable[[], torch.Tensor]:
-    """Return what runs the model; `caches` takes the cache that it leaves, by the thread that ran it."""
-    options: dict[str, Any] = {}
-    if positions is not None and "logits_to_keep" in inspect.signature(hf.model.forward).parameters:
-        options["logits_to_keep"] = torch.tensor(list(positions), device=ids.device)
+class _Forward:
+    """One forward of the model, and the cache that it leaves."""
 
-    def forward() -> torch.Tensor:
-        output = hf.run(input_ids=ids, use_cache=caches is not None, **options)
-        if caches is not None:
-            caches[threading.get_ident()] = cache_of(output)
+    def __init__(self, hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None, *, use_cache: bool) -> None:
+        self.cache: Any = None
+        self._hf, self._options = hf, {"input_ids": ids, "use_cache": use_cache}
+        if positions is not None and "logits_to_keep" in inspect.signature(hf.model.forward).parameters:
+            self._options["logits_to_keep"] = torch.tensor(list(positions), device=ids.device)
+
+    def __call__(self) -> torch.Tensor:
+        output = self._hf.run(**self._options)
+        if self._options["use_cache"]:
+            self.cache = cache_of(output)
         logits: torch.Tensor = output.logits
         return logits
-
-    return forward
 
 
 @torch.no_grad()

@@ -65,7 +65,6 @@ class StateRuns:
     def __init__(self, recording: Recording, hf: HFModel, usable: Collection[str], truth_dtype: torch.dtype) -> None:
         self.recording, self._hf, self._truth_dtype = recording, hf, truth_dtype
         self._judge = _NoJudge(hf.graph, {tap for tap in usable if not hf.graph[tap].is_kept} if usable else set())
-        self._names = {(op.layer, op.source.partition(":")[2]): op.tap for op in hf.graph if op.kind is Kind.STATE}
         self._steps = [step for step in recording.steps if not is_readback(step)]
         self._known: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
 
@@ -140,7 +139,8 @@ class StateRuns:
         return [pair for _, pair in sorted(zip(order, found, strict=True), key=lambda each: each[0])]
 
     def _by_tap(self, cache: object, num_requests: int) -> list[dict[str, torch.Tensor]]:
-        states = {self._names[key]: state for key, state in held_states(cache).items() if key in self._names}
+        named = self._hf.graph.states
+        states = {named[key]: state for key, state in held_states(cache).items() if key in named}
         flat = {tap: state.flatten(1).to("cpu", torch.float64) for tap, state in states.items()}
         return [{tap: state[at] for tap, state in flat.items()} for at in range(num_requests)]
 

@@ -104,6 +104,7 @@ class _Explainer:
         self.usable = frozenset(self.locator.taps()) & {tap.name for tap in found.result.taps}
         self.sound = frozenset(tap.name for tap in found.result.taps if tap.verdict in _SOUND)
         self.modules = {path for path, _ in hf.model.named_modules()}
+        self._known: dict[str, Explanation | None] = {}
 
     def explained(self, finding: Finding) -> Finding:
         """Return the finding with its explanation, if it has one."""
@@ -140,7 +141,12 @@ class _Explainer:
         return replace(found, detail="; ".join(text for text in (found.detail, where) if text))
 
     def _explain(self, operation: Operation) -> Explanation | None:
-        """Explain one operation; None if nothing was kept of its rows."""
+        """Explain one operation, once; None if nothing was kept of its rows."""
+        if operation.tap not in self._known:
+            self._known[operation.tap] = self._looked_for(operation)
+        return self._known[operation.tap]
+
+    def _looked_for(self, operation: Operation) -> Explanation | None:
         if operation.kind is Kind.CACHE:
             errors = self.found.caches.get(operation.tap)
             evidence = None if errors is None else self._cache_evidence(operation, errors)

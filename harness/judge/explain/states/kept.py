@@ -74,6 +74,7 @@ class _Ways:
         self._requests = {request.id: request for request in failure.recording.manifest.requests}
         places = (failure.rows.request, failure.rows.position, failure.rows.step)
         self.reads = [ReadState(*each) for each in zip(*(column.tolist() for column in places), strict=True)]
+        self._lines: dict[ReadState, Line] = {}
         self._first: dict[int, ReadState] = {}
         """The first wrong one of each request."""
         for read in self.reads:
@@ -224,7 +225,10 @@ class _Ways:
         return [*own[:at], *padding, *own[at:]] if padding and len(own) >= at else None
 
     def _own(self, read: ReadState) -> Line:
-        return line_of(self._runs, read)
+        """Return the rows that should be in a state; nobody changes the list."""
+        if read not in self._lines:
+            self._lines[read] = line_of(self._runs, read)
+        return self._lines[read]
 
     def _earlier(self, by: int, read: ReadState) -> Line:
         return self._own(read)[:-by]
