@@ -13,7 +13,7 @@ from harness.errors import Code, HarnessError
 from harness.oracle.requests import Prompt
 
 _KEYS = ("at", "max_tokens", "prompt", "prompt_token_ids", "prompt_tokens")
-MOST_REQUESTS = 1_000_000
+_MOST_REQUESTS = 1_000_000
 _MOST_TOKENS = 10_000_000
 
 
@@ -130,7 +130,7 @@ def read_requests(
         HarnessError: BAD_OPTION: the file cannot be read, or a line cannot be understood.
     """
     lines = [line for line in _text(path).splitlines() if line.strip()]
-    if not 0 < len(lines) <= MOST_REQUESTS:
+    if not 0 < len(lines) <= _MOST_REQUESTS:
         raise _bad("the file has no request, or too many", path, actual=f"{len(lines):,}")
     rng = random.Random(seed)
     times = arrivals.times(len(lines), rng)
