@@ -12,7 +12,7 @@ from pathlib import Path
 MARK = ".scratch"
 """File in each such folder, locked while its process lives. A folder without it belongs to another program."""
 _SWEPT_AFTER_S = 60.0
-"""Age from which a folder is looked at: by then its own process has locked it."""
+"""Age from which a folder is swept whose mark is empty: it was never locked."""
 
 
 @contextmanager
@@ -33,6 +33,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         (Path(name) / MARK).open("w") as mark,
     ):
         fcntl.flock(mark, fcntl.LOCK_EX)
+        print("locked", file=mark, flush=True)
         yield Path(name)
 
 
@@ -47,7 +48,8 @@ def sweep(place: Path, prefix: str) -> None:
 def _sweep(folder: Path) -> None:
     descriptor = os.open(folder / MARK, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        if time.time() - os.fstat(descriptor).st_mtime > _SWEPT_AFTER_S:
+        mark = os.fstat(descriptor)
+        if mark.st_size or time.time() - mark.st_mtime > _SWEPT_AFTER_S:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or it lives
             shutil.rmtree(folder)
     finally:

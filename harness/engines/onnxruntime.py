@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import onnx
 import onnxruntime_genai as genai
 import torch
 
+from harness.base.scratch import scratch_folder
 from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.node_outputs import NodeOutputs
@@ -44,9 +44,9 @@ class GenAIStepper:
 
     def __init__(self, export: Path) -> None:
         """Open an export, with every node's outputs as outputs of the graph."""
-        with tempfile.TemporaryDirectory() as folder:
-            self._outputs = {site: partial(self._read, name) for site, name in with_all_outputs(export, Path(folder))}
-            self._model = genai.Model(folder)
+        with scratch_folder("harness-") as folder:
+            self._outputs = {site: partial(self._read, name) for site, name in with_all_outputs(export, folder)}
+            self._model = genai.Model(str(folder))
         self._present = _present_names(export)
         self._generators: dict[int, Any] = {}
         self._running: Any = None

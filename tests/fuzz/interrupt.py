@@ -81,7 +81,7 @@ class Interruptions:
     def _again(self, name: str, place: Path) -> Iterator[str]:
         """Give the same command another folder: neither the cache nor what is left may be in its way."""
         for mark in (place / "tmp").glob(f"*/{MARK}"):
-            os.utime(mark, (0, 0))  # what is young might belong to a process that has not locked it yet
+            os.utime(mark, (0, 0))  # a young one that is empty might belong to a process that has not locked it yet
         again = [argument if argument != "out" else "again" for argument in COMMANDS[name]]
         status = self._wait(name, self._start(again, place), place)
         if status not in {0, *ENDINGS.get(name, ())}:

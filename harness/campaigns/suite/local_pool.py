@@ -1,8 +1,11 @@
 """Tasks in processes on this machine: as many at once as fit into its CPUs, memory and GPUs."""
 
 import os
+import tempfile
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
+from harness.base.scratch import sweep
 from harness.campaigns.suite.fingerprint import node_name
 from harness.campaigns.suite.pool import Ended
 from harness.campaigns.suite.process import ProcessShelf
@@ -72,6 +75,7 @@ class LocalPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._shelf.close()
         self._threads.shutdown()
+        sweep(Path(tempfile.gettempdir()), "harness-")  # what tasks that were ended had made
 
 
 def _whole(resources: Resources) -> int:

@@ -15,11 +15,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
+from harness.base.scratch import scratch_folder
 from harness.errors import HarnessError
 from harness.results.check import Outcome
 from harness.selfcheck.faults.fault import Variant
@@ -78,8 +78,8 @@ def run_pass(number: int, out: Path, keep: Path) -> None:
 
 def alarm_of(variant: Variant, seed: int, keep: Path) -> str | None:
     """Check a variant; return what was alarming, with its recordings in `keep`."""
-    with tempfile.TemporaryDirectory(prefix="harness-") as name:
-        folder = Path(name) / "runs"
+    with scratch_folder("harness-") as name:
+        folder = name / "runs"
         try:
             result = check_variant(variant, seed=seed, out=folder)
         except HarnessError as error:

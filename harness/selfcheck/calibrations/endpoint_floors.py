@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from tabulate import tabulate
 from transformers import AutoModelForCausalLM
 
+from harness.base.scratch import scratch_folder
 from harness.base.threads import one_thread
 from harness.campaigns.endpoint.judge import bounds
 from harness.campaigns.endpoint.truth import TruthRow, Walk, walk_truth
@@ -87,8 +87,8 @@ def engines(folder: Path, dtype: str, prompts: Sequence[list[int]]) -> Iterator[
 
 def with_rope(folder: Path, dtype: str, prompts: Sequence[list[int]], factor: float) -> Served:
     """Return what the reference engine answers with another rope base."""
-    with tempfile.TemporaryDirectory() as scratch:
-        other = shutil.copytree(folder, Path(scratch) / "model")
+    with scratch_folder("harness-") as scratch:
+        other = shutil.copytree(folder, scratch / "model")
         config = json.loads((other / "config.json").read_text())
         place = config.get("rope_parameters") or config
         by_layer = [each for each in place.values() if isinstance(each, dict) and "rope_theta" in each]

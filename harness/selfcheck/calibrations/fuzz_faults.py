@@ -14,13 +14,13 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 
 import torch
 import transformers
 from tabulate import tabulate
 
+from harness.base.scratch import scratch_folder
 from harness.selfcheck.faults.catalogue import FAULTS, choose
 
 HEADERS = (
@@ -62,10 +62,10 @@ def searched(fault: str, seed: int, seconds: int) -> list[object]:
         sys.executable, "-c", "from harness.cli import main; main()",
         "fuzz", "--fault", fault, "--first", "--seconds", str(seconds), "--seed", str(seed), "--format", "json",
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as cache:
+    with scratch_folder("harness-") as cache:
         begin, cpu_begin = time.perf_counter(), _cpu_of_children()
         done = subprocess.run(
-            command, check=False, capture_output=True, text=True, env={**os.environ, "HARNESS_CACHE": cache}
+            command, check=False, capture_output=True, text=True, env={**os.environ, "HARNESS_CACHE": str(cache)}
         )
         wall, cpu = time.perf_counter() - begin, _cpu_of_children() - cpu_begin
     result = json.loads(done.stdout)

@@ -11,7 +11,6 @@ import argparse
 import datetime
 import os
 import shutil
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from tabulate import tabulate
 
 from harness.base.environment import describe_machine
 from harness.base.progress import no_progress
+from harness.base.scratch import scratch_folder
 from harness.profiling.gate import against
 from harness.profiling.gate.against import BLOCKS_OF_A_ROUND, TimingLength
 from harness.profiling.gate.paired_timing import paired_ratio
@@ -129,9 +129,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "cpu" / "gate.md")
     options = parser.parse_args()
     now, load_before = installed_version(PACKAGES), os.getloadavg()
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("harness-") as folder:
         same, same_s = measure(now, now, options.rounds)
-        slower, slower_s = measure(now, slowed(now, Path(folder), options.slowdown), options.rounds)
+        slower, slower_s = measure(now, slowed(now, folder, options.slowdown), options.rounds)
     length, cores = TimingLength(), len(os.sched_getaffinity(0))
     num_rounds = min(int(length.seconds / max(same_s, slower_s)), length.num_blocks // BLOCKS_OF_A_ROUND)
     machine = describe_machine("cpu")

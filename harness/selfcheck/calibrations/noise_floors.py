@@ -8,7 +8,6 @@ The bounds of `harness.judge.compare.bounds` were chosen from this table. Writes
 import argparse
 import platform
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from tabulate import tabulate
 
 from harness.base.environment import environment
+from harness.base.scratch import scratch_folder
 from harness.formats.case import RequestSpec, load_case
 from harness.formats.recording import Recording
 from harness.judge.compare import Requirements, compare_run
@@ -82,9 +82,9 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
         own = plan.changed(engine=name, engine_options=options)
         with open_planned(own) as engine:
             for schedule in plan.schedules:
-                with tempfile.TemporaryDirectory() as folder:
-                    record_run(own, engine, schedule, golden.requests, Path(folder) / "run")
-                    with Recording.open(Path(folder) / "run", verify=False) as recording:
+                with scratch_folder("harness-") as folder:
+                    record_run(own, engine, schedule, golden.requests, folder / "run")
+                    with Recording.open(folder / "run", verify=False) as recording:
                         found = compare_run(
                             recording,
                             golden,
