@@ -19,9 +19,28 @@ CASES = Path(__file__).parent.parent / "cases"
 STORIES = Path(__file__).parent.parent.parent / "shared" / "models" / "stories260k"
 
 
+SHOWN_CASES = {
+    *(
+        "default",
+        "gemma3-bfloat16",
+        "llama-bfloat16",
+        "llama-float16",
+        "llama-float32",
+        "llama-forked",
+        "llama-token-ids",
+    ),
+    *("qwen2-bfloat16", "qwen2-hf-eager", "qwen2-preempted", "qwen2-recompute", "qwen2-tensor-parallel"),
+    *("qwen3-bfloat16", "qwen3-block-size-1", "qwen3-moe-bfloat16", "qwen3-prefix-hit", "qwen3-shared-cache"),
+}
+"""Cases that the default suite checks. `pytest cases` checks all of them."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all but a sample of a test's cases as slow: `@pytest.mark.sampled(3)` keeps three, by a fixed seed."""
+    for item in items:
+        if item.path.parent == CASES and item.path.stem not in SHOWN_CASES:
+            item.add_marker("slow")
     cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if (marker := item.get_closest_marker("sampled")) is not None:

@@ -48,6 +48,7 @@ def test_there_are_programs_to_run() -> None:
     assert README_PROGRAMS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("inside")
 @pytest.mark.parametrize("index", range(len(PROGRAMS)))
 def test_a_program_of_the_page_runs_and_prints_what_stands_under_it(

@@ -189,6 +189,7 @@ def test_a_named_peer_that_is_not_installed(harness, monkeypatch):
     assert "inference-harness[llamacpp]" in ran.err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ones_own_is_timed(harness, checkpoints):
     before = sorted((checkpoints / "qwen2-tiny").iterdir())
     ran = harness(

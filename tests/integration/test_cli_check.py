@@ -112,6 +112,7 @@ def test_the_next_place_to_look(check, install, llama):
     assert run(document["next"]["command"].split()[1:]) == 1
 
 
+@pytest.mark.slow
 def test_the_next_command_is_about_the_one_request_where_its_rows_depend_on_no_other(check, install):
     ran = check("--engine", install(PERTURBED), "--schedule", "plain,batched", "--stop-early", "--format", "json")
     assert ran.json["next"]["command"].endswith(" --schedule plain --token-ids 1,9,10 --max-new-tokens 3")

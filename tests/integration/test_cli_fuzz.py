@@ -84,6 +84,7 @@ def test_an_output_folder_that_is_not_empty_is_left_alone(harness, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_raises_is_a_finding(harness, install):
     source = ENGINE.replace(
         "        self.inner.run", "        assert len(workload.requests) < 2\n        self.inner.run"
@@ -157,6 +158,7 @@ def only(monkeypatch, *names):
     monkeypatch.setattr(invariance, "CHANGES", chosen)
 
 
+@pytest.mark.slow
 def test_changes_of_schedule_that_change_bits(harness, monkeypatch):
     only(monkeypatch, "repetition", "chunk", "ranks")
     ran = harness("fuzz", "--invariance", "--engine", "hf", "--seconds", "0.1", "--format", "json")

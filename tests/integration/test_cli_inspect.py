@@ -62,6 +62,7 @@ def test_a_setting_that_differs(harness, install, llama):
     assert "\nH054: the engine has norm eps 1e-06, HF has 1e-05\n2 settings compared, 1 differ; -: not shown" in ran.out
 
 
+@pytest.mark.slow
 def test_a_setting_that_differs_as_json(harness, install, llama):
     ran = harness("inspect", "--engine", install(OTHER_EPS), "--model", llama, "--format", "json")
     assert ran.status == 1
@@ -79,6 +80,7 @@ def test_a_setting_that_differs_as_json(harness, install, llama):
     assert settings["head_dim"] == {"engine": None, "hf": [32], "differs": None}
 
 
+@pytest.mark.slow
 def test_an_engine_that_shows_no_settings(harness, install, llama):
     ran = harness("inspect", "--engine", install(ENGINE), "--model", llama)
     assert ran.status == 5

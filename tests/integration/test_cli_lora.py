@@ -34,6 +34,7 @@ def check(harness, adapter):
     return run
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "dtype"), [("reference", "float32"), ("reference", "bfloat16"), ("hf", "float16")])
 def test_a_sound_engine_passes(check, engine, dtype):
     ran = check("--engine", engine, dtype=dtype)

@@ -144,7 +144,7 @@ LIES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_no_pass(harness, install, llama, lie):
     source, status, said = LIES[lie]

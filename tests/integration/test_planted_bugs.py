@@ -168,7 +168,7 @@ def test_without_a_bug_nothing_is_found(check, model, dtype):
     assert {tap.verdict for tap in run.taps} <= SOUND
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", ["llama-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("name", BUGS)

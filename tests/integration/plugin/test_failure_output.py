@@ -25,6 +25,7 @@ def test_a_broken_engine_shows_the_table_and_the_culprit(broken_project: pytest.
         result.stdout.no_fnmatch_line(trace)
 
 
+@pytest.mark.slow
 def test_the_line_of_the_summary_names_the_schedule(
     broken_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,6 +35,7 @@ def test_the_line_of_the_summary_names_the_schedule(
     result.stdout.no_fnmatch_line("*operation*")
 
 
+@pytest.mark.slow
 def test_in_continuous_integration_the_summary_stays_one_line(
     broken_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

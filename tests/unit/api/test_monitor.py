@@ -57,6 +57,7 @@ def test_an_engine_with_the_weights_of_before_ends_the_run(module, rows, tmp_pat
     assert "weights" in {term["kind"] for term in kept["terms"]}
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on(module, rows):
     with torch.no_grad():
         module.lm_head.weight.mul_(1.5)

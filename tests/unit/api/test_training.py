@@ -93,6 +93,7 @@ def test_a_model_that_computes_nan_is_refused(tmp_path):
     assert caught.value.code == "H043"
 
 
+@pytest.mark.slow
 def test_a_gap_can_be_asserted():
     report = harness.rollout(ROWS, model="llama-tiny", dtype="float32")
     assert not report

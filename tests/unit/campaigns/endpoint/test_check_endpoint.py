@@ -32,6 +32,7 @@ def served(folder, *, dtype, **options):
         yield Address(url=url)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_sound_server_passes_in_every_way(folder, dtype):
     with served(folder, dtype=dtype) as address:
@@ -70,6 +71,7 @@ def with_config(folder, tmp_path, **fields):
     return other
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_another_rope_base_is_found_by_the_root_mean_square(folder, tmp_path, dtype):
     theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
@@ -84,6 +86,7 @@ def test_another_rope_base_is_found_by_the_root_mean_square(folder, tmp_path, dt
     assert max(own.rms_ratio for own in run.logprobs) > 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_planted", [True, False])
 def test_a_prefix_taken_for_another_is_found_where_prompts_are_repeated(folder, is_planted):
     (fault,) = choose(["collision-taken-for-a-hit"])

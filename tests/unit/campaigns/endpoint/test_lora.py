@@ -75,7 +75,7 @@ def test_base_and_adapters_in_the_same_batches(url, adapters, model):
     assert [run.findings for run in result.runs if run.findings] == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("served", "judged_as"), [("base", "one"), ("one", None), ("one", "two")])
 def test_another_adapter_is_found(url, adapters, served, judged_as):
     result = check(url, served, adapters.get(judged_as))

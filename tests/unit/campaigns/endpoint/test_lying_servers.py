@@ -229,7 +229,7 @@ class Liar:
         await app(scope, receive, spoilt)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(LIES))
 def test_a_lie_is_a_finding_that_says_what_was_seen(plan, server, name):
     app, url = server
@@ -300,7 +300,7 @@ def asked_otherwise(change):
     return spoil
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(IGNORED))
 def test_a_parameter_that_is_ignored_is_listed_as_ignored(plan, server, name):
     app, url = server

@@ -39,7 +39,7 @@ def poisoned(checkpoints, tiny_folder):
     return run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("planted", LEAKS, ids=lambda planted: planted.id)
 def test_a_leak_is_named_with_its_operation_row_and_memory(poisoned, planted):
     found = poisoned(model=planted.model, schedule=planted.schedule, planted=planted.inject)
@@ -58,7 +58,7 @@ REACHED = {Memory.UNUSED, Memory.OTHERS, Memory.SCRATCH}
 ALONE = REACHED - {Memory.OTHERS}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("setting", "reached"),
     [
@@ -84,6 +84,7 @@ def test_what_lets_nothing_in_is_no_finding(poisoned, setting, reached):
     assert filled(found) == reached
 
 
+@pytest.mark.slow
 def test_an_engine_without_a_cache_has_nothing_to_poison(poisoned):
     found = poisoned(attention_backend="recompute")
     assert filled(found) <= {Memory.SCRATCH}
@@ -98,7 +99,7 @@ def test_padding_of_hf_reaches_its_rows_as_zero_times_nan(poisoned):
     assert Memory.OTHERS in filled(found)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
 def test_states_of_recurrent_layers_are_poisoned(poisoned, family):
     found = poisoned(model=family, engine="hf")

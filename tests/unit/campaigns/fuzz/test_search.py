@@ -98,6 +98,7 @@ def test_a_finding_is_shrunk(searching):
     assert finding.workload.limits == {}
 
 
+@pytest.mark.slow
 def test_findings_of_different_operations_are_told_apart(searching):
     def decide(sent):
         if any(request.is_aborted for request in sent.requests):

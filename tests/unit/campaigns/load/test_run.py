@@ -103,6 +103,7 @@ def test_a_wrong_token_under_load_is_found_and_is_not_good(load, server):
     assert "its logit is" in load_text(result, width=120)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "number", "seconds"), [("ttft", 0, 1.0), ("e2e", 3, 1.0), ("tpot", 1, 3.0)])
 def test_a_late_answer_misses_its_limit(load, server, name, number, seconds):
     async def late(_choice, at):

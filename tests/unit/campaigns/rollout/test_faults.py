@@ -82,7 +82,7 @@ def test_both_sides_at_hand_are_split_in_operations(compare, rows, trainer):
     assert ("operations", "engine") in kinds
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["alone", "left", "right"])
 def test_a_trainer_may_be_padded(compare, rows, trainer, layout):
     assert_sound(compare(rows[:4], trainer=trainer, layout=layout))
@@ -95,6 +95,7 @@ def test_a_stale_layer_of_the_engine(compare, trainer, tmp_path):
     assert "model.layers.1 is the earlier one" in term.detail or "layers.1." in term.detail
 
 
+@pytest.mark.slow
 def test_a_stale_layer_of_the_trainer(compare, rows, tmp_path):
     old = other_checkpoint("llama-tiny", tmp_path / "old", "layers.1.")
     module = load_model(old, dtype=torch.bfloat16, stays=True).model
@@ -114,11 +115,13 @@ def test_a_truncated_distribution_that_one_side_renormalises(compare, trainer):
     assert "renormalised over the truncated distribution" in term.detail
 
 
+@pytest.mark.slow
 def test_packing_without_a_restart(compare, rows, trainer):
     assert_sound(compare(rows, train_column(trainer, rows, packs=restarting)))
     assert_only(compare(rows, train_column(trainer, rows, packs=running_on)), "positions", "trainer")
 
 
+@pytest.mark.slow
 def test_packing_whose_attention_sees_other_rows(compare, rows, trainer):
     leaking = train_column(trainer, rows, packs=restarting, use_cache=True)
     term = assert_only(compare(rows, leaking), "positions", "trainer")
@@ -139,6 +142,7 @@ def test_a_cache_in_eight_bits(compare, rows, columns, trainer):
     assert "fp8 (e4m3)" in term.detail
 
 
+@pytest.mark.slow
 def test_a_head_in_16_bits(compare, rows, trainer):
     with float32_head(trainer):
         wide = with_engine(rows, train_column(trainer, rows))
@@ -169,7 +173,7 @@ def test_a_column_that_stands_one_token_late(compare, rows, trainer):
     assert "one token too late" in term.detail
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny"])
 def test_a_column_that_stands_late_is_named_though_its_first_values_fit_nothing(compare, rows, model):
     columns = train_column(load_model(Path(resolve(model)), dtype=torch.bfloat16, stays=True).model, rows)
@@ -179,6 +183,7 @@ def test_a_column_that_stands_late_is_named_though_its_first_values_fit_nothing(
     assert [term.kind for term in outside(result)] == ["alignment", "rest"]
 
 
+@pytest.mark.slow
 def test_two_faults_are_told_apart(compare, rows, trainer):
     cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
     result = compare(rows, train_column(trainer, cut, temperature=0.6))
@@ -194,6 +199,7 @@ def test_what_no_cause_explains_is_said(compare, rows, columns):
     assert "no known cause fits the rest" in result.findings[0].message
 
 
+@pytest.mark.slow
 def test_terms_stand_in_the_order_in_which_they_are_applied(compare, rows, trainer):
     cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
     kinds = [term.kind for term in compare(rows, train_column(trainer, cut, temperature=0.6)).terms]

@@ -20,7 +20,7 @@ def sentences(result):
     return by_code
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_found_and_named(address, monkeypatch, fault):
     fault.plant(monkeypatch)

@@ -5,16 +5,24 @@ import sys
 
 import pytest
 
+from harness.campaigns.suite import inputs
 from harness.campaigns.suite.fingerprint import installed_digest
 from harness.campaigns.suite.inputs import with_inputs
 from harness.campaigns.suite.task import Environment, SuiteCase
 from harness.formats.case import Case, RequestSpec
 
 
+@pytest.fixture(scope="module")
+def installed():
+    """Hash what is installed once: all its code is read."""
+    return installed_digest()
+
+
 @pytest.fixture
-def digest(tmp_path, monkeypatch):
+def digest(tmp_path, monkeypatch, installed):
     """Return the digests of a case and of its golden, with a model of a few files and an option that names one."""
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(inputs, "installed_digest", lambda: installed)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -119,6 +119,7 @@ def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
     assert (error.code, error.where, error.actual) == (Code.NODES_DIFFER, "odd", {"torch": "1.0"})
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_another_one_on_another_node_is_refused():
     looks = [seen("a", environments={"old": installed(torch="2")}), seen("b", environments={"old": None})]
     refuse_differences(looks)

@@ -39,6 +39,7 @@ class Held:
         return self.shown[request]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_states_of_a_live_engine_are_judged(tiny_folder, late):
     folder = tiny_folder("falcon_h1")
@@ -85,6 +86,7 @@ class Unnamed(nn.Module):
         return self.inner(input_ids, position_ids, past_key_values)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Named, Unnamed])
 def test_the_states_of_a_modules_own_cache_are_judged(tiny_folder, kind):
     folder = tiny_folder("falcon_h1")

@@ -137,7 +137,7 @@ def heads_of_the_context_swapped(model, fused):
     attn.forward = lambda *given: forward(attn, *given).view(-1, 2, 2, 32).transpose(1, 2).reshape(-1, 128)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dtype"), list(product(FAULTS, (torch.float32, torch.bfloat16))))
 def test_a_fault_is_found_at_its_operation_and_hides_no_tap(fused_engine, fused, checkpoints, name, dtype):
     tap, plant = FAULTS[name]

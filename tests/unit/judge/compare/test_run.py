@@ -345,6 +345,7 @@ def test_other_names_of_taps_are_those_of_the_graph(one, tmp_path):
     assert not [finding for finding in result.findings if finding.code is Code.TAP_MISSING]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_two_engines_against_each_other(bench, tmp_path, dtype):
     """No golden and no replay: nothing but the distance, and the roundings that may add up on the way."""

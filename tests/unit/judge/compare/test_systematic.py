@@ -209,6 +209,7 @@ def test_silu_on_a_grid_has_a_gain_and_is_right():
     assert beyond_control(fused, hf) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_what_hf_does_too_is_no_alarm_in_a_recording(bench, tmp_path, monkeypatch, num_batches):
     monkeypatch.setattr(systematic, "MIN_ROWS", 20)

@@ -56,6 +56,7 @@ def test_prompts_reach_over_several_large_blocks_and_end_around_boundaries() -> 
     assert {1, 2, 3} & {length % 64 for length in lengths}
 
 
+@pytest.mark.slow
 def test_a_program_keeps_to_the_declared_sizes_and_stays_short() -> None:
     (finding,) = search_block_manager(BlockSizeIgnored, DEV).findings
     assert finding.invariant == 15
@@ -84,6 +85,7 @@ class LatestEntry(ChainedManager):
             self.block_of_key[key] = block
 
 
+@pytest.mark.slow
 def test_a_cache_that_keeps_the_later_of_two_equal_blocks_says_so() -> None:
     assert [finding.invariant for finding in search_block_manager(LatestEntry, DEV).findings] == [11]
     check_block_manager(type("Declared", (LatestEntry,), {"may_lose_duplicates": True}), DEV)

@@ -42,11 +42,13 @@ def test_every_broken_invariant_is_reported_once_the_worst_first() -> None:
     assert "\n3 of 3, slow\nH092: " in text
 
 
+@pytest.mark.slow
 def test_each_finding_has_a_program_of_its_own() -> None:
     for finding in search_block_manager(ThreeBugs, DEV).findings:
         assert_fails_in_its_last_line(finding.program, ThreeBugs)
 
 
+@pytest.mark.slow
 def test_an_accepted_invariant_does_not_hide_the_others() -> None:
     with pytest.raises(PropertyError) as caught:
         check_block_manager(ThreeBugs, DEV, accepted={12, 13})
@@ -75,6 +77,7 @@ class UnorderedScheduler(TwoPhaseScheduler):
         return super()._decode()
 
 
+@pytest.mark.slow
 def test_code_that_is_not_deterministic_is_a_finding_with_both_answers() -> None:
     with pytest.raises(PropertyError) as caught:
         check_scheduler(UnorderedScheduler, DEV, accepted={22})
@@ -95,6 +98,7 @@ class DriftingManager(ChainedManager):
         return DriftingManager.num_calls % 3 > 0 and super().append(request_id, token_id)
 
 
+@pytest.mark.slow
 def test_choices_that_differ_from_run_to_run_do_not_end_in_a_traceback_of_hypothesis() -> None:
     report = search_block_manager(DriftingManager, DEV)
     assert 27 in [finding.invariant for finding in report.findings]

@@ -18,6 +18,7 @@ FEW = settings(DEV, max_examples=12)
 OURS = [relation for relation in RELATIONS if refusal(EngineSubject, relation) is None]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("engine", "relation"),
     [

@@ -37,7 +37,7 @@ def test_a_correct_scheduler_passes(scheduler: type) -> None:
     check_scheduler(scheduler, DEV)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scheduler", "invariants"), BUGS)
 def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)
@@ -47,6 +47,7 @@ def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[i
     assert_fails_in_its_last_line(caught.value.program, scheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SURVIVORS)
 def test_what_is_listed_as_a_survivor_is_one(scheduler: type) -> None:
     check_scheduler(scheduler, DEV)

@@ -104,12 +104,14 @@ class Recorded(TwoPhaseScheduler):
         self.seen.add(tuple(sizes[name] for name in names))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_only_declared_sizes_are_tried() -> None:
     check_scheduler(Recorded, DEV)
     columns = [set(column) for column in zip(*Recorded.seen, strict=True)]
     assert columns == [{32}, {6}, {64, 128}, {96, 192}]
 
 
+@pytest.mark.slow
 def test_sizes_grow_with_the_blocks_where_nothing_is_said() -> None:
     class LargeBlocks(TwoPhaseScheduler):
         block_sizes = (256,)

@@ -113,6 +113,7 @@ def test_the_engine_chooses_the_same_tokens(checkpoint: Any, device: torch.devic
         assert_same_rows(output.request_id, actual, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_near(checkpoint: Any, device: torch.device, dtype: str) -> None:
     forced = SamplingParams(max_new_tokens=3, forced_token_ids=[5, 9])

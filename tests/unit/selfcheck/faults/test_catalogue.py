@@ -72,7 +72,7 @@ def test_the_truth_is_complete(name):
     assert (fault.tap is None) == (fault.row is None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_fault_is_found_where_it_is_and_named(name):
     score = score_fault(FAULTS[name], try_fault(FAULTS[name]))
