@@ -136,6 +136,7 @@ KINDS: Mapping[Kind, KindTraits] = {
             "norms.gated",
             "layer.wiring",
             "any_kind.elementwise",
+            "any_kind.biases",
             "any_kind.settings",
             "any_kind.generic",
         ),

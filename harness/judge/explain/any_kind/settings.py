@@ -5,7 +5,7 @@ would be if it were left out, turned around, or that of another setting, and the
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ _FAR = 1e9
 _ALIKE = 0.25
 """Share of the error's energy that lies in the direction in which a setting moves the rows, for it to be fitted."""
 _MAX_STEPS, _NEAR_ENOUGH = 12, 1e-7
-_NAMED = 2e-3
+NAMED = 2e-3
 """Relative distance up to which a fitted number is one that has been tried."""
 _SIZES = (
     "size",
@@ -45,17 +45,24 @@ _SIZES = (
 
 def other_settings(failure: Failure) -> Iterator[Hypothesis]:
     """Yield what the operation gives with one setting of its part changed."""
+    found = ran_again(failure)
+    if found is not None:
+        for path, name, value in _settings(failure):
+            yield from _others(failure, *found, path, name, value)
+
+
+def ran_again(failure: Failure) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return where the rows stand in the batch, and what the part gives there, run by itself; None where it cannot."""
     rerun = failure.rerun
     if rerun is None or failure.beyond is not None:
-        return
+        return None
     places = rerun.places(failure.rows)
     if bool((places < 0).any()):
-        return
+        return None
     own = rerun.run()[places]
     if own.shape != failure.expected.shape or float((own - failure.expected).norm()) > 1e-5 * float(own.norm()):
-        return  # the part, run by itself, is not what the model ran
-    for path, name, value in _settings(failure):
-        yield from _others(failure, places, own, path, name, value)
+        return None  # the part, run by itself, is not what the model ran
+    return places, own
 
 
 def _others(
@@ -88,15 +95,27 @@ def _others(
             shown = "none" if other == _FAR else f"{other:.6g}"
             cause = f"{label} is {shown} instead of {value:.6g}" + (f": {how}" if how else "")
             yield Hypothesis(cause=cause, output=output)
-    fitted = _fitted(failure, given, value, own, small)
-    if fitted is not None and not any(math.isclose(fitted, each, rel_tol=_NAMED) for each in (value, *tried)):
+    fitted = fitted_setting(failure, given, value, own)
+    if fitted is not None and not any(math.isclose(fitted, each, rel_tol=NAMED) for each in (value, *tried)):
         output = given(fitted)
         if output is not None:
             yield Hypothesis(cause=f"{label} is {fitted:.4g} instead of {value:.6g}", output=output, freedom=1)
 
 
-def _fitted(failure: Failure, given: Any, value: float, own: torch.Tensor, small: torch.Tensor) -> float | None:
-    """Return the value of a setting under which the rows come out nearest (Gauss-Newton, over its logarithm)."""
+def fitted_setting(
+    failure: Failure, given: Callable[[float], torch.Tensor | None], value: float, own: torch.Tensor
+) -> float | None:
+    """Return the value of a setting under which the rows come out nearest (Gauss-Newton, over its logarithm).
+
+    Args:
+        failure: the rows that are wrong.
+        given: returns the rows under a value of the setting.
+        value: of the setting in HF.
+        own: the rows under that value.
+    """
+    small = given(value * _SMALL)
+    if small is None:
+        return None
     error, slope = failure.actual - own, (small - own) / math.log(_SMALL)
     if value <= 0 or float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
         return None

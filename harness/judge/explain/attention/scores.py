@@ -17,6 +17,8 @@ from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, name_
 from harness.judge.explain.core.hypothesis import Hypothesis
 
 _NEWTON_STEPS, _SMALL = 4, 1.0001
+_PROBES = 8
+"""Rows that a slope is fitted to."""
 _PADDING = "padding is attended to: keys of zeros take part"
 _MULTIPLES = (4, 8, 16, 32, 64, 128, 256)
 _PADDED_HEADS = (64, 128, 256)
@@ -236,11 +238,33 @@ def coarse_softmax(failure: Failure) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"the probabilities are rounded to {name_of(dtype)}", output=output)
 
 
+def bias_added(failure: Failure) -> Iterator[Hypothesis]:
+    """The scores fall with the distance, as ALiBi's do (Press et al., arXiv:2108.12409), where the model's do not."""
+
+    def biased(view: AttentionContext, slopes: torch.Tensor) -> torch.Tensor:
+        bias = slopes[:, None, None] * view.distance
+        if view.sinks is not None:
+            bias = torch.nn.functional.pad(bias, (0, 1))
+        return view.attend(softmax=lambda scores: (scores - bias).softmax(dim=-1))
+
+    view = failure.views[0]
+    heads = view.query.shape[1]
+    own = torch.exp2(-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+    output = joined(failure, lambda each: biased(each, own))
+    yield Hypothesis(cause="ALiBi is added to the scores, which the model does not have", output=output)
+    probe = view.select(torch.arange(len(view.rows))[-_PROBES:])
+    rows = rows_of(failure, view)[-_PROBES:]
+    slope = fitted_factor(0.1, lambda each: failure.misfit(rows, biased(probe, torch.full_like(own, each))))
+    output = joined(failure, lambda each: biased(each, torch.full_like(own, slope)))
+    yield Hypothesis(cause=f"the scores fall by {slope:.4g} with each position", output=output, freedom=1)
+
+
 EXPLANATIONS = (
     causal_mask_off,
     mask_misaligned,
     wrong_window,
     padding_attended,
     wrong_scale,
+    bias_added,
     coarse_softmax,
 )

@@ -468,6 +468,22 @@ def test_scales(bench):
         assert fitted.num_fitted == 1
 
 
+def test_a_bias_that_the_model_does_not_have(bench):
+    bench = bench()
+
+    def attended_with(slopes):
+        def softmax(scores):
+            at = torch.arange(scores.shape[-1])
+            return (scores - slopes[:, None, None] * (at[:, None] - at)).softmax(dim=-1)
+
+        return attended(bench, softmax=softmax)
+
+    own = torch.exp2(-8 * torch.arange(1, 7, dtype=torch.float64) / 6)
+    assert bench.explain(TAP, attended_with(own)).cause == "ALiBi is added to the scores, which the model does not have"
+    found = bench.explain(TAP, attended_with(torch.full_like(own, 0.07)))
+    assert found.cause == "the scores fall by 0.07 with each position"
+
+
 def test_kv_heads(bench):
     bench = bench()
     tiled = torch.arange(6) % 2

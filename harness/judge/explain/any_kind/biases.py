@@ -1,0 +1,137 @@
+"""A bias on the scores that HF hands to its attention as a tensor, ALiBi's, is another.
+
+It is no setting and no tap. The argument is changed on its way into the module, and the part is run again by HF's own
+code. Some families hand it over within the mask.
+
+`B` requests, `N` heads, `T` rows, `S` positions.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.judge.explain.any_kind.settings import NAMED, fitted_setting, ran_again
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+_MASK = "attention_mask"
+_NAMES = ("alibi", "position_bias", _MASK)
+"""Of arguments that may hold a bias: [B * N, 1, S], or [B, N, T, S] where it is part of the mask."""
+_HIDDEN = -1e4
+"""What is below stands for a position that is not seen."""
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def other_biases(failure: Failure) -> Iterator[Hypothesis]:
+    """Yield what the operation gives with the bias left out, turned around, scaled, or of another head."""
+    num_heads, found = getattr(failure.hf.config, "num_attention_heads", None), ran_again(failure)
+    if num_heads is None or found is None:
+        return
+    places, own = found
+    for bias in (_Bias(failure, places, num_heads, *each) for each in _handed(failure)):
+        if torch.equal(bias.under(torch.zeros_like), own):
+            continue  # nothing is computed with it
+        for how, change in _ways(num_heads).items():
+            yield Hypothesis(cause=f"{bias.label} {how}", output=bias.under(change))
+        factor = fitted_setting(failure, bias.times, 1.0, own)
+        if factor is not None and factor > NAMED and abs(factor - 1) > NAMED:
+            cause = f"{bias.label} is {factor:.4g} times what it should be{_why(failure, factor)}"
+            yield Hypothesis(cause=cause, output=bias.times(factor), freedom=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    """A bias that a module is handed."""
+
+    failure: Failure
+    places: torch.Tensor
+    """Where the rows stand in the batch, [R] int64."""
+    num_heads: int
+    path: str
+    """Of the module."""
+    name: str
+    """Of the argument."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} of {self.path}" if self.name != _MASK else f"the bias in {_MASK} of {self.path}"
+
+    def under(self, change: Change) -> torch.Tensor:
+        """Return the rows with the bias changed, [R, W] float64."""
+        assert self.failure.rerun is not None
+        with self._changed(change):
+            return self.failure.rerun.run()[self.places]
+
+    def times(self, factor: float) -> torch.Tensor:
+        return self.under(lambda bias: bias * factor)
+
+    @contextmanager
+    def _changed(self, change: Change) -> Iterator[None]:
+        def replace(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            bias = named.get(self.name)
+            if not isinstance(bias, torch.Tensor) or not self._is_of_heads(bias):
+                return arguments, named
+            is_seen = bias > _HIDDEN
+            return arguments, named | {self.name: torch.where(is_seen, change(bias.where(is_seen, 0)), bias)}
+
+        handle = self.failure.hf.module(self.path).register_forward_pre_hook(replace, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _is_of_heads(self, bias: torch.Tensor) -> bool:
+        return bias.is_floating_point() and bias.dim() > 2 and bias.shape[-3] % self.num_heads == 0
+
+
+def _ways(num_heads: int) -> Mapping[str, Change]:
+    def of_heads(order: Change) -> Change:
+        return lambda bias: order(bias.reshape(-1, num_heads, *bias.shape[-2:])).reshape(bias.shape)
+
+    return {
+        "is left out": torch.zeros_like,
+        "has the opposite sign": torch.neg,
+        "has the slopes of the heads in reverse order": of_heads(lambda bias: bias.flip(1)),
+        "has for each head the slope of the one before": of_heads(lambda bias: bias.roll(1, 1)),
+        "has for each head the slope of the next one": of_heads(lambda bias: bias.roll(-1, 1)),
+    }
+
+
+def _why(failure: Failure, factor: float) -> str:
+    """Say what the factor is, where it is one of ALiBi's own numbers."""
+    config = failure.hf.config
+    scale, slope = math.sqrt(config.hidden_size / config.num_attention_heads), 2 ** (8 / config.num_attention_heads)
+    reasons = {
+        "it is added after the scores are scaled, and not before": scale,
+        "it is added before the scores are scaled, and not after": 1 / scale,
+        "the exponents of the slopes begin at 0 instead of 1": slope,
+        "the exponents of the slopes begin at 2 instead of 1": 1 / slope,
+    }
+    fitting = [why for why, number in reasons.items() if math.isclose(factor, number, rel_tol=NAMED)]
+    return f": {', or '.join(fitting)}" if fitting else ""
+
+
+def _handed(failure: Failure) -> Iterator[tuple[str, str]]:
+    """Yield path and argument of each innermost module of the part that may be handed a bias."""
+    part = failure.rerun.scene.call.path  # type: ignore[union-attr]
+    takers = [
+        (f"{part}.{path}", name)
+        for path, module in failure.hf.module(part).named_modules()
+        for name in _NAMES
+        if path and name in inspect.signature(module.forward).parameters
+    ]
+    for path, name in takers:
+        if not any(each.startswith(f"{path}.") for each, _ in takers):
+            yield path, name
+
+
+EXPLANATIONS = (other_biases,)
+"""Tried for attention that HF computes in a module of its own."""
