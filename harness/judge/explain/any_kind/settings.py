@@ -83,10 +83,7 @@ def _others(
         if output is not None and not torch.equal(output, own):
             yield Hypothesis(cause=f"{label} is {not value} instead of {value}", output=output)
         return
-    small = given(value * _SMALL) if isinstance(value, float) else None
-    if small is not None and torch.equal(small, own) and value < _FAR:
-        small = given(value / _SMALL**40)  # a limit that nothing reaches may be one that is too high
-    if small is None or torch.equal(small, own):
+    if _nudged(given, value, own) is None:
         return
     tried = {1.0: "left out", _FAR: "left out", value * value: "applied twice", 1 / value: "turned around", -value: ""}
     for other, how in tried.items():
@@ -113,23 +110,31 @@ def fitted_setting(
         value: of the setting in HF.
         own: the rows under that value.
     """
-    small = given(value * _SMALL)
-    if small is None:
+    near = _nudged(given, value, own) if value > 0 else None
+    if near is None:
         return None
-    error, slope = failure.actual - own, (small - own) / math.log(_SMALL)
-    if value <= 0 or float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
+    error, slope = failure.actual - own, (near - own) / math.log(_SMALL)
+    if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
         return None
-    at, here = math.log(value), own
+    at = math.log(value)
     for _ in range(_MAX_STEPS):
-        step = float(((failure.actual - here) * slope).sum() / slope.square().sum())
+        step = float((error * slope).sum() / slope.square().sum())
         at += max(-1.0, min(1.0, step))
         here, there = given(math.exp(at)), given(math.exp(at) * _SMALL)
         if here is None or there is None or torch.equal(here, there):
             return None
-        slope = (there - here) / math.log(_SMALL)
+        error, slope = failure.actual - here, (there - here) / math.log(_SMALL)
         if abs(step) < _NEAR_ENOUGH:
             break
     return math.exp(at)
+
+
+def _nudged(given: Callable[[float], torch.Tensor | None], value: float, own: torch.Tensor) -> torch.Tensor | None:
+    """Return the rows under a value beside a setting's own; None if they do not depend on it."""
+    near = given(value * _SMALL)
+    if near is not None and torch.equal(near, own) and value < _FAR:
+        near = given(value / _SMALL**40)  # a limit that nothing reaches may be one that is too high
+    return None if near is None or torch.equal(near, own) else near
 
 
 def _settings(failure: Failure) -> Iterator[tuple[str, str, Any]]:
