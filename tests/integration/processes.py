@@ -25,8 +25,9 @@ for line in sys.stdin:
         sys.path[:0] = job["path"]
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        for number in (signal.SIGINT, signal.SIGQUIT):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):  # which `nohup pytest` ignores
+            signal.signal(number, signal.SIG_DFL)
         sys.argv = ["harness", *job["arguments"]]
         status = 99
         try:

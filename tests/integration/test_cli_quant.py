@@ -40,6 +40,7 @@ def test_a_missing_package_is_named(harness):
 
 
 def test_what_a_format_costs_needs_no_engine(harness, checkpoints, tmp_path):
+    pytest.importorskip("gguf", reason="the package gguf is not installed (extra test or llamacpp)")
     path = write_gguf(checkpoints / "qwen3-tiny", tmp_path / "half.gguf", "F16")
     write_quantised(checkpoints / "qwen3-tiny", tmp_path / "awq", "awq")
     files = ["--file", path, "--file", tmp_path / "awq", "--file", checkpoints / "qwen3-tiny"]
