@@ -5,7 +5,8 @@
     report = harness.check(my_model, model="path/to/checkpoint", prompts=["Hello, world"])
     report.assert_ok()
 
-`check`, `diff`, `golden`, `profile`, `rollout` and `weights` are the commands of the same names (docs/python-api.md).
+`check`, `diff`, `golden`, `profile`, `rollout` and `weights` are the commands of the same names, and `tensor` reads one
+tensor of anything that holds tensors (docs/python-api.md).
 Importing this package imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
 """
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         golden,
         profile,
         rollout,
+        tensor,
         weights,
     )
     from harness.engines import Capabilities, Engine, Workload
@@ -50,6 +52,7 @@ __all__ = [
     "golden",
     "profile",
     "rollout",
+    "tensor",
     "weights",
 ]
 

@@ -7,6 +7,7 @@ from harness.api.calls import check, diff, golden, profile
 from harness.api.monitor import RolloutMonitor
 from harness.api.reports import CheckFailedError, CheckReport, ProfileReport
 from harness.api.training import GapError, RolloutReport, rollout, weights
+from harness.formats.inspect.values import read_values as tensor
 
 __all__ = [
     "CheckFailedError",
@@ -20,5 +21,6 @@ __all__ = [
     "golden",
     "profile",
     "rollout",
+    "tensor",
     "weights",
 ]

@@ -1,4 +1,4 @@
-"""`harness inspect`: what is in a safetensors or GGUF file or a checkpoint, and the settings of an engine on it."""
+"""`harness inspect`: what is in a file or folder that the harness reads, and the settings of an engine on a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,8 @@ def inspect(
         Path | None,
         typer.Argument(
             metavar="PATH",
-            help="A .safetensors or .gguf file or a checkpoint; with --tensor also a recording, golden or dump.",
+            help="A .safetensors or .gguf file, a checkpoint or an embedded one's name, a recording, golden or dump, a "
+            "trace (.json, .json.gz) or a memory snapshot (.pickle).",
         ),
     ] = None,
     beside: Annotated[
@@ -35,10 +36,11 @@ def inspect(
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.INSPECTED.option()] = "human",
 ) -> int:
-    """Show what is in a safetensors or GGUF file, or a checkpoint.
+    """Show what is in a file or folder.
 
     Header, tensors, dtypes, shapes, offsets and shards; for a checkpoint also what is missing for its config: the exit
-    status is 1 where a tensor is missing or has another shape.
+    status is 1 where a tensor is missing or has another shape. Of a recording or golden its requests, steps and taps.
+    Traces and memory snapshots are summed up as by `harness trace summary` and `harness memory summary`.
 
     With --tensor NAME: one tensor in figures, of a checkpoint, a file, a golden, a recording or a dump; with BESIDE how
     far that of another place is from it.
@@ -61,12 +63,7 @@ def inspect(
         what, hint = "BESIDE, --row and --slice are about one tensor", "name it: --tensor NAME"
         raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
     if path is not None and not given:
-        from harness.formats.inspect import inspect_path
-
-        found = inspect_path(path)
-        forms.INSPECTED.show(found, format)
-        against = found.get("against_config", {})
-        return ExitStatus.MISMATCH if against.get("missing") or against.get("misshapen") else ExitStatus.PASS
+        return _show(path, format)
     if path is not None or "engine" not in given:
         what, hint = "one thing is inspected: a path, or an engine", "harness inspect PATH, or --engine NAME --model M"
         raise HarnessError(Code.BAD_OPTION, what, where="PATH", hint=hint)
@@ -78,3 +75,22 @@ def inspect(
     if result.differing:
         return ExitStatus.MISMATCH
     return ExitStatus.PASS if result.num_compared else ExitStatus.NOTHING_CHECKED
+
+
+def _show(path: Path, format: str) -> int:
+    if path.name.endswith((".json", ".json.gz")):
+        from harness.profiling.trace.summary import summarize
+
+        forms.TRACES.show([summarize(path, None)], format, peak_flops_per_s=None)
+        return ExitStatus.PASS
+    if path.suffix in (".pickle", ".pkl"):
+        from harness.profiling.memory.summary import summarize_memory
+
+        forms.MEMORY.show([summarize_memory(path)], format)
+        return ExitStatus.PASS
+    from harness.formats.inspect import inspect_path
+
+    found = inspect_path(path)
+    forms.INSPECTED.show(found, format)
+    against = found.get("against_config", {})
+    return ExitStatus.MISMATCH if against.get("missing") or against.get("misshapen") else ExitStatus.PASS

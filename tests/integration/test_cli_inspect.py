@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from .conftest import ENGINE
 
@@ -36,6 +37,44 @@ def test_a_file(harness, llama):
     document = harness("inspect", llama / "model.safetensors", "--format", "json").json
     assert document["kind"] == "file"
     assert {"name", "dtype", "shape", "begin", "end"} <= set(document["files"][0]["tensors"][0])
+
+
+def test_a_recording_a_golden_and_a_dump(harness, golden, recording, tmp_path):
+    shown = harness("inspect", recording, "--format", "json").json
+    assert shown["kind"] == "recording"
+    assert [request["id"] for request in shown["requests"]] == [0, 1]
+    phases = {step["phase"]: step["num_rows"] for step in shown["steps"]}
+    computed = sum(rows for phase, rows in phases.items() if phase != "readback")
+    taps = {tap["name"]: tap for tap in shown["taps"]}
+    assert taps["model.embed_tokens"]["num_rows"] == computed
+    assert 0 < taps["lm_head"]["num_rows"] < computed
+    assert "model.layers.0.k_cache" in harness("inspect", recording).out
+    assert harness("inspect", golden, "--format", "json").json["kind"] == "golden"
+
+    torch.save({"hidden": torch.zeros(3, 4)}, tmp_path / "dump.pt")
+    (tmp_path / "notes.txt").write_text("none")
+    shown = harness("inspect", tmp_path, "--format", "json").json
+    assert shown["tensors"] == [{"name": "dump.pt: hidden", "dtype": "float32", "shape": [3, 4]}]
+    assert shown["left_out"] == ["notes.txt: no file of tensors"]
+    assert "left out: notes.txt" in harness("inspect", tmp_path).out
+
+
+def test_an_embedded_checkpoint_by_its_name(harness):
+    assert harness("inspect", "qwen3-tiny", "--format", "json").json["kind"] == "checkpoint"
+
+
+def test_traces_and_snapshots_are_summed_up(harness, tmp_path):
+    out = tmp_path / "out"
+    assert harness("profile", "--prompt-tokens", 4, "--max-new-tokens", 2, "--runs", 1, "--out", out).status == 0
+    for command, file in (("trace", next(out.rglob("*.json.gz"), None)), ("memory", next(out.rglob("*.pickle"), None))):
+        assert file is not None
+        ran = harness("inspect", file)
+        assert (ran.status, ran.out) == (0, harness(command, "summary", file).out)
+
+
+def test_a_folder_of_nothing_is_no_checkpoint(harness, tmp_path):
+    ran = harness("inspect", tmp_path)
+    assert (ran.status, ran.err.partition(":")[0]) == (2, "H001")
 
 
 def test_what_is_missing_for_the_config(harness, llama, tmp_path):

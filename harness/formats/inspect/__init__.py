@@ -1,4 +1,4 @@
-"""Says what is in a safetensors or GGUF file or a checkpoint, and what a checkpoint lacks for its own config."""
+"""Says what is in a file or folder of tensors, and what a checkpoint lacks for its own config."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,18 @@ from typing import Any
 
 from harness.base.files import exists
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.gguf import is_gguf
+from harness.formats.checkpoint.shards import INDEX_NAME
 from harness.formats.inspect.config import against_config
 from harness.formats.inspect.gguf import inspect_gguf
+from harness.formats.inspect.recordings import recording_tables, tensor_tables
+from harness.formats.inspect.sources import at_hand
 from harness.formats.inspect.tables import file_tables
 from harness.formats.inspect.text import render_text
+from harness.formats.recording.format import MANIFEST_NAME
 from harness.formats.safetensors_header import read_header
+from harness.formats.tensors.folder import SUFFIXES
 
 __all__ = ["inspect_path", "render_text"]
 
@@ -24,26 +29,40 @@ _SUMMARY = (
 
 
 def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Describe a safetensors file, a GGUF file with its shards, or a checkpoint folder, as JSON-able tables.
+    """Describe what holds tensors, as JSON-able tables.
+
+    Args:
+        path: a safetensors file, a GGUF file with its shards, a checkpoint's folder or embedded name, a recording, a
+            golden, or a folder of dumped tensors.
 
     Returns:
-        `kind` (`file`, `gguf` or `checkpoint`), `path`, `files` (headers and tensors), `totals`; for a checkpoint and a
-        GGUF file also `config` and `against_config` (`missing`, `unexpected`, `misshapen`, `tied`, or the reason why
-        not compared).
+        `kind` (`file`, `gguf`, `checkpoint`, `recording`, `golden` or `tensors`) and `path`. Of files and checkpoints
+        `files` (headers and tensors) and `totals`; of a checkpoint and a GGUF file also `config` and `against_config`
+        (`missing`, `unexpected`, `misshapen`, `tied`, or the reason why not compared). Of recordings `summary`,
+        `requests`, `steps` by phase and `taps`; of dumps `tensors` and `left_out`.
 
     Raises:
         HarnessError: NOT_A_CHECKPOINT, BAD_CONFIG, MISSING_SHARD, DAMAGED_SAFETENSORS, TENSORS_CONTRADICT_CONFIG
-            where index and shards disagree, UNSUPPORTED_ARCHITECTURE.
+            where index and shards disagree, UNSUPPORTED_ARCHITECTURE; as the reader of what lies at `path`.
     """
-    path = Path(path)
+    path = at_hand(Path(path))
+    if (path / MANIFEST_NAME).is_file():
+        return recording_tables(path)
     if path.is_dir():
-        return _inspect_checkpoint(Checkpoint(path))
+        return tensor_tables(path) if _is_dump(path) else _inspect_checkpoint(Checkpoint(path))
     if not exists(path):
         what = "there is no such file or folder"
         raise HarnessError(Code.NOT_A_CHECKPOINT, what, where=path, hint="check the path")
     if is_gguf(path):
         return inspect_gguf(path)
     return file_tables("file", path, {path: read_header(path)})
+
+
+def _is_dump(folder: Path) -> bool:
+    """Whether a folder holds tensors, and nowhere what only a checkpoint or a recording has."""
+    inside = list(folder.rglob("*"))
+    others = {CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, "model.safetensors"} & {path.name for path in inside}
+    return not others and any(path.suffix.lower() in SUFFIXES for path in inside)
 
 
 def _inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

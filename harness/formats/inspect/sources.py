@@ -61,6 +61,12 @@ class Source:
         return tensor[places[row]]
 
 
+def at_hand(path: Path) -> Path:
+    """Return the folder of an embedded checkpoint where a path is its name, and else the path."""
+    embedded = None if path.exists() else embedded_folder(str(path))
+    return path if embedded is None else embedded
+
+
 def open_source(path: Path) -> Source:
     """Return the tensors of a checkpoint, a GGUF or safetensors file, a recording or golden, or a folder of tensors.
 
@@ -70,8 +76,7 @@ def open_source(path: Path) -> Source:
     Raises:
         HarnessError: as the reader of what lies there.
     """
-    if not path.exists() and (embedded := embedded_folder(str(path))) is not None:
-        path = embedded
+    path = at_hand(path)
     if (path / MANIFEST_NAME).is_file():
         return _recording(Recording.open(path, verify=False))
     if (path / CONFIG_NAME).is_file():

@@ -1,6 +1,6 @@
 """The tables of `inspect_path` for a terminal."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -11,18 +11,29 @@ from harness.errors import printable
 def render_text(info: Mapping[str, Any]) -> str:
     """Return the tables of `inspect_path` for a terminal."""
     parts = [f"{info['kind']} {info['path']}"]
-    if "config" in info:
-        parts.append(_table(sorted(info["config"].items()), ["config", "value"]))
-    parts += map(_render_file, info["files"])
-    totals = info["totals"]
-    rows = [(name, *numbers.values()) for name, numbers in totals["by_dtype"].items()]
-    rows.append(("all", totals["num_tensors"], totals["num_parameters"], totals["num_bytes"]))
-    parts.append(_table(rows, ["dtype", "tensors", "parameters", "bytes"]))
-    if "bits_per_weight" in totals:
-        parts.append(f"{totals['bits_per_weight']:.2f} bits per weight")
+    parts += [_table(sorted(info[name].items()), [name, "value"]) for name in ("config", "summary") if name in info]
+    parts += [_rows(info[name]) for name in ("requests", "steps", "taps", "tensors") if name in info]
+    parts += [f"left out: {each}" for each in info.get("left_out", ())]
+    parts += map(_render_file, info.get("files", ()))
+    if "totals" in info:
+        parts += _render_totals(info["totals"])
     if "against_config" in info:
         parts.append(_render_against_config(info["against_config"]))
     return printable("\n\n".join(parts))
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table whose columns are the keys of its rows."""
+    cells = [["" if cell is None else cell for cell in row.values()] for row in rows]
+    return _table(cells, [name.removeprefix("num_").replace("_", " ") for name in rows[0]]) if rows else ""
+
+
+def _render_totals(totals: Mapping[str, Any]) -> Iterator[str]:
+    rows = [(name, *numbers.values()) for name, numbers in totals["by_dtype"].items()]
+    rows.append(("all", totals["num_tensors"], totals["num_parameters"], totals["num_bytes"]))
+    yield _table(rows, ["dtype", "tensors", "parameters", "bytes"])
+    if "bits_per_weight" in totals:
+        yield f"{totals['bits_per_weight']:.2f} bits per weight"
 
 
 def _render_file(file: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """One tensor of anything that holds tensors, alone or beside that of another place."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from harness.formats.inspect.statistics import describe, difference, sliced
 _BAR = 40
 
 
-def read_values(path: Path, name: str, *, row: Row | None = None, part: str | None = None) -> torch.Tensor:
-    """Return a tensor, or a part of it.
+def read_values(
+    path: str | os.PathLike[str], name: str, *, row: Row | None = None, part: str | None = None
+) -> torch.Tensor:
+    """Return a tensor, or a part of it, in its own dtype.
 
     Args:
-        path: checkpoint, safetensors or GGUF file, recording or golden, or a folder of dumped tensors.
+        path: checkpoint or an embedded one's name, safetensors or GGUF file, recording or golden, or a folder of dumped
+            tensors.
         name: of the tensor or tap; without a layer's number nothing is guessed.
         row: request and position, in a recording.
         part: such as `0:4,:8`, of what the row leaves.
@@ -26,7 +30,7 @@ def read_values(path: Path, name: str, *, row: Row | None = None, part: str | No
     Raises:
         HarnessError: BAD_OPTION; as the reader of what lies at `path`.
     """
-    return _values(open_source(path), name, row, part)
+    return _values(open_source(Path(path)), name, row, part)
 
 
 def _values(source: Source, name: str, row: Row | None, part: str | None) -> torch.Tensor:

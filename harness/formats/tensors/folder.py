@@ -16,6 +16,8 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, torch.Tensor | str]]]] 
     ".pth": pt.read,
 }
 """Yield the names in a file, empty for a file of one tensor, and the tensors, or why one is left out."""
+SUFFIXES = tuple(_READERS)
+"""Of files that may hold tensors."""
 
 
 @dataclass(frozen=True, slots=True)
