@@ -3,7 +3,13 @@
 from harness.judge.explain.attention.drafts import nothing_forgotten, rejected_drafts
 from harness.judge.explain.attention.place import wrong_place
 from harness.judge.explain.attention.table import cache_played_back, other_block_table, past_the_context, wrong_block
-from harness.judge.explain.attention.tensors import coarse_cache, declared_cache, other_tensors, read_back
+from harness.judge.explain.attention.tensors import (
+    coarse_cache,
+    declared_cache,
+    other_request,
+    other_tensors,
+    read_back,
+)
 
 EXPLANATIONS = (
     cache_played_back,
@@ -11,6 +17,7 @@ EXPLANATIONS = (
     nothing_forgotten,
     other_block_table,
     other_tensors,
+    other_request,
     coarse_cache,
     declared_cache,
     past_the_context,

@@ -3,7 +3,7 @@
 `T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -15,6 +15,9 @@ from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
 from harness.judge.explain.core.hypothesis import Hypothesis
 
+_MOST_REQUESTS = 4
+"""Requests of which it is tried whether others read them."""
+_PADDED = ", in the same columns of a padded batch"
 _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -57,6 +60,31 @@ def _tensor_changes(
                 return None if key is None or value is None else (key, value)
 
             yield f"reads the cache of layer {layer}", of_layer
+
+
+def other_request(failure: Failure) -> Iterator[Hypothesis]:
+    """Another request is read, position by position, or in the same columns of a padded batch."""
+    if failure.slot_history.is_known:
+        return  # the block table says it
+    lengths = {request.id: request.prompt_length for request in failure.recording.manifest.requests}
+    for other in list(lengths)[:_MOST_REQUESTS]:
+        ways = {"": dict.fromkeys(lengths, 0), _PADDED: {own: lengths[other] - lengths[own] for own in lengths}}
+        for how, shifts in ways.items():
+            parts = [_of_request(failure, view, other, shifts) for view in failure.views]
+            if (how == _PADDED and not any(shifts.values())) or any(part is None for part in parts):
+                continue
+            cause = f"reads the keys and values of request {other}{how}"
+            yield Hypothesis(cause=cause, output=torch.cat([part for part in parts if part is not None]))
+
+
+def _of_request(failure: Failure, view: AttentionContext, other: int, shifts: Mapping[int, int]) -> torch.Tensor | None:
+    """Return what rows give with the keys and values of another request; None where they were not recorded."""
+    shift = shifts[int(view.rows.request[0])]
+    key, value = (
+        history(failure, view, tap, like, request=other, shift=shift)
+        for tap, like in zip(failure.operation.inputs[1:3], (view.key, view.value), strict=True)
+    )
+    return None if key is None or value is None else view.attend(key=key, value=value)
 
 
 def read_back(failure: Failure) -> Iterator[Hypothesis]:

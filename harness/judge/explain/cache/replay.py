@@ -66,15 +66,23 @@ def row_keys(rows: Rows) -> torch.Tensor:
     return (rows.step << 42) + (rows.request << 21) + rows.position
 
 
-def history(failure: Failure, view: AttentionContext, tap: str, like: torch.Tensor) -> torch.Tensor | None:
-    """[S, K, H], the shape of `like`: a tap at the rows of a view's history, where all are the request's own."""
-    position = torch.arange(len(view.key))
-    request = torch.full_like(position, int(view.rows.request[0]))
-    rows = Rows(request=request, position=position, step=view.key_step)
-    found = failure.locator.find(tap, rows) if tap in failure.locator.taps() else None
+def history(
+    failure: Failure,
+    view: AttentionContext,
+    tap: str,
+    like: torch.Tensor,
+    *,
+    request: int | None = None,
+    shift: int = 0,
+) -> torch.Tensor | None:
+    """[S, K, H], the shape of `like`: a tap at the rows of a view's history, or of another request so far on."""
+    position = torch.arange(len(view.key)) + shift
+    whose = torch.full_like(position, int(view.rows.request[0]) if request is None else request)
+    rows = Rows(request=whose, position=position, step=view.key_step)
+    found = failure.locator.find(tap, rows) if tap in failure.locator.taps() and bool((position >= 0).all()) else None
     if found is None or bool((found[:, 0] < 0).any()):
         return None
-    same = Rows(request=request, position=position, step=found[:, 0])
+    same = Rows(request=whose, position=position, step=found[:, 0])
     tensor = gathered(failure.locator, tap, same)
     return None if tensor is None or tensor.shape[1] != like[0].numel() else tensor.view_as(like)
 
