@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose threads have computed would wait for them
+
 from harness.base.scratch import MARK
 from harness.cli.interrupts import INTERRUPTED
 from harness.cli.main import main
