@@ -14,6 +14,7 @@ from harness.results.check import Outcome
 
 from .planted import (
     EightBitCache,
+    TruncatedCache,
     decoded,
     float32_head,
     jittering_router,
@@ -140,6 +141,13 @@ def test_a_cache_in_eight_bits(compare, rows, columns, trainer):
     eight = with_engine(rows, decoded(trainer, rows, EightBitCache))
     term = assert_only(compare(eight, columns), "cache", "engine", share=0.6)
     assert "fp8 (e4m3)" in term.detail
+
+
+@pytest.mark.slow
+def test_a_cache_in_eight_bits_that_are_cut_off(compare, rows, columns, trainer):
+    cut = with_engine(rows, decoded(trainer, rows, TruncatedCache))
+    term = assert_only(compare(cut, columns), "cache", "engine", share=0.6)
+    assert "fp8 (e4m3), rounded towards zero" in term.detail
 
 
 @pytest.mark.slow
