@@ -68,8 +68,7 @@ def rollout(
     """
     given: dict[str, Any] = dict(locals())
     if history is not None:
-        _refuse_others(given)
-        return _show_history(history, out, format)
+        return _show_history(history, given)
     if rollouts is None or out is not None:
         what = (
             "there is nothing to compare" if rollouts is None else "a page shows the steps of a run, and none is given"
@@ -85,25 +84,20 @@ def rollout(
     return STATUS[result.outcome]
 
 
-def _refuse_others(given: Mapping[str, Any]) -> None:
-    """Refuse options of a comparison beside a history, which nothing is compared with."""
-    defaults = {name: each.default for name, each in signature(rollout).parameters.items()}
-    used = (name for name, value in given.items() if value != defaults[name] and name not in _OF_HISTORY)
-    name = next(used, None)
-    if name is not None:
-        where = "ROLLOUTS" if name == "rollouts" else f"--{name.replace('_', '-')}"
-        what, hint = "a history is shown as it is: nothing is compared", f"leave {where} or --history out"
-        raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
-
-
-def _show_history(file: Path, out: Path | None, form: str) -> int:
+def _show_history(file: Path, given: Mapping[str, Any]) -> int:
+    """Show a history; options of a comparison are refused beside it."""
     from harness.formats.rollout.history import read_history
     from harness.report.page.html import gap_html
 
+    defaults = {name: each.default for name, each in signature(rollout).parameters.items()}
+    for name in [name for name in given if name not in _OF_HISTORY and given[name] != defaults[name]]:
+        where = "ROLLOUTS" if name == "rollouts" else f"--{name.replace('_', '-')}"
+        what, hint = "a history is shown as it is: nothing is compared", f"leave {where} or --history out"
+        raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
+    out, found = given["out"], read_history(file)
     if out is not None and out.exists():
         raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
-    found = read_history(file)
     if out is not None:
         write_text(out, gap_html(found))
-    forms.GAP_HISTORY.show(found, form)
+    forms.GAP_HISTORY.show(found, given["format"])
     return STATUS[found.outcome]

@@ -122,5 +122,3 @@ def history_notes(history: GapHistory) -> Iterator[str]:
     if history.num_cut:
         verb = "ends" if history.num_cut == 1 else "end"
         yield f"{count(history.num_cut, 'line')} of the file {verb} in the middle (the run was killed): left out"
-    if history.num_repeated:
-        yield f"{count(history.num_repeated, 'line')} of steps that were done again later: left out"

@@ -131,11 +131,9 @@ class GapHistory:
     IN_DOCUMENT: ClassVar = ("outcome",)
     file: str
     steps: tuple[GapStep, ...]
-    """By their numbers; of a step that is there several times, the last line."""
+    """By their numbers; of a step that a resumed run has done again, the later line."""
     num_cut: int
     """Lines that end in the middle: the run was killed."""
-    num_repeated: int
-    """Earlier lines of steps that a resumed run has done again."""
 
     @property
     def outcome(self) -> Outcome:

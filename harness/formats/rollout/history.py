@@ -24,7 +24,7 @@ def read_history(path: Path) -> GapHistory:
     except (OSError, UnicodeDecodeError) as error:
         raise _bad(path, f"it cannot be read: {error}") from error
     steps: dict[int, GapStep] = {}
-    num_cut = num_steps = 0
+    num_cut = 0
     for number, line in enumerate(lines, 1):
         try:
             step = _STEP.validate_json(line)
@@ -35,15 +35,9 @@ def read_history(path: Path) -> GapHistory:
                 place = ".".join(map(str, first["loc"]))
                 raise _bad(f"{path}: line {number}", f"{place}: {first['msg']}".removeprefix(": ")) from error
             num_cut += bool(line)
-            continue
-        steps[step.step] = step
-        num_steps += 1
-    return GapHistory(
-        file=path.name,
-        steps=tuple(steps[at] for at in sorted(steps)),
-        num_cut=num_cut,
-        num_repeated=num_steps - len(steps),
-    )
+        else:
+            steps[step.step] = step
+    return GapHistory(file=path.name, steps=tuple(steps[at] for at in sorted(steps)), num_cut=num_cut)
 
 
 def _bad(where: object, what: str) -> HarnessError:

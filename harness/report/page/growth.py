@@ -42,7 +42,7 @@ def growth_along_depth(run: RunResult) -> Plot | None:
         y_ticks=y.ticks(lambda value: "exact" if has_exact and value < 1.01 * y.low else power(value)),
         x_label="layer",
         y_label="propagated error, as a multiple of HF's own",
-        lines=(Line(path=level(y.at(1.0)), style="rule"), Line(path=polyline(points), style="main")),
+        lines=(Line(path=_level(y.at(1.0)), style="rule"), Line(path=polyline(points), style="main")),
         dots=dots,
     )
 
@@ -54,7 +54,7 @@ def growth_along_position(errors: Sequence[PositionError], first_bad: int | None
     x = linear_scale([error.position for error in errors], low=min(error.position for error in errors))
     y = log_scale([1.0, *(value for error in errors for value in (error.ratio_median, error.ratio_max))])
     lines = [
-        Line(path=level(y.at(1.0)), style="rule"),
+        Line(path=_level(y.at(1.0)), style="rule"),
         Line(path=polyline((x.at(e.position), y.at(e.ratio_max)) for e in errors), style="main", title="largest"),
         Line(path=polyline((x.at(e.position), y.at(e.ratio_median)) for e in errors), style="soft", title="median"),
     ]
@@ -81,8 +81,7 @@ def _layer_ticks(taps: Sequence[TapResult]) -> tuple[Tick, ...]:
     return tuple(Tick(x.at(index), str(layer)) for layer, index in begins.items() if layer % step == 0)
 
 
-def level(height: float) -> str:
-    """Return the path of a horizontal line at a height in percent."""
+def _level(height: float) -> str:
     return f"M0,{100 - height:g}L100,{100 - height:g}"
 
 

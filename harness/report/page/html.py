@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from harness.report.check.sentences import printable
 from harness.report.page.check_view import check_view
-from harness.report.page.gap_plots import gap_plots
+from harness.report.page.gap_plots import gap_plots, styles_of
 from harness.report.page.profile_view import profile_view
 from harness.report.rollout import STEP_HEADERS, history_notes, step_row
 from harness.results.check import CheckResult
@@ -50,19 +50,12 @@ def report_html(check: CheckResult | None = None, profile: ProfileResult | None 
 
 def gap_html(history: GapHistory) -> str:
     """Return the page of a training run's gap: its terms over the steps, and a table of the steps."""
-    return (
-        _environment()
-        .get_template("gap.html.j2")
-        .render(
-            history=history,
-            plots=gap_plots(history),
-            headers=STEP_HEADERS,
-            rows=[(step.verdict, step_row(step)) for step in history.steps],
-            notes=list(history_notes(history)),
-            title=printable(history.file),
-            style=Markup(_text("style.css")),
-        )
-    )
+    styles = styles_of(history.steps)
+    rows = [(step.verdict, step_row(step)) for step in history.steps]
+    plots, notes = list(gap_plots(history.steps, styles)), list(history_notes(history))
+    given = {"styles": styles, "rows": rows, "plots": plots, "notes": notes, "headers": STEP_HEADERS}
+    given |= {"title": printable(history.file), "verdict": history.outcome, "style": Markup(_text("style.css"))}
+    return _environment().get_template("gap.html.j2").render(given)
 
 
 def _text(name: str) -> str:
