@@ -4,13 +4,13 @@ The steps from one part to the next add up to what the side's arithmetic does to
 dtype, run on the side's own values up to a part, is the floor of the part's step.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from harness.campaigns.rollout.forward import Forwards
-from harness.campaigns.rollout.setting import Cut, Setting, Weights
+from harness.campaigns.rollout.setting import Cut, Weights
+from harness.campaigns.rollout.side import Side
 from harness.oracle.model import HFModel
 
 
@@ -27,15 +27,9 @@ class PartTerm:
     is_head: bool
 
 
-def part_terms(forwards: Forwards, setting: Setting, values: Cut, finer: Mapping[str, torch.Tensor]) -> list[PartTerm]:
-    """Return the terms of a side that computed `values` under a setting, in the order of the run.
-
-    Args:
-        forwards: of the truth and the control.
-        setting: of the side.
-        values: what it computed.
-        finer: its weights that the model has rounded: what that rounding gives is part of the floor.
-    """
+def part_terms(forwards: Forwards, side: Side, values: Cut) -> list[PartTerm]:
+    """Return the terms of a side that computed `values`, in the order of the run."""
+    setting = side.setting()
     hf = forwards.hf
     head = hf.part_of(hf.graph[hf.graph.logits].module)
     least = float(forwards.noise(setting).min())
@@ -47,9 +41,10 @@ def part_terms(forwards: Forwards, setting: Setting, values: Cut, finer: Mapping
         same = {source: control[source] for source in sources if source in control}
         rounded = replace(setting, cut=Cut({**given, **same}))
         floor = forwards.deviation((rounded, False), (begin, False), begin)
-        weights = {name: tensor for name, tensor in finer.items() if hf.part_of(name) == part}
-        if weights:
-            exact = replace(begin, weights=Weights("before their rounding", weights))
+        weights = {name: tensor for name, tensor in side.finer.items() if hf.part_of(name) == part}
+        if weights:  # of the side, which the model has rounded
+            others = begin.weights.tensors if begin.weights is not None else {}
+            exact = replace(begin, weights=Weights("before their rounding", {**others, **weights}))
             floor = torch.hypot(floor, forwards.deviation((exact, False), (begin, False), begin))
         given |= {source: values.values[source] for source in sources}
         begin = replace(setting, cut=Cut(dict(given)))

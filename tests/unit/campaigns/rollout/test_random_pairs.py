@@ -1,6 +1,7 @@
 """Sound pairs whose configuration is drawn: model, dtype, engine, trainer, rows and sampling; none may alarm.
 
-Figures stand in reports/cpu/rollouts.md. `ROLLOUT_PAIRS=200 ROLLOUT_SEED=1000` draws more of them, others; `ROLLOUT_ATTENTION=eager` is another trainer.
+Figures stand in reports/cpu/rollouts.md. `ROLLOUT_PAIRS=200 ROLLOUT_SEED=1000` draws more of them, others;
+`ROLLOUT_ATTENTION=eager` is another trainer.
 """
 
 import json
