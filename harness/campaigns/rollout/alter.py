@@ -111,7 +111,7 @@ class Altered:
 
 def _rounded(x_BKTH: torch.Tensor, dtype: torch.dtype, *, truncates: bool) -> torch.Tensor:
     """Round to a dtype of the cache, without a scale, to nearest or towards zero; what is too large is saturated."""
-    most = torch.finfo(dtype).max
+    most = min(torch.finfo(each).max for each in (dtype, x_BKTH.dtype))  # bfloat16 is wider than float16
     rounded = x_BKTH.clamp(-most, most).to(dtype)
     if truncates:  # sign and magnitude in one byte: one less is the next value towards zero
         is_larger = rounded.to(x_BKTH.dtype).abs() > x_BKTH.abs()

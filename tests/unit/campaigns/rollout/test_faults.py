@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import harness
 from harness.formats.checkpoint import resolve
 from harness.oracle.model import load_model
 from harness.plan import plan_engine
@@ -21,9 +22,10 @@ from .planted import (
     other_checkpoint,
     renormalised,
 )
-from .training import prompts, restarting, rollout, running_on, train_column
+from .training import prompts, restarting, rollout, running_on, train_column, write_rows
 
 MOE = "qwen3-moe-tiny"
+SMALLEST = "llama-tiny"
 
 
 def with_engine(rows, columns):
@@ -65,6 +67,11 @@ def test_a_sound_pair_has_a_gap_of_rounding(compare, rows, columns):
     assert result.tokens.compared == sum(len(row["response_ids"]) for row in rows)
     assert [side.source for side in result.sides] == ["recorded", "recorded"]
     assert result.not_judged[0] == "operations of the trainer (--trainer)"
+
+
+def test_a_pair_in_float16_is_sound(tmp_path):
+    path = write_rows(tmp_path / "rollouts.jsonl", rollout(SMALLEST, prompts(2), dtype="float16", num_tokens=6))
+    assert_sound(harness.rollout(path, model=SMALLEST, dtype="float16"))
 
 
 def test_the_log_of_the_engine_alone_is_held_against_the_model(compare, rows):

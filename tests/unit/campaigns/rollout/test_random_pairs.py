@@ -52,6 +52,7 @@ def drawn(seed):
         "tokens": draw.randint(6, 24),
         "temperature": draw.choice([1.0, 1.0, 0.7, 1.2]),
         "top_p": draw.choice([1.0, 1.0, 0.9]),
+        "lora_alpha": draw.choice([0.2, 0.4, 1.0]),  # the adapter is 2 to 12 % of the weights
     }
 
 
@@ -66,7 +67,9 @@ def train(given):
     peft = pytest.importorskip("peft", reason="needs PEFT")
     torch.manual_seed(given["seed"])
     targets = ["q_proj", "v_proj", "o_proj"]
-    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.1)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=given["lora_alpha"], target_modules=targets, init_lora_weights=False, lora_dropout=0.1
+    )
     return peft.get_peft_model(module, config).eval()
 
 
