@@ -126,8 +126,12 @@ def checkpoint(model: Model | None) -> Iterator[tuple[str | None, str | None]]:
     if model is None or isinstance(model, str | Path):
         yield None if model is None else str(model), None
         return
+    from torch import distributed
     from transformers import PreTrainedModel
 
+    from harness.campaigns.weights.sources import is_sharded, merged, unsharded
+
+    model = merged(model, where="model=")
     if not isinstance(model, PreTrainedModel):
         raise HarnessError(
             Code.BAD_OPTION,
@@ -138,8 +142,13 @@ def checkpoint(model: Model | None) -> Iterator[tuple[str | None, str | None]]:
             hint='model="path/to/checkpoint", the one that your weights come from',
         )
     with scratch_folder("harness-") as folder:
-        _save(model, folder / "model")
-        yield str(folder / "model"), model.name_or_path or type(model).__name__
+        _save(unsharded(model), folder / "model")
+        path = [str(folder / "model")]
+        if is_sharded(model):  # of several ranks the first alone saves, and all read that
+            distributed.broadcast_object_list(path)
+        yield path[0], model.name_or_path or type(model).__name__
+        if is_sharded(model):
+            distributed.barrier()
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The gap between trainer and engine in a training run: measured every few steps, kept, and stopped at."""
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,5 +84,8 @@ class RolloutMonitor:
             "seconds": round(now - begin, 3),
             "share": round((now - begin) / since, 4),
         }
-        with writing(self.history), self.history.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with writing(self.history), self.history.open("ab+") as file:
+            if file.tell():  # a run that was killed may have left half a line
+                file.seek(-1, os.SEEK_END)
+                file.write(b"" if file.read(1) == b"\n" else b"\n")
+            file.write(json.dumps(line).encode() + b"\n")

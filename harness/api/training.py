@@ -110,6 +110,8 @@ def rollout(
 
 def compare(given: Mapping[str, Any]) -> RolloutResult:
     """Return the result for the arguments of `rollout`; errors name options of the command line."""
+    import torch
+
     from harness.campaigns.rollout.live import LAYOUTS
     from harness.campaigns.rollout.request import Request
     from harness.campaigns.rollout.run import compare_rollouts
@@ -125,7 +127,12 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
     rollouts, is_local = given["rollouts"], given["local_files_only"]
     source = Path(rollouts) if isinstance(rollouts, str) else rollouts
     read = read_rollouts(source, weight_version=given["weight_version"], num_rows=num_rows)
-    with checkpoint(given["model"]) as (folder, label):
+    kind = torch.device(given["device"] or "cpu").type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    with (
+        torch.autocast(kind, enabled=False),
+        checkpoint(given["model"]) as (folder, label),
+    ):  # it is the trainer's alone
         plan = _plan(folder, given)
         request = Request(
             model=label or plan.case.model,
@@ -135,6 +142,7 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
             truth=given["truth"],
             head=given["head"],
             layout=given["layout"],
+            autocast=autocast,
             engine=None if given["engine"] is None else plan,
             previous=_folder(given["previous"], is_local),
             engine_weights=_folder(given["engine_weights"], is_local),

@@ -96,6 +96,7 @@ QUANT = Forms(
     json=_RESULT,
 )
 ROLLOUT = Forms(human=f"{_REPORT}.rollout:rollout_text", json=_RESULT, is_fenced=True)
+GAP_HISTORY = Forms(human=f"{_REPORT}.rollout:history_text", json=_RESULT, is_fenced=True)
 WEIGHTS = Forms(
     human=f"{_REPORT}.weights:weights_text",
     markdown=f"{_REPORT}.weights:weights_text",

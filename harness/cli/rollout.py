@@ -1,20 +1,27 @@
 """`harness rollout`: where the gap between a trainer's and an engine's log probabilities comes from."""
 
+from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from harness.base.files import write_text
 from harness.cli import forms
 from harness.cli import options as opt
 from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
+from harness.errors import Code, HarnessError
+
+_OF_HISTORY = ("history", "out", "format")
 
 
 def rollout(
     rollouts: Annotated[
-        Path, typer.Argument(metavar="ROLLOUTS", help="JSON lines or Parquet, as verl, TRL, OpenRLHF or slime log it.")
-    ],
+        Path | None,
+        typer.Argument(metavar="ROLLOUTS", help="JSON lines or Parquet, as verl, TRL, OpenRLHF or slime log it."),
+    ] = None,
     model: opt.Model = None,
     trainer: Annotated[
         str | None,
@@ -44,6 +51,14 @@ def rollout(
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
     local_files_only: opt.LocalFilesOnly = False,
+    history: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show what RolloutMonitor kept of a run, step by step, and compare nothing."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="HTML", help="New file for a page with the terms of --history over the steps."),
+    ] = None,
     format: Annotated[str, forms.ROLLOUT.option()] = "human",
 ) -> int:
     """Split the gap between a trainer's and an engine's log probabilities in terms that add up.
@@ -52,6 +67,14 @@ def rollout(
     distribution that is meant, operations. What rounding explains is called rounding.
     """
     given: dict[str, Any] = dict(locals())
+    if history is not None:
+        return _show_history(history, given)
+    if rollouts is None or out is not None:
+        what = (
+            "there is nothing to compare" if rollouts is None else "a page shows the steps of a run, and none is given"
+        )
+        where = "ROLLOUTS" if rollouts is None else "--out"
+        raise HarnessError(Code.BAD_OPTION, what, where=where, hint="name a file of rollouts, or --history FILE")
     with progress_bar() as report:
         from harness.api.training import compare
 
@@ -59,3 +82,22 @@ def rollout(
         result = compare({**given, "dtype": dtype or "auto", "truth": truth or "auto"})
     forms.ROLLOUT.show(result, format)
     return STATUS[result.outcome]
+
+
+def _show_history(file: Path, given: Mapping[str, Any]) -> int:
+    """Show a history; options of a comparison are refused beside it."""
+    from harness.formats.rollout.history import read_history
+    from harness.report.page.html import gap_html
+
+    defaults = {name: each.default for name, each in signature(rollout).parameters.items()}
+    for name in [name for name in given if name not in _OF_HISTORY and given[name] != defaults[name]]:
+        where = "ROLLOUTS" if name == "rollouts" else f"--{name.replace('_', '-')}"
+        what, hint = "a history is shown as it is: nothing is compared", f"leave {where} or --history out"
+        raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
+    out, found = given["out"], read_history(file)
+    if out is not None and out.exists():
+        raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
+    if out is not None:
+        write_text(out, gap_html(found))
+    forms.GAP_HISTORY.show(found, given["format"])
+    return STATUS[found.outcome]

@@ -9,10 +9,12 @@ from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
 from harness.report.wrapped import wrapped
 from harness.results.check import Outcome
-from harness.results.rollout import GapFigures, GapTerm, RolloutResult, SideFigures
+from harness.results.rollout import GapFigures, GapHistory, GapStep, GapTerm, RolloutResult, SideFigures
 
 MIN_WIDTH = 80
 _HEADERS = ("term", "side", "mean", "abs mean", "rms", "floor", "explains", "verdict")
+_WORDS = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
+STEP_HEADERS = ("step", "verdict", "gap", "k3", "effective", "outside of their floor", "seconds", "share")
 _ALIGN = ("left", "left", "right", "right", "right", "right", "right", "left")
 
 
@@ -24,11 +26,10 @@ def rollout_text(result: RolloutResult, *, width: int) -> str:
 
 
 def _headline(result: RolloutResult) -> str:
-    words = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
     model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
     compared = f"{count(result.num_rows, 'row')}, {count(result.tokens.compared, 'token')} compared"
     parts = [result.rollouts, model, result.dtype, compared]
-    return f"{words[result.outcome]}  {' · '.join(printable(part) for part in parts)}"
+    return f"{_WORDS[result.outcome]}  {' · '.join(printable(part) for part in parts)}"
 
 
 def _measured(result: RolloutResult, width: int) -> Iterator[list[str]]:
@@ -91,3 +92,33 @@ def _side(side: SideFigures) -> str:
         f"{side.source}; {side.meaning}; rms {number(side.rms)} from the truth, rest {number(side.rest_rms)}, {rest} "
         f"the floor {number(side.floor_rms)}"
     )
+
+
+def history_text(history: GapHistory, *, width: int) -> str:
+    """Return the steps of a training run as a table of at most about 100 columns, and what is missing in the file."""
+    rows = [step_row(step) for step in history.steps]
+    align = ["right", "left", *["right"] * 3, "left", "right", "right"]
+    table = tabulate(rows, STEP_HEADERS, tablefmt="simple", disable_numparse=True, colalign=align) if rows else ""
+    lines = [f"{_WORDS[history.outcome]}  {printable(history.file)} · {count(len(rows), 'step')}", ""]
+    lines += [f"  {line}".rstrip() for line in table.splitlines()]
+    for note in history_notes(history):
+        lines += wrapped("  note", note, max(width, MIN_WIDTH))
+    return "\n".join(lines) + "\n"
+
+
+def step_row(step: GapStep) -> tuple[str, ...]:
+    """Return one step's cells, in the order of `STEP_HEADERS`; the gap is its mean absolute value in nats."""
+    terms = (f"{term.kind} ({term.side})" for term in step.terms if not term.is_rounding)
+    gap = step.gap
+    figures = ("-", "-", "-") if gap is None else (
+        number(gap.mean_abs), number(gap.k3), f"{100 * gap.effective_samples:.2f} %"
+    )  # fmt: skip
+    outside = printable(", ".join(terms))
+    return (str(step.step), step.verdict, *figures, outside, number(step.seconds), f"{100 * step.share:.1f} %")
+
+
+def history_notes(history: GapHistory) -> Iterator[str]:
+    """Yield what a reader must know of the file itself."""
+    if history.num_cut:
+        verb = "ends" if history.num_cut == 1 else "end"
+        yield f"{count(history.num_cut, 'line')} of the file {verb} in the middle (the run was killed): left out"

@@ -109,3 +109,34 @@ class RolloutResult:
         if self.gap is None:
             return Outcome.NOTHING
         return Outcome.MISMATCH if self.findings else Outcome.PASS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapStep:
+    """A comparison of one step of a training run, as its history has it."""
+
+    step: int
+    verdict: Outcome
+    gap: GapFigures | None
+    terms: tuple[GapTerm, ...]
+    seconds: float
+    share: float
+    """Of the time since the comparison before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapHistory:
+    """What a monitor kept of a training run."""
+
+    IN_DOCUMENT: ClassVar = ("outcome",)
+    file: str
+    steps: tuple[GapStep, ...]
+    """By their numbers; of a step that a resumed run has done again, the later line."""
+    num_cut: int
+    """Lines that end in the middle: the run was killed."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """Mismatch if a term was outside of its floor at some step; nothing, if no step compared a token."""
+        verdicts = {each.verdict for each in self.steps}
+        return next((each for each in (Outcome.MISMATCH, Outcome.PASS) if each in verdicts), Outcome.NOTHING)

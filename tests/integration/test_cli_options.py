@@ -55,7 +55,7 @@ OPTIONS = {
     "estimate": ["--model", "--gpu", "--dtype", "--cache-dtype", "--requests", "--context", "--format"],
     "rollout": ["rollouts", "--model", "--trainer", "--layout", "--engine", "--engine-option", "--previous",
                 "--engine-weights", "--head", "--weight-version", "--rows", "--dtype", "--device", "--truth",
-                "--local-files-only", "--format"],
+                "--local-files-only", "--history", "--out", "--format"],
     "weights": ["first", "second", "--before", "--local-files-only", "--format"],
     "new-adapter": ["name", "--out"],
     "bench": [],  # a group

@@ -90,3 +90,86 @@ def test_bad_options_are_refused(compare, rows, options):
     assert ran.status == 2
     assert ran.err.startswith("H013: ")
     assert options[0] in ran.err
+
+
+TERM = {
+    "kind": "rest", "side": "both", "detail": "", "mean": 0.001, "mean_abs": 0.002, "rms": 0.004, "floor_rms": 0.008,
+    "is_rounding": True, "explains": 0.0, "remedy": "", "worst_row": 0, "worst_token": 3,
+}  # fmt: skip
+STALE = TERM | {"kind": "weights", "side": "engine", "mean_abs": 0.3, "rms": 0.5, "is_rounding": False}
+GAP = {
+    "mean": 0.001, "mean_abs": 0.002, "rms": 0.004, "max_abs": 0.02, "k1": -0.001, "k3": 8e-6, "max_ratio": "inf",
+    "effective_samples": 0.9999,
+}  # fmt: skip
+
+
+def kept(step, *terms, verdict="pass"):
+    line = {"step": step, "verdict": verdict, "gap": GAP, "terms": terms, "seconds": 1.5, "share": 0.031}
+    return json.dumps(line)
+
+
+@pytest.fixture
+def show(harness, tmp_path):
+    def show(*lines, out=None, end="\n"):
+        path = tmp_path / "gap.jsonl"
+        path.write_text("\n".join(lines) + end)
+        return harness("rollout", "--history", str(path), *([] if out is None else ["--out", str(out)]))
+
+    return show
+
+
+def test_a_history_is_shown_step_by_step_and_as_a_page(show, tmp_path):
+    page = tmp_path / "gap.html"
+    ran = show(kept(0, TERM), kept(50, TERM, STALE, verdict="mismatch"), out=page)
+    assert ran.status == 1
+    assert ran.out.startswith("MISMATCH  gap.jsonl · 2 steps\n")
+    assert "50 mismatch 0.00200 8.00e-06 99.99 % weights (engine) 1.50 3.1 %" in " ".join(ran.out.split())
+    text = page.read_text()
+    assert "step 50 · weights (engine) · 0.300 nats, 62.5 times its floor" in text
+    assert text.count('class="dot part-1 wrong') == 2, "in nats, and in floors"
+    assert "https:" not in text
+    again = show(kept(0, TERM), out=page)
+    assert (again.status, "the output exists" in again.err) == (2, True)
+
+
+def test_a_line_that_a_kill_has_cut_off_is_counted(show, tmp_path):
+    whole = kept(50, TERM)
+    ran = show(kept(0, TERM), whole[:200], whole, kept(50, TERM), whole[:3], out=tmp_path / "gap.html", end="")
+    assert ran.status == 0, ran.err
+    assert "2 lines of the file end in the middle (the run was killed): left out" in ran.out
+    assert "2 lines of the file end in the middle" in (tmp_path / "gap.html").read_text()
+    ran = show(kept(0, TERM)[:100], end="", out=tmp_path / "nothing.html")
+    assert ran.status == 5
+    assert ran.out.startswith("NOTHING CHECKED  gap.jsonl · 0 steps")
+    assert "Nothing checked" in (tmp_path / "nothing.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("prose", "gap.jsonl: line 2"),
+        ('{"prompt_ids": [1]}', "step: Field required"),
+        (kept("one"), "step: Input should be a valid integer"),
+    ],
+)
+def test_what_is_no_history_is_refused(show, line, said):
+    ran = show(kept(0, TERM), line)
+    assert ran.status == 2
+    assert "H230: this is no history of a training run" in ran.err
+    assert said in ran.err
+    assert "name the monitor's file" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "there is nothing to compare"),
+        (("ROLLOUTS", "--out", "page.html"), "a page shows the steps of a run, and none is given"),
+        (("ROLLOUTS", "--history", "gap.jsonl"), "leave ROLLOUTS or --history out"),
+        (("--history", "gap.jsonl", "--rows", "2"), "leave --rows or --history out"),
+    ],
+)
+def test_a_history_or_rollouts(harness, options, said):
+    ran = harness("rollout", *options)
+    assert ran.status == 2
+    assert said in ran.err

@@ -84,13 +84,14 @@ def all_causes(
     for name, dtype in _CACHES.items():
         if torch.finfo(dtype).eps <= torch.finfo(hf.dtype).eps:
             continue
-        for reads in (True, False):
-            where = "" if reads else ", read by the response alone"
+        ways = [("", True, False), (", read by the response alone", False, False)]
+        ways += [(", rounded towards zero", True, True)] if dtype.itemsize == 1 else []
+        for how, reads, truncates in ways:
             yield Cause(
                 kind=Kind.CACHE,
-                detail=f"keys and values in {name}{where}",
+                detail=f"keys and values in {name}{how}",
                 remedy="keep the cache in the model's dtype (kv_cache_dtype auto)",
-                change={"cache": dtype, "caches_prompt": reads},
+                change={"cache": dtype, "caches_prompt": reads, "truncates": truncates},
             )
     if is_wide_head or hf.dtype == torch.float32:
         yield Cause(

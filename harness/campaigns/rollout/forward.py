@@ -119,11 +119,11 @@ class Forwards:
         _ = self.hf.graph  # traced now: later the model is changed
         with ExitStack() as stack:
             stack.enter_context(without_tf32())
-            stack.enter_context(_replaced(self.hf, setting.weights))
             if not is_control:
                 stack.enter_context(upcast(self._dtype, self.hf.model))
                 stack.enter_context(eager_experts(self.hf.config))
                 stack.enter_context(preserve_precision(self._dtype))
+            stack.enter_context(_replaced(self.hf, setting.weights, rounds=is_control))
             head = self._head if is_control else None
             is_plain = not keeps and head is None and setting.runs_plainly
             watch = None if is_plain else stack.enter_context(watching(self.hf))
@@ -213,13 +213,14 @@ def _shifted(column: torch.Tensor, places: Places, shift: int) -> torch.Tensor:
 
 
 @contextmanager
-def _replaced(hf: HFModel, weights: Weights | None) -> Iterator[None]:
-    """Put other tensors into the model for the duration of the block."""
+def _replaced(hf: HFModel, weights: Weights | None, *, rounds: bool) -> Iterator[None]:
+    """Put other tensors into the model for the duration of the block, rounded to its dtype or no less fine than it."""
     with ExitStack() as stack:
         parameters = dict(hf.model.named_parameters())
         for name, tensor in (weights.tensors if weights is not None else {}).items():
             if name in parameters:
                 parameter = parameters[name]
                 stack.callback(setattr, parameter, "data", parameter.data)
-                parameter.data = tensor.to(parameter.device, parameter.dtype)
+                dtype = parameter.dtype if rounds else torch.promote_types(parameter.dtype, tensor.dtype)
+                parameter.data = tensor.to(parameter.device, dtype)
         yield

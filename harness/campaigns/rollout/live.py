@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from harness.campaigns.rollout.alter import Altered
 from harness.campaigns.rollout.forward import grouped
 from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes, packs
 from harness.campaigns.rollout.setting import Cut, Setting
-from harness.campaigns.rollout.tensors import misfit, named_tensors
+from harness.campaigns.weights.sources import is_sharded
 from harness.engines import engine_errors
 from harness.engines.module.values import evaluating
 from harness.errors import Code, HarnessError
@@ -27,7 +28,7 @@ LAYOUTS = ("alone", "right", "left", "packed")
 """How a trainer gets its rows: one by one, padded after or before them, or as one sequence, positions restarting."""
 
 
-def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str) -> Cut:
+def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, *, is_like: bool) -> Cut:
     """Run a trainer's module over the rows and return what it computes.
 
     Args:
@@ -36,6 +37,7 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str) 
         hf: the named model, whose operations are looked for.
         places: the tokens.
         layout: one of `LAYOUTS`; a module whose operations are not seen is run `alone`.
+        is_like: whether its tensors are the named model's.
 
     Raises:
         HarnessError: ENGINE_FAILED; BAD_ROLLOUT_LOGPROB: it computes NaN.
@@ -44,11 +46,17 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str) 
 
     kept: dict[str, torch.Tensor] = {}
     lanes = make_lanes(places, Setting(), hf.max_positions)
+    own: Any = module
+    if getattr(own, "peft_config", None):
+        own = own.get_base_model()  # which has the adapters in it
+    is_whole = hasattr(own, "reshard") or not is_sharded(own)  # FSDP puts weights together for the forward
     with evaluating(module), engine_errors(f"trainer {type(module).__name__}"):
-        if isinstance(module, PreTrainedModel) and misfit(hf, named_tensors(module)) is None:
-            _run_seen(module, hf, places, layout, kept)
+        if isinstance(own, PreTrainedModel) and is_like and is_whole:
+            _run_seen(own, hf, places, layout, kept)
         else:
             _run_any(module, hf, lanes, places, kept)
+        if hasattr(own, "reshard"):  # or FSDP goes on with the root's weights of now, after they have changed
+            own.reshard()
     _check_logits(kept[hf.graph[hf.graph.logits].source], places, type(module).__name__)
     return Cut(kept)
 

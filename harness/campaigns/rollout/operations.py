@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.campaigns.rollout.forward import Forwards
-from harness.campaigns.rollout.setting import Cut, Setting
+from harness.campaigns.rollout.setting import Cut, Weights
+from harness.campaigns.rollout.side import Side
 from harness.oracle.model import HFModel
 
 
@@ -26,8 +27,9 @@ class PartTerm:
     is_head: bool
 
 
-def part_terms(forwards: Forwards, setting: Setting, values: Cut) -> list[PartTerm]:
-    """Return the terms of a side that computed `values` under a setting, in the order of the run."""
+def part_terms(forwards: Forwards, side: Side, values: Cut) -> list[PartTerm]:
+    """Return the terms of a side that computed `values`, in the order of the run."""
+    setting = side.setting()
     hf = forwards.hf
     head = hf.part_of(hf.graph[hf.graph.logits].module)
     least = float(forwards.noise(setting).min())
@@ -39,6 +41,11 @@ def part_terms(forwards: Forwards, setting: Setting, values: Cut) -> list[PartTe
         same = {source: control[source] for source in sources if source in control}
         rounded = replace(setting, cut=Cut({**given, **same}))
         floor = forwards.deviation((rounded, False), (begin, False), begin)
+        weights = {name: tensor for name, tensor in side.finer.items() if hf.part_of(name) == part}
+        if weights:  # of the side, which the model has rounded
+            others = begin.weights.tensors if begin.weights is not None else {}
+            exact = replace(begin, weights=Weights("before their rounding", {**others, **weights}))
+            floor = torch.hypot(floor, forwards.deviation((exact, False), (begin, False), begin))
         given |= {source: values.values[source] for source in sources}
         begin = replace(setting, cut=Cut(dict(given)))
         after = forwards.truth(begin)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from harness.formats.checkpoint import Checkpoint
@@ -23,6 +24,8 @@ class Request:
     """Dtype that both sides mean to compute their head in; None for the model's."""
     trainer: nn.Module | None = None
     layout: str = "right"
+    autocast: torch.dtype | None = None
+    """Dtype of the autocast that the trainer is run under; None for none."""
     engine: Plan | None = None
     engine_weights: Path | None = None
     previous: Path | None = None

@@ -82,6 +82,8 @@ class Setting:
     experts: Experts | None = None
     cache: torch.dtype | None = None
     """Keys and values are rounded to it."""
+    truncates: bool = False
+    """Whether they are rounded towards zero: vLLM's CPU kernels write eight bits so."""
     caches_prompt: bool = True
     """Whether the prompt's own rows read rounded keys and values, too."""
     head: torch.dtype | None = None

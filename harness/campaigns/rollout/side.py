@@ -6,7 +6,7 @@ cause is named if it brings the prediction nearer by a share and on many tokens;
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -56,6 +56,10 @@ class Side:
     """What it computes, if it is at hand."""
     causes: list[Cause] = field(default_factory=list)
     """What explains it, in the order of `Kind`."""
+    finer: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of a module at hand, tensors that are the model's before their rounding to the sides' dtype."""
+    unlike: str | None = None
+    """Of a module at hand, a tensor that is not the model's in name or shape: its weights and operations are unseen."""
     follows_control: bool = False
     """Whether HF in the side's dtype predicts it better than the truth."""
 

@@ -30,22 +30,30 @@ def make_sides(
         HarnessError: as a side at hand raises.
     """
     hf, places = forwards.hf, forwards.places
-    trainer = engine_cut = trainer_cut = None
+    trainer = engine_cut = trainer_cut = odd = None
     if request.engine is not None:
         engine_cut = engine_values(request.engine, hf, places)
     source = "recorded" if request.engine is None else request.engine.case.engine
     engine = _side("engine", source, places.column("engine"), engine_cut, logged)
+    tensors: dict[str, torch.Tensor] = {}
     if request.trainer is not None:
-        trainer_cut = trainer_values(request.trainer, hf, places, request.layout)
+        tensors = named_tensors(request.trainer)
+        odd = misfit(hf, tensors)
+        with torch.autocast(hf.device.type, request.autocast, enabled=request.autocast is not None):
+            trainer_cut = trainer_values(request.trainer, hf, places, request.layout, is_like=odd is None)
     if trainer_cut is not None or rollouts.has_trainer:
         column = places.column("trainer") if rollouts.has_trainer else forwards.truth(Setting(cut=trainer_cut))
         source = "recorded" if request.trainer is None else type(request.trainer).__name__
         trainer = _side("trainer", source, column, trainer_cut, logged)
+        trainer.unlike = odd
     if request.engine_weights is not None:
         _add_weights(engine, other_tensors(hf, load_tensors(request.engine_weights, hf, "--engine-weights")))
-    if trainer is not None and request.trainer is not None:
-        own = named_tensors(request.trainer)
-        _add_weights(trainer, {} if misfit(hf, own) is not None else other_tensors(hf, own))
+    if trainer is not None and odd is None:
+        other = other_tensors(hf, tensors)
+        _add_weights(trainer, other)
+        eps = torch.finfo(hf.dtype).eps
+        same = {name: tensor for name, tensor in tensors.items() if name not in other}
+        trainer.finer = {name: tensor for name, tensor in same.items() if torch.finfo(tensor.dtype).eps < eps}
     for side in (trainer, engine):
         if side is not None:
             _add_routing(side, forwards, logged)

@@ -9,7 +9,6 @@ from harness.campaigns.rollout.request import Request
 from harness.campaigns.rollout.resolution import decimal_places
 from harness.campaigns.rollout.setting import Kind
 from harness.campaigns.rollout.side import Side, is_outside, rms
-from harness.campaigns.rollout.tensors import misfit, named_tensors
 from harness.campaigns.rollout.waterfall import gap_figures
 from harness.errors import Code
 from harness.formats.rollout import Rollouts
@@ -84,7 +83,7 @@ def _not_judged(rollouts: Rollouts, request: Request, explained: Explained | Non
         yield "the trainer (the named model in high precision stands in its place)"
     elif request.trainer is None:
         yield "operations of the trainer (--trainer)"
-    elif explained is not None and (odd := misfit(explained.forwards.hf, named_tensors(request.trainer))) is not None:
+    elif explained is not None and (odd := explained.sides[0].unlike) is not None:
         yield f"operations and weights of the trainer: its tensors are not those of the model ({odd} differs)"
     if request.engine is None:
         yield "operations of the engine (--engine)"

@@ -6,14 +6,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.campaigns.weights.sources import plain_name
+from harness.campaigns.weights.sources import gathered, merged, plain_name
 from harness.errors import Code, HarnessError
 from harness.oracle.model import HFModel, load_model
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters by their names without wrappers."""
-    return {plain_name(name): tensor.detach() for name, tensor in module.named_parameters()}
+    """Return a module's parameters, whole and with its adapters merged, by their names without wrappers."""
+    whole = merged(module, where="--trainer")
+    return {plain_name(name): gathered(tensor) for name, tensor in whole.named_parameters()}
 
 
 def load_tensors(folder: Path, hf: HFModel, where: str) -> dict[str, torch.Tensor]:

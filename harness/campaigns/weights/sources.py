@@ -1,5 +1,7 @@
 """Weights of any origin as tensors by name: a checkpoint's folder, a module, or a state dict."""
 
+import copy
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,51 @@ def plain_name(name: str) -> str:
     return name
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole: one that ranks share (FSDP's fully_shard, tensor parallelism) is put together by all."""
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
+def merged(module: Any, *, where: str) -> Any:
+    """Return a copy of a module of PEFT with its adapters merged in float32; any other module as it is.
+
+    Raises:
+        HarnessError: BAD_OPTION: adapters that no weights can hold.
+    """
+    if not getattr(module, "peft_config", None):
+        return module
+    try:
+        with warnings.catch_warnings(action="ignore"):  # PEFT warns if they are merged already
+            return copy.deepcopy(module).float().merge_and_unload()
+    except Exception as error:  # PEFT's, by the kind of adapter
+        kinds = ", ".join(each.peft_type for each in module.peft_config.values())
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"adapters of this kind cannot be merged: {kinds}",
+            where=where,
+            expected="a module without adapters, or LoRA as peft.get_peft_model adds it",
+            actual=type(module).__name__,
+            hint="give a copy with plain weights",
+        ) from error
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether ranks share a module's weights as DTensors, as fully_shard and tensor parallelism do."""
+    return isinstance(module, nn.Module) and any(hasattr(each, "full_tensor") for each in module.parameters())
+
+
+def unsharded(model: Any) -> Any:
+    """Return a copy of a model of HF's with whole weights, if ranks share them; else the model as it is."""
+    if not is_sharded(model):
+        return model
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    whole.load_state_dict({plain_name(name): gathered(tensor) for name, tensor in model.state_dict().items()})
+    return whole
+
+
 class Source:
     """Tensors by name, each read when it is asked for."""
 
@@ -29,7 +76,7 @@ class Source:
         self.name, self._read, self.shapes = name, read, shapes
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._read[name]().detach()
+        return self._read[name]()
 
     @classmethod
     def of(cls, weights: Any, *, where: str, local_files_only: bool = True) -> "Source":
@@ -40,14 +87,14 @@ class Source:
         """
         if isinstance(weights, str | Path):
             return cls._of_folder(Path(resolve(str(weights), local_files_only=local_files_only)))
-        named = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        named = merged(weights, where=where).state_dict() if isinstance(weights, nn.Module) else weights
         if not isinstance(named, Mapping) or not all(isinstance(each, torch.Tensor) for each in named.values()):
             what, expected = "these are no weights", "a checkpoint's folder, an nn.Module, or tensors by name"
             raise HarnessError(
                 Code.BAD_OPTION, what, where=where, expected=expected, actual=f"{type(weights).__name__}"
             )
         tensors = {plain_name(str(name)): tensor for name, tensor in named.items()}
-        read = {name: (lambda tensor=tensor: tensor) for name, tensor in tensors.items()}
+        read = {name: (lambda tensor=tensor: gathered(tensor)) for name, tensor in tensors.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return cls(type(weights).__name__, read, shapes)
 

@@ -39,7 +39,7 @@ def growth_along_depth(run: RunResult) -> Plot | None:
     )
     return Plot(
         x_ticks=_layer_ticks([tap for tap, _ in taps]),
-        y_ticks=y.ticks(lambda value: "exact" if has_exact and value < 1.01 * y.low else _power(value)),
+        y_ticks=y.ticks(lambda value: "exact" if has_exact and value < 1.01 * y.low else power(value)),
         x_label="layer",
         y_label="propagated error, as a multiple of HF's own",
         lines=(Line(path=_level(y.at(1.0)), style="rule"), Line(path=polyline(points), style="main")),
@@ -63,7 +63,7 @@ def growth_along_position(errors: Sequence[PositionError], first_bad: int | None
         lines.append(Line(path=f"M{at:g},0L{at:g},100", style="mark", title=f"first wrong row: position {first_bad}"))
     return Plot(
         x_ticks=x.ticks(lambda value: f"{value:g}"),
-        y_ticks=y.ticks(_power),
+        y_ticks=y.ticks(power),
         x_label="position",
         y_label=f"the same at {printable(errors[0].tap)}: largest, and median below it",
         lines=tuple(lines),
@@ -85,5 +85,6 @@ def _level(height: float) -> str:
     return f"M0,{100 - height:g}L100,{100 - height:g}"
 
 
-def _power(value: float) -> str:
+def power(value: float) -> str:
+    """Return the label of a tick of a logarithmic axis."""
     return f"{value:g}" if 0.01 <= value < 1e4 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")

@@ -1,4 +1,4 @@
-"""A check and a profile as one page: one file that needs no network, and lets nothing from outside become markup."""
+"""Results as one page: one file that needs no network, and lets nothing from outside become markup."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from harness.report.check.sentences import printable
 from harness.report.page.check_view import check_view
+from harness.report.page.gap_plots import gap_plots, styles_of
 from harness.report.page.profile_view import profile_view
+from harness.report.rollout import STEP_HEADERS, history_notes, step_row
 from harness.results.check import CheckResult
 from harness.results.profile import ProfileResult
+from harness.results.rollout import GapHistory
 
 REPORT_NAME = "report.html"
 """Name of the page's file in an output folder."""
@@ -30,7 +34,7 @@ def report_html(check: CheckResult | None = None, profile: ProfileResult | None 
     """
     if check is None and profile is None:
         raise ValueError("a report needs a check or a profile")
-    script, style = ((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("script.js", "style.css"))
+    script = _text("script.js")
     return (
         _environment()
         .get_template("report.html.j2")
@@ -39,9 +43,23 @@ def report_html(check: CheckResult | None = None, profile: ProfileResult | None 
             profile=None if profile is None else profile_view(profile),
             script=Markup(script),
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-            style=Markup(style),
+            style=Markup(_text("style.css")),
         )
     )
+
+
+def gap_html(history: GapHistory) -> str:
+    """Return the page of a training run's gap: its terms over the steps, and a table of the steps."""
+    styles = styles_of(history.steps)
+    rows = [(step.verdict, step_row(step)) for step in history.steps]
+    plots, notes = list(gap_plots(history.steps, styles)), list(history_notes(history))
+    given = {"styles": styles, "rows": rows, "plots": plots, "notes": notes, "headers": STEP_HEADERS}
+    given |= {"title": printable(history.file), "verdict": history.outcome, "style": Markup(_text("style.css"))}
+    return _environment().get_template("gap.html.j2").render(given)
+
+
+def _text(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
 @cache

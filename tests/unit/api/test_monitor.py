@@ -46,6 +46,16 @@ def test_every_other_step_is_compared_and_kept(module, rows, tmp_path):
     assert all(0 < line["share"] <= 1 and line["seconds"] > 0 for line in lines)
 
 
+def test_a_resumed_run_writes_below_half_a_line(module, rows, tmp_path):
+    history = tmp_path / "gap.jsonl"
+    history.write_text('{"step": 3, "verdict": "pa')
+    monitor = harness.RolloutMonitor(num_rows=1, history=history, dtype="float32")
+    monitor.step(3, rows, model=module)
+    cut, whole = history.read_text().splitlines()
+    assert cut == '{"step": 3, "verdict": "pa'
+    assert json.loads(whole)["step"] == 3
+
+
 def test_an_engine_with_the_weights_of_before_ends_the_run(module, rows, tmp_path):
     with torch.no_grad():  # a step of training that the engine was not told of
         module.model.layers[1].mlp.down_proj.weight.mul_(1.2)

@@ -59,6 +59,15 @@ class EightBitCache(DynamicCache):
         return (key_states, value_states) if key_states.shape[2] > 1 else stored
 
 
+class TruncatedCache(DynamicCache):
+    """Keeps three bits of mantissa of what it is given, cut off; a prompt reads them, too."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Store truncated keys and values: bfloat16 has seven bits of mantissa, the last four are cleared."""
+        cut = [(x.view(torch.int16) & ~0xF).view(torch.bfloat16) for x in (key_states, value_states)]
+        return super().update(*cut, *args, **kwargs)
+
+
 class CoarseCache(EightBitCache):
     """The same with two bits of mantissa."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import harness
 from harness.formats.checkpoint import resolve
 from harness.oracle.model import load_model
 from harness.plan import plan_engine
@@ -14,15 +15,17 @@ from harness.results.check import Outcome
 
 from .planted import (
     EightBitCache,
+    TruncatedCache,
     decoded,
     float32_head,
     jittering_router,
     other_checkpoint,
     renormalised,
 )
-from .training import prompts, restarting, rollout, running_on, train_column
+from .training import prompts, restarting, rollout, running_on, train_column, write_rows
 
 MOE = "qwen3-moe-tiny"
+SMALLEST = "llama-tiny"
 
 
 def with_engine(rows, columns):
@@ -64,6 +67,11 @@ def test_a_sound_pair_has_a_gap_of_rounding(compare, rows, columns):
     assert result.tokens.compared == sum(len(row["response_ids"]) for row in rows)
     assert [side.source for side in result.sides] == ["recorded", "recorded"]
     assert result.not_judged[0] == "operations of the trainer (--trainer)"
+
+
+def test_a_pair_in_float16_is_sound(tmp_path):
+    path = write_rows(tmp_path / "rollouts.jsonl", rollout(SMALLEST, prompts(2), dtype="float16", num_tokens=6))
+    assert_sound(harness.rollout(path, model=SMALLEST, dtype="float16"))
 
 
 def test_the_log_of_the_engine_alone_is_held_against_the_model(compare, rows):
@@ -140,6 +148,13 @@ def test_a_cache_in_eight_bits(compare, rows, columns, trainer):
     eight = with_engine(rows, decoded(trainer, rows, EightBitCache))
     term = assert_only(compare(eight, columns), "cache", "engine", share=0.6)
     assert "fp8 (e4m3)" in term.detail
+
+
+@pytest.mark.slow
+def test_a_cache_in_eight_bits_that_are_cut_off(compare, rows, columns, trainer):
+    cut = with_engine(rows, decoded(trainer, rows, TruncatedCache))
+    term = assert_only(compare(cut, columns), "cache", "engine", share=0.6)
+    assert "fp8 (e4m3), rounded towards zero" in term.detail
 
 
 @pytest.mark.slow
