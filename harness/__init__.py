@@ -6,7 +6,8 @@
     report.assert_ok()
 
 `check`, `diff`, `golden`, `profile`, `rollout` and `weights` are the commands of the same names, and `tensor` reads one
-tensor of anything that holds tensors (docs/python-api.md).
+tensor of anything that holds tensors (docs/python-api.md). `tool_calls` holds a parser to a chat template
+(docs/tool-calls.md), `structured_output` masks to an automaton (docs/structured-output.md).
 Importing this package imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
 """
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from harness.api import (
         CheckFailedError,
         CheckReport,
+        FunctionReport,
         GapError,
         ProfileReport,
         RolloutMonitor,
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
         golden,
         profile,
         rollout,
+        structured_output,
         tensor,
+        tool_calls,
         weights,
     )
     from harness.engines import Capabilities, Engine, Workload
@@ -40,6 +44,7 @@ __all__ = [
     "CheckReport",
     "Code",
     "Engine",
+    "FunctionReport",
     "GapError",
     "HarnessError",
     "ProfileReport",
@@ -52,7 +57,9 @@ __all__ = [
     "golden",
     "profile",
     "rollout",
+    "structured_output",
     "tensor",
+    "tool_calls",
     "weights",
 ]
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 HIDING = Path(__file__).parent / "hidden_packages"
 """A folder of PYTHONPATH whose `sitecustomize` hides packages from every Python process."""
 COMPILERS = ("c++", "cc", "clang*", "gcc*", "g++*", "*-gcc", "*-g++", "*-gcc-[0-9]*", "*-g++-[0-9]*")
-PACKAGES = ("llama_cpp", "gguf", "ray", "compressed_tensors", "torchao", "peft")
+PACKAGES = ("llama_cpp", "gguf", "ray", "compressed_tensors", "torchao", "peft", "llguidance")
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))"
 
 

@@ -4,6 +4,7 @@ The functions resolve their arguments into the same plans as the command line, a
 """
 
 from harness.api.calls import check, diff, golden, profile
+from harness.api.chats import FunctionReport, structured_output, tool_calls
 from harness.api.monitor import RolloutMonitor
 from harness.api.reports import CheckFailedError, CheckReport, ProfileReport
 from harness.api.training import GapError, RolloutReport, rollout, weights
@@ -12,6 +13,7 @@ from harness.formats.inspect.values import read_values as tensor
 __all__ = [
     "CheckFailedError",
     "CheckReport",
+    "FunctionReport",
     "GapError",
     "ProfileReport",
     "RolloutMonitor",
@@ -21,6 +23,8 @@ __all__ = [
     "golden",
     "profile",
     "rollout",
+    "structured_output",
     "tensor",
+    "tool_calls",
     "weights",
 ]

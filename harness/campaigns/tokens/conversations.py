@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["Conversation", "Feature", "conversations", "hard_conversations", "samples", "with_arguments"]
+__all__ = ["WORST", "Conversation", "Feature", "conversations", "hard_conversations", "samples", "with_arguments"]
 
 _MOST_TURNS = 3
 
@@ -65,7 +65,7 @@ _TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-_WORST = (
+WORST = (
     "", " ", "\n", " x", "x ", "x\n\n", "\tx", "a\r\nb", "e\u0301", "\ufb01", "\u212b", "\u200d", "\ufeffx", "\u202ex",
     "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u0130", "\ud55c\uae00", "\x00", "x  y", "{{ 7 * 7 }}", "</think>",
     "<think>x</think>y", "x" * 300,
@@ -99,7 +99,7 @@ def _result(number: str, content: str) -> dict[str, Any]:
 
 def hard_conversations(features: Set[Feature], special: Sequence[str]) -> Iterator[Conversation]:
     """Yield a conversation with each hard text, of a user, and of an assistant where there are earlier turns."""
-    for text in (*_WORST, *(f"x{own}y" for own in special)):
+    for text in (*WORST, *(f"x{own}y" for own in special)):
         if Feature.EMPTY not in features and not text.strip():
             continue
         own = {"role": "user", "content": text}
@@ -122,7 +122,7 @@ def conversations(features: Set[Feature], special: Sequence[str]) -> SearchStrat
 
 @st.composite
 def _conversations(draw: DrawFn, features: frozenset[Feature], special: tuple[str, ...]) -> Conversation:
-    texts = st.text(max_size=8) | st.sampled_from((*_WORST, *special, *(f"x{own}y" for own in special)))
+    texts = st.text(max_size=8) | st.sampled_from((*WORST, *special, *(f"x{own}y" for own in special)))
     if Feature.EMPTY not in features:
         texts = texts.filter(str.strip)
     messages: list[dict[str, Any]] = []

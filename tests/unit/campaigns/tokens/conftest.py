@@ -1,7 +1,7 @@
 """A tokenizer of bytes with a template of tools and reasoning, a tiny model beside it, and a server of both."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}<|start|>assistant{{ '\\n' }}{% endif %}"""
 
 
-def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """Write a tokenizer of single bytes and four special tokens."""
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE, special: Sequence[str] = SPECIAL) -> Path:
+    """Write a tokenizer of single bytes and special tokens: the first begins a text, the third ends it."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -40,9 +40,9 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[2], clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[2], clean_up_tokenization_spaces=False
     )
     wrapped.chat_template = template
     wrapped.save_pretrained(folder)
