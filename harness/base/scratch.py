@@ -28,13 +28,18 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """
     place = Path(tempfile.gettempdir()) if parent is None else parent
     sweep(place, prefix)
-    with (
-        tempfile.TemporaryDirectory(dir=place, prefix=prefix, ignore_cleanup_errors=True) as name,
-        (Path(name) / MARK).open("w") as mark,
-    ):
-        fcntl.flock(mark, fcntl.LOCK_EX)
-        print("locked", file=mark, flush=True)
-        yield Path(name)
+    folder = tempfile.TemporaryDirectory(dir=place, prefix=prefix, ignore_cleanup_errors=True)
+    try:
+        with (Path(folder.name) / MARK).open("w") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX)
+            print("locked", file=mark, flush=True)
+            yield Path(folder.name)
+    finally:
+        try:
+            folder.cleanup()
+        except BaseException:  # an interrupt in the midst of it
+            shutil.rmtree(folder.name, ignore_errors=True)
+            raise
 
 
 def sweep(place: Path, prefix: str) -> None:

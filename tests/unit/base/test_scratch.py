@@ -31,6 +31,23 @@ def test_a_folder_is_gone_with_its_block(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_is_gone_though_its_removal_was_interrupted(tmp_path, monkeypatch):
+    unlink = os.unlink
+
+    def interrupted(*args, **named):
+        monkeypatch.setattr(os, "unlink", unlink)
+        raise KeyboardInterrupt
+
+    def leave():
+        with scratch_folder(".making-", tmp_path) as folder:
+            (folder / "file").write_text("x")
+            monkeypatch.setattr(os, "unlink", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        leave()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from harness.base.scratch import scratch_folder\n"
