@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("hypothesis", reason="the extra `test` is not installed")
-pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+pytest.importorskip("llguidance", reason="the package llguidance is not installed (extra test)")
 
 import harness
 from harness.campaigns.structured.automaton import SPACING, Automaton
