@@ -63,6 +63,7 @@ def test_an_embedded_checkpoint_by_its_name(harness):
     assert harness("inspect", "qwen3-tiny", "--format", "json").json["kind"] == "checkpoint"
 
 
+@pytest.mark.slow
 def test_traces_and_snapshots_are_summed_up(harness, tmp_path):
     out = tmp_path / "out"
     assert harness("profile", "--prompt-tokens", 4, "--max-new-tokens", 2, "--runs", 1, "--out", out).status == 0

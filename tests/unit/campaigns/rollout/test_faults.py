@@ -206,6 +206,7 @@ def test_two_faults_are_told_apart(compare, rows, trainer):
     assert [term.kind for term in outside(result)] == ["tokens", "meaning"]
 
 
+@pytest.mark.slow
 def test_what_no_cause_explains_is_said(compare, rows, columns):
     wrong = [[value - 0.5 * (at % 3) for at, value in enumerate(column)] for column in columns]
     result = compare(rows, wrong)

@@ -98,6 +98,7 @@ def test_adapters_that_no_weights_can_hold_are_refused(rows):
         assert "try:      give a copy with plain weights" in text
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_are_seen_under_their_names(rows):
     wrapped = load()
     wrapped.gradient_checkpointing_enable()

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from harness.errors import Code
@@ -6,6 +7,7 @@ from ..conftest import BLOCK_SIZE
 from .test_scores import TAP, K, V, attended
 
 
+@pytest.mark.slow
 def test_other_tensors(bench):
     bench = bench()
     k, v = bench.tap(K), bench.tap(V)
