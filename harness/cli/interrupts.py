@@ -47,8 +47,9 @@ class Interrupts:
     def listen(self, command: Callable[[], int]) -> int:
         """Run a command, which returns INTERRUPTED where it was interrupted, and return its exit status.
 
-        The signals are blocked afterwards. Where one came, the status is never that of a pass: a result that is written
-        nevertheless may be one of less than was asked for.
+        The signals are blocked afterwards. Where one came, the status is never that of a pass, since a result that is
+        written nevertheless may be one of less than was asked for, nor that of an error: code in C may make another
+        exception of the interrupt.
         """
         status = INTERRUPTED
         with suppress(KeyboardInterrupt):
@@ -56,7 +57,7 @@ class Interrupts:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_SIGNALS, signal.SIGQUIT})
             status = command()
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        is_no_verdict = status in (INTERRUPTED, ExitStatus.PASS)
+        is_no_verdict = status in (INTERRUPTED, ExitStatus.PASS, ExitStatus.BAD_INPUT, ExitStatus.INTERNAL)
         return 128 + self._number if is_no_verdict and self._number is not None else status
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -73,6 +73,27 @@ def test_an_interrupt_that_python_would_lose_ends_the_process_all_the_same(name,
     assert (ran.returncode, ran.stderr) == (status, "")
 
 
+INTERRUPT_THAT_BECOMES_AN_ERROR = """
+import os, signal, sys
+import harness.cli
+command = sys.modules["harness.cli.main"]
+def run(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt:
+        return {status}
+command.run = run
+command.main()
+"""
+
+
+@pytest.mark.parametrize(("status", "shown"), [(1, 1), (2, 143), (3, 143), (5, 5)])
+def test_an_interrupt_that_c_made_an_error_of_is_no_error(status, shown):
+    source = INTERRUPT_THAT_BECOMES_AN_ERROR.format(status=status)
+    ran = subprocess.run([sys.executable, "-c", source], timeout=600, preexec_fn=listen_to_ctrl_c, check=False)
+    assert ran.returncode == shown
+
+
 def test_no_space_for_the_output():
     with open("/dev/full", "w") as full:  # noqa: PTH123
         ran = subprocess.run([*HARNESS, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
