@@ -1,6 +1,8 @@
 """`harness profile`: what prefill and decode cost, and where."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,8 @@ from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.case import ProfileSection
 
 if TYPE_CHECKING:
+    from harness.formats.checkpoint import Checkpoint
+    from harness.oracle.requests import Prompt
     from harness.plan import Plan
     from harness.profiling.passes.load import CaptureSchedule
     from harness.profiling.passes.workload import ProfileWorkload
@@ -52,6 +56,13 @@ class CaptureOptions:
 class SizeOptions:
     """Options about how many requests are run, and how long they are."""
 
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines, as harness load has them: prompt, prompt_token_ids or prompt_tokens; max_tokens.",
+        ),
+    ] = None
     prompt_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", help=f"Tokens of each prompt; they are random. [default: {_DEFAULT.prompt_tokens}]"),
@@ -60,22 +71,25 @@ class SizeOptions:
         int | None,
         typer.Option(
             metavar="N",
-            help=f"Tokens to generate for each request. [default: {_DEFAULT.max_new_tokens}, or the case's]",
+            help=f"Tokens to generate for each request. [default: {_DEFAULT.max_new_tokens}, the case's or the file's]",
         ),
     ] = None
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", help=f"Requests that arrive together. [default: {_DEFAULT.batch_size}]")
     ] = None
 
-    def workload(self, plan: "Plan | None") -> "ProfileWorkload":
-        """Return the requests of a plan, or random ones where there is none.
+    def workload(self, plan: "Plan", *, has_prompts: bool) -> "ProfileWorkload":
+        """Return the requests of the file, or else of the plan, or random ones where it has none of its own.
 
         Raises:
-            HarnessError: BAD_OPTION: sizes are given for prompts that have their own.
+            HarnessError: BAD_OPTION: prompts are given twice, with sizes beside their own, or with times of arrival.
         """
         from harness.profiling.passes.workload import ProfileWorkload
 
-        if plan is None:
+        if self.requests is not None and has_prompts:
+            what, hint = "the requests are given twice", "leave out --requests, or the prompts and the case"
+            raise HarnessError(Code.BAD_OPTION, what, where="--requests", actual=self.requests, hint=hint)
+        if self.requests is None and not has_prompts:
             return ProfileWorkload(
                 batch_size=_DEFAULT.batch_size if self.batch_size is None else self.batch_size,
                 num_prompt_tokens=_DEFAULT.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens,
@@ -85,11 +99,39 @@ class SizeOptions:
             if value is not None:
                 what, hint = "the prompts that are given have sizes of their own", f"leave {option} out"
                 raise HarnessError(Code.BAD_OPTION, what, where=option, actual=value, hint=hint)
-        longest = max(each.max_new_tokens for each in plan.prompts)
+        if self.requests is not None:
+            return ProfileWorkload.of_prompts(self._file_prompts(self.requests, plan.checkpoint))
         return ProfileWorkload.of_prompts(
-            [prompt.token_ids for prompt in plan.prompts],
-            longest if self.max_new_tokens is None else self.max_new_tokens,
+            [
+                prompt if self.max_new_tokens is None else replace(prompt, max_new_tokens=self.max_new_tokens)
+                for prompt in plan.prompts
+            ]
         )
+
+    def _file_prompts(self, path: Path, checkpoint: "Checkpoint") -> "list[Prompt]":
+        from harness.campaigns.load.workload import Arrivals, read_requests
+        from harness.plan import tokenize
+
+        config = checkpoint.config
+        limit = _DEFAULT.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        requests = read_requests(
+            path,
+            partial(tokenize, checkpoint=checkpoint, where=f"--requests {path}"),
+            Arrivals(rate=math.inf),
+            ids=range(config.get("text_config", config)["vocab_size"]),
+            seed=0,
+            max_tokens=lambda _rng: limit,
+        )
+        if late := max(request.at_s for request in requests):
+            raise HarnessError(
+                Code.BAD_OPTION,
+                "a request of a profile cannot arrive later: every pass repeats the same steps, whatever they take",
+                where=f"--requests {path}",
+                expected="at: 0, or no at",
+                actual=f"at: {late:g}",
+                hint="leave at out: all then arrive at once; harness load keeps the times, on a server",
+            )
+        return [request.prompt for request in requests]
 
 
 @grouped
@@ -111,7 +153,7 @@ def profile(
     """Profile an engine, prefill and decode by themselves.
 
     Four passes over the same steps: times without a profiler, a trace, memory, and exact counts. Requests are random
-    tokens, or prompts of your own, and all arrive at once. Without --model, the embedded qwen3-tiny.
+    tokens, or of your own, and all arrive at once. Without --model, the embedded qwen3-tiny.
     """
     with progress_bar() as report:
         from harness.judge.jobs.output_folder import new_output_dir
@@ -127,7 +169,7 @@ def profile(
         )
         spec = ProfileSpec(
             plan=plan,
-            workload=sizes.workload(plan if has_prompts else None),
+            workload=sizes.workload(plan, has_prompts=has_prompts),
             phases=tuple(phase or ()),
             schedule=capture.schedule(),
             num_runs=capture.num_runs,

@@ -62,5 +62,5 @@ def plan_parts(windows: Iterable[Window], seconds: Mapping[ProfileRequests, floa
 def _share(window: Window) -> float:
     """Return the rows up to the last captured step over those of the whole load: time goes with them, roughly."""
     own = sum(shape.num_rows for shape in window.shapes_so_far)
-    whole = sum(map(len, window.load.prompts)) + len(window.load.prompts) * (window.load.max_new_tokens - 1)
+    whole = sum(map(len, window.load.prompts)) + sum(window.load.max_new_tokens) - len(window.load.prompts)
     return min(1.0, own / max(1, whole))

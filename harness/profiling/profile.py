@@ -78,7 +78,7 @@ def run_profile(spec: ProfileSpec, out: Path, progress: Progress | None = None) 
         workload = spec.workload
         session = open_session(
             engine,
-            max_num_tokens=workload.batch_size * workload.num_prompt_tokens + workload.batch_size,
+            max_num_tokens=workload.max_num_tokens,
             max_num_seqs=workload.batch_size + 1,
         )
         with closing(session):
@@ -265,6 +265,7 @@ class _Profile:
             batch_size=spec.workload.batch_size,
             num_prompt_tokens=spec.workload.num_prompt_tokens,
             max_new_tokens=spec.workload.max_new_tokens,
+            lengths=spec.workload.lengths,
             ttft_ms=percentiles_ms(latencies.ttft_s),
             tpot_ms=percentiles_ms(latencies.tpot_s) if latencies.tpot_s else None,
             inter_token_ms=percentiles_ms(latencies.inter_token_s) if latencies.inter_token_s else None,

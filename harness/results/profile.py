@@ -247,7 +247,9 @@ class ProfileResult:
     device: str
     batch_size: int
     num_prompt_tokens: int
+    """Of each prompt; of the longest where they differ."""
     max_new_tokens: int
+    """Likewise."""
     ttft_ms: Percentiles
     """From the arrival of all requests to the first token of each."""
     tpot_ms: Percentiles | None
@@ -264,3 +266,10 @@ class ProfileResult:
     report: str | None = None
     """Path of the HTML report, relative to the output folder."""
     notes: tuple[str, ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
+    """Tokens of each request's prompt, and the new ones that follow it."""
+
+    @property
+    def up_to(self) -> str:
+        """Return the words before the lengths of all requests: `up to ` where these differ, else nothing."""
+        return "up to " if len(set(self.lengths)) > 1 else ""

@@ -92,7 +92,7 @@ def synchronizing(original: Any) -> Any:
 
 
 def counts_of(session: Session) -> dict[str, PhaseCounts]:
-    load = ProfileRequests(prompts=(PROMPT,), max_new_tokens=8)
+    load = ProfileRequests(prompts=(PROMPT,), max_new_tokens=(8,))
     steps = dry_run(session, load)
     return {phase: count(session, window(phase, load, steps, CaptureSchedule())) for phase in ("prefill", "decode")}
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.profiling.gate.baseline import read_profile
+
 KEYS = {"schema_version", "engine", "model", "dtype", "device", "ttft_ms", "tpot_ms", "tokens_per_second", "phases",
         "overhead", "report"}  # fmt: skip
 PHASE_KEYS = {"name", "num_steps", "wall_ms", "attributed_share", "flops_measured", "flops_formula",
@@ -242,4 +244,48 @@ def test_prompts_of_ones_own_have_sizes_of_their_own(harness, tmp_path, option):
     ran = harness("profile", "--token-ids", "1,2", option, 3, "--out", tmp_path / "own")
     assert ran.status == 2
     assert f"leave {option} out" in ran.err
+    assert not (tmp_path / "own").exists()
+
+
+def write_requests(tmp_path, *lines):
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_requests_of_a_file_are_profiled_each_to_its_own_end(harness, tmp_path):
+    path = write_requests(
+        tmp_path,
+        {"prompt_token_ids": [1, 2, 3, 4, 5], "max_tokens": 2},
+        {"prompt_tokens": 3, "max_tokens": 4},
+        {"prompt": "the quick"},
+    )
+    schedule = ["--runs", 1, "--phase", "decode", "--wait", 0, "--warmup", 0]
+    ran = harness("profile", "--requests", path, "--max-new-tokens", 3, *schedule, "--out", tmp_path / "own")
+    assert ran.status == 0, ran.err
+    document = json.loads((tmp_path / "own" / "profile.json").read_text())
+    assert document["lengths"][:2] == [[5, 2], [3, 4]]
+    assert document["lengths"][2][1] == 3
+    assert [len(step["query_lens"]) for step in document["phases"][0]["steps"]] == [3, 2, 1]
+    assert "3 x up to 5 prompt tokens, up to 4 new tokens each" in ran.out
+    assert "the requests generate 2, 4, 3 tokens: 9 together" in document["notes"]
+    assert "lengths" in read_profile(tmp_path / "own").key
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "message"),
+    [
+        ({"prompt_tokens": 3}, ["--prompt", "the"], "the requests are given twice"),
+        ({"prompt_tokens": 3}, ["--batch-size", 2], "the prompts that are given have sizes of their own"),
+        ({"prompt_tokens": 3}, ["--max-new-tokens", 0], "the number must be positive"),
+        ({"prompt_tokens": 3, "at": 0.5}, [], "a request of a profile cannot arrive later"),
+        ({"prompt_token_ids": []}, [], "the prompt is neither text nor token ids"),
+        ({"tokens": 3}, [], "this line has other fields"),
+    ],
+)
+def test_requests_that_cannot_be_profiled(harness, tmp_path, line, options, message):
+    path = write_requests(tmp_path, {"prompt_tokens": 3, "max_tokens": 2}, line)
+    ran = harness("profile", "--requests", path, *options, "--out", tmp_path / "own", "--format", "json")
+    assert (ran.status, ran.json["error"]["code"]) == (2, "H013")
+    assert message in ran.json["error"]["message"]
     assert not (tmp_path / "own").exists()

@@ -1,4 +1,4 @@
-"""What a server is asked under load, and when: lengths and arrivals from distributions, or all from a file."""
+"""What is asked under load, and when: lengths and arrivals from distributions, or all from a file."""
 
 import math
 import random
@@ -181,7 +181,7 @@ def _prompt(
         return tuple(rng.choices(ids, k=length))
     if isinstance(text, str):
         return tuple(tokenize(text))
-    if isinstance(given, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in given):
+    if isinstance(given, list) and given and all(type(each) is int for each in given):
         return tuple(given)
     raise _bad("the prompt is neither text nor token ids", where, actual=str(text or given)[:200])
 

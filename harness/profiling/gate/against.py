@@ -196,9 +196,6 @@ def _spec(profile: Mapping[str, Any], packages: tuple[str, ...]) -> dict[str, An
         "device": profile["device"],
         "options": dict(option.split("=", 1) for option in options),
         "packages": list(packages),
-        "load": {
-            "batch_size": profile["batch_size"],
-            "num_prompt_tokens": profile["prompt_tokens"],
-            "max_new_tokens": profile["max_new_tokens"],
-        },
+        "lengths": profile.get("lengths")
+        or [[profile["prompt_tokens"], profile["max_new_tokens"]]] * profile["batch_size"],
     }

@@ -146,6 +146,7 @@ def changing(path: Path) -> Iterator[None]:
 def _key(document: Mapping[str, Any]) -> dict[str, str]:
     environment = document["environment"]
     steps = " ".join(f"{phase['name']}={phase['num_steps']}" for phase in document["phases"])
+    lengths = [f"{num_prompt}+{num_new}" for num_prompt, num_new in document.get("lengths", ())]
     return {
         **{name: str(environment.get(name, "")) for name in _VERSIONS},
         "python": ".".join(str(environment["python"]).split(".")[:2]),
@@ -153,6 +154,7 @@ def _key(document: Mapping[str, Any]) -> dict[str, str]:
         "model": PurePath(document["model"]).name,  # folders differ from machine to machine
         "options": str(environment.get("options", "")),
         "steps": steps,
+        **({"lengths": " ".join(lengths)} if len(set(lengths)) > 1 else {}),
     }
 
 

@@ -81,16 +81,16 @@ class LoadedEngine:
     """An engine that is loaded, and a load whose steps are known by phase, to be run again and again."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        draw, load, device = random.Random(0), spec["load"], spec["device"]
+        draw, device = random.Random(0), spec["device"]
+        num_prompt_tokens, self._max_new_tokens = zip(*spec["lengths"], strict=True)
         engine = open_engine(
             spec["engine"], Path(spec["folder"]), dtype=spec["dtype"], device=device, options=spec["options"]
         )
-        num_tokens = load["batch_size"] * (load["num_prompt_tokens"] + 1)
-        session = open_session(engine, max_num_tokens=num_tokens, max_num_seqs=load["batch_size"] + 1)
-        self._session, self._max_new_tokens = session, load["max_new_tokens"]
+        num_seqs = len(num_prompt_tokens)
+        session = open_session(engine, max_num_tokens=sum(num_prompt_tokens) + num_seqs, max_num_seqs=num_seqs + 1)
+        self._session = session
         self._prompts = [
-            [draw.randrange(session.model.vocab_size) for _ in range(load["num_prompt_tokens"])]
-            for _ in range(load["batch_size"])
+            [draw.randrange(session.model.vocab_size) for _ in range(length)] for length in num_prompt_tokens
         ]
         is_cuda = torch.device(device).type == "cuda"
         self._synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(device)) if is_cuda else lambda: None
@@ -128,9 +128,11 @@ class LoadedEngine:
     def _drive(self, take: Callable[[int], Sequence[int]]) -> None:
         num_tokens: Counter[int] = Counter()
         try:
-            requests = [self._session.add(prompt, self._max_new_tokens + 1) for prompt in self._prompts]
+            wanted = zip(self._prompts, self._max_new_tokens, strict=True)
+            longest = max(self._max_new_tokens)
+            limits = {self._session.add(prompt, limit + (limit == longest)): limit for prompt, limit in wanted}
             index = 0
-            while min(num_tokens[request] for request in requests) < self._max_new_tokens:
+            while any(num_tokens[request] < limit for request, limit in limits.items()):
                 num_tokens.update(take(index))
                 index += 1
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import ge
 
 from harness.engines.stepping import Session
 from harness.errors import Code, HarnessError
@@ -22,7 +23,8 @@ class ProfileRequests:
     """Requests that arrive together, and perhaps one that arrives while these are being decoded."""
 
     prompts: tuple[tuple[int, ...], ...]
-    max_new_tokens: int
+    max_new_tokens: tuple[int, ...]
+    """Of each prompt."""
     late: tuple[int, ...] | None = None
     """Prompt of a request that arrives when all others have a token; the load ends when it has one too."""
 
@@ -93,18 +95,27 @@ class Window:
 
 
 def run_steps(session: Session, load: ProfileRequests, take: Take, *, num_steps: int | None = None) -> None:
-    """Run a load, or its first `num_steps` steps, taking each step by `take`; the requests are dropped afterwards."""
+    """Run a load, or its first `num_steps` steps, taking each step by `take`; the requests are dropped afterwards.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: the engine goes on with a request that has all of its tokens.
+    """
+    longest = max(load.max_new_tokens)
+    # The longest requests would go on, so that none of them ends in a captured step, and one that is late meets them.
+    limits = [limit + (limit == longest) for limit in load.max_new_tokens]
     num_tokens: Counter[int] = Counter()
     try:
-        requests = [session.add(prompt, load.max_new_tokens + 1) for prompt in load.prompts]
+        requests = [session.add(prompt, limit) for prompt, limit in zip(load.prompts, limits, strict=True)]
         late: int | None = None
         index = 0
         while num_steps is None or index < num_steps:
             num_tokens.update(take(index))
             index += 1
-            if load.late is not None and late is None and all(num_tokens[request] for request in requests):
-                late = session.add(load.late, load.max_new_tokens + 1)
-            if _is_done(load, [num_tokens[request] for request in requests], num_tokens[late] if late else None):
+            own = [num_tokens[request] for request in requests]
+            _refuse_overrun(own, load)
+            if load.late is not None and late is None and all(own):
+                late = session.add(load.late, longest + 1)
+            if _is_done(load, own, num_tokens[late] if late else None):
                 break
     finally:
         session.stop()
@@ -113,7 +124,20 @@ def run_steps(session: Session, load: ProfileRequests, take: Take, *, num_steps:
 def _is_done(load: ProfileRequests, num_tokens: list[int], num_late_tokens: int | None) -> bool:
     if load.late is not None:
         return bool(num_late_tokens)
-    return min(num_tokens) >= load.max_new_tokens
+    return all(map(ge, num_tokens, load.max_new_tokens))
+
+
+def _refuse_overrun(num_tokens: list[int], load: ProfileRequests) -> None:
+    for index, (actual, limit) in enumerate(zip(num_tokens, load.max_new_tokens, strict=True)):
+        if actual > limit < max(load.max_new_tokens):
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "the engine goes on with a request that has all of its new tokens",
+                where=f"request {index}",
+                expected=f"{limit} new tokens",
+                actual=actual,
+                hint="--max-new-tokens N, or one max_tokens in all lines of a file; the engine reference ends each",
+            )
 
 
 class _Rehearsal:

@@ -99,8 +99,8 @@ def profile_view(result: ProfileResult) -> ProfileView:
     model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
     return ProfileView(
         subject=tuple(printable(part) for part in (result.engine, model, result.dtype, result.device)),
-        work=f"{count(result.batch_size, 'request')} of {result.num_prompt_tokens:,} tokens, "
-        f"{result.max_new_tokens:,} new ones each",
+        work=f"{count(result.batch_size, 'request')} of {result.up_to}{result.num_prompt_tokens:,} tokens, "
+        f"{result.up_to}{result.max_new_tokens:,} new ones each",
         latencies=(
             *_latency("time to first token", result.ttft_ms),
             *_latency("time per output token", result.tpot_ms),

@@ -21,6 +21,7 @@ def profile_json(result: ProfileResult) -> dict[str, Any]:
         "batch_size": result.batch_size,
         "prompt_tokens": result.num_prompt_tokens,
         "max_new_tokens": result.max_new_tokens,
+        "lengths": [list(each) for each in result.lengths],
         "ttft_ms": asdict(result.ttft_ms),
         "tpot_ms": asdict(result.tpot_ms) if result.tpot_ms else None,
         "inter_token_ms": asdict(result.inter_token_ms) if result.inter_token_ms else None,

@@ -24,8 +24,8 @@ def profile_text(result: ProfileResult, *, width: int | None = None) -> str:
 def _head(result: ProfileResult) -> str:
     what = f"{result.engine}, {result.model}, {result.dtype} on {result.device}"
     load = (
-        f"{result.batch_size} x {result.num_prompt_tokens} prompt tokens, {result.max_new_tokens} new tokens each: "
-        f"{result.tokens_per_second:.1f} tok/s"
+        f"{result.batch_size} x {result.up_to}{result.num_prompt_tokens} prompt tokens, "
+        f"{result.up_to}{result.max_new_tokens} new tokens each: {result.tokens_per_second:.1f} tok/s"
     )
     rows = [
         [name, *_percentiles(found)]

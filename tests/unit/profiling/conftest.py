@@ -15,7 +15,7 @@ PROMPTS = (tuple(range(10, 34)), tuple(range(30, 54)))
 @pytest.fixture(scope="session")
 def load() -> ProfileRequests:
     """Two requests of 24 tokens and 6 new ones each."""
-    return ProfileRequests(prompts=PROMPTS, max_new_tokens=6)
+    return ProfileRequests(prompts=PROMPTS, max_new_tokens=(6, 6))
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,7 @@ def test_counters_equal_formulas_under_other_options(open_on, load, options):
 
 def test_counters_equal_formulas_where_prompts_mix_with_decoded_tokens(reference):
     late = ProfileRequests(
-        prompts=(tuple(range(10, 34)), tuple(range(20, 40))), max_new_tokens=6, late=tuple(range(5, 20))
+        prompts=(tuple(range(10, 34)), tuple(range(20, 40))), max_new_tokens=(6, 6), late=tuple(range(5, 20))
     )
     assert "mixed" in {found.phase for found in windows(reference, late)}
     assert_counters_equal_formulas(reference, late)
@@ -90,6 +90,6 @@ def test_pointwise_work_equals_its_formula(open_on, load):
 def test_formulas_know_the_window_that_the_config_gives_all_layers(tiny):
     session = HFSession(tiny("mistral"), "sdpa")
     assert session.model.windows == (5, 5)
-    for found in windows(session, ProfileRequests(prompts=(tuple(range(10, 22)),), max_new_tokens=4)):
+    for found in windows(session, ProfileRequests(prompts=(tuple(range(10, 22)),), max_new_tokens=(4,))):
         costs = operation_costs(session.model, found.shapes)
         assert count(session, found).flops == sum(cost.flops for cost in costs.values())

@@ -64,7 +64,7 @@ def model(request):
 def test_flops_and_stored_bytes_follow_from_the_files(open_on, checkpoints, engine, model):
     disk = OnDisk(checkpoints / model)
     session = open_on(engine, model=model)
-    load = ProfileRequests(prompts=PROMPTS, max_new_tokens=NUM_NEW)
+    load = ProfileRequests(prompts=PROMPTS, max_new_tokens=(NUM_NEW,) * len(PROMPTS))
     steps = dry_run(session, load)
     everything = CaptureSchedule(wait=0, warmup=0, active=100)
 
@@ -82,7 +82,7 @@ def test_flops_and_stored_bytes_follow_from_the_files(open_on, checkpoints, engi
 def test_bytes_of_the_products_follow_from_the_files(open_on, checkpoints, model):
     disk = OnDisk(checkpoints / model)
     session = open_on("hf", model=model)
-    load = ProfileRequests(prompts=PROMPTS, max_new_tokens=NUM_NEW)
+    load = ProfileRequests(prompts=PROMPTS, max_new_tokens=(NUM_NEW,) * len(PROMPTS))
     found = window("prefill", load, dry_run(session, load), CaptureSchedule())
     costs = operation_costs(session.model, found.shapes)
     products = sum(cost.bytes_moved for name, cost in costs.items() if name.endswith("_proj") or name == "lm_head")

@@ -56,7 +56,7 @@ def test_an_engine_of_kernels_counts_what_the_formulas_say(open_on, find_window,
     launch_on("cpu", monkeypatch)
     monkeypatch.setattr(counters, "_count_python_calls", lambda *_: 0)  # the interpreter makes very many
     session = open_on("reference", attention_backend="triton")
-    window = find_window(session, phase, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=2), wait=0, warmup=0)
+    window = find_window(session, phase, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=(2,)), wait=0, warmup=0)
     counts = count(session, window)
     costs = operation_costs(session.model, window.shapes)
     assert counts.flops == sum(cost.flops for cost in costs.values())
@@ -79,7 +79,7 @@ def test_a_product_of_few_rows_reads_its_weight_once(rows):
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_an_engine_of_cpp_kernels_counts_what_the_formulas_say(open_on, find_window, phase):
     session = open_on("reference", attention_backend="cpp")
-    window = find_window(session, phase, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=2), wait=0, warmup=0)
+    window = find_window(session, phase, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=(2,)), wait=0, warmup=0)
     counts = count(session, window)
     costs = operation_costs(session.model, window.shapes)
     assert counts.flops == sum(cost.flops for cost in costs.values())

@@ -19,8 +19,21 @@ def test_a_rehearsal_notes_every_step(session, load):
 
 
 def test_a_late_request_mixes_with_those_that_are_decoded(reference, load):
-    late = ProfileRequests(prompts=load.prompts, max_new_tokens=6, late=tuple(range(7)))
+    late = ProfileRequests(prompts=load.prompts, max_new_tokens=(6, 6), late=tuple(range(7)))
     assert labels(dry_run(reference, late)) == ["prefill[bs=2 toks=48 kv=0]", "mixed[bs=3 toks=9 kv=48]"]
+
+
+def test_a_request_ends_with_its_last_token(reference, load):
+    uneven = ProfileRequests(prompts=load.prompts, max_new_tokens=(2, 4))
+    decode = ["decode[bs=2 toks=2 kv=48]", "decode[bs=1 toks=1 kv=25]", "decode[bs=1 toks=1 kv=26]"]
+    assert labels(dry_run(reference, uneven)) == ["prefill[bs=2 toks=48 kv=0]", *decode]
+
+
+def test_an_engine_that_levels_requests_is_refused(open_on, load):
+    uneven = ProfileRequests(prompts=load.prompts, max_new_tokens=(2, 4))
+    with pytest.raises(HarnessError, match="goes on with a request that has all of its new tokens") as caught:
+        dry_run(open_on("hf"), uneven)
+    assert (caught.value.where, caught.value.expected, caught.value.actual) == ("request 0", "2 new tokens", 3)
 
 
 def test_decode_begins_after_what_is_waited_for(reference, find_window):
@@ -41,7 +54,7 @@ def test_prefill_is_waited_for_by_whole_runs(reference, find_window):
 
 
 def test_a_phase_without_a_step_is_refused(reference):
-    once = ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=1)
+    once = ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=(1,))
     with pytest.raises(HarnessError, match="the phase 'decode' ran no step") as caught:
         window("decode", once, dry_run(reference, once), CaptureSchedule())
     assert caught.value.code is Code.PHASE_WITHOUT_STEP

@@ -123,7 +123,7 @@ def test_every_session_can_be_closed(open_on, engine):
 def test_fused_operations_are_under_the_name_of_the_first(open_on, monkeypatch, model):
     launch_on("cpu", monkeypatch)
     session = open_on("reference", model=model, attention_backend="triton")
-    steps = dry_run(session, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=2))
+    steps = dry_run(session, ProfileRequests(prompts=((1, 2, 3),), max_new_tokens=(2,)))
     names = {site_of(name) for step in steps for name in step.names}
     assert not {"input_layernorm", "post_attention_layernorm", "model.norm"} & names
     assert ("q_rope" in names) is not session.model.has_qk_norm

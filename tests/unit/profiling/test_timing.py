@@ -24,7 +24,7 @@ def test_phases_share_out_the_time(reference, load):
 
 
 def test_one_token_has_no_time_per_output_token(reference):
-    found = measure(reference, ProfileRequests(prompts=((1, 2),), max_new_tokens=1), num_runs=2, device="cpu")
+    found = measure(reference, ProfileRequests(prompts=((1, 2),), max_new_tokens=(1,)), num_runs=2, device="cpu")
     assert (len(found.ttft_s), found.tpot_s, found.inter_token_s) == (2, [], [])
 
 

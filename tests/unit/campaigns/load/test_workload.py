@@ -93,6 +93,7 @@ def test_requests_of_a_file(tmp_path):
         ({"prompt": "one two", "prompt_tokens": 3}, "a line has one of prompt"),
         ({"prompt": 3}, "the prompt is neither text nor token ids"),
         ({"prompt_token_ids": [1, True]}, "the prompt is neither text nor token ids"),
+        ({"prompt_token_ids": []}, "the prompt is neither text nor token ids"),
         ({"prompt_tokens": 0}, "prompt_tokens is no number from 1"),
         ({"prompt": "one two", "max_tokens": 2.5}, "max_tokens is no number from 1"),
         ({"prompt": "one two", "at": -1}, "at is no number from 0"),
