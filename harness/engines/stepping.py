@@ -47,7 +47,11 @@ class ModelShape:
     head_dim: int
     has_qk_norm: bool
     itemsize: int
-    """Bytes of one element of weights, activations, K and V."""
+    """Bytes of one element of activations; of weights, K and V too unless these say otherwise."""
+    weight_itemsize: float | None = None
+    """Bytes of one element of a matrix of weights, on average, where it is another."""
+    kv_itemsize: float | None = None
+    """Bytes of one element of K and V, on average, where it is another."""
     windows: tuple[int | None, ...]
     """Latest tokens that each layer sees; None: all of them."""
     qkv_bias: bool = False
@@ -61,7 +65,8 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """K and V of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        itemsize = self.kv_itemsize or self.itemsize
+        return round(2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize)
 
 
 class OperationWatcher(Protocol):
@@ -75,6 +80,29 @@ class OperationWatcher(Protocol):
 
         Names are those of the taps. Operations that an engine computes in one are reached under the first one's name.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """One operator that an engine computes without torch."""
+
+    name: str
+    """`ggml::MUL_MAT`."""
+    flops: int
+    """Of matrix products and attention, a multiply-add counting as two."""
+    elementwise_flops: int
+    """One for each element that a pointwise operator makes."""
+    bytes_moved: int
+    kv_bytes: int
+    """Of these, K and V that are stored."""
+
+
+@runtime_checkable
+class OperatorWatcher(OperationWatcher, Protocol):
+    """Is also told the operators of an engine that torch's dispatcher does not see."""
+
+    def computed(self, operator: OperatorCost) -> None:
+        """Say that an operator is part of the operation that is reached next."""
 
 
 class TokenSession(Protocol):
@@ -100,7 +128,7 @@ class Session(TokenSession, Protocol):
     """A session that can be watched: what `harness profile` and `harness gate` need.
 
     One that is given the same requests again computes the same steps. It may have `notes`, which readers of its profile
-    should know.
+    should know, and say by `shows_memory = False` that its memory is none of torch's.
     """
 
     phases: tuple[str, ...]
@@ -123,8 +151,12 @@ class Session(TokenSession, Protocol):
 class ClosableSession(Session, Protocol):
     """The interface of a session that can be watched (`open_session`)."""
 
-    notes: Sequence[str]
-    """Remarks for the reader of its profile."""
+    shows_memory: bool
+    """Whether torch allocates what it uses."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Remarks for the reader of its profile."""
 
     def close(self) -> None:
         """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
@@ -222,7 +254,11 @@ class _BlamedSession(_BlamedTokenSession):
         super().__init__(engine, session)
         self._watched = session
         self.phases, self.model = session.phases, session.model
-        self.notes: Sequence[str] = getattr(session, "notes", ())
+        self.shows_memory: bool = getattr(session, "shows_memory", True)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return getattr(self._watched, "notes", ())
 
     def step(self) -> Sequence[int]:
         return list(super().step())

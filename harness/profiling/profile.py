@@ -58,8 +58,8 @@ class _Pass:
     window: Window
     paths: tuple[Path, ...]
     tables: PhaseTables
-    memory: MemoryCapture
-    snapshot: Path
+    memory: MemoryCapture | None
+    snapshot: Path | None
     counts: PhaseCounts
 
 
@@ -184,13 +184,15 @@ class _Profile:
     def _capture(self, window: Window) -> _Pass:
         spec = self._spec
         worker = f"{spec.plan.case.engine}-{window.phase}-r0"
-        for folder in ("trace", "memory"):
-            (self._out / folder).mkdir(exist_ok=True)
+        (self._out / "trace").mkdir(exist_ok=True)
         self._estimate.begin(f"{window.phase}, trace")
         paths, found = self._trace(window, worker)
         self._estimate.begin(f"{window.phase}, memory")
-        snapshot = self._out / "memory" / f"{worker}.pickle"
-        memory = capture_memory(self._session, window, snapshot, device=spec.plan.case.device)
+        memory = snapshot = None
+        if self._session.shows_memory:
+            snapshot = self._out / "memory" / f"{worker}.pickle"
+            snapshot.parent.mkdir(exist_ok=True)
+            memory = capture_memory(self._session, window, snapshot, device=spec.plan.case.device)
         self._estimate.begin(f"{window.phase}, counters")
         counts = count(self._session, window, device=spec.plan.case.device)
         return _Pass(window=window, paths=paths, tables=found, memory=memory, snapshot=snapshot, counts=counts)
@@ -218,7 +220,7 @@ class _Profile:
         times_s = (wall_s, fastest_s, slowest_s, *([cpu_s] if is_single and cpu_s else []))
         costs = operation_costs(self._session.model, window.shapes)
         whole = sum(costs.values(), Cost(site=window.phase))
-        peak = found.memory.timeline.peak
+        timeline = None if found.memory is None else found.memory.timeline
         return PhaseProfile(
             name=window.phase,
             steps=window.shapes,
@@ -230,8 +232,8 @@ class _Profile:
             bytes_formula=whole.bytes_moved,
             kv_bytes_measured=found.counts.kv_bytes,
             kv_bytes_formula=kv_bytes(self._session.model, window.shapes_so_far),
-            peak_bytes=peak.allocated_bytes if peak else 0,
-            bytes_allocated=found.counts.bytes_allocated,
+            peak_bytes=None if timeline is None else timeline.peak.allocated_bytes if timeline.peak else 0,
+            bytes_allocated=found.counts.bytes_allocated if timeline else None,
             num_python_calls=found.counts.num_python_calls,
             mfu=whole.flops / wall_s / ceilings.matmul_flops_per_s,
             mbu=whole.bytes_moved / wall_s / ceilings.copy_bytes_per_s,
@@ -247,9 +249,9 @@ class _Profile:
             operations=found.tables.operations,
             operators=found.tables.operators,
             roofline=(point(window.phase, whole, wall_s * 1e6, ceilings), *_points(found.tables, costs, ceilings)),
-            memory=found.memory.timeline,
+            memory=timeline,
             traces=tuple(str(path.relative_to(self._out)) for path in found.paths),
-            snapshot=str(found.snapshot.relative_to(self._out)),
+            snapshot=str(found.snapshot.relative_to(self._out)) if found.snapshot else None,
             notes=_notes(found, wall_s, fastest_s, slowest_s, cpu_s if is_single else None),
         )
 
@@ -257,6 +259,7 @@ class _Profile:
         self, latencies: Latencies, phases: list[PhaseProfile], passes: list[_Pass], ceilings: Ceilings
     ) -> ProfileResult:
         spec, plain_s = self._spec, sum(phase.wall_ms for phase in phases) / 1e3
+        memories = [found.memory for found in passes if found.memory is not None]
         return ProfileResult(
             engine=spec.plan.case.engine,
             model=spec.plan.case.model,
@@ -273,7 +276,7 @@ class _Profile:
             phases=tuple(phases),
             overhead=Overhead(
                 trace=sum(found.tables.wall_us for found in passes) / 1e6 / plain_s,
-                memory=sum(found.memory.elapsed_s for found in passes) / plain_s,
+                memory=sum(memory.elapsed_s for memory in memories) / plain_s if memories else None,
                 counters=sum(found.counts.elapsed_s for found in passes) / plain_s,
             ),
             ceilings=ceilings,

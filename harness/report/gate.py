@@ -32,6 +32,8 @@ def gate_text(result: GateResult) -> str:
         parts += _places(result.changes[:MAX_ROWS])
     elif not result.is_accepted:
         parts.append("every count is the baseline's; FLOPs, bytes and peak are within 0.5 %")
+    if result.not_measured:
+        parts.append(f"not measured, of this engine: {', '.join(result.not_measured)}")
     if result.verdict is GateVerdict.IMPROVED:
         parts.append("needs less than the baseline: --accept holds on to it")
     if result.is_accepted:
@@ -95,5 +97,6 @@ def gate_json(result: GateResult) -> dict[str, Any]:
         "subjects": dict(result.subjects),
         "key": result.key,
         "changes": plain(result.changes),
+        "not_measured": list(result.not_measured),
         "times": {phase: plain(found.decisive) | plain(found) for phase, found in result.times.items()},
     }

@@ -146,6 +146,8 @@ class GateResult:
     is_accepted: bool = False
     times: Mapping[str, PhaseTime] = field(default_factory=dict)
     """By phase; empty if nothing was timed."""
+    not_measured: tuple[str, ...] = ()
+    """Figures that the profile does not have, of an engine whose memory torch does not see."""
 
     @property
     def verdict(self) -> GateVerdict:

@@ -192,8 +192,9 @@ class PhaseProfile:
     """K and V stored since the requests began, up to the phase's last step."""
     kv_bytes_formula: int
     """2 * layers * kv_heads * head_dim * dtype bytes * tokens."""
-    peak_bytes: int
-    bytes_allocated: int
+    peak_bytes: int | None
+    """None where torch does not allocate what the engine uses, as are then `bytes_allocated`, `memory`, `snapshot`."""
+    bytes_allocated: int | None
     num_python_calls: int
     mfu: float
     mbu: float
@@ -206,10 +207,10 @@ class PhaseProfile:
     """Every dispatched operator of the trace: what `key_averages` shows, but all events counted."""
     roofline: tuple[RooflinePoint, ...]
     """The phase first, then its operations."""
-    memory: MemoryTimeline
+    memory: MemoryTimeline | None
     traces: tuple[str, ...]
     """Paths of the Chrome traces, one a cycle of the schedule, relative to the output folder."""
-    snapshot: str
+    snapshot: str | None
     """Path of the memory snapshot, likewise."""
     notes: tuple[str, ...] = ()
     """Remarks for the reader of these figures."""
@@ -233,7 +234,7 @@ class Overhead:
     """Time of the captured steps in each pass, as a ratio to the same steps without a profiler."""
 
     trace: float
-    memory: float
+    memory: float | None
     counters: float
 
 

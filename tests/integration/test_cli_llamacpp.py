@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -9,12 +10,17 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.campaigns.quant.padding import pad_checkpoint
+from harness.engines import open_engine
 from harness.engines.llamacpp.adapter_file import write_adapter_file
+from harness.engines.stepping import open_session, open_token_session
 from harness.errors import Code
 from harness.formats.checkpoint.gguf import open_gguf
 from harness.formats.checkpoint.gguf.types import PLAIN
 from harness.formats.checkpoint.gguf.weights import rows_of_hf
 from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.profiling.cost.formulas import operation_costs
+from harness.profiling.passes.counters import count
+from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
 from ..unit.lora_adapter import write_adapter
@@ -331,3 +337,71 @@ def test_quant_refuses_what_makes_no_sense(harness, options, said):
     ran = harness("quant", *options)
     assert ran.status == 2
     assert said in ran.err
+
+
+@needs_llamacpp
+def test_a_profile_of_llamacpp_says_what_it_can_and_what_it_cannot(harness, tmp_path):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt_tokens": 9, "max_tokens": 3}\n{"prompt_tokens": 20, "max_tokens": 6}\n')
+    options = ["--requests", requests, "--runs", 1, "--wait", 0, "--warmup", 0, "--engine-option", "cache_type=Q8_0"]
+    ran = harness("profile", "--engine", "llamacpp", *options, "--out", tmp_path / "own", "--format", "json")
+    assert ran.status == 0, ran.err
+    _, decode, mixed = ran.json["phases"]
+    assert [len(step["query_lens"]) for step in decode["steps"]] == [2, 2, 1, 1, 1]
+    assert mixed["steps"][0]["query_lens"] == [1, 1, 9]
+    for phase in ran.json["phases"]:
+        assert phase["kv_bytes_measured"] == phase["kv_bytes_formula"] > 0
+        assert phase["snapshot"] is phase["peak_bytes"] is phase["num_allocations"] is None
+        assert {"model.layers.0-2", "lm_head"} <= {row["name"] for row in phase["layers"]}
+        assert {"self_attn.q_proj", "attention", "mlp.act"} <= {row["name"] for row in phase["operations"]}
+        assert (tmp_path / "own" / phase["trace"]).is_file()
+    notes = " ".join(ran.json["notes"])
+    assert "there is no memory snapshot" in notes
+    assert "llama.cpp's own counters" in notes
+    gate = [tmp_path / "own", tmp_path / "baseline.json"]
+    assert harness("gate", *gate, "--accept").status == 0
+    again = harness("gate", *gate)
+    assert again.status == 0
+    assert "not measured, of this engine: num_allocations, num_kept, bytes_allocated, peak_bytes" in again.out
+
+
+@needs_llamacpp
+def test_the_counts_of_products_are_those_of_the_formulas_but_for_rows_that_llamacpp_drops(checkpoints):
+    session = open_session(open_llamacpp(checkpoints / "qwen2-tiny"), max_num_tokens=64, max_num_seqs=2)
+    load = ProfileRequests(prompts=(tuple(range(10, 34)),), max_new_tokens=(4,))
+    decode = window("decode", load, dry_run(session, load), CaptureSchedule())
+    found = count(session, decode)
+    formulas = operation_costs(session.model, decode.shapes)
+    flops = Counter()
+    for each in found.counts:
+        flops[each.operation] += each.flops
+    assert {name: flops[name] for name in formulas if name != "attention"} == {
+        name: cost.flops for name, cost in formulas.items() if name != "attention"
+    }
+    assert flops["attention"] == formulas["attention"].flops * 256 * len(decode.steps) / sum(
+        step.shape.context_lens[0] for step in decode.steps
+    )
+
+
+@needs_llamacpp
+def test_requests_wait_for_a_sequence_and_end_with_their_last_token(checkpoints):
+    prompts = [(tuple(range(10, 10 + length)), num_new) for length, num_new in ((9, 4), (3, 1), (20, 6), (5, 2))]
+    expected = [greedy(open_engine("reference", checkpoints / "llama-tiny", dtype="float32", device="cpu", options={}),
+                       [prompt]) for prompt in prompts]  # fmt: skip
+    found = greedy(open_llamacpp(checkpoints / "llama-tiny", cache_type="F32"), prompts)
+    assert found == [tokens for (tokens,) in expected]
+
+
+def open_llamacpp(folder, **options):
+    return open_engine("llamacpp", folder, dtype="float32", device="cpu", options=options)
+
+
+def greedy(engine, prompts):
+    """Return the tokens of each prompt; two of them run at once, and every step has a token."""
+    session = open_token_session(engine, max_num_tokens=64, max_num_seqs=2)
+    requests = {session.add(*prompt): [] for prompt in prompts}
+    while len(requests) and sum(map(len, requests.values())) < sum(num_new for _, num_new in prompts):
+        for request, token in session.step().items():
+            requests[request].append(token)
+    session.stop()
+    return list(requests.values())

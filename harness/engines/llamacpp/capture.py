@@ -27,8 +27,45 @@ class UBatch:
     """[outputs] rows that were kept for the head."""
 
 
-class Capture:
-    """Keeps the taps of the batches that are computed; give `callback` to a context."""
+class GraphWatcher:
+    """Sees the nodes of llama.cpp's graph; give `callback` to a context. See `ggml_backend_sched_eval_callback`."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._is_checked = False
+        self.callback: Any = llama().ggml_backend_sched_eval_callback(self._called)
+
+    def wants(self, node: Tensor) -> bool:
+        """Return whether a node is to be shown when it is computed: llama.cpp then computes up to it, and waits."""
+        raise NotImplementedError
+
+    def computed(self, node: Tensor) -> None:
+        """Take a node that was wanted, and is there now."""
+        raise NotImplementedError
+
+    def raise_error(self) -> None:
+        """Raise what went wrong since the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _called(self, address: int, is_asked: bool, _data: object) -> bool:
+        try:
+            node = Tensor(address)
+            if not self._is_checked:
+                node.check_layout()
+                self._is_checked = True
+            if is_asked:
+                return self.wants(node)
+            self.computed(node)
+            return True
+        except BaseException as error:  # nothing may be raised into C
+            self._error = self._error or error
+            return not is_asked
+
+
+class Capture(GraphWatcher):
+    """Keeps the taps of the batches that are computed."""
 
     def __init__(
         self, weights: Collection[str], *, head_dim: int, interleaves: bool, turns_values: bool = False
@@ -41,12 +78,10 @@ class Capture:
             interleaves: whether rows of q and k stand as interleaved rotary pairs.
             turns_values: whether values turn before they are stored.
         """
+        super().__init__()
         self._turns_values = turns_values
         self._weights, self._head_dim, self._interleaves = weights, head_dim, interleaves
         self._ubatches: list[UBatch] = []
-        self._error: BaseException | None = None
-        self._is_checked = False
-        self.callback: Any = llama().ggml_backend_sched_eval_callback(self._called)
 
     def take(self) -> list[UBatch]:
         """Return what was computed since the last call.
@@ -55,25 +90,20 @@ class Capture:
             HarnessError: a tensor could not be read.
         """
         ubatches, self._ubatches = self._ubatches, []
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self.raise_error()
         return ubatches
 
-    def _called(self, address: int, is_asked: bool, _data: object) -> bool:
-        """Say whether a node is wanted; when it is there, keep it. See ggml's `ggml_backend_sched_eval_callback`."""
-        try:
-            node = Tensor(address)
-            if not self._is_checked:
-                node.check_layout()
-                self._is_checked = True
-            tap = tap_of(node, self._weights, turns_values=self._turns_values)
-            if not is_asked and tap is not None:
-                self._keep(tap, node)
-            return not is_asked or tap is not None
-        except BaseException as error:  # nothing may be raised into C
-            self._error = error
-            return not is_asked
+    def wants(self, node: Tensor) -> bool:
+        """See `GraphWatcher`."""
+        return self._tap(node) is not None
+
+    def computed(self, node: Tensor) -> None:
+        """See `GraphWatcher`."""
+        if (tap := self._tap(node)) is not None:
+            self._keep(tap, node)
+
+    def _tap(self, node: Tensor) -> str | None:
+        return tap_of(node, self._weights, turns_values=self._turns_values)
 
     def _keep(self, tap: str, node: Tensor) -> None:
         if tap == EMBEDDING or not self._ubatches:

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.engines.llamacpp.batch import LlamaBatch
 from harness.engines.llamacpp.cache import CachedRows, parse_state
-from harness.engines.llamacpp.capture import Capture
+from harness.engines.llamacpp.capture import GraphWatcher
 from harness.engines.llamacpp.options import FLASH_ATTENTION, LlamaCppOptions
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
@@ -63,14 +63,14 @@ class Context:
     """A cache for some sequences, freed at the end of the block."""
 
     def __init__(
-        self, model: Model, options: LlamaCppOptions, capture: Capture | None, *, num_seqs: int, num_cells: int
+        self, model: Model, options: LlamaCppOptions, watcher: GraphWatcher | None, *, num_seqs: int, num_cells: int
     ):
         """Make a context.
 
         Args:
             model: the weights.
             options: types of the cache, flash attention, sizes of batches.
-            capture: what watches; None for no observer.
+            watcher: what sees its graph; None for nothing.
             num_seqs: sequences that are in the cache at once.
             num_cells: tokens of all of them.
         """
@@ -85,8 +85,9 @@ class Context:
         params.type_k, params.type_v = options.cache_types
         params.rope_freq_base = options.rope_freq_base
         params.kv_unified = True  # batches keep the order of their rows
-        if capture is not None:
-            params.cb_eval = capture.callback
+        params.no_perf = False
+        if watcher is not None:
+            params.cb_eval = watcher.callback
         self.pointer = self._llama.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             raise HarnessError(
@@ -97,6 +98,7 @@ class Context:
                 hint="a quantised cache of values needs flash attention and rows of whole blocks",
             )
         self._apply_adapters()
+        self.num_cells = int(params.n_ctx)
         self.num_batch = int(params.n_batch)
         self.vocab_size = model.vocab_size
         self._batch = LlamaBatch(self.num_batch, self.vocab_size)
@@ -107,6 +109,10 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free it; nothing else may be called afterwards."""
         self._llama.llama_free(self.pointer)
 
     def _apply_adapters(self) -> None:
@@ -135,6 +141,18 @@ class Context:
     def logits(self, row: int) -> Any:
         """Return the logits of a row of the last batch: [vocabulary] float32, valid until the next batch."""
         return self._batch.logits(self.pointer, row)
+
+    def forget(self, sequence: int | None = None) -> None:
+        """Free the cells of a sequence, or of all."""
+        if sequence is None:
+            self._llama.llama_memory_clear(self._memory, False)
+        else:
+            self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    @property
+    def counters(self) -> Any:
+        """llama.cpp's own counters: `llama_perf_context_data`."""
+        return self._llama.llama_perf_context(self.pointer)
 
     def share(self, source: int, target: int, num_positions: int) -> None:
         """Let a sequence have the first positions of another's cache."""

@@ -1,6 +1,7 @@
 """llama.cpp under test, through llama-cpp-python."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from harness.engines.llamacpp.adapter_file import write_adapter_file
 from harness.engines.llamacpp.cache import CachedRows
 from harness.engines.llamacpp.capture import Capture, UBatch, halves_of_pairs
 from harness.engines.llamacpp.context import Context, Model
-from harness.engines.llamacpp.nodes import pruned_taps
+from harness.engines.llamacpp.nodes import pruned_taps, tap_of
 from harness.engines.llamacpp.options import LlamaCppOptions, parse_llamacpp_options
 from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, SequencePiece, next_batch
+from harness.engines.llamacpp.session import LlamaCppSession, model_shape
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf import open_gguf, read_source
@@ -62,7 +64,7 @@ class LlamaCppEngine:
         """Load a GGUF file."""
         file = open_gguf(path)
         metadata = file.metadata
-        self._weights, self._options = frozenset(file.tensors), options
+        self._file, self._weights, self._options = file, frozenset(file.tensors), options
         self._interleaves = metadata.family.permutes_heads
         self._head_dim = metadata.count(
             "attention.key_length", metadata.count("embedding_length") // metadata.count("attention.head_count")
@@ -111,6 +113,15 @@ class LlamaCppEngine:
         num_cells = sum(len(request.token_ids) for request in requests)
         with Context(self._model, self._options, capture, num_seqs=len(requests), num_cells=num_cells) as context:
             _Run(self, context, capture, workload, writer).run()
+
+    def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> LlamaCppSession:
+        """See `Steppable.open_session`; explicit options win."""
+        options = self._options
+        if "batch_size" not in options.model_fields_set:
+            options = options.model_copy(update={"batch_size": max(options.batch_size, max_num_tokens)})
+        name_of = partial(tap_of, weights=self._weights, turns_values=self._rotations[1] > 0)
+        shape = model_shape(self._file, options, self._model.vocab_size, self._head_dim)
+        return LlamaCppSession(self._model, options, shape, name_of, max_num_seqs=max_num_seqs)
 
     def cached(self, rows: CachedRows) -> dict[str, torch.Tensor]:
         """Return the taps of what was read back."""

@@ -75,6 +75,7 @@ def _ggml() -> Any:
     library = ctypes.CDLL(str(files[0]))
     library.ggml_get_name.restype, library.ggml_get_name.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     library.ggml_op_desc.restype, library.ggml_op_desc.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    library.ggml_nbytes.restype, library.ggml_nbytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
     library.ggml_backend_tensor_get.restype = None
     library.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 2
     return library
@@ -122,6 +123,21 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         """Dimensions, the outermost first."""
         return tuple(reversed(self._fields.ne))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return int(_ggml().ggml_nbytes(self.address))
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of one element, its share of a block's scales included."""
+        return TYPES[self._fields.type].bits_per_weight / 8
+
+    @property
+    def sources(self) -> "list[Tensor]":
+        """Its operands."""
+        return [Tensor(address) for address in self._fields.src if address]
 
     def source(self, index: int) -> "Tensor | None":
         """Return an operand; None if there is none."""

@@ -58,13 +58,13 @@ def kv_bytes(model: ModelShape, steps: Iterable[StepShape]) -> int:
 
 def _step_costs(model: ModelShape, step: StepShape) -> Iterator[Cost]:
     num_rows, hidden = step.num_rows, model.hidden_size
-    moved = 2 * num_rows * hidden * model.itemsize
-    yield Cost(site=EMBEDDING, bytes_moved=moved + num_rows * _ID_BYTES)
+    moved = num_rows * hidden * (_weight_size(model) + model.itemsize)
+    yield Cost(site=EMBEDDING, bytes_moved=round(moved) + num_rows * _ID_BYTES)
     for layer in range(model.num_layers):
         yield from _attention_costs(model, step, model.windows[layer])
         yield from _mlp_costs(model, step, model.experts.get(layer))
     yield _norm(FINAL_NORM, num_rows, hidden, model.itemsize)
-    yield _linear(LOGITS, step.num_sampled, hidden, model.vocab_size, model.itemsize)
+    yield _linear(model, LOGITS, step.num_sampled, hidden, model.vocab_size)
 
 
 def _attention_costs(model: ModelShape, step: StepShape, window: int | None) -> Iterator[Cost]:
@@ -72,16 +72,16 @@ def _attention_costs(model: ModelShape, step: StepShape, window: int | None) -> 
     q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     yield _norm("input_layernorm", rows, hidden, size)
     for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
-        yield _linear(f"self_attn.{name}_proj", rows, hidden, width, size, has_bias=model.qkv_bias)
+        yield _linear(model, f"self_attn.{name}_proj", rows, hidden, width, has_bias=model.qkv_bias)
     if model.has_qk_norm:
         yield _norm("self_attn.q_norm", rows * model.num_heads, model.head_dim, size)
         yield _norm("self_attn.k_norm", rows * model.num_kv_heads, model.head_dim, size)
     yield _rotary("q_rope", rows, model.num_heads, model.head_dim, size)
     yield _rotary("k_rope", rows, model.num_kv_heads, model.head_dim, size)
     for name in ("k_cache", "v_cache"):
-        yield Cost(site=name, bytes_moved=2 * rows * kv_width * size)
+        yield Cost(site=name, bytes_moved=round(rows * kv_width * (size + _kv_size(model))))
     yield _attention(model, step, window)
-    yield _linear("self_attn.o_proj", rows, q_width, hidden, size, has_bias=model.o_bias)
+    yield _linear(model, "self_attn.o_proj", rows, q_width, hidden, has_bias=model.o_bias)
     if model.has_norms_behind:
         yield _norm("post_attention_layernorm", rows, hidden, size)
     yield _add("attn_residual", rows * hidden, size)
@@ -92,23 +92,24 @@ def _mlp_costs(model: ModelShape, step: StepShape, experts: ExpertsLoad | None) 
     before = "pre_feedforward_layernorm" if model.has_norms_behind else "post_attention_layernorm"
     yield _norm(before, rows, hidden, size)
     if experts is not None:
-        yield from _experts_costs(experts, rows, hidden, size)
+        yield from _experts_costs(model, experts, rows)
     else:
-        yield _linear("mlp.gate_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
-        yield _linear("mlp.up_proj", rows, hidden, ffn, size, has_bias=model.mlp_bias)
+        yield _linear(model, "mlp.gate_proj", rows, hidden, ffn, has_bias=model.mlp_bias)
+        yield _linear(model, "mlp.up_proj", rows, hidden, ffn, has_bias=model.mlp_bias)
         yield Cost(site="mlp.act", elementwise_flops=2 * rows * ffn, bytes_moved=3 * rows * ffn * size)
-        yield _linear("mlp.down_proj", rows, ffn, hidden, size, has_bias=model.mlp_bias)
+        yield _linear(model, "mlp.down_proj", rows, ffn, hidden, has_bias=model.mlp_bias)
     if model.has_norms_behind:
         yield _norm("post_feedforward_layernorm", rows, hidden, size)
     yield _add("output", rows * hidden, size)
 
 
-def _experts_costs(experts: ExpertsLoad, rows: int, hidden: int, size: int) -> Iterator[Cost]:
+def _experts_costs(model: ModelShape, experts: ExpertsLoad, rows: int) -> Iterator[Cost]:
     """Count a router's product and softmax, and three products for each expert of each row.
 
     Weights are read of as many experts as the rows can choose at most: which they choose, sizes do not say.
     """
-    yield _linear("mlp.gate", rows, hidden, experts.num_experts, size)
+    hidden, size = model.hidden_size, model.itemsize
+    yield _linear(model, "mlp.gate", rows, hidden, experts.num_experts)
     scores = rows * experts.num_experts
     yield Cost(site="mlp.gate.topk", elementwise_flops=3 * scores, bytes_moved=2 * scores * size)
     num_pairs, ffn = rows * experts.num_chosen, experts.intermediate_size
@@ -121,12 +122,21 @@ def _experts_costs(experts: ExpertsLoad, rows: int, hidden: int, size: int) -> I
     )
 
 
-def _linear(site: str, rows: int, num_in: int, num_out: int, size: int, *, has_bias: bool = False) -> Cost:
+def _weight_size(model: ModelShape) -> float:
+    return model.weight_itemsize or model.itemsize
+
+
+def _kv_size(model: ModelShape) -> float:
+    return model.kv_itemsize or model.itemsize
+
+
+def _linear(model: ModelShape, site: str, rows: int, num_in: int, num_out: int, *, has_bias: bool = False) -> Cost:
     """[rows, num_in] times [num_in, num_out]."""
     if not rows:
         return Cost(site=site)
-    moved = rows * num_in + num_in * num_out + rows * num_out + num_out * has_bias
-    return Cost(site=site, flops=2 * rows * num_in * num_out, bytes_moved=moved * size)
+    moved = (rows * num_in + rows * num_out + num_out * has_bias) * model.itemsize
+    moved += round(num_in * num_out * _weight_size(model))
+    return Cost(site=site, flops=2 * rows * num_in * num_out, bytes_moved=moved)
 
 
 def _norm(site: str, rows: int, width: int, size: int) -> Cost:
@@ -148,11 +158,11 @@ def _attention(model: ModelShape, step: StepShape, window: int | None) -> Cost:
     num_keys = sum(
         context_len if window is None else min(context_len, num_rows + window - 1) for num_rows, context_len in requests
     )
-    elements = 2 * step.num_rows * model.num_heads + 2 * num_keys * model.num_kv_heads
+    moved = 2 * step.num_rows * model.num_heads * model.itemsize + 2 * num_keys * model.num_kv_heads * _kv_size(model)
     return Cost(
         site="attention",
         flops=4 * num_pairs * model.num_heads * model.head_dim,
-        bytes_moved=elements * model.head_dim * model.itemsize,
+        bytes_moved=round(moved * model.head_dim),
     )
 
 

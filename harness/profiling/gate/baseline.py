@@ -21,6 +21,8 @@ from harness.errors import Code, HarnessError
 
 PROFILE_NAME = "profile.json"
 """Name of the file with the whole profile, in the folder of its captures."""
+_COUNTS = ("num_python_calls", "num_allocations", "num_kept")
+_AMOUNTS = ("flops", "bytes_moved", "bytes_allocated", "kv_bytes", "peak_bytes")
 _VERSIONS = ("torch", "transformers", "machine", "cpu_capability", "gpu")
 _WORK = ("engine", "dtype", "device", "batch_size", "prompt_tokens", "max_new_tokens")
 
@@ -48,6 +50,12 @@ class BaselineEntry(BaseModel):
     key: dict[str, str]
     """Machine kind, versions and work; a profile is compared with the entry of an equal key only."""
     phases: dict[str, PhaseNeeds]
+
+    @property
+    def not_measured(self) -> tuple[str, ...]:
+        """Counts and amounts that no phase has."""
+        found = {name for needs in self.phases.values() for name in (*needs.counts, *needs.amounts)}
+        return tuple(name for name in (*_COUNTS, *_AMOUNTS) if name not in found)
 
     @model_validator(mode="after")
     def _has_the_phases_of_its_key(self) -> BaselineEntry:
@@ -168,15 +176,21 @@ def _needs(phase: Mapping[str, Any]) -> PhaseNeeds:
     return PhaseNeeds(
         operators=operators,
         places=places,
-        counts={name: phase[name] for name in ("num_python_calls", "num_allocations", "num_kept")},
-        amounts={
-            "flops": phase["flops_measured"],
-            "bytes_moved": sum(count["bytes_moved"] for count in phase["counts"]),
-            "bytes_allocated": phase["bytes_allocated"],
-            "kv_bytes": phase["kv_bytes_measured"],
-            "peak_bytes": phase["peak_bytes"],
-        },
+        counts=_given({name: phase[name] for name in _COUNTS}),
+        amounts=_given(
+            {
+                "flops": phase["flops_measured"],
+                "bytes_moved": sum(count["bytes_moved"] for count in phase["counts"]),
+                "bytes_allocated": phase["bytes_allocated"],
+                "kv_bytes": phase["kv_bytes_measured"],
+                "peak_bytes": phase["peak_bytes"],
+            }
+        ),
     )
+
+
+def _given(needs: Mapping[str, int | None]) -> dict[str, int]:
+    return {name: value for name, value in needs.items() if value is not None}
 
 
 def _first(error: ValidationError) -> str:

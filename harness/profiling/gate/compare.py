@@ -44,7 +44,7 @@ def run_gate(profile: Path, baseline: Path, *, accept: bool = False, command: st
     before = stored.matching(entry.key)
     if before is None:
         raise _other_baseline(entry.key, stored, baseline, command)
-    return GateResult(key=entry.key, changes=compare(before, entry))
+    return GateResult(key=entry.key, changes=compare(before, entry), not_measured=entry.not_measured)
 
 
 def _accept(entry: BaselineEntry, path: Path) -> GateResult:
@@ -52,7 +52,8 @@ def _accept(entry: BaselineEntry, path: Path) -> GateResult:
         stored = read_baseline(path) or Baseline()
         write_baseline(stored.with_entry(entry), path)
     before = stored.matching(entry.key)
-    return GateResult(key=entry.key, changes=compare(before, entry) if before else (), is_accepted=True)
+    changes = compare(before, entry) if before else ()
+    return GateResult(key=entry.key, changes=changes, is_accepted=True, not_measured=entry.not_measured)
 
 
 def compare(before: BaselineEntry, after: BaselineEntry) -> tuple[GateChange, ...]:

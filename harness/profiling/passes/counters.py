@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness.base.garbage import collecting_no_garbage
-from harness.engines.stepping import Session
+from harness.engines.stepping import OperatorCost, Session
 from harness.profiling.cost.operator_cost import (
     bind,
     bytes_moved,
@@ -115,6 +115,18 @@ class _Tally:
                 bytes_moved=bytes_moved(operator, name, arguments, result),
                 bytes_allocated=sum(size for at, size in made.items() if at and at not in held),
                 places=Counter((_place(),)),
+            )
+        )
+
+    def computed(self, operator: OperatorCost) -> None:
+        """See `OperatorWatcher`."""
+        self.kv_bytes_written += operator.kv_bytes
+        self.pending[operator.name].add(
+            _Count(
+                count=1,
+                flops=operator.flops,
+                elementwise_flops=operator.elementwise_flops,
+                bytes_moved=operator.bytes_moved,
             )
         )
 

@@ -129,7 +129,8 @@ def _latency(name: str, found: Percentiles | None) -> tuple[tuple[str, str, str]
 
 def _facts(result: ProfileResult) -> list[tuple[str, str]]:
     cost, roofs = result.overhead, result.ceilings
-    passes = f"trace {number(cost.trace)}, memory {number(cost.memory)}, counters {number(cost.counters)}"
+    memory = "" if cost.memory is None else f"memory {number(cost.memory)}, "
+    passes = f"trace {number(cost.trace)}, {memory}counters {number(cost.counters)}"
     passes += " times the plain run"
     machine = f"copies {number(roofs.copy_bytes_per_s / 1e9)} GB/s, "
     machine += f"multiplies {number(roofs.matmul_flops_per_s / 1e9)} GFLOP/s"
@@ -153,16 +154,15 @@ def _phase(phase: PhaseProfile, result: ProfileResult, longest: float) -> PhaseV
         tables=(
             _table("By layer", "layer", "identical layers in one row", phase.layers),
             _table("By operation", "operation", "over all layers", phase.operations),
-            _table(
-                "By operator",
-                "operator",
-                f"every event counted; the first {MAX_OPERATORS}",
-                phase.operators[:MAX_OPERATORS],
+            *(
+                [_table("By operator", "operator", f"every event counted; the first {MAX_OPERATORS}", operators)]
+                if (operators := phase.operators[:MAX_OPERATORS])
+                else []
             ),
         ),
         roofline=roofline_plot(phase, result.ceilings),
-        memory=memory_plot(phase.memory),
-        links=tuple((PurePath(path).name, quote(path)) for path in (*phase.traces, phase.snapshot)),
+        memory=memory_plot(phase.memory) if phase.memory else None,
+        links=tuple((PurePath(path).name, quote(path)) for path in (*phase.traces, phase.snapshot) if path),
         notes=tuple(map(printable, phase.notes)),
     )
 
@@ -174,7 +174,7 @@ def _phase_facts(phase: PhaseProfile) -> list[tuple[str, str]]:
         ("MBU", f"{phase.mbu:.1%}"),
         ("FLOPs", _against(number(phase.flops_measured / 1e6) + " M", phase.flops_measured, phase.flops_formula)),
         ("KV cache", _against(num_bytes(phase.kv_bytes_measured), phase.kv_bytes_measured, phase.kv_bytes_formula)),
-        ("peak memory", num_bytes(phase.peak_bytes)),
+        *([] if phase.peak_bytes is None else [("peak memory", num_bytes(phase.peak_bytes))]),
         ("operators", f"{sum(count.count for count in phase.counts):,}"),
         ("attributed", f"{phase.attributed_share:.1%}"),
     ]

@@ -39,7 +39,7 @@ def profile_document(result: ProfileResult) -> dict[str, Any]:
     """Return everything."""
     document = profile_json(result)
     for shown, phase in zip(document["phases"], result.phases, strict=True):
-        shown["memory"] = asdict(phase.memory)
+        shown["memory"] = asdict(phase.memory) if phase.memory else None
         shown["counts"] = [asdict(count) for count in phase.counts]
     return document
 
@@ -70,9 +70,7 @@ def _phase(phase: PhaseProfile) -> dict[str, Any]:
         "bytes_allocated": phase.bytes_allocated,
         "num_python_calls": phase.num_python_calls,
         "num_operators": sum(count.count for count in phase.counts),
-        "num_allocations": phase.memory.num_allocations,
-        "num_frees": phase.memory.num_frees,
-        "num_kept": phase.memory.num_kept,
+        **{name: getattr(phase.memory, name, None) for name in ("num_allocations", "num_frees", "num_kept")},
         "steps": [asdict(step) | {"label": step.label} for step in phase.steps],
         "layers": [asdict(row) for row in phase.layers],
         "operations": [asdict(row) for row in phase.operations],

@@ -60,7 +60,7 @@ def _figures(phase: PhaseProfile) -> dict[str, str]:
         "formula": _against(phase.flops_measured, phase.flops_formula),
         "KV MiB": _mib(phase.kv_bytes_measured),
         "formula ": _against(phase.kv_bytes_measured, phase.kv_bytes_formula),
-        "peak MiB": _mib(phase.peak_bytes),
+        "peak MiB": "" if phase.peak_bytes is None else _mib(phase.peak_bytes),
         "MFU": f"{phase.mfu:.1%}",
         "MBU": f"{phase.mbu:.1%}",
         "bound by": bound_text(phase),
@@ -81,8 +81,9 @@ def _against(measured: int, formula: int) -> str:
 
 def _overhead(result: ProfileResult) -> str:
     cost, roofs = result.overhead, result.ceilings
+    memory = "" if cost.memory is None else f"memory {cost.memory:.2f}, "
     return (
-        f"cost of the passes, as a ratio to the plain run: trace {cost.trace:.2f}, memory {cost.memory:.2f}, "
+        f"cost of the passes, as a ratio to the plain run: trace {cost.trace:.2f}, {memory}"
         f"counters {cost.counters:.2f}\n"
         f"this machine: copy {roofs.copy_bytes_per_s / 1e9:.1f} GB/s, "
         f"matmul {roofs.matmul_flops_per_s / 1e9:.1f} GFLOP/s"
@@ -92,7 +93,7 @@ def _overhead(result: ProfileResult) -> str:
 def _phase(phase: PhaseProfile, width: int | None) -> str:
     title = f"{phase.name}: {phase.trace_wall_ms:.2f} ms in the trace, {phase.attributed_share:.1%} attributed"
     tables = (("layer", phase.layers), ("operation", phase.operations), ("operator", phase.operators[:MAX_OPERATORS]))
-    parts = [title, *(_rows(head, rows, width) for head, rows in tables)]
+    parts = [title, *(_rows(head, rows, width) for head, rows in tables if rows)]
     parts += [_peak(phase), *phase.notes]
     return "\n\n".join(part for part in parts if part)
 
@@ -124,11 +125,12 @@ def _spread(row: TableRow) -> str:
 
 
 def _peak(phase: PhaseProfile) -> str:
-    peak = phase.memory.peak
-    if peak is None or peak.stack is None:
+    memory = phase.memory
+    if memory is None or memory.peak is None or memory.peak.stack is None:
         return ""
+    peak, stack = memory.peak, memory.stacks[memory.peak.stack]
     lines = [f"peak of {_mib(peak.allocated_bytes)} MiB after {peak.time_us / 1e3:.2f} ms, in"]
-    lines += [f"  {_frame(frame)}" for frame in phase.memory.stacks[peak.stack][:6]]
+    lines += [f"  {_frame(frame)}" for frame in stack[:6]]
     return "\n".join(lines)
 
 

@@ -2,16 +2,19 @@
 
 import struct
 from dataclasses import dataclass, field
+from math import prod
 
 import pytest
 import torch
 
 from harness.engines.llamacpp.cache import parse_state
 from harness.engines.llamacpp.capture import halves_of_pairs
+from harness.engines.llamacpp.node_cost import node_cost
 from harness.engines.llamacpp.nodes import pruned_taps, tap_of
 from harness.engines.llamacpp.options import parse_llamacpp_options
 from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, next_batch
+from harness.engines.stepping import OperatorCost
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RequestInfo
 
@@ -88,6 +91,49 @@ def test_attention_is_where_its_context_is_turned_back_from_the_basis_of_a_quant
     assert tap_of(back, set(), turns_values=True) == "model.layers.3.attention"
     assert tap_of(context, set(), turns_values=True) is None
     assert tap_of(values, set(), turns_values=True) is None
+
+
+@dataclass
+class Sized:
+    """A float32 node, or one of `itemsize` bytes an element."""
+
+    op: str
+    shape: tuple[int, ...]
+    sources: list["Sized"] = field(default_factory=list)
+    itemsize: float = 4
+
+    @property
+    def num_bytes(self):
+        return round(prod(self.shape) * self.itemsize)
+
+
+def leaf(*shape, itemsize=4.0):
+    return Sized("NONE", shape, itemsize=itemsize)
+
+
+@pytest.mark.parametrize(
+    ("node", "flops", "elementwise", "moved", "stored"),
+    [
+        (Sized("MUL_MAT", (1, 1, 3, 8), [leaf(1, 1, 8, 32, itemsize=0.5), leaf(1, 1, 3, 32)]),
+         2 * 3 * 8 * 32, 0, 8 * 32 // 2 + 4 * (3 * 32 + 3 * 8), 0),
+        (Sized("FLASH_ATTN_EXT", (1, 3, 4, 16), [leaf(1, 4, 3, 16), leaf(1, 2, 256, 16), leaf(1, 2, 256, 16)]),
+         4 * 4 * 3 * 16 * 256, 0, 4 * (2 * 3 * 4 * 16 + 2 * 2 * 256 * 16), 0),
+        (Sized("ADD", (1, 1, 3, 8), [leaf(1, 1, 3, 8), leaf(1, 1, 3, 8)]), 0, 24, 3 * 24 * 4, 0),
+        (Sized("GET_ROWS", (1, 1, 3, 8), [leaf(1, 1, 500, 8, itemsize=2.0), leaf(1, 1, 1, 3)]),
+         0, 0, 24 * 2 + 24 * 4 + 3 * 4, 0),
+        (Sized("SET_ROWS", (1, 1, 256, 8), [leaf(1, 1, 3, 8), leaf(1, 1, 1, 3, itemsize=8.0)], itemsize=2.0),
+         0, 0, 24 * 4 + 24 * 2 + 3 * 8, 24 * 2),
+    ],
+)  # fmt: skip
+def test_the_cost_of_a_node_follows_from_its_tensors(node, flops, elementwise, moved, stored):
+    cost = OperatorCost(
+        name=f"ggml::{node.op}", flops=flops, elementwise_flops=elementwise, bytes_moved=moved, kv_bytes=stored
+    )
+    assert node_cost(node) == cost
+
+
+def test_views_cost_nothing():
+    assert node_cost(Sized("RESHAPE", (1, 1, 3, 8), [leaf(1, 1, 8, 3)])) is None
 
 
 @pytest.mark.parametrize(

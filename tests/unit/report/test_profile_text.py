@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from harness.report.page.html import report_html
+from harness.report.profile.json import profile_document
 from harness.report.profile.text import profile_text
 from harness.results.profile import ProfileResult, TableRow
 
@@ -52,3 +54,14 @@ def test_a_wide_terminal_loses_no_column(crowded: ProfileResult) -> None:
     assert profile_text(crowded, width=300) == profile_text(crowded)
     assert all(name in profile_text(crowded) for name in ("calls", "self us", "of one", "GPU us", "KV MiB", "steps"))
     assert "of one" not in profile_text(crowded, width=80)
+
+
+def test_memory_that_was_not_measured_is_shown_nowhere():
+    own = replace(phase(), memory=None, snapshot=None, peak_bytes=None, bytes_allocated=None, operators=())
+    result = profile(own)
+    result = replace(result, overhead=replace(result.overhead, memory=None))
+    text, page = profile_text(result), report_html(None, result)
+    assert [words for words in ("peak", "memory", "by operator") if words in text] == []
+    assert [words for words in ("peak memory", ".pickle", "By operator") if words in page] == []
+    (shown,) = profile_document(result)["phases"]
+    assert {shown[name] for name in ("memory", "snapshot", "peak_bytes", "bytes_allocated", "num_kept")} == {None}
