@@ -170,4 +170,6 @@ def _unknown(name: str) -> Operation:
         return Operation(tap=name, kind=Kind.CACHE, inputs=(f"{prefix}self_attn.v_proj",))
     if _STATE.fullmatch(site):
         return Operation(tap=name, kind=Kind.STATE, source=f":{site}")
+    if site.endswith(".topk"):
+        return Operation(tap=name, kind=Kind.CHOICE)
     return Operation(tap=name, kind=Kind.OTHER, sampled_only=name in (FINAL_NORM, LOGITS))

@@ -6,6 +6,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.taps import Kind
+from harness.judge.compare.align import Rows
 from harness.judge.compare.judged import TapJudgement
 from harness.judge.compare.propagated import Propagation
 from harness.results.check import Finding
@@ -32,6 +33,9 @@ def bad_finding(judged: TapJudgement) -> Finding:
         share = f"{float(errors.roundings[at]):.3g} roundings, bound {float(errors.bound[at]):.3g}"
         way = f", computed through {len(errors.unrecorded)} taps that were not recorded" if errors.unrecorded else ""
         message = f"{tap} is out of bounds in {count}: {share}{way}"
+    elif judged.propagated is not None and not judged.propagated.has_noise:
+        bound = f"bound {judged.propagated.bound:.3g}"
+        message = f"{tap} differs by {judged.ratio_at(at):.3g} times what rounding adds up to ({bound}) in {count}"
     else:
         message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"
     message += _not_tried(judged)
@@ -50,6 +54,17 @@ def _distance(judged: TapJudgement) -> str:
     if math.isfinite(distance):
         return f"their scores lie {distance:.3g} times as far below as rounding explains"
     return "an index does not exist, or is there twice"
+
+
+def choice_finding(tap: str, rows: Rows) -> Finding:
+    """Say where a router that no replay judged chose otherwise: without the truth's scores, no tie is known."""
+    at = rows.first(torch.ones(len(rows), dtype=torch.bool))
+    request, position = int(rows.request[at]), int(rows.position[at])
+    message = (
+        f"{tap} chose other indices than EXPECTED in {len(rows)} rows, the first at request {request}, position "
+        f"{position}; whether their scores are tied, --model tells"
+    )
+    return Finding(code=Code.PROPAGATED_ERROR, message=message, tap=tap, request=request, position=position)
 
 
 def systematic_finding(judged: TapJudgement) -> Finding:

@@ -10,7 +10,7 @@ from harness.errors import Code
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.compare.propagated import RATIO_BOUND, PropagatedErrors, Propagation
+from harness.judge.compare.propagated import PropagatedErrors, Propagation
 from harness.results.check import Effect, Verdict
 
 
@@ -49,9 +49,7 @@ class TapJudgement:
         if not self.is_in_graph:
             return torch.zeros(len(self.rows), dtype=torch.bool)
         # Where the expected side is not finite there is nothing to hold finite rows to; that is a finding of its own.
-        metrics = self.propagated.metrics
-        is_far = ~(self.propagated.ratio <= RATIO_BOUND) & metrics.expected_norm.isfinite()
-        return is_far | ~metrics.is_finite
+        return self.propagated.is_far | ~self.propagated.metrics.is_finite
 
     @property
     def is_bad(self) -> bool:

@@ -18,7 +18,7 @@ from harness.judge.compare.coverage import Requirements, check_caches, check_cov
 from harness.judge.compare.divergence import first_divergence
 from harness.judge.compare.evidence import Evidence
 from harness.judge.compare.figures import tap_result
-from harness.judge.compare.findings import bad_finding, oracle_finding, systematic_finding
+from harness.judge.compare.findings import bad_finding, choice_finding, oracle_finding, systematic_finding
 from harness.judge.compare.judged import TapJudgement, judge
 from harness.judge.compare.local import local_errors, replay_dtype
 from harness.judge.compare.local_judge import LocalErrors, LocalJudgement
@@ -185,7 +185,7 @@ def _tokens_and_coverage(
 ) -> tuple[TokenResult, Coverage, list[Finding]]:
     """Compare the tokens, and count what was recorded; return what differs or is missing as findings."""
     graph, ours, noise = sides.graph, sides.ours, sides.noise.get(LOGIT_NOISE)
-    is_other = found.propagation.has_other_choices
+    is_other = bool(found.propagation.other_choices)
     sound = ours if _own_logits_decide(found.judged, graph.logits, has_other_choices=is_other) else None
     tokens, differences = compare_tokens(sides.actual, sides.theirs, graph.logits, noise, sound=sound)
     coverage, gaps = check_coverage(
@@ -206,6 +206,8 @@ def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
     not_finite = oracle_finding(found.propagation)
     findings = [bad_finding(each) for each in found.judged if each.is_bad] + ([not_finite] if not_finite else [])
     findings += [systematic_finding(each) for each in found.judged if each.effect is not None]
+    judged = {each.operation.tap for each in found.judged}
+    findings += [choice_finding(*each) for each in found.propagation.other_choices.items() if each[0] not in judged]
     findings += check_caches(sides.ours, sides.graph, sides.usable, [each.operation.tap for each in found.judged])
     return findings + slot_conflicts(sides.actual)
 

@@ -24,6 +24,11 @@ from harness.oracle.model import HFModel
 from harness.plan import check_device
 from harness.results.check import CheckResult, RunResult
 
+_ESTIMATED = (
+    "EXPECTED has no error of HF's own: it is estimated from the number of operations, and an operation is wrong from "
+    "ten times what sound ones before it carry; --model judges each by itself"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
@@ -91,6 +96,8 @@ def run_diff(
         caches = _caches(ours, graph)
         if not caches and any(operation.kind is Kind.CACHE for operation in graph):
             notes.append("no KV cache was read back: whether it holds what was written is not known")
+        if hf is None and not golden.noise:
+            notes.append(_ESTIMATED)
         wanted = _wanted(asked, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
         requirements = asked.requirements(ours, wanted)
         found = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)

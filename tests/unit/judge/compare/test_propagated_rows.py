@@ -120,3 +120,30 @@ def test_what_only_one_side_has_is_not_compared():
     steps = [Step(ROWS[:2], taps={"sum": torch.ones(2, 1), "own": torch.ones(2, 1)})]
     golden = Locator(recording_of(REQUESTS, [Step(ROWS[2:3], taps={"sum": torch.ones(1, 1)})]))
     assert propagated_errors(recording_of(REQUESTS, steps), golden, {}, GRAPH, {"sum", "own"}).errors == {}
+
+
+def with_errors(errors):
+    """A golden of ones without noise, and a run whose taps are off by so many times what rounding adds up to."""
+    graph = Graph(tuple(Operation(tap=tap, kind=Kind.OTHER) for tap in errors))
+    unit, rows = rounding_unit(torch.float32), {tap: torch.ones(7, 4, dtype=torch.float64) for tap in errors}
+    ours = {tap: rows[tap].clone() for tap in errors}
+    for depth, (tap, ratio) in enumerate(errors.items(), start=1):
+        ours[tap][3] += ratio * unit * math.sqrt(depth)
+    sides = [recording_of(REQUESTS, [Step(ROWS, taps=taps)], dtype="float32") for taps in (ours, rows)]
+    return propagated_errors(sides[0], Locator(sides[1]), {}, graph, set(errors)).errors
+
+
+@pytest.mark.parametrize(
+    ("errors", "far"),
+    [
+        ({"a": 3, "b": 12, "c": 110, "d": 40}, []),  # each enlarges what came in by less than ten
+        ({"a": 3, "b": 40, "c": 40}, ["b", "c"]),  # what is wrong carries nothing
+        ({"a": 11, "b": 1}, ["a"]),
+        ({"a": 9, "b": 80, "c": 700, "d": 6_000, "e": 50_000}, ["e"]),  # a drift is not followed for ever
+        ({"a": 9, "b": math.nan, "c": 1}, ["b"]),
+    ],
+)
+def test_without_noise_an_operation_is_held_to_what_came_in(errors, far):
+    found = with_errors(errors)
+    assert [tap for tap, each in found.items() if bool(each.is_far.any())] == far
+    assert not any(each.has_noise for each in found.values())
