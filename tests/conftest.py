@@ -29,8 +29,8 @@ SHOWN_CASES = {
         "llama-forked",
         "llama-token-ids",
     ),
-    *("qwen2-bfloat16", "qwen2-hf-eager", "qwen2-preempted", "qwen2-recompute", "qwen2-tensor-parallel"),
-    *("qwen3-bfloat16", "qwen3-block-size-1", "qwen3-moe-bfloat16", "qwen3-prefix-hit", "qwen3-shared-cache"),
+    *("qwen2-hf-eager", "qwen2-preempted", "qwen2-recompute", "qwen2-tensor-parallel"),
+    *("qwen3-block-size-1", "qwen3-moe-bfloat16", "qwen3-prefix-hit", "qwen3-shared-cache"),
 }
 """Cases that the default suite checks. `pytest cases` checks all of them."""
 

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from harness.cli.main import run
 
 
+@pytest.mark.slow
 def test_the_score_of_one_fault(capsys):
     assert run(["faults", "--only", "rotary-interleaved", "--format", "json"]) == 0
     score = json.loads(capsys.readouterr().out)

@@ -20,6 +20,7 @@ def twenty_workloads(monkeypatch):
     monkeypatch.setattr(search.Search, "_is_over", lambda self: self.num_workloads + self.rejected.total() >= 20)
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_explained_and_repeated(harness, tmp_path):
     out = tmp_path / "out"
     ran = harness("fuzz", "--fault", "wrong-block", "--first", "--out", out, "--format", "json")
@@ -171,6 +172,7 @@ def test_changes_of_schedule_that_change_bits(harness, monkeypatch):
     assert (ranks["is_offered"], ranks["state"]) == (False, "unknown")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--invariance"], []])
 def test_an_engine_is_told_the_taps_of_the_model(harness, monkeypatch, options):
     only(monkeypatch, "repetition")

@@ -53,7 +53,7 @@ def not_divided_by_the_rank(update):
     return lambda self, x: update(self, x) * len(self.a_RI)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause", "dtype"),
     [

@@ -57,6 +57,7 @@ def test_an_engine_that_applies_it(judged, adapter):
     assert ran.status == 0, ran.out
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_not_told_of_it(judged):
     ran = judged("--engine", "reference")
     assert ran.status == 1
@@ -70,7 +71,7 @@ def test_a_sound_merge(judged, adapter, tmp_path):
     assert "ACTUAL was recorded from other weights" in ran.json["notes"][0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "words"),
     [(8.0, "the adapter's scale is alpha, not divided by the rank"), (4.0, "the adapter is applied twice")],

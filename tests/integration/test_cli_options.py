@@ -190,6 +190,7 @@ def options_with_a_value():
                     yield [*path, name, *given]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("arguments", list(options_with_a_value()), ids=" ".join)
 def test_an_option_given_empty_is_an_error(harness, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)  # which an empty path would name

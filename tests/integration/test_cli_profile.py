@@ -32,7 +32,7 @@ def engine(request):
     return request.param
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_a_profile_says_what_each_phase_costs(harness, tmp_path, engine):
     out = tmp_path / "profile"
     ran = harness("profile", "--engine", engine, *SMALL, "--batch-size", "2", "--out", out, "--format", "json")

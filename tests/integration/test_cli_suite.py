@@ -108,6 +108,7 @@ def test_resources_that_no_machine_has_are_said_at_once(harness, case, tmp_path)
     assert "1e+06 GiB" in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "ray://x:1", "http://a:2"])
 def test_a_cluster_that_cannot_be_reached_is_said_at_once(harness, case, address):
     ran = harness("suite", case, "--ray", address)

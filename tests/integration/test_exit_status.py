@@ -45,7 +45,7 @@ COMMANDS = {
 AT_OPENING = ENGINE.replace("    return Engine(", "    {does}\n    return Engine(")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_engine_that_ends_the_process_gives_no_verdict(run_in_process, command):
     status, out, err = run_in_process(AT_OPENING.format(does="import os; os._exit(0)"), *COMMANDS[command])
@@ -70,7 +70,7 @@ def test_every_way_to_end_the_process_is_seen(run_in_process, how):
     assert "gave no verdict" in err
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "does",
     [

@@ -87,7 +87,7 @@ def test_what_an_engine_raises_in_our_own_process_is_the_same_error(harness, ins
     assert ENDS[does] in ran.err
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_an_engine_that_ends_the_process_in_a_run_leaves_no_recording(
     harness, install, llama, golden, tmp_path, command

@@ -195,7 +195,7 @@ def test_the_bug_is_found_where_it_is(check, monkeypatch, name, model, dtype):
     assert {finding.code for finding in run.findings} - {Code.TOKENS_DIFFER} == {bug.code}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["plain", "mixed"])
 @pytest.mark.parametrize("name", BUGS)
 def test_the_schedule_makes_no_difference(check, monkeypatch, name, schedule):

@@ -112,7 +112,7 @@ BUGS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_of_the_cache_is_found(check, monkeypatch, name):
     schedule, plant, prompts, first_tap = BUGS[name]

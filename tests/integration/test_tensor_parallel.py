@@ -25,7 +25,7 @@ SECONDS = 600
 """More than any of this takes, and less than any timeout of torch's."""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype"), [("qwen2-tiny", "float32"), ("llama-tiny", "bfloat16")])
 def test_every_row_is_that_of_the_oracle(checkpoints: Path, model: str, dtype: str) -> None:
     plan = plan_request(

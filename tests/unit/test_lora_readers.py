@@ -91,6 +91,7 @@ def assert_same(one, other):
         )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("settings", ACCEPTED, ids=json.dumps)
 def test_what_peft_saved_is_read_as_peft_reads_it(base, read, settings, tmp_path):
     folder = save_by_peft(base, settings, tmp_path / "adapter", seed=1)
@@ -119,6 +120,7 @@ def test_drawn_configs(base, read, batch, tmp_path):
         assert_same(oracle, engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", range(4))
 def test_configs_that_are_changed_behind_their_weights(base, read, batch, tmp_path):
     """Both readers refuse, or both read what PEFT reads."""

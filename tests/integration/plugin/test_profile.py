@@ -74,6 +74,7 @@ def test_captures_and_baseline(profiled: pytest.Pytester) -> None:
     assert not list(profiled.path.glob("cases/captures"))
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_wrong_is_not_profiled(broken_project: pytest.Pytester) -> None:
     case = broken_project.path / "cases" / "tiny.toml"
     case.write_text(case.read_text() + PROFILE)

@@ -111,6 +111,7 @@ def test_workers_report_what_is_not_checked(project: pytest.Pytester) -> None:
 ALLOWED = ("--allow", "6: it restarts every night", "--allow", " 12 , 18 :asked once")
 
 
+@pytest.mark.slow
 def test_every_finding_is_shown_the_worst_first(project: pytest.Pytester) -> None:
     result = run(project, "--block-manager", "my_blocks:TwoBugs")
     result.assert_outcomes(failed=1)
@@ -132,7 +133,7 @@ def test_accepted_findings_are_shown_with_their_reasons_and_do_not_fail(project:
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n1",)])
 def test_findings_are_written_as_json(project: pytest.Pytester, workers: tuple[str, ...]) -> None:
     arguments = ("--block-manager", "my_blocks:TwoBugs", "--allow", "6: known", "--properties-json", "out/found.json")

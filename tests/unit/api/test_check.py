@@ -140,7 +140,7 @@ def swapped_weights(model):
     return "model.layers.0.mlp.gate_proj"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [wrong_eps, wrong_scale, rope_off_by_one, swapped_weights])
 def test_a_bug_in_a_model_of_hfs_is_found_where_it_is(hf_model, bug):
     tap = bug(hf_model)

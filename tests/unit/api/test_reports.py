@@ -71,7 +71,7 @@ def test_its_repr_is_one_short_line(result: CheckResult):
     assert "\n" not in text
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_rich_prints_what_the_command_prints_at_the_consoles_width(result: CheckResult, width: int):
     text = printed(CheckReport.of(result), width=width)

@@ -66,6 +66,7 @@ def test_a_trainer_whose_logits_cannot_be_used_is_refused(trainer, change, code,
     assert caught.value.code == code
 
 
+@pytest.mark.slow
 def test_a_fault_of_a_module_of_any_kind_is_not_called_its_heads(trainer):
     rows = [{**row, "engine_logprobs": column(trainer, row)} for row in ROWS]
     wrong = Changed(trainer, lambda logits: logits.roll(1, dims=-1))

@@ -94,6 +94,7 @@ def test_a_cache_of_another_dtype(checkpoints):
     assert sizes(checkpoints / "qwen3-tiny", dtype="float8").size.cache_dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_experts_that_are_read_grow_with_the_requests(checkpoints):
     gpu = {count: sizes(checkpoints / "qwen3-moe-tiny", gpus=["H200"], num_requests=count).gpus[0] for count in (1, 64)}
     size = sizes(checkpoints / "qwen3-moe-tiny").size

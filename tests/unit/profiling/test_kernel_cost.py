@@ -75,6 +75,7 @@ def test_a_product_of_few_rows_reads_its_weight_once(rows):
     assert cost("linear", x=x, weight=weight, bias=bias)[2] == (rows * 40 + 6 * 40 + rows * 6 + 6) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_an_engine_of_cpp_kernels_counts_what_the_formulas_say(open_on, find_window, phase):

@@ -23,6 +23,7 @@ def test_a_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.property.startswith(mutant.killed_by)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", SURVIVORS, ids=lambda mutant: mutant.name)
 def test_these_survive(mutant: Mutant) -> None:
     with mutant.planted():

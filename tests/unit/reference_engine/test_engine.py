@@ -51,6 +51,7 @@ def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error.max())
 
 
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -66,7 +66,7 @@ def busy(url, models):
         assert all(job.result() for job in jobs)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "one", "two"])
 def test_base_and_adapters_in_the_same_batches(url, adapters, model):
     with busy(url, [other for other in ("base", "one", "two") if other != model]):

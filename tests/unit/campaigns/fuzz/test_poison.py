@@ -58,7 +58,7 @@ REACHED = {Memory.UNUSED, Memory.OTHERS, Memory.SCRATCH}
 ALONE = REACHED - {Memory.OTHERS}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "reached"),
     [

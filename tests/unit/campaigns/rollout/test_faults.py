@@ -111,11 +111,13 @@ def test_a_stale_layer_of_the_trainer(compare, rows, tmp_path):
     assert "7 tensors are other than the model's" in term.detail
 
 
+@pytest.mark.slow
 def test_a_temperature_in_one_side_only(compare, rows, trainer):
     term = assert_only(compare(rows, train_column(trainer, rows, temperature=0.7)), "meaning", "trainer")
     assert "temperature 0.7, no truncation" in term.detail
 
 
+@pytest.mark.slow
 def test_a_truncated_distribution_that_one_side_renormalises(compare, trainer):
     sampled = rollout("llama-tiny", prompts(), top_p=0.8)
     given = with_engine(sampled, renormalised(trainer, sampled, 0.8))
@@ -136,6 +138,7 @@ def test_packing_whose_attention_sees_other_rows(compare, rows, trainer):
     assert "positions restart, attention does not" in term.detail
 
 
+@pytest.mark.slow
 def test_a_missing_begin_of_text_token(compare, rows, trainer):
     without = train_column(trainer, [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows])
     term = assert_only(compare(rows, without), "tokens", "trainer")
@@ -165,6 +168,7 @@ def test_a_head_in_16_bits(compare, rows, trainer):
     assert_only(compare(wide, trainer=trainer, head="float32"), "head", "trainer")
 
 
+@pytest.mark.slow
 def test_a_router_without_replay(compare):
     module = load_model(Path(resolve(MOE)), dtype=torch.bfloat16, stays=True).model
     sampled = rollout(MOE, prompts())
@@ -178,6 +182,7 @@ def test_a_router_without_replay(compare):
     assert_sound(compare(given, [row["engine_logprobs"] for row in given], model=MOE))
 
 
+@pytest.mark.slow
 def test_a_column_that_stands_one_token_late(compare, rows, trainer):
     before = [
         {"prompt_ids": row["prompt_ids"][:-1], "response_ids": [row["prompt_ids"][-1], *row["response_ids"]]}

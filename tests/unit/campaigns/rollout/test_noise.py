@@ -35,7 +35,8 @@ def test_rounding_is_known_token_by_token(small):
     assert float((error / one_difference).abs().max()) > 8  # which is 0 by chance
 
 
-@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_stale_layer_shows_beside_a_token_with_most_of_the_rounding(small, compare, tmp_path, temperature):
     rows = small[1]
     old = other_checkpoint(SMALL, tmp_path / "old", "layers.0.", size=0.1)

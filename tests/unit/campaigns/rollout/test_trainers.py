@@ -47,6 +47,7 @@ def sees_operations(report):
     return any(term.kind == "operations" for term in report.terms) and "logits are seen" not in report.text()
 
 
+@pytest.mark.slow
 def test_autocast_of_the_caller_is_the_trainers_alone(rows):
     trainer, seen = load(torch.float32), []
     trainer.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
@@ -66,6 +67,7 @@ def adapted(tmp_path_factory):
     return rollout(folder, prompts(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_lora_as_the_trainer(adapted, is_merged):
     trainer = with_lora()

@@ -50,7 +50,7 @@ def spoilt():
             yield app, Address(url=url, retries=0, timeout_s=600)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "outcome", "says"),
     [

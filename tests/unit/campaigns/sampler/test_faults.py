@@ -20,7 +20,7 @@ def sentences(result):
     return by_code
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_found_and_named(address, monkeypatch, fault):
     fault.plant(monkeypatch)
@@ -29,7 +29,8 @@ def test_a_fault_is_found_and_named(address, monkeypatch, fault):
     assert fault.says in sentences(result)[fault.code], sentences(result)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_sound_server_passes(dtype):
     with served(dtype=dtype) as address:
         result = check_sampler(plan_of(dtype), address, num_draws=60, seed=3)

@@ -13,6 +13,7 @@ from harness.campaigns.suite.task import Environment
 from harness.errors import Code, HarnessError
 
 
+@pytest.mark.slow
 def test_this_interpreter_is_an_environment():
     assert check_environments({"own": Environment()}) == {"own": installation()}
 

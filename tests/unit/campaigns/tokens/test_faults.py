@@ -45,7 +45,7 @@ def test_a_function_with_a_fault(chat_folder, hf, fault):
     assert len(result.differences[0].messages) <= 5
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_server_with_a_fault(chat_folder, chat_server, hf, monkeypatch, fault):
     text, address = chat_server

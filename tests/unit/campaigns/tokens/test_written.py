@@ -203,7 +203,7 @@ def test_the_sound_server_writes_what_its_tokens_are(chat_server, tokenizer):
     assert writing.num_answers == 63
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_is_found_and_named(chat_server, tokenizer, monkeypatch, name):
     plant, says = FAULTS[name]
@@ -214,6 +214,7 @@ def test_a_fault_is_found_and_named(chat_server, tokenizer, monkeypatch, name):
                                                                  for own in writing.differences]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_text_and_how_to_ask_again(chat_server, tokenizer, monkeypatch):
     text, address = chat_server
     monkeypatch.setattr("harness.campaigns.tokens.written._PROMPTS", ("one two ",))

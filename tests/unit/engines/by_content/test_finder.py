@@ -130,7 +130,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("model", ["qwen2-tiny", "gemma3-tiny"])

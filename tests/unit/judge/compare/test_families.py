@@ -20,7 +20,7 @@ SCHEDULES = {torch.float32: "plain", torch.bfloat16: "batched", torch.float16: "
 SOUND = {Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "dtype"), list(product(FAMILIES, SCHEDULES)))
 def test_hf_itself_is_sound(bench, tmp_path, family, dtype):
     one = bench(family, dtype)
@@ -74,6 +74,7 @@ def test_latent_attention_is_sound(bench, tmp_path, dtype):
     assert [tap.name for tap in run.taps] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_values_that_were_joined_in_another_order(bench, tmp_path, dtype):
     """A copy makes no rounding, and what reads it is judged on what it was given."""

@@ -114,6 +114,7 @@ def test_attention_that_reads_another_history_is_found_at_the_attention(one, tmp
     assert (first.tap, first.request, first.position) == (f"{PREFIX}attention", *row)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["plain", "chunked:3", "mixed:5", "batched"])
 def test_local_errors_do_not_depend_on_the_schedule(one, tmp_path, schedule):
     """Rows are judged in whole sequences, whatever the pieces in which they were computed."""

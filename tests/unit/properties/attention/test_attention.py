@@ -148,6 +148,7 @@ def test_what_is_declared_limits_what_is_drawn() -> None:
     assert "attention: several query heads on each of several KV heads: it serves group sizes 1" in not_checked(Narrow)
 
 
+@pytest.mark.slow
 def test_rounded_scores_are_a_convention_that_must_be_declared() -> None:
     class Rounded(FullAttention):
         dtypes = ("bfloat16",)

@@ -105,6 +105,7 @@ def test_a_cache_that_finds_something_is_not_named() -> None:
     assert search_block_manager(blind, FEW).not_checked == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("manager", [NothingHashed, NothingHashedInGroups])
 def test_look_ups_that_find_nothing_in_all_examples_are_a_finding(manager: type) -> None:
     report = search_block_manager(manager, DEV)

@@ -42,6 +42,7 @@ def sizes(name: str) -> set[int]:
     return {number for key, number in Recorded.seen if key == name}
 
 
+@pytest.mark.slow
 def test_only_declared_sizes_are_tried() -> None:
     check_block_manager(Recorded, DEV)
     assert sizes("num_blocks") == {4, 8}
@@ -100,6 +101,7 @@ class ComputesWithAllocation(ChainedManager):
         super().computed(request_id, num_tokens)
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_whole_where_the_adapter_says_so() -> None:
     check_block_manager(type("Declared", (ComputesWithAllocation,), {"chunks_prompts": False}), DEV)
     (finding, *_) = search_block_manager(ComputesWithAllocation, DEV, is_first_enough=True).findings

@@ -27,6 +27,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("manager", [hybrid.HybridManager, swapping.SwappingManager])
 def test_a_correct_manager_passes(manager: type) -> None:
     check_block_manager(manager, DEV)

@@ -31,6 +31,7 @@ class ThreeBugs(ChainedManager):
         return 0
 
 
+@pytest.mark.slow
 def test_every_broken_invariant_is_reported_once_the_worst_first() -> None:
     report = search_block_manager(ThreeBugs, DEV)
     assert [finding.invariant for finding in report.findings] == [12, 13, 17]
@@ -198,5 +199,6 @@ class NewSetting(TwoPhaseScheduler):
         super().update(dict(reversed(sampled.items())))
 
 
+@pytest.mark.slow
 def test_an_order_that_changes_nothing_is_no_finding() -> None:
     check_scheduler(NewSetting, DEV)

@@ -110,6 +110,7 @@ class NeverHits(Counting):
         return super().next(tokens)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("bug", "relation"),
     [

@@ -58,7 +58,7 @@ class More(Ops):
         return [*(pieces.add(token_id) for token_id in token_ids), pieces.finish()]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", [Ops, More])
 def test_sound_operations_pass(ops: Any) -> None:
     for check in CHECKS:

@@ -37,7 +37,7 @@ def test_a_correct_scheduler_passes(scheduler: type) -> None:
     check_scheduler(scheduler, DEV)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheduler", "invariants"), BUGS)
 def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)

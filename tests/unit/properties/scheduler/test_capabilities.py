@@ -58,6 +58,7 @@ class EndsTooEarly(EndsInUpdate):
         self.num_left[request_id] = max(1, max_new_tokens - 1)
 
 
+@pytest.mark.slow
 def test_a_scheduler_may_end_requests_by_itself() -> None:
     check_scheduler(EndsInUpdate, DEV)
     (finding, *_) = search_scheduler(EndsTooEarly, CI, is_first_enough=True).findings
@@ -73,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheduler", "declared", "otherwise"), CASES)
 def test_what_is_declared_is_no_finding(scheduler: type, declared: dict[str, Any], otherwise: set[int]) -> None:
     check_scheduler(type("Declared", (scheduler,), declared), DEV)
@@ -136,6 +137,7 @@ def test_what_no_scheduler_does_is_refused(declared: dict[str, Any]) -> None:
     assert next(iter(declared)) in caught.value.what
 
 
+@pytest.mark.slow
 def test_large_blocks_find_what_small_ones_find() -> None:
     class Leaking(TwoPhaseScheduler):
         block_sizes = (128,)

@@ -53,7 +53,7 @@ def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[i
     assert_fails_in_its_last_line(caught.value.program, scheduler)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [m for m in BLOCK_MUTANTS if m.name in REUSE], ids=lambda mutant: mutant.name)
 def test_a_bug_of_the_prefix_cache_is_found_through_the_scheduler(mutant: Mutant) -> None:
     with mutant.planted():
@@ -62,6 +62,7 @@ def test_a_bug_of_the_prefix_cache_is_found_through_the_scheduler(mutant: Mutant
     assert findings[0].invariant in REUSE[mutant.name]
 
 
+@pytest.mark.slow
 def test_reuse_is_expected_only_where_it_is_declared() -> None:
     mutant = next(mutant for mutant in BLOCK_MUTANTS if mutant.name == "nothing is ever published")
     with mutant.planted():

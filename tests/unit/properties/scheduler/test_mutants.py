@@ -12,7 +12,7 @@ from .mutants import SCHEDULER_MUTANTS, SURVIVORS
 CI = PROFILES["ci"].settings()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mutant", SCHEDULER_MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_scheduler_suite_kills(mutant: Mutant) -> None:
     with mutant.planted():

@@ -29,7 +29,7 @@ SCHEDULER_BUGS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [*((method,) for method in OFFERED), OFFERED], ids="-".join)
 def test_the_reference_scheduler_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
     lesser = type("Lesser", (SchedulerSubject,), dict.fromkeys(missing))
@@ -55,6 +55,7 @@ class SharesWithinAStep(SchedulerSubject):
         self.manager.grow = grow_and_publish  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_blocks_may_be_shared_in_the_step_that_fills_them() -> None:
     check_scheduler(SharesWithinAStep, FEW)
 

@@ -72,7 +72,7 @@ def test_the_truth_is_complete(name):
     assert (fault.tap is None) == (fault.row is None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_fault_is_found_where_it_is_and_named(name):
     score = score_fault(FAULTS[name], try_fault(FAULTS[name]))
@@ -140,7 +140,7 @@ def test_an_engine_of_another_convention_does_not_alarm(name):
     assert any(tap.convention for tap in trial.result.runs[0].taps)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENIGN)
 def test_a_benign_variant_does_not_alarm(name):
     (variant,) = [each for each in variants() if each.id == f"{name}/qwen2-tiny/bfloat16"]

@@ -31,6 +31,7 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tenso
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 48, 64, 1000])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
@@ -59,6 +60,7 @@ def test_a_row_of_zeros_and_one_with_a_nan(device: torch.device, dtype: torch.dt
     assert normed[1].isnan().all()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 12), (1, 1, 64), (16, 8, 128), (7, 7, 80)])
 @pytest.mark.parametrize("has_norm", [True, False])

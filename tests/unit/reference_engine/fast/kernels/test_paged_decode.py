@@ -64,6 +64,7 @@ def test_long_contexts_make_longer_splits_not_more(device: torch.device, context
     assert relative_l2(actual, workload.expected(q, (1, 1))) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("min_split_keys", [16, 32, 256])
 def test_a_row_is_the_same_in_every_batch_bit_for_bit(

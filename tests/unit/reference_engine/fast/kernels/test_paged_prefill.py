@@ -13,6 +13,7 @@ WHOLE = (1, 15, 16, 17, 33)
 CHUNKS = (1, 5, 16, 1, 20)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -31,6 +32,7 @@ def test_chunks_of_any_length_see_their_past(device: torch.device, shape: dict[s
     assert relative_l2(workload.prefill(q, CHUNKS), workload.expected(q, CHUNKS)) < TOLERANCE[workload.dtype]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("query_lens", [WHOLE, CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40])
 def test_a_window_ends_where_it_should(device: torch.device, query_lens: tuple[int, ...], window: int) -> None:
