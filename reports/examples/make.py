@@ -73,8 +73,8 @@ def main() -> None:
         out = Path(name)
         changed = changed_engine(out / "changed")
         check = run("harness check --fault wrong-block --profile --out report", out, status=1)
-        photograph(out / "report/report.html", Picture(0, 1330), HERE / "report-verdict.png")
-        photograph(out / "report/report.html", Picture(2600, 1650), HERE / "report-profile.png")
+        photograph(out / "report/report.html", Picture(0, 1440), HERE / "report-verdict.png")
+        photograph(out / "report/report.html", Picture(2660, 1340), HERE / "report-profile.png")
         summary = run("harness trace summary report/trace/reference-decode-*.json.gz", out, status=0)
         run("harness trace flame report/trace/reference-decode-*.json.gz --out flame.html", out, status=0)
         photograph(out / "flame.html", Picture(0, 300), HERE / "flame.png")
@@ -85,7 +85,7 @@ def main() -> None:
         run("harness gate profile-before baseline.json --accept", out, status=0)
         run("harness profile --quick --out profile-after", out, status=0, changed=changed)
         gate = run("harness gate profile-after baseline.json", out, status=4, changed=changed)
-    template = (HERE / "page.md").read_text(encoding="utf-8")
+    template = (HERE / "page.txt").read_text(encoding="utf-8")
     (HERE / "README.md").write_text(
         template.replace("{first}", first_lines(check)).replace("{summary}", summary)
         .replace("{diff}", diff).replace("{gate}", gate),

@@ -121,17 +121,18 @@ def propagated_errors(
 def _with_bounds(
     errors: dict[str, PropagatedErrors], measured: Collection[str], graph: Graph
 ) -> dict[str, PropagatedErrors]:
-    """Give taps without measured noise a bound that grows with what sound taps before them carry.
+    """Give taps without measured noise a bound that grows with what those before them give.
 
     A softmax and a norm may enlarge what comes in, by how much only the model says. So an operation is far off if it
-    makes more than `RATIO_BOUND` times the largest ratio of all sound rows before it.
+    makes more than `RATIO_BOUND` times the largest ratio of all rows before it. What follows a wrong operation is held
+    to what that one gave.
     """
     largest = 1.0
     for tap in (operation.tap for operation in graph if operation.tap in errors and operation.tap not in measured):
         each = replace(errors[tap], bound=RATIO_BOUND * largest, has_noise=False)
         errors[tap] = each
-        sound = each.ratio[~each.is_far & each.ratio.isfinite()]
-        largest = min(_MOST_CARRIED, max([largest, *sound.tolist()]))
+        most = _MOST_CARRIED if not bool(each.is_far.any()) else math.inf
+        largest = max(largest, min(most, max(each.ratio[each.ratio.isfinite()].tolist(), default=0.0)))
     return errors
 
 

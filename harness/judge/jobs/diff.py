@@ -26,7 +26,7 @@ from harness.results.check import CheckResult, RunResult
 
 _ESTIMATED = (
     "EXPECTED has no error of HF's own: it is estimated from the number of operations, and an operation is wrong from "
-    "ten times what sound ones before it carry; --model judges each by itself"
+    "ten times what those before it give; --model judges each by itself"
 )
 
 

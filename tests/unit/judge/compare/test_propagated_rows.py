@@ -137,7 +137,7 @@ def with_errors(errors):
     ("errors", "far"),
     [
         ({"a": 3, "b": 12, "c": 110, "d": 40}, []),  # each enlarges what came in by less than ten
-        ({"a": 3, "b": 40, "c": 40}, ["b", "c"]),  # what is wrong carries nothing
+        ({"a": 3, "b": 40, "c": 300, "d": 4_000}, ["b", "d"]),  # what follows is held to what came in, wrong or not
         ({"a": 11, "b": 1}, ["a"]),
         ({"a": 9, "b": 80, "c": 700, "d": 6_000, "e": 50_000}, ["e"]),  # a drift is not followed for ever
         ({"a": 9, "b": math.nan, "c": 1}, ["b"]),
