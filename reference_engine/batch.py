@@ -53,6 +53,8 @@ class Batch:
     """int64 `sampled_rows` on the device; None when they are all rows."""
     observer: Observer | None
     """Whoever watches the intermediates."""
+    rope_lens: Sequence[int] = ()
+    """[R] `Sequence.rope_len` of each request; nothing where the frequencies do not follow the length."""
     plan: Any = None
     """The attention backend's plan, made once for all layers."""
     adapters: Sequence[tuple[Adapter, torch.Tensor]] = ()
@@ -105,6 +107,7 @@ def build_batch(
         sampled_rows=rows,
         sampled_rows_=None if len(rows) == len(positions_T) else parts[4],
         observer=observer,
+        rope_lens=[chunk.sequence.rope_len for chunk in chunks if chunk.sequence.rope_len is not None],
         adapters=_rows_by_adapter(chunks, requests_T, adapters, device) if adapters else (),
     )
 

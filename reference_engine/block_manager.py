@@ -48,7 +48,7 @@ class BlockManager:
         """Give a request that is about to start its longest cached prefix, and return how many tokens that is."""
         if self._cache is not None:
             num_tokens = sequence.num_tokens - 1  # at least one is computed, or there would be no logits to sample from
-            self._cache.extend(sequence.prefixes, sequence.token_ids, num_tokens, sequence.params.prefix_salt)
+            self._cache.extend(sequence.prefixes, sequence.token_ids, num_tokens, sequence.prefix_salt)
             chain = sequence.prefixes[: num_tokens // self._cache.block_size]
             sequence.block_table.extend(self.pool.share_prefix(chain))
             sequence.num_computed_tokens = len(sequence.block_table) * self._cache.block_size
@@ -62,7 +62,7 @@ class BlockManager:
         # Of hundreds of decoding requests few fill a block: they are told by one division, before anything else.
         for chunk in [chunk for chunk in chunks if chunk.stop % block_size < chunk.stop - chunk.start]:
             sequence = chunk.sequence
-            self._cache.extend(sequence.prefixes, sequence.token_ids, chunk.stop, sequence.params.prefix_salt)
+            self._cache.extend(sequence.prefixes, sequence.token_ids, chunk.stop, sequence.prefix_salt)
             for index in range(chunk.start // block_size, chunk.stop // block_size):
                 self.pool.publish(sequence.block_table[index], sequence.prefixes[index])
 

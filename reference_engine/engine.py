@@ -184,8 +184,8 @@ class LLMEngine:
     def fork(self, request_id: int, params: SamplingParams | None = None) -> int:
         """Continue a request a second time from where it is, and return the new request's id.
 
-        The two share the K and V of their past. Without `params` the fork keeps those of the original; where these
-        have no seed, the two draw differently.
+        The two share the K and V of their past, unless `params` allow a length with other rotary frequencies. Without
+        `params` the fork keeps those of the original; where these have no seed, the two draw differently.
 
         Raises:
             RequestError: the request is unknown or finished; or `params` allow no further token, or change the salt.
@@ -198,7 +198,11 @@ class LLMEngine:
         self._check_stops(params)
         request_id = next(self._request_ids)
         child = parent.fork(request_id, params, self._seed(params, request_id))
-        self.scheduler.fork(parent, child)
+        child.turn_by(self._rope_len(child.num_prompt_tokens, params))
+        if child.rope_len == parent.rope_len:
+            self.scheduler.fork(parent, child)
+        else:
+            self.scheduler.add(child)
         self._sequences[child.request_id] = child
         return child.request_id
 
@@ -236,6 +240,7 @@ class LLMEngine:
             self._admission.check_fork(rewound, params)
             self._check_stops(params)
             sequence.params = params
+            sequence.turn_by(self._rope_len(first, params))
         sequence.rewind(num_tokens, self.pool.block_size)
         self.scheduler.take_back(sequence)
 
@@ -286,11 +291,16 @@ class LLMEngine:
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             params=params,
+            rope_len=self._rope_len(len(prompt), params),
             seed=self._seed(params, request_id),
         )
         self._sequences[request_id] = sequence
         self.scheduler.add(sequence)
         return request_id
+
+    def _rope_len(self, num_prompt_tokens: int, params: SamplingParams) -> int | None:
+        """Return the length that a request's rotary frequencies follow: the last sampled token is never computed."""
+        return self.model_config.rope.rope_len(num_prompt_tokens + params.max_new_tokens - 1)
 
     def _seed(self, params: SamplingParams, request_id: int) -> int:
         return (self.config.seed << 32) + request_id if params.seed is None else params.seed

@@ -154,7 +154,7 @@ class Decoder:
         """Return the logits [R, V], or None when no row is sampled."""
         x_TD = self.embed_tokens(batch.token_ids_T)
         batch.tap("model.", "embed_tokens", x_TD)
-        rotation = self.rotary(batch.positions_T)
+        rotation = self.rotary.by_request(batch.positions_T, batch.rope_lens, batch.query_lens)
         local_rotation = rotation if self.local_rotary is None else self.local_rotary(batch.positions_T)
         for index, layer in enumerate(self.layers):
             x_TD = layer(x_TD, local_rotation if index in self.local_layers else rotation, batch)

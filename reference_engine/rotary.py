@@ -9,7 +9,7 @@ Shapes: T tokens, N heads (of queries or of keys), H head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.model_config import ModelConfig, RopeConfig
 from reference_engine.errors import UnsupportedModelError
 
-__all__ = ["ROPE_TYPES", "RotaryEmbedding", "apply_rotary", "rotate_half"]
+__all__ = ["LENGTH_ROPE_TYPES", "ROPE_TYPES", "RotaryEmbedding", "apply_rotary", "rotate_half"]
 
 
 Rotation = tuple[torch.Tensor, float]
@@ -28,27 +28,54 @@ class RotaryEmbedding:
     """Turns positions into the cosines and sines that rotate q and k.
 
     Raises:
-        UnsupportedModelError: the rope type is not in `ROPE_TYPES`.
+        UnsupportedModelError: the rope type is in neither `ROPE_TYPES` nor `LENGTH_ROPE_TYPES`.
         ConfigError: a parameter of the type is missing or impossible.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        rope = config.rope
-        if rope.rope_type not in ROPE_TYPES:
+        self._rope, self._head_dim = config.rope, config.head_dim
+        self._device, self._dtype = device, dtype
+        self._by_len: dict[int, torch.Tensor] = {}
+        self.follows_length = config.rope.rope_type in LENGTH_ROPE_TYPES
+        """Whether a request's length decides its frequencies (`RopeConfig.rope_len`)."""
+        if config.rope.rope_type not in ROPE_TYPES and not self.follows_length:
             raise UnsupportedModelError(
                 "unsupported rope_type",
                 where="config.json",
-                expected=f"one of {', '.join(ROPE_TYPES)}",
-                actual=rope.rope_type,
+                expected=f"one of {', '.join((*ROPE_TYPES, *LENGTH_ROPE_TYPES))}",
+                actual=config.rope.rope_type,
             )
-        # Computed on the CPU and then moved, as transformers does, so that the bits do not depend on the device.
-        inv_freq, self.scale = ROPE_TYPES[rope.rope_type](rope, config.head_dim)
-        self.inv_freq = inv_freq.to(device)
-        self._dtype = dtype
+        self.inv_freq, self.scale = self._rotation(config.rope.rope_len(1))
 
     def __call__(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine, each [T, 1, H] in the engine's dtype."""
-        angles = positions_T[:, None].float() * self.inv_freq
+        """Return cosine and sine, each [T, 1, H] in the engine's dtype, of requests within the original context."""
+        return self._turn(positions_T, self.inv_freq)
+
+    def by_request(
+        self, positions_T: torch.Tensor, rope_lens: Sequence[int], query_lens: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same of rows of several requests [R], which may follow lengths: each has so many of the rows."""
+        if not self.follows_length:
+            return self(positions_T)
+        rows = zip(rope_lens, query_lens, strict=True)
+        return self._turn(positions_T, torch.cat([self._inv_freq(own).expand(num, -1) for own, num in rows]))
+
+    def _inv_freq(self, rope_len: int) -> torch.Tensor:
+        if rope_len not in self._by_len:
+            self._by_len[rope_len], _ = self._rotation(rope_len)
+        return self._by_len[rope_len]
+
+    def _rotation(self, rope_len: int | None) -> Rotation:
+        """Return the rotation of a length; computed on the CPU, so that the bits do not depend on the device."""
+        rope, head_dim = self._rope, self._head_dim
+        if rope_len is None:
+            inv_freq, scale = ROPE_TYPES[rope.rope_type](rope, head_dim)
+        else:
+            inv_freq, scale = LENGTH_ROPE_TYPES[rope.rope_type](rope, head_dim, rope_len)
+        return inv_freq.to(self._device), scale
+
+    def _turn(self, positions_T: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions_T[:, None].float() * inv_freq
         angles_T1H = torch.cat((angles, angles), dim=-1)[:, None]
         cos_T1H, sin_T1H = angles_T1H.cos(), angles_T1H.sin()
         if self.scale != 1:
@@ -67,22 +94,22 @@ def rotate_half(x_TNH: torch.Tensor) -> torch.Tensor:
     return torch.cat((-b, a), dim=-1)
 
 
-def _wavelengths(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def _wavelengths(theta: float | torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return [H/2] float32 theta^(2i/H)."""
     exponents: torch.Tensor = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-    wavelengths: torch.Tensor = rope.theta**exponents
+    wavelengths: torch.Tensor = theta**exponents
     return wavelengths
 
 
 def _default(rope: RopeConfig, head_dim: int) -> Rotation:
     """Take inverse frequencies theta^(-2i/H) (Su et al. 2021, section 3.2.2)."""
-    return 1.0 / _wavelengths(rope, head_dim), 1.0
+    return 1.0 / _wavelengths(rope.theta, head_dim), 1.0
 
 
 def _linear(rope: RopeConfig, head_dim: int) -> Rotation:
     """Stretch every wavelength by `factor` (Chen et al. 2023, position interpolation)."""
     factor = ConfigFields(rope.parameters, "rope_parameters of type linear").number("factor")
-    return 1.0 / _wavelengths(rope, head_dim) / factor, 1.0
+    return 1.0 / _wavelengths(rope.theta, head_dim) / factor, 1.0
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Rotation:
@@ -100,7 +127,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Rotation:
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001  # as transformers does, so that there is no division by zero
-    wavelengths = _wavelengths(rope, head_dim)
+    wavelengths = _wavelengths(rope.theta, head_dim)
     kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float) - first) / (last - first)).clamp(0, 1)
     inv_freq = 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
     return inv_freq, _yarn_scale(fields, factor)
@@ -125,7 +152,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> Rotation:
     low_freq_factor = fields.number("low_freq_factor")
     high_freq_factor = fields.number("high_freq_factor")
     original_len = fields.positive_int("original_max_position_embeddings")
-    inv_freq = 1.0 / _wavelengths(rope, head_dim)
+    inv_freq = 1.0 / _wavelengths(rope.theta, head_dim)
     wavelen = 2 * math.pi / inv_freq
     is_long = wavelen > original_len / low_freq_factor
     is_short = wavelen < original_len / high_freq_factor
@@ -135,10 +162,43 @@ def _llama3(rope: RopeConfig, head_dim: int) -> Rotation:
     return torch.where(~is_short & ~is_long, blended, stretched), 1.0
 
 
+def _dynamic(rope: RopeConfig, head_dim: int, rope_len: int) -> Rotation:
+    """Raise theta with the length of the sequence beyond the original context (dynamic NTK-aware scaling).
+
+    Source: Peng et al. 2023, section 3.3 and appendix A.1.
+    """
+    fields = ConfigFields(rope.parameters, "rope_parameters of type dynamic")
+    factor, original_len = fields.number("factor"), fields.positive_int("original_max_position_embeddings")
+    # Transformers computes in float32 beyond the original context, where the length is a tensor, and in float64 within.
+    length = torch.tensor(rope_len) if rope_len > original_len else original_len
+    growth = ((factor * length / original_len) - (factor - 1)) ** (head_dim / (head_dim - 2))
+    return 1.0 / _wavelengths(rope.theta * growth, head_dim), 1.0
+
+
+def _longrope(rope: RopeConfig, head_dim: int, rope_len: int) -> Rotation:
+    """Stretch every wavelength by a factor of its own, of two lists by length (Ding et al. 2024, LongRoPE)."""
+    fields = ConfigFields(rope.parameters, "rope_parameters of type longrope")
+    factor, original_len = fields.number("factor"), fields.positive_int("original_max_position_embeddings")
+    short, long = (fields.numbers(name, head_dim // 2) for name in ("short_factor", "long_factor"))
+    stretches = torch.tensor(long if rope_len > original_len else short, dtype=torch.float)
+    grown = math.sqrt(1 + math.log(factor) / math.log(original_len)) if factor > 1 else 1.0
+    return 1.0 / (stretches * _wavelengths(rope.theta, head_dim)), fields.number("attention_factor", grown)
+
+
 ROPE_TYPES: Mapping[str, Callable[[RopeConfig, int], Rotation]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""Those whose angles do not depend on the length of the sequence: a cached key would have to be rotated again."""
+"""Those whose angles do not depend on the length of the sequence."""
+
+LENGTH_ROPE_TYPES: Mapping[str, Callable[[RopeConfig, int, int], Rotation]] = {
+    "dynamic": _dynamic,
+    "longrope": _longrope,
+}
+"""Those that are given a length (`RopeConfig.rope_len`), of all tokens that a request may compute.
+
+So it is the same in every step, and no cached key is ever rotated again; keys of other frequencies are not shared.
+Transformers takes the length of each forward, which is the same if all tokens are in one.
+"""

@@ -63,6 +63,14 @@ class ConfigFields:
             )
         return float(value)
 
+    def numbers(self, name: str, count: int) -> list[float]:
+        """Take a list of so many finite numbers above zero; the errors are those of `positive_int`."""
+        values = self._get(name, None)
+        if not isinstance(values, list) or len(values) != count:
+            expected = f"a list of {count} numbers above 0"
+            raise ConfigError(f"{name} is impossible", where=self.where, expected=expected, actual=repr(values))
+        return [ConfigFields({name: value}, self.where).number(name) for value in values]
+
     def boolean(self, name: str, default: bool) -> bool:
         """Take `true` or `false`; the errors are those of `positive_int`."""
         value = self._get(name, default)

@@ -37,6 +37,19 @@ class RopeConfig:
             return max_position_embeddings
         return max(max_position_embeddings, int(factor * self.parameters["original_max_position_embeddings"]))
 
+    def rope_len(self, num_tokens: int) -> int | None:
+        """Return the shortest length whose frequencies a sequence of so many tokens has; None: all lengths have them.
+
+        Frequencies of `dynamic` follow every length beyond the original context, those of `longrope` whether it is
+        exceeded.
+        """
+        if self.rope_type not in ("dynamic", "longrope"):
+            return None
+        original_len: int = self.parameters["original_max_position_embeddings"]
+        return (
+            max(num_tokens, original_len) if self.rope_type == "dynamic" else original_len + (num_tokens > original_len)
+        )
+
 
 def read_ropes(
     fields: ConfigFields, family: Family, max_position_embeddings: int
@@ -58,7 +71,13 @@ def read_ropes(
     rope = _rope(fields, own, "rope_theta", family.default_rope_theta, max_position_embeddings)
     if local_theta is None:
         return rope, None
-    return rope, _rope(fields, local, "rope_local_base_freq", local_theta, max_position_embeddings)
+    local_rope = _rope(fields, local, "rope_local_base_freq", local_theta, max_position_embeddings)
+    if local_rope.rope_len(1) is not None:
+        raise UnsupportedModelError(
+            "unsupported rope_type of layers with a window", where=fields.where,
+            expected="frequencies that do not follow the length of the sequence", actual=local_rope.rope_type,
+        )  # fmt: skip
+    return rope, local_rope
 
 
 def _is_by_layer_type(parameters: Mapping[str, Any]) -> bool:
@@ -84,4 +103,10 @@ def _rope(
     own = {"original_max_position_embeddings": max_position_embeddings, **parameters}
     if values.get("original_max_position_embeddings") is not None:  # outranks the nested one, as in transformers
         own["original_max_position_embeddings"] = values["original_max_position_embeddings"]
-    return RopeConfig(rope_type=str(own.get("rope_type", own.get("type", "default"))), theta=theta, parameters=own)
+    rope_type = str(own.get("rope_type", own.get("type", "default")))
+    if rope_type == "dynamic":  # which knows no other original context, as in transformers
+        own["original_max_position_embeddings"] = max_position_embeddings
+    if rope_type == "longrope":
+        original_len = ConfigFields(own, fields.where).positive_int("original_max_position_embeddings")
+        own["factor"] = own.get("factor") or max_position_embeddings / original_len
+    return RopeConfig(rope_type=rope_type, theta=theta, parameters=own)

@@ -54,7 +54,7 @@ class FusedDecoder:
         """Return the logits [R, V], or None when no row is sampled."""
         x_TD = self.decoder.embed_tokens(batch.token_ids_T)
         batch.tap("model.", "embed_tokens", x_TD)
-        rotation = self.decoder.rotary(batch.positions_T)
+        rotation = self.decoder.rotary.by_request(batch.positions_T, batch.rope_lens, batch.query_lens)
         with torch.cuda.device_of(x_TD):  # Triton launches on the current device, which need not be this one
             normed_TD = self._decode_layers(x_TD, rotation, batch)
         batch.tap("model.", "norm", normed_TD)

@@ -34,10 +34,11 @@ SIZE_STEP = 8
 def is_capturable(decoder: Decoder) -> bool:
     """Tell whether what a decode step launches depends on shapes alone.
 
-    Which experts run is known on the host alone, and sums over ranks may go through it.
+    Which experts run is known on the host alone, as is the length that rotary frequencies follow, and sums over ranks
+    may go through it.
     """
     has_mlps = all(isinstance(getattr(layer, "mlp", None), MLP) for layer in decoder.layers)
-    return has_mlps and isinstance(decoder.lm_head, Linear)
+    return has_mlps and isinstance(decoder.lm_head, Linear) and not decoder.rotary.follows_length
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -70,11 +70,11 @@ class DebugChecks:
         if self._cache is None:
             return
         for chunk in chunks:
-            ids = self._ids(chunk.sequence.token_ids[: chunk.stop], chunk.sequence.params.prefix_salt)
+            ids = self._ids(chunk.sequence.token_ids[: chunk.stop], chunk.sequence.prefix_salt)
             self._content.update(zip(slots_of(chunk, pool.block_size), ids[chunk.start :], strict=True))
         for sequence in running:
             whole = ScheduledChunk(sequence, 0, sequence.num_computed_tokens)
-            ids = self._ids(sequence.token_ids[: whole.stop], sequence.params.prefix_salt)
+            ids = self._ids(sequence.token_ids[: whole.stop], sequence.prefix_salt)
             self._expect(f"request {sequence.request_id}", slots_of(whole, pool.block_size), ids)
         for block, prefix in pool.prefix_cache.prefixes.items() if pool.prefix_cache is not None else ():
             self._expect(f"the prefix cached in block {block}", self._slots(block), self._ids_of(prefix))

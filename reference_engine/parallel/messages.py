@@ -26,10 +26,11 @@ class Command(IntEnum):
 
 
 def encode_chunks(chunks: Sequence[ScheduledChunk]) -> Iterator[int]:
-    """Yield, per chunk: start, stop, tokens known, drafts, blocks, and then the blocks and the tokens to compute."""
+    """Yield, per chunk: start, stop, tokens known, drafts, rotary length, blocks; then blocks and tokens to compute."""
     for chunk in chunks:
         sequence = chunk.sequence
-        yield from (chunk.start, chunk.stop, sequence.num_tokens, sequence.num_drafts, len(sequence.block_table))
+        numbers = sequence.num_tokens, sequence.num_drafts, sequence.rope_len or 0, len(sequence.block_table)
+        yield from (chunk.start, chunk.stop, *numbers)
         yield from sequence.block_table
         yield from sequence.token_ids[chunk.start : chunk.stop]
 
@@ -39,8 +40,8 @@ def decode_chunks(numbers: Sequence[int]) -> list[ScheduledChunk]:
     chunks: list[ScheduledChunk] = []
     at = 0
     while at < len(numbers):
-        start, stop, num_tokens, num_drafts, num_blocks = numbers[at : at + 5]
-        at += 5
+        start, stop, num_tokens, num_drafts, rope_len, num_blocks = numbers[at : at + 6]
+        at += 6
         table, tokens = numbers[at : at + num_blocks], numbers[at + num_blocks : at + num_blocks + stop - start]
         at += num_blocks + stop - start
         request = Request(
@@ -48,6 +49,7 @@ def decode_chunks(numbers: Sequence[int]) -> list[ScheduledChunk]:
             token_ids=[0] * start + list(tokens) + [0] * (num_tokens - stop),
             num_prompt_tokens=num_tokens,
             params=SamplingParams(),
+            rope_len=rope_len or None,
             block_table=array("q", table),
             num_drafts=num_drafts,
         )

@@ -25,6 +25,8 @@ class Sequence:
     """The prompt, then the continuation as it is fed."""
     num_prompt_tokens: int
     params: SamplingParams
+    rope_len: int | None = None
+    """The length that its rotary frequencies follow (`RopeConfig.rope_len`); None: they follow none."""
     num_computed_tokens: int = 0
     """Tokens whose K and V are in the cache."""
     block_table: array[int] = field(default_factory=lambda: array("q"))
@@ -54,6 +56,11 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Tokens known and not yet computed."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def prefix_salt(self) -> str:
+        """The part of a prefix's identity besides its tokens: the salt, the adapter, and what turned the keys."""
+        return self.params.prefix_salt if self.rope_len is None else f"{self.params.prefix_salt}\0\0{self.rope_len}"
 
     @property
     def forced_token_id(self) -> int | None:
@@ -96,6 +103,11 @@ class Sequence:
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens - 1)
         del self.prefixes[self.num_computed_tokens // block_size :]
 
+    def turn_by(self, rope_len: int | None) -> None:
+        """Follow another length from now on: if the frequencies are others, all tokens are computed again."""
+        if rope_len != self.rope_len:
+            self.rope_len, self.num_computed_tokens, self.prefixes = rope_len, 0, []
+
     def append(self, sampled_token_id: int) -> int:
         """Record the engine's choice and return the token that continues the request, the forced one if there is."""
         token_id = self.fed(0, sampled_token_id)
@@ -110,6 +122,7 @@ class Sequence:
             token_ids=list(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             params=params,
+            rope_len=self.rope_len,
             prefixes=list(self.prefixes),
             sampled_token_ids=list(self.sampled_token_ids),
             seed=seed,

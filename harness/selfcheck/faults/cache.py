@@ -238,7 +238,7 @@ def _hit_of_everything(take: Callable[..., int]) -> Callable[..., int]:
     def taken(self: BlockManager, sequence: Any) -> int:
         cache = self._cache
         assert cache is not None
-        cache.extend(sequence.prefixes, sequence.token_ids, sequence.num_tokens, sequence.params.prefix_salt)
+        cache.extend(sequence.prefixes, sequence.token_ids, sequence.num_tokens, sequence.prefix_salt)
         sequence.block_table.extend(self.pool.share_prefix(sequence.prefixes))
         sequence.num_computed_tokens = len(sequence.block_table) * cache.block_size
         return int(sequence.num_computed_tokens)

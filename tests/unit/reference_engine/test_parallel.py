@@ -122,9 +122,11 @@ def test_chunks_survive_being_told() -> None:
         return ScheduledChunk(request, start, stop)
 
     told = [chunk([5, 6, 7, 8], 1, 3, [4, 2]), chunk([9], 0, 1, [3]), chunk([1, 2, 3], 2, 3, [])]
+    told[1].sequence.rope_len = 17
     for before, after in zip(told, decode_chunks(list(encode_chunks(told))), strict=True):
         assert (after.start, after.stop, after.samples) == (before.start, before.stop, before.samples)
         assert after.sequence.block_table == before.sequence.block_table
+        assert after.sequence.rope_len == before.sequence.rope_len
         span = slice(before.start, before.stop)
         assert after.sequence.token_ids[span] == before.sequence.token_ids[span]
 

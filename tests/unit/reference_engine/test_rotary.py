@@ -43,10 +43,31 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(rope: dict[str, Any], dtype: torch.dtype, head_dim: int = 64) -> tuple[RotaryEmbedding, LlamaRotaryEmbedding]:
+def factors(head_dim: int) -> dict[str, Any]:
+    """LongRoPE's two lists, one factor for each pair."""
+    return {
+        "short_factor": [1.0 + 0.1 * pair for pair in range(head_dim // 2)],
+        "long_factor": [2.0 + 1.37 * pair for pair in range(head_dim // 2)],
+    }
+
+
+LENGTH_ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "dynamic-odd": {"rope_type": "dynamic", "rope_theta": 10000, "factor": 1.1, "original_max_position_embeddings": 5},
+    "dynamic-integers": {"rope_type": "dynamic", "rope_theta": 1_000_000, "factor": 3},
+    "longrope": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16},
+    "longrope-factor": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 8.0},
+    "longrope-attention": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 0.5, "attention_factor": 1.3},
+    "longrope-shorter": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 0.5},
+}
+
+
+def make(
+    rope: dict[str, Any], dtype: torch.dtype, head_dim: int = 64, max_position_embeddings: int = 131072
+) -> tuple[RotaryEmbedding, LlamaRotaryEmbedding]:
     hf_config = LlamaConfig(
         vocab_size=8, hidden_size=2 * head_dim, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=131072, rope_parameters=dict(rope), architectures=["LlamaForCausalLM"],
+        max_position_embeddings=max_position_embeddings, rope_parameters=dict(rope), architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config = ModelConfig.from_dict(hf_config.to_dict())
     return RotaryEmbedding(config, torch.device("cpu"), dtype), LlamaRotaryEmbedding(hf_config)
@@ -69,6 +90,27 @@ def test_every_bit_is_transformers(rope: str, dtype: torch.dtype, head_dim: int)
     assert torch.equal(apply_rotary(k, *rotation), expected_k[0])
 
 
+@pytest.mark.parametrize("rope", LENGTH_ROPES)
+@pytest.mark.parametrize("head_dim", [12, 64, 128])
+def test_every_bit_is_transformers_for_a_request_of_any_length(rope: str, head_dim: int) -> None:
+    """A request's rows are rotated as by one forward over all of its tokens, whatever stands beside it."""
+    given = LENGTH_ROPES[rope] | (factors(head_dim) if rope.startswith("longrope") else {})
+    ours, theirs = make(given, torch.bfloat16, head_dim, 64)
+    lengths, seen = [*range(1, 20), 63, 64, 65, 66, 100, 127, 128, 129, 1000, 131072], set()
+    for length in lengths:
+        rope_len = ours._rope.rope_len(length)
+        lens = [rope_len, ours._rope.rope_len(10**6)]
+        theirs = type(theirs)(theirs.config)  # which keeps the frequencies of the longest request so far
+        cos, sin = theirs(torch.zeros(1, dtype=torch.bfloat16), torch.tensor([[0, 1, length - 1]]))
+        ours_cos, ours_sin = ours.by_request(torch.tensor([0, 1, length - 1, 5]), lens, [3, 1])
+        assert torch.equal(ours_cos[:3, 0], cos[0])
+        assert torch.equal(ours_sin[:3, 0], sin[0])
+        assert ours.scale == theirs.attention_scaling
+        assert torch.equal(ours._inv_freq(rope_len), theirs.inv_freq)
+        seen.add(rope_len)
+    assert len(seen) == (2 if rope.startswith("longrope") else 9)
+
+
 def test_the_result_for_a_position_does_not_depend_on_its_row() -> None:
     ours, _ = make(ROPES["llama3"], torch.float32)
     whole = torch.stack(ours(torch.arange(300)))
@@ -84,9 +126,28 @@ def test_llama3_changes_something() -> None:
 
 def test_an_unsupported_type_is_named_with_the_supported_ones() -> None:
     with pytest.raises(
-        UnsupportedModelError, match=r"rope_type.*expected one of default, linear, llama3, yarn, found dynamic"
+        UnsupportedModelError,
+        match=r"rope_type.*expected one of default, linear, llama3, yarn, dynamic, longrope, found su",
     ):
-        make({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, torch.float32)
+        make({"rope_type": "su", "rope_theta": 1e4, "factor": 2.0}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"long_factor": [1.0] * 31}, "long_factor is impossible.*expected a list of 32 numbers above 0"),
+        ({"long_factor": [1.0] * 31 + ["1"]}, "long_factor is impossible.*expected a number above 0, found '1'"),
+        ({"short_factor": None}, "short_factor is missing"),
+    ],
+)
+def test_factors_are_read_before_a_request_needs_them(change: dict[str, Any], message: str) -> None:
+    rope = {**LENGTH_ROPES["longrope"], **factors(64), **change}
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 128, "intermediate_size": 8}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    with pytest.raises(ConfigError, match=message):
+        RotaryEmbedding(
+            ModelConfig.from_dict({**config, **sizes, "rope_parameters": rope}), torch.device("cpu"), torch.float32
+        )
 
 
 def test_a_missing_parameter_is_named(checkpoint: Any) -> None:
