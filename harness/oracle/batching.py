@@ -1,12 +1,12 @@
 """Requests side by side: how many tokens are run at once, and their padding."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from harness.formats.recording import RequestInfo
 from harness.oracle.model import HFModel
+from harness.oracle.untraced import frequencies_follow_length
 
 _ACTIVATION_BYTES = 256 << 20
 """Memory for the widest activations of a batch, in float64."""
@@ -34,18 +34,12 @@ def batch_tokens(hf: HFModel) -> int:
 
     One, so that every request is run alone, where HF chooses rotary frequencies by the longest request beside it.
     """
-    if _frequencies_follow_length(hf.config):
+    if frequencies_follow_length(hf.config):
         return 1
     widest = max((parameter.shape[0] for parameter in hf.model.parameters() if parameter.dim() == 2), default=1)
     sizes = (getattr(hf.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner", "hidden_size"))
     width = min(widest, max((size for size in sizes if isinstance(size, int)), default=widest))
     return max(_LEAST_TOKENS, _ACTIVATION_BYTES // (_LIVE_VALUES * 8 * max(1, width)))
-
-
-def _frequencies_follow_length(config: Any) -> bool:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = (parameters, *(each for each in parameters.values() if isinstance(each, dict)))  # by type of layer
-    return any(each.get("rope_type") in ("longrope", "dynamic") for each in kinds)
 
 
 def padded(requests: Sequence[RequestInfo]) -> torch.Tensor:

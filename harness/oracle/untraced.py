@@ -79,6 +79,7 @@ class UntracedModel:
         Raises:
             HarnessError: HF_FAILED: HF's own code raised.
         """
+        _forget_lengths(self.model)
         with hf_failures(self.folder):
             return self.model(**inputs)
 
@@ -117,13 +118,38 @@ def _parts(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def stretched_positions(rope: object, limit: int) -> int:
-    """Return the positions that rotary scaling stretches a context to; 0 where it does not, or by length (`dynamic`).
+    """Return the positions that rotary scaling stretches a context to; 0 where it does not.
 
     Args:
         rope: the config's `rope_parameters`. Configs of Qwen with yarn name the original context as
-            `max_position_embeddings` too, and vLLM multiplies it likewise.
+            `max_position_embeddings` too, and vLLM multiplies it likewise. Those of `longrope` may have no factor.
         limit: the config's `max_position_embeddings`.
     """
-    if not isinstance(rope, Mapping) or rope.get("rope_type") not in ("linear", "yarn", "llama3"):
+    if not isinstance(rope, Mapping) or rope.get("rope_type") not in (
+        "linear",
+        "yarn",
+        "llama3",
+        "dynamic",
+        "longrope",
+    ):
         return 0
-    return int(float(rope["factor"]) * (rope.get("original_max_position_embeddings") or limit))
+    original = None if rope["rope_type"] == "dynamic" else rope.get("original_max_position_embeddings")
+    return int(float(rope.get("factor") or 0) * (original or limit))
+
+
+def frequencies_follow_length(config: Any) -> bool:
+    """Tell whether rotary frequencies depend on the longest request of a forward."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = (parameters, *(each for each in parameters.values() if isinstance(each, dict)))  # by type of layer
+    return any(each.get("rope_type") in ("longrope", "dynamic") for each in kinds)
+
+
+def _forget_lengths(model: nn.Module) -> None:
+    """Put the first frequencies back: of the type `dynamic`, HF keeps a long request's for the next one."""
+    for module in model.modules():
+        for name, original in module.named_buffers(recurse=False):
+            kind, is_original, _ = name.partition("original_inv_freq")
+            longest = f"{kind}max_seq_len_cached"
+            if is_original and getattr(module, longest, 0) > getattr(module, "original_max_seq_len", 0):
+                getattr(module, f"{kind}inv_freq").copy_(original)
+                setattr(module, longest, module.original_max_seq_len)

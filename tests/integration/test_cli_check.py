@@ -327,6 +327,8 @@ def test_a_truth_in_float32_is_another_golden(harness, llama, workload):
     [
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, 32),
         ({"rope_type": "linear", "factor": 3.0}, 24),
+        ({"rope_type": "dynamic", "factor": 3.0}, 24),
+        ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}, 16),
     ],
 )
 def test_rotary_scaling_stretches_the_context(harness, llama, tmp_path, scaling, limit):

@@ -12,12 +12,11 @@ from harness.formats.taps import Kind
 from harness.judge.jobs.engine_run import open_planned
 from harness.judge.jobs.model import planned_model
 from harness.oracle.model import HFModel
+from harness.oracle.untraced import frequencies_follow_length
 from harness.plan import Plan
 from harness.results.check import Finding, Outcome, RunResult
 from harness.results.settings import ModelSettings, SettingsResult, distinct, setting_pairs
 
-_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-"""Types of rope scaling whose frequencies are the same for every length of a sequence."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 
@@ -88,10 +87,10 @@ def _windows(hf: HFModel) -> dict[str, tuple[Any, ...]]:
 
 def _rope(config: Any, modules: ModelSettings) -> dict[str, tuple[Any, ...]]:
     """Return theta and frequencies of rotary whose frequencies are fixed; nothing of another."""
+    if frequencies_follow_length(config):
+        return {}
     given = getattr(config, "rope_parameters", None) or {}
     parts: Sequence[Any] = [each for each in given.values() if isinstance(each, Mapping)] or [given]
-    if not all(each.get("rope_type", "default") in _FIXED_ROPES for each in parts):
-        return {}
     thetas = [float(each["rope_theta"]) for each in parts if each.get("rope_theta")]
     return {
         "rope_theta": distinct([*thetas, *modules.rope_theta]),

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from harness.formats.recording import RequestInfo
 from harness.oracle import batching
 from harness.oracle.batching import batch_requests, batch_tokens, padded
+from harness.oracle.model import HFModel
 
 
 def requests_of(*lengths):
@@ -81,3 +83,22 @@ def test_shorter_requests_are_padded_behind_their_end():
 def test_requests_are_alone_where_a_longer_one_would_change_their_frequencies(rope, is_alone):
     """HF takes LongRoPE's long factors for all of a batch whose longest request needs them."""
     assert (batch_tokens(hf((8, 8), rope_parameters=rope)) == 1) == is_alone
+
+
+@pytest.mark.parametrize("kinds", [None, ("full_attention", "sliding_attention")])
+def test_frequencies_do_not_follow_the_requests_before(kinds):
+    """HF keeps the `dynamic` frequencies of a long request until one is shorter than the original context."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16, "vocab_size": 64}
+    torch.manual_seed(0)
+    if kinds is None:
+        config = LlamaConfig(**sizes, hidden_size=16, intermediate_size=8, rope_parameters=rope)
+        model = LlamaForCausalLM(config).eval()
+    else:
+        ropes = {"rope_parameters": {kind: dict(rope) for kind in kinds}, "layer_types": list(kinds), "head_dim": 8}
+        config = Gemma3TextConfig(**sizes, hidden_size=16, intermediate_size=8, num_key_value_heads=1, **ropes)
+        model = Gemma3ForCausalLM(config).eval()
+    one = HFModel(model=model, checkpoint=SimpleNamespace(folder="here"), dtype=torch.float32, device="cpu")
+    first = {length: one.run(input_ids=torch.arange(length)[None]).logits for length in (16, 18, 40)}
+    for length in (40, 18, 40, 16):
+        assert torch.equal(one.run(input_ids=torch.arange(length)[None]).logits, first[length])
