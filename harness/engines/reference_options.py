@@ -36,6 +36,5 @@ def _integer(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise HarnessError(
-            Code.BAD_OPTION, f"{name} must be an integer", where="--engine-option", actual=text
-        ) from None
+        what = f"{name} must be an integer"
+        raise HarnessError(Code.BAD_OPTION, what, where="--engine-option", actual=text) from None

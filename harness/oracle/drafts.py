@@ -7,7 +7,7 @@ from harness.formats.recording import RequestInfo
 from harness.formats.schedule import Schedule
 
 NUM_GIVEN_UP = 7
-"""Tokens that a request goes back: no divisor of any usual block size, so that it goes back into a block."""
+"""Most tokens that a request goes back: no divisor of any usual block size, so that it goes back into a block."""
 _MOST_REJECTIONS = 4
 """Steps of one request that reject a draft: each is one more request for the oracle."""
 
@@ -15,17 +15,16 @@ _MOST_REJECTIONS = 4
 def draft_requests(requests: Sequence[RequestInfo], schedule: Schedule) -> list[RequestInfo]:
     """Return the drafts of some requests under a schedule, by the steps that compute them.
 
-    Each begins with its request's own tokens, up to the position `prompt_length`. There stands a wrong token. The same
-    requests have the same drafts.
+    Each begins with its request's own tokens, up to the position `prompt_length`. There stands a wrong token. None is
+    longer than its request, and what a request goes back over is shorter. The same requests have the same drafts.
     """
     tokens = sorted({token for request in requests for token in request.token_ids})
     first, drafts = 1 + max(request.id for request in requests), list[RequestInfo]()
     for request in requests:
         random = Random(f"{request.id} {request.token_ids} {schedule}")
-        length = request.prompt_length + NUM_GIVEN_UP
-        places = _rejections(request, schedule.num_drafts, random) if schedule.num_drafts else [
-            (request.prompt_length, length)
-        ] * (len(request.token_ids) > request.prompt_length)  # fmt: skip
+        length = min(request.prompt_length + NUM_GIVEN_UP, len(request.token_ids) - 1)
+        back = [(request.prompt_length, length)] * (length > request.prompt_length)
+        places = _rejections(request, schedule.num_drafts, random) if schedule.num_drafts else back
         for begin, end in places:
             drafted = _drafted(request, begin, end, tokens, random)
             drafts.append(

@@ -29,8 +29,6 @@ from harness.formats.taps import Graph, Operation
 from harness.judge.compare.bits import rows_differ
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.jobs.engine_run import describe_run
-from harness.oracle.drafts import draft_requests
-from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
 from harness.results.poison import FailedRun, Leak, Memory, PoisonedMemory
 
@@ -172,9 +170,7 @@ class Poisoner:
     def _described(
         self, schedule: Schedule, requests: Sequence[RequestInfo], folder: Path
     ) -> Callable[[str], RunDescription]:
-        copies = draft_requests(requests, schedule) if schedule.has_drafts else ()
-        copies = duplicate_requests(requests) if schedule.is_repeated else copies
-        return lambda name: describe_run(self.plan, schedule, requests, folder / name, copies=copies)
+        return lambda name: describe_run(self.plan, schedule, requests, folder / name)
 
     def _recorded(self, run: RunDescription, poison: Poison | None) -> Recording:
         writer, engine = open_writer(self.engine, run), self.plan.case.engine

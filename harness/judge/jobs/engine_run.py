@@ -53,39 +53,15 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
 def with_duplicate_requests(
     plan: Plan, golden: Golden, schedule: Schedule, hf: HFModel
 ) -> tuple[Golden, Sequence[RequestInfo] | None]:
-    """Return the golden that serves the schedule, and the copies of its requests, or their drafts.
+    """Return the golden that serves the schedule, and the copies of its requests; None: `describe_run` makes them.
 
     Forks go another way than what they are forked from, or it would not matter if they wrote over it. So their rows are
     in a larger golden.
     """
-    if schedule.has_drafts:
-        return golden, _drafts_that_fit(golden.requests, schedule, hf.max_positions)
     if schedule.trigger != "forked":
         return golden, None
     larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.case.truth)
     return larger, larger.requests[len(plan.prompts) :]
-
-
-def _drafts_that_fit(
-    requests: Sequence[RequestInfo], schedule: Schedule, max_positions: int | None
-) -> list[RequestInfo]:
-    """Return the drafts of some requests.
-
-    Raises:
-        HarnessError: PROMPT_TOO_LONG: a draft does not fit the model's context.
-    """
-    drafts = draft_requests(requests, schedule)
-    longest = max(drafts, key=lambda draft: len(draft.token_ids), default=None)
-    if longest is not None and max_positions is not None and len(longest.token_ids) > max_positions:
-        raise HarnessError(
-            Code.PROMPT_TOO_LONG,
-            "a draft is longer than the model allows",
-            where=f"request {longest.draft_of}, schedule {schedule}",
-            expected=f"at most {max_positions} positions",
-            actual=f"{longest.prompt_length} tokens + {len(longest.token_ids) - longest.prompt_length} drafted",
-            hint="shorten the prompt",
-        )
-    return drafts
 
 
 @contextmanager
@@ -122,9 +98,15 @@ def describe_run(
     requests: Sequence[RequestInfo],
     folder: Path,
     *,
-    copies: Sequence[RequestInfo] = (),
+    copies: Sequence[RequestInfo] | None = None,
 ) -> RunDescription:
-    """Describe a run of the plan's engine, which is recorded into `folder`."""
+    """Describe a run of the plan's engine, which is recorded into `folder`.
+
+    A repeated schedule's `copies` are by default the same requests once more, those of one with drafts these.
+    """
+    if copies is None:
+        copies = duplicate_requests(requests) if schedule.is_repeated else ()
+        copies = draft_requests(requests, schedule) if schedule.has_drafts else copies
     return RunDescription(
         engine=plan.case.engine,
         folder=folder.absolute(),
@@ -151,14 +133,7 @@ def record_run(
     *,
     copies: Sequence[RequestInfo] | None = None,
 ) -> None:
-    """Run the engine under one schedule and record it into `folder`.
-
-    A repeated schedule's `copies` are by default the same requests once more, those of one with drafts these.
-    """
-    if copies is None and schedule.has_drafts:
-        copies = draft_requests(requests, schedule)
-    if copies is None:
-        copies = duplicate_requests(requests) if schedule.is_repeated else ()
+    """Run the engine under one schedule and record it into `folder`; see `describe_run`."""
     run = describe_run(plan, schedule, requests, folder, copies=copies)
     if isinstance(engine, IsolatedEngine):
         engine.record(run)

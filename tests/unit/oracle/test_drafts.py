@@ -21,6 +21,13 @@ def test_a_request_goes_back_over_seven_tokens_after_its_prompt():
     assert {len(draft.token_ids) - draft.prompt_length for draft in drafts} == {NUM_GIVEN_UP}
 
 
+def test_a_request_goes_back_over_fewer_tokens_than_it_has():
+    for num_tokens, given_up in ((8, []), (9, []), (10, [1]), (15, [6]), (16, [7]), (17, [7])):
+        request = RequestInfo(id=0, token_ids=list(range(num_tokens)), prompt_length=8)
+        drafts = draft_requests([request], parse_schedule("rewound"))
+        assert [len(draft.token_ids) - 8 for draft in drafts] == given_up
+
+
 @given(st.integers(1, 9), st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=25))
 def test_each_is_wrong_at_its_first_position_and_a_step_of_its_request_gives_it_up(num_drafts, prompt_length, tokens):
     request = RequestInfo(id=3, token_ids=tokens, prompt_length=min(prompt_length, len(tokens)))
