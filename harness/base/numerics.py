@@ -25,5 +25,8 @@ class Numerics:
     interleaved_heads: int = 0
     """Size of the heads whose keys are stored as interleaved rotary pairs, which decides what shares a block of a
     quantised cache; 0 if they are stored as halves."""
+    rotates_by_request: bool = False
+    """Whether rotary frequencies that follow the length (`longrope`, `dynamic`) follow that of the whole request in
+    every step, not the length so far."""
     num_ranks: int | None = None
     """Processes that share each product; None if that is not known, 1 for none."""

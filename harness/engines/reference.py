@@ -2,13 +2,14 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 import torch
 
+from harness.base.numerics import Numerics
 from harness.engines.adapter import LIMITS, Capabilities, Control, Engine, Timeline, Workload
 from harness.engines.poison import Poison
 from harness.engines.reference_drafts import ForcedDrafts
@@ -23,6 +24,7 @@ from harness.results.settings import ModelSettings, distinct
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
 from reference_engine.checkpoint.experts import ExpertsShape
 from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.errors import EngineError
 from reference_engine.parallel.worker import parallel_engine
 from reference_engine.rotary import RotaryEmbedding
 
@@ -64,8 +66,16 @@ class ReferenceEngine:
         schedules = _SCHEDULES.get(backend, _ALL_SCHEDULES)
         if self._adapters:  # ranks have none
             schedules = tuple(name for name in schedules if name != "tensor-parallel")
+        limits = LIMITS if backend not in _SCHEDULES else _LIMITS_WITHOUT_BLOCKS
+        free = tuple(name for name in limits if name not in self._options)  # no option has decided these
+        follows_length = False
+        with suppress(EngineError):  # which a run raises
+            follows_length = ModelConfig.from_folder(folder).rope.rope_len(1) is not None
         self.capabilities = Capabilities(
-            schedules=schedules, keeps_cache=backend != "recompute", control=self._control(backend)
+            schedules=schedules,
+            keeps_cache=backend != "recompute",
+            numerics=Numerics(rotates_by_request=True) if follows_length else None,
+            control=Control(limits=free, aborts=True, forks=backend != "recompute"),
         )
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
@@ -88,12 +98,6 @@ class ReferenceEngine:
         with reference_errors(self._folder):
             engine = LLMEngine(self._folder, EngineConfig(**{**limits, **self._options}))  # type: ignore[arg-type]
         return ReferenceSession(engine, self._folder)
-
-    def _control(self, backend: str) -> Control:
-        """Return what workloads may decide: not what an option has decided."""
-        limits = LIMITS if backend not in _SCHEDULES else _LIMITS_WITHOUT_BLOCKS
-        free = tuple(name for name in limits if name not in self._options)
-        return Control(limits=free, aborts=True, forks=backend != "recompute")
 
     def _opened(self, workload: Workload) -> AbstractContextManager[LLMEngine]:
         config, num_ranks = self._config(workload), workload.schedule.num_ranks
@@ -201,7 +205,7 @@ class _Driver:
                 return
             request = self._arriving.popleft()
             prompt, detour = request.token_ids[: request.prompt_length], self._observer.drafts.detour(request)
-            number = self._engine.add_request(prompt, self._params(detour or request, num_more=int(detour is not None)))
+            number = self._engine.add_request(prompt, self._params(request, detour or request))
             self._observer.request_ids[number] = request.id
             self._observer.drafts.begin(request, detour)
 
@@ -211,7 +215,7 @@ class _Driver:
         self._num_made[own] += 1
         for fork in self._forks.pop(own, ()) if output.finish_reason is None else ():
             self._prompt_lengths[fork.id], self._num_made[fork.id] = self._prompt_lengths[own], self._num_made[own]
-            request_id = self._engine.fork(output.request_id, self._params(fork))
+            request_id = self._engine.fork(output.request_id, self._params(fork, fork))
             self._observer.request_ids[request_id] = fork.id
         self._go_back(output.request_id, self._requests[own])
         if own in self._timeline.aborted and self._num_made[own] == self._num_wanted(self._requests[own]):
@@ -222,7 +226,7 @@ class _Driver:
         detour = self._observer.drafts.detour(request)
         if detour is not None and self._num_made[request.id] == self._num_wanted(detour):
             self._observer.drafts.begin(request, None)
-            self._engine.rewind(number, request.prompt_length, self._params(request))
+            self._engine.rewind(number, request.prompt_length, self._params(request, request))
 
     def _num_wanted(self, request: RequestInfo) -> int:
         """Return how many tokens a request makes: one after each row from its prompt's last one on."""
@@ -231,10 +235,10 @@ class _Driver:
     def _prompt_length(self, request: RequestInfo) -> int:
         return self._prompt_lengths.get(request.id, request.prompt_length)
 
-    def _params(self, request: RequestInfo, num_more: int = 0) -> SamplingParams:
-        """Feed what follows the prompt; what the engine would have chosen is still reported."""
-        forced = request.token_ids[self._prompt_length(request) :]
-        num_tokens = self._num_wanted(request) + (request.id in self._timeline.aborted) + num_more
+    def _params(self, request: RequestInfo, fed: RequestInfo) -> SamplingParams:
+        """Feed what follows the prompt in `fed`, as far; what the engine would have chosen is still reported."""
+        forced = fed.token_ids[self._prompt_length(fed) :]
+        num_tokens = self._num_wanted(request) + (request.id in self._timeline.aborted)
         adapter = next(iter(self._engine.runner.adapters), None)
         return SamplingParams(
             max_new_tokens=num_tokens, forced_token_ids=forced or None, ignore_eos=True, adapter=adapter

@@ -1,6 +1,6 @@
 """Some sequences of an engine's rows, padded to one length, and the recorded rows of any tap in them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,10 +26,11 @@ class PaddedBatch:
 
     def __init__(self, recording: Recording, sequences: Sequence[RowSequence]) -> None:
         self.recording, self.sequences = recording, sequences
-        self.num_tokens = max(len(sequence) for sequence in sequences)
+        lengths = _rotary_lengths(recording)
+        self.num_tokens = max(max(len(each), lengths.get(each.request.id, 0)) for each in sequences)
         self._step = self._padded([sequence.step for sequence in sequences], NOWHERE)
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
-        self.is_own = self._padded([sequence.is_own for sequence in sequences], False)
+        self.is_own = self._padded([_is_judged(recording, sequence, lengths) for sequence in sequences], False)
         """[places] bool: rows that are judged in this batch."""
 
     def _padded(self, columns: Sequence[torch.Tensor], fill: int | bool) -> torch.Tensor:
@@ -88,6 +89,26 @@ class PaddedBatch:
                 places, rows = places[found >= 0], found[found >= 0]
             if len(places):
                 yield places, step.tap(tap)[rows]
+
+
+def _rotary_lengths(recording: Recording) -> dict[int, int]:
+    """Return the length that the frequencies of each request follow; nothing where they follow that of a forward."""
+    manifest = recording.manifest
+    if manifest.numerics is None or not manifest.numerics.rotates_by_request:
+        return {}
+    lengths = {request.id: len(request.token_ids) for request in manifest.requests}
+    return {each.id: lengths[each.id if each.draft_of is None else each.draft_of] for each in manifest.requests}
+
+
+def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int, int]) -> torch.Tensor:
+    """[tokens] bool: its own rows, and cached ones of a request of another length, whose keys may not fit this one."""
+    if not lengths:
+        return sequence.is_own
+    is_judged, own = sequence.is_own.clone(), lengths[sequence.request.id]
+    for position in (sequence.step >= 0).nonzero()[:, 0].tolist():
+        writer = int(recording.steps[int(sequence.step[position])].request[sequence.row[position]])
+        is_judged[position] |= lengths[writer] != own
+    return is_judged
 
 
 def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:

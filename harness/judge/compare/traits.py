@@ -23,8 +23,9 @@ class Traits:
         num_heads = getattr(config, "num_attention_heads", None) or 1
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         rope = getattr(config, "rope_parameters", None) or {}
+        original = getattr(config, "max_position_embeddings", None) if rope.get("rope_type") == "dynamic" else None
         return cls(
             num_groups=num_heads // num_kv_heads,
             window=min((op.window for op in hf.graph if op.window is not None), default=None),
-            original_positions=rope.get("original_max_position_embeddings"),
+            original_positions=rope.get("original_max_position_embeddings", original),
         )

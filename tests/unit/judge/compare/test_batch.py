@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from harness.base.numerics import Numerics
 from harness.formats.recording import RequestInfo
 from harness.judge.compare.batch import PaddedBatch, make_batches
 from harness.judge.compare.sequences import RowSequence
@@ -114,3 +115,18 @@ def lengths(batches):
 def test_batches_are_as_full_as_the_longest_of_their_sequences_lets_them(max_tokens, expected):
     made = [sequence(request, [(0, 0)] * length) for request, length in ((2, 2), (7, 4), (9, 3), (7, 4), (9, 2))]
     assert lengths(make_batches(recording_of(REQUESTS, []), made, max_tokens)) == expected
+
+
+def test_rotary_frequencies_that_follow_the_request_are_those_of_all_of_its_tokens():
+    """HF is given as many tokens, and judges again what a request of another length left in the cache."""
+    steps = [Step([(7, 0), (7, 1), (2, 0)])]
+    recording = recording_of(REQUESTS, steps, numerics=Numerics(rotates_by_request=True))
+    draft = RequestInfo(id=5, token_ids=[11, 13], prompt_length=1, draft_of=7)
+    recording.manifest.requests.append(draft)
+    preempted, found = sequence(7, [(0, 0), (0, 1)]), sequence(2, [(0, 0), None], own=[False, False])
+    assert PaddedBatch(recording, [preempted]).is_own.tolist() == [True, True, False, False]
+    assert PaddedBatch(recording, [preempted]).token_ids.tolist() == [[11, 12, 0, 0]]
+    assert PaddedBatch(recording, [found]).is_own.tolist() == [True, False]
+    rejected = RowSequence(request=draft, step=torch.tensor([0]), row=torch.tensor([0]), is_own=torch.tensor([False]))
+    assert PaddedBatch(recording, [rejected]).is_own.tolist() == [False] * 4
+    assert PaddedBatch(recording_of(REQUESTS, steps), [preempted, found]).is_own.tolist() == [True, True, False, False]
