@@ -25,6 +25,7 @@ from harness.judge.jobs.model import planned_model
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
+from harness.oracle.untraced import frequencies_follow_length
 from harness.plan import Plan
 from harness.results.fuzz import FuzzFinding, FuzzResult, SentWorkload
 from harness.results.invariance import InvarianceResult
@@ -293,9 +294,10 @@ class _Subject:
         return time.perf_counter() - self.began
 
     def pool(self) -> SequencePool:
-        """Draw the tokens of all workloads."""
-        hf, window = self.hf, Traits.of(self.hf).window
-        return make_pool(self.options.seed, vocab_size=hf.vocab_size, max_positions=hf.max_positions, window=window)
+        """Draw the tokens of all workloads, within the context in which the truth of a row is that of any request."""
+        hf, traits = self.hf, Traits.of(self.hf)
+        most = traits.original_positions if frequencies_follow_length(hf.config) else hf.max_positions
+        return make_pool(self.options.seed, vocab_size=hf.vocab_size, max_positions=most, window=traits.window)
 
     def golden(self, pool: SequencePool) -> Golden:
         """Make the pool's golden, or find it in the cache, and let the engine match its taps to the model's."""
