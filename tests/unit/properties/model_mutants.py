@@ -161,11 +161,11 @@ MUTANTS = [
     Mutant("turned the other way", (rotary,), "rotate_half", "cat((-b, a)", "cat((b, -a)",
            operation(check_rotary), DEFINED),
     Mutant(
-        "position one too high", (rotary.RotaryEmbedding,), "__call__", "positions_T[:, None].float()",
+        "position one too high", (rotary.RotaryEmbedding,), "_turn", "positions_T[:, None].float()",
         "(positions_T[:, None] + 1).float()", operation(check_rotary), "position 0 is not rotated",
     ),
     Mutant(
-        "positions in bfloat16", (rotary.RotaryEmbedding,), "__call__", "positions_T[:, None].float()",
+        "positions in bfloat16", (rotary.RotaryEmbedding,), "_turn", "positions_T[:, None].float()",
         "positions_T[:, None].bfloat16().float()", operation(check_rotary), "rotating by m, then by n",
     ),
     Mutant(
