@@ -23,6 +23,7 @@ from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.lora.adapter import Adapter
 from reference_engine.observer import Observer
 from reference_engine.requests.sequence import ScheduledChunk
+from reference_engine.state_cache import Piece
 
 __all__ = ["Batch", "build_batch", "sampled_rows", "slots_of"]
 
@@ -59,6 +60,8 @@ class Batch:
     """The attention backend's plan, made once for all layers."""
     adapters: Sequence[tuple[Adapter, torch.Tensor]] = ()
     """LoRA adapters of the step, each with its rows, int64."""
+    pieces: Sequence[Piece] = ()
+    """The rows by the states that they go on from; nothing where no layer has a state."""
 
     @property
     def num_single(self) -> int:

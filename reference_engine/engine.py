@@ -67,7 +67,7 @@ class LLMEngine:
         self._model_dir = model_dir
         self.runner = ModelRunner(model_dir, config, model_config, ranks, adapters)
         self.backend = backend = self.runner.backend
-        self._debug = DebugChecks(backend.cache) if config.debug_checks else None
+        self._debug = DebugChecks(backend.cache, self.runner.states) if config.debug_checks else None
         self.pool = BlockPool(
             backend.num_blocks,
             backend.block_size,
@@ -144,6 +144,7 @@ class LLMEngine:
         if not chunks:
             return []
         kept = [self._verified(chunk, own) for chunk, own in self._by_chunk(chunks, sampled)]
+        self.runner.keep_states(chunks, self.observer)
         self.scheduler.advance(chunks)
         for sequence, choices, num_drafts in kept:
             if len(choices) <= num_drafts:
@@ -220,7 +221,8 @@ class LLMEngine:
     def rewind(self, request_id: int, num_tokens: int, params: SamplingParams | None = None) -> None:
         """Forget what a request has after its first so many tokens, and let it go on otherwise.
 
-        The last of these is computed again, so that another token can be chosen after it. Blocks behind it are freed.
+        The last of these is computed again, so that another token can be chosen after it; with recurrent layers, all
+        that its block holds. Blocks behind it are freed.
 
         Raises:
             RequestError: the request is unknown or finished, or has not so many tokens after its prompt; or `params`
@@ -229,19 +231,19 @@ class LLMEngine:
             ConfigError: as `add_request`.
         """
         where, sequence = "LLMEngine.rewind", self._find(request_id, "LLMEngine.rewind")
-        first, last = sequence.num_prompt_tokens, sequence.num_tokens
+        first, last, keeps_states = sequence.num_prompt_tokens, sequence.num_tokens, self.runner.states is not None
         if not first <= num_tokens <= last:
             raise RequestError(
                 "a request cannot go back there", where=where, expected=f"{first} to {last} tokens", actual=num_tokens
             )
         if params is not None:
             rewound = sequence.fork(request_id, params, sequence.seed)
-            rewound.rewind(num_tokens, self.pool.block_size)
+            rewound.rewind(num_tokens, self.pool.block_size, keeps_states)
             self._admission.check_fork(rewound, params)
             self._check_stops(params)
             sequence.params = params
             sequence.turn_by(self._rope_len(first, params))
-        sequence.rewind(num_tokens, self.pool.block_size)
+        sequence.rewind(num_tokens, self.pool.block_size, keeps_states)
         self.scheduler.take_back(sequence)
 
     def suspend(self, request_id: int) -> None:

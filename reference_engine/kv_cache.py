@@ -28,6 +28,7 @@ class CacheSpec:
     """The sizes that a backend needs to lay out its cache."""
 
     num_layers: int
+    """Those that keep K and V."""
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -41,13 +42,16 @@ class CacheSpec:
     """Latest tokens that each layer sees; None: all of them."""
     budget_bytes: int = CPU_CACHE_BYTES
     """Memory for a cache without `num_blocks`."""
+    state_bytes: int = 0
+    """Beside K and V of a block, the states that are kept with it."""
     prepare: Callable[[torch.Tensor], None] = lambda memory: None
     """Called with the cache's memory before it is first touched."""
 
     def default_num_blocks(self, block_size: int) -> int:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""
         wanted = self.max_num_seqs * -(-self.max_model_len // block_size)
-        block_bytes = 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        kv_bytes = 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        block_bytes = kv_bytes + self.state_bytes
         return 1 + max(1, min(wanted, self.budget_bytes // block_bytes))
 
 

@@ -109,15 +109,18 @@ class MLP:
     gate_up_proj: Linear
     down_proj: Callable[[torch.Tensor], torch.Tensor]
     activation: Callable[[torch.Tensor], torch.Tensor] = silu
+    name: str = "mlp"
+    """Name of its taps and products."""
 
     def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]; `prefix` starts the names of the taps."""
-        stacked = batch.adapt(prefix, "mlp.gate_up_proj", x_TD, self.gate_up_proj(x_TD))
+        own = self.name
+        stacked = batch.adapt(prefix, f"{own}.gate_up_proj", x_TD, self.gate_up_proj(x_TD))
         gate_TF, up_TF = stacked.chunk(2, dim=-1)
-        batch.tap(prefix, "mlp.gate_proj", gate_TF)
-        batch.tap(prefix, "mlp.up_proj", up_TF)
+        batch.tap(prefix, f"{own}.gate_proj", gate_TF)
+        batch.tap(prefix, f"{own}.up_proj", up_TF)
         act_TF = self.activation(gate_TF) * up_TF
-        batch.tap(prefix, "mlp.act", act_TF)
-        out_TD = batch.adapt(prefix, "mlp.down_proj", act_TF, self.down_proj(act_TF))
-        batch.tap(prefix, "mlp.down_proj", out_TD)
+        batch.tap(prefix, f"{own}.act", act_TF)
+        out_TD = batch.adapt(prefix, f"{own}.down_proj", act_TF, self.down_proj(act_TF))
+        batch.tap(prefix, f"{own}.down_proj", out_TD)
         return out_TD

@@ -18,6 +18,7 @@ from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING
 from reference_engine.families.experts import build_experts
 from reference_engine.families.gemma3 import SandwichLayer, ScaledEmbedding, ZeroCentredRMSNorm
+from reference_engine.families.qwen3_next import build_delta_net
 from reference_engine.layers import (
     ACTIVATIONS,
     MLP,
@@ -25,9 +26,11 @@ from reference_engine.layers import (
     Linear,
     RMSNorm,
     Rotation,
+    TokenMixer,
 )
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.share import Share
+from reference_engine.state_cache import StateCache
 
 __all__ = ["Attention", "Decoder", "DecoderLayer", "Forward", "Layer"]
 
@@ -40,6 +43,7 @@ class Attention:
     """q, k and v of each token, their rotation, and what each token takes from its past."""
 
     layer: int
+    """Number among the layers that keep K and V."""
     head_dim: int
     qkv_sizes: list[int]
     """Width of q, k and v in the stacked product."""
@@ -48,33 +52,41 @@ class Attention:
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     backend: AttentionBackend
+    is_gated: bool = False
+    """Whether the product has a gate of each head behind its q."""
 
     def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]."""
-        q_TNH, k_TKH, v_TKH = self._project(x_TD, batch, prefix)
+        q_TNH, k_TKH, v_TKH, gate_TNH = self._project(x_TD, batch, prefix)
         q_TNH, k_TKH = apply_rotary(q_TNH, *rotation), apply_rotary(k_TKH, *rotation)
         batch.tap(prefix, "q_rope", q_TNH)
         batch.tap(prefix, "k_rope", k_TKH)
         context = self.backend.attend(self.layer, q_TNH, k_TKH, v_TKH, batch).flatten(1)
         batch.tap(prefix, "attention", context)
+        if gate_TNH is not None:
+            context = context * gate_TNH.flatten(1).sigmoid()
+            batch.tap(prefix, "self_attn.act", context)
         out_TD = batch.adapt(prefix, "self_attn.o_proj", context, self.o_proj(context))
         batch.tap(prefix, "self_attn.o_proj", out_TD)
         return out_TD
 
     def _project(
         self, x_TD: torch.Tensor, batch: Batch, prefix: str
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         stacked = batch.adapt(prefix, "self_attn.qkv_proj", x_TD, self.qkv_proj(x_TD))
         q, k, v = torch.split(stacked, self.qkv_sizes, dim=-1)
         batch.tap(prefix, "self_attn.q_proj", q)
         batch.tap(prefix, "self_attn.k_proj", k)
         batch.tap(prefix, "self_attn.v_proj", v)
-        q_TNH, k_TKH, v_TKH = (x.view(len(x), -1, self.head_dim) for x in (q, k, v))
+        q_TNH, k_TKH, v_TKH = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))
+        gate_TNH = None
+        if self.is_gated:
+            q_TNH, gate_TNH = q_TNH[:, 0::2], q_TNH[:, 1::2]
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
             batch.tap(prefix, "self_attn.q_norm", q_TNH)
             batch.tap(prefix, "self_attn.k_norm", k_TKH)
-        return q_TNH, k_TKH, v_TKH
+        return q_TNH, k_TKH, v_TKH, gate_TNH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +96,7 @@ class DecoderLayer:
     prefix: str
     """Start of the names of its taps: `model.layers.3.`."""
     input_layernorm: RMSNorm
-    attention: Attention
+    attention: TokenMixer
     post_attention_layernorm: RMSNorm
     mlp: FeedForward
 
@@ -132,6 +144,7 @@ class Decoder:
         share: Share,
         *,
         local_rotary: RotaryEmbedding | None = None,
+        states: StateCache | None = None,
         product: Callable[[torch.Tensor, torch.Tensor | None], Linear] = Linear,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
@@ -143,7 +156,7 @@ class Decoder:
         return cls(
             embed_tokens=_build_embedding(config, table, share),
             rotary=rotary,
-            layers=tuple(_build_layer(config, weights, backend, layer, share, product) for layer in layers),
+            layers=tuple(_build_layer(config, weights, backend, layer, share, product, states) for layer in layers),
             norm=_norm_class(config)(weights["model.norm.weight"], config.rms_norm_eps),
             lm_head=head,
             local_rotary=local_rotary,
@@ -193,6 +206,7 @@ def _build_layer(
     layer: int,
     share: Share,
     product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
+    states: StateCache | None,
 ) -> Layer:
     prefix = f"model.layers.{layer}."
 
@@ -205,17 +219,26 @@ def _build_layer(
     def row_parallel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return share.row_parallel(linear(name))
 
-    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    attention = Attention(
-        layer=layer,
-        head_dim=config.head_dim,
-        qkv_sizes=[num_q, num_kv, num_kv],
-        qkv_proj=linear("self_attn.qkv_proj"),
-        o_proj=row_parallel("self_attn.o_proj"),
-        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-        backend=backend,
-    )
+    attention: TokenMixer
+    if layer in config.delta_nets:
+        assert states is not None, "whoever builds the decoder of such a model gives it states"
+        number = tuple(config.delta_nets).index(layer)
+        shape_of_net = config.delta_nets[layer]
+        attention = build_delta_net(number, shape_of_net, weights, prefix, config.rms_norm_eps, linear, states)
+    else:
+        num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        is_gated = config.family.gates_attention
+        attention = Attention(
+            layer=config.attention_layers.index(layer),
+            head_dim=config.head_dim,
+            qkv_sizes=[num_q * (1 + is_gated), num_kv, num_kv],
+            qkv_proj=linear("self_attn.qkv_proj"),
+            o_proj=row_parallel("self_attn.o_proj"),
+            q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+            backend=backend,
+            is_gated=is_gated,
+        )
     shape, activation = config.mlps.get(layer), ACTIVATIONS[config.family.activation]
     mlp: FeedForward
     if isinstance(shape, ExpertsShape):

@@ -12,7 +12,7 @@ import torch
 
 from reference_engine.acceleration import Acceleration
 from reference_engine.attention.backend import find_backend
-from reference_engine.batch import Batch, build_batch
+from reference_engine.batch import Batch, build_batch, slots_of
 from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import DTYPES, EngineConfig
@@ -22,11 +22,12 @@ from reference_engine.lora.adapter import read_adapter
 from reference_engine.model import Decoder
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
-from reference_engine.observing.steps import describe, show_cache
+from reference_engine.observing.steps import describe, show_cache, show_states
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 from reference_engine.rotary import RotaryEmbedding
 from reference_engine.sampler import Sampled, sample
 from reference_engine.share import Share
+from reference_engine.state_cache import StateCache, StateSpec
 
 __all__ = ["ModelRunner"]
 
@@ -49,13 +50,15 @@ class ModelRunner:
         ranks: Share | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        _check_adapters(adapters or {}, ranks)
+        _check_adapters(adapters or {}, ranks, model_config)
+        _check_compiled(config, model_config)
         self._share = share = Share() if ranks is None else ranks
         self.model_config = model_config.shard(share.size)
         self.device = share.open_device(config.device)
         self._numerics = step_numerics if self.device.type == "cuda" else nullcontext
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
+        self._state_spec = _state_spec(self.model_config, self.dtype, self.device)
         spec = self._cache_spec(config)
         self.acceleration = acceleration = find_acceleration()(
             config, spec, num_engines=share.size, has_adapters=bool(adapters)
@@ -72,9 +75,10 @@ class ModelRunner:
         # After the weights, so that on a GPU the cache takes its share of what they leave.
         budget_bytes = share.cache_budget_bytes(self.device)
         self.backend = open_backend(replace(spec, budget_bytes=budget_bytes, prepare=acceleration.prepare_cache))
+        self.states = self._open_states(config)
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, share,
-            local_rotary=local_rotary, product=acceleration.linears(weights, self.backend),
+            local_rotary=local_rotary, states=self.states, product=acceleration.linears(weights, self.backend),
         )  # fmt: skip
         self._decoder = acceleration.decoder(self.model, self.backend)
         self.adapters = {
@@ -86,6 +90,8 @@ class ModelRunner:
         """Give the device's memory back; nothing else may be called afterwards."""
         if self.backend.cache is not None:
             self.backend.cache.close()
+        if self.states is not None:
+            self.states.close()
         del self.model, self._decoder, self.acceleration  # which may hold the memory of recorded steps
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # or the device's free memory, by which caches are sized, does not count it
@@ -113,15 +119,26 @@ class ModelRunner:
             self._share.tell_read_back(sequence)
             self.show_cache(sequence, self._share.watching(observer))
 
+    def keep_states(self, chunks: Seq[ScheduledChunk], observer: Observer | None) -> None:
+        """Let the states after accepted guesses be those of their blocks, and show an observer all states."""
+        if self.states is not None:
+            self.states.accept([slot for chunk in chunks for slot in slots_of(chunk, self.states.block_size)])
+            if observer is not None:
+                show_states(chunks, self.states, tuple(self.model_config.delta_nets), observer)
+
     def copy_block(self, source: int, target: int) -> None:
-        """Copy the K and V of one block to another."""
+        """Copy what is kept of one block to another."""
         if self.backend.cache is not None:
             self._share.tell_copy(source, target)
             self.backend.cache.copy_block(source, target)
+        if self.states is not None:
+            self.states.copy(source, target)
 
     def batch(self, computed: Seq[ScheduledChunk], observer: Observer | None) -> Batch:
         """Return a step's batch; an observed one with its plan, so that no observer takes planning for an operation."""
         batch = build_batch(computed, self.backend.block_size, self.device, observer, self.adapters)
+        if self.states is not None:
+            batch = replace(batch, pieces=self.states.plan(computed))
         return batch if observer is None else self._planned(batch)
 
     def forward(self, batch: Batch) -> torch.Tensor | None:
@@ -130,7 +147,7 @@ class ModelRunner:
 
     def show_cache(self, sequence: Sequence, observer: Observer) -> None:
         """Show what the cache of this process holds of a request."""
-        show_cache(sequence, self.backend, self.model_config.num_hidden_layers, observer)
+        show_cache(sequence, self.backend, self.model_config.attention_layers, observer)
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
         if batch.observer is None:
@@ -149,8 +166,9 @@ class ModelRunner:
         return rotary, RotaryEmbedding(replace(config, rope=config.local_rope), self.device, self.dtype)
 
     def _cache_spec(self, config: EngineConfig) -> CacheSpec:
+        layers = self.model_config.attention_layers
         return CacheSpec(
-            num_layers=self.model_config.num_hidden_layers,
+            num_layers=len(layers),
             num_kv_heads=self.model_config.num_key_value_heads,
             head_dim=self.model_config.head_dim,
             dtype=self.dtype,
@@ -159,8 +177,15 @@ class ModelRunner:
             num_blocks=config.num_blocks,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
-            layer_windows=self.model_config.layer_windows,
+            layer_windows=tuple(self.model_config.layer_windows[layer] for layer in layers),
+            state_bytes=0 if self._state_spec is None else self._state_spec.num_bytes,
         )
+
+    def _open_states(self, config: EngineConfig) -> StateCache | None:
+        if self._state_spec is None:
+            return None
+        num_guesses = config.max_num_seqs * config.num_speculative_tokens
+        return StateCache(self._state_spec, self.backend.num_blocks, self.backend.block_size, num_guesses)
 
 
 def find_acceleration() -> type[Acceleration]:
@@ -174,12 +199,23 @@ def find_acceleration() -> type[Acceleration]:
     return FastAcceleration
 
 
-def _check_adapters(adapters: Mapping[str, object], ranks: Share | None) -> None:
+def _check_adapters(adapters: Mapping[str, object], ranks: Share | None, model_config: ModelConfig) -> None:
     """Refuse what would leave an adapter's part out."""
-    if adapters and ranks is not None:
+    others = {"several ranks": ranks is not None, "recurrent layers": bool(model_config.delta_nets)}
+    for name in (name for name, is_there in others.items() if adapters and is_there):
+        raise ConfigError("adapters are not served with this", where="EngineConfig", expected="off", actual=name)
+
+
+def _check_compiled(config: EngineConfig, model_config: ModelConfig) -> None:
+    if config.compile_layers and model_config.delta_nets:
         raise ConfigError(
-            "adapters are not served with this", where="EngineConfig", expected="off", actual="several ranks"
+            "recurrent layers are not compiled", where="EngineConfig.compile_layers", expected=False, actual=True
         )
+
+
+def _state_spec(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> StateSpec | None:
+    shapes = list(config.delta_nets.values())
+    return StateSpec(num_layers=len(shapes), shape=shapes[0], dtype=dtype, device=device) if shapes else None
 
 
 def _resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:

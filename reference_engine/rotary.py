@@ -33,7 +33,7 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._rope, self._head_dim = config.rope, config.head_dim
+        self._rope, self._rotary_dim = config.rope, config.rotary_dim
         self._device, self._dtype = device, dtype
         self._by_len: dict[int, torch.Tensor] = {}
         self.follows_length = config.rope.rope_type in LENGTH_ROPE_TYPES
@@ -48,7 +48,10 @@ class RotaryEmbedding:
         self.inv_freq, self.scale = self._rotation(config.rope.rope_len(1))
 
     def __call__(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine, each [T, 1, H] in the engine's dtype, of requests within the original context."""
+        """Return cosine and sine, each [T, 1, H] in the engine's dtype, of requests within the original context.
+
+        H is the width of what is rotated of a head.
+        """
         return self._turn(positions_T, self.inv_freq)
 
     def by_request(
@@ -67,7 +70,7 @@ class RotaryEmbedding:
 
     def _rotation(self, rope_len: int | None) -> Rotation:
         """Return the rotation of a length; computed on the CPU, so that the bits do not depend on the device."""
-        rope, head_dim = self._rope, self._head_dim
+        rope, head_dim = self._rope, self._rotary_dim
         if rope_len is None:
             inv_freq, scale = ROPE_TYPES[rope.rope_type](rope, head_dim)
         else:
@@ -84,7 +87,13 @@ class RotaryEmbedding:
 
 
 def apply_rotary(x_TNH: torch.Tensor, cos_T1H: torch.Tensor, sin_T1H: torch.Tensor) -> torch.Tensor:
-    """Rotate each head by its position's angles: x cos + rotate_half(x) sin, every product rounded to the dtype."""
+    """Rotate each head by its position's angles: x cos + rotate_half(x) sin, every product rounded to the dtype.
+
+    Where there are fewer angles than a head is wide, the rest of the head stays as it is.
+    """
+    rotary_dim = cos_T1H.shape[-1]
+    if rotary_dim < x_TNH.shape[-1]:
+        return torch.cat([apply_rotary(x_TNH[..., :rotary_dim], cos_T1H, sin_T1H), x_TNH[..., rotary_dim:]], dim=-1)
     return (x_TNH * cos_T1H) + (rotate_half(x_TNH) * sin_T1H)
 
 

@@ -45,6 +45,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 ONSETS = ("b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "ch", "sh")
@@ -196,7 +198,7 @@ def save_tokenizer(recipe: Recipe, folder: Path) -> None:
 
 def is_norm(module: nn.Module) -> bool:
     """Say whether this is one of HuggingFace's RMSNorm classes."""
-    return type(module).__name__.endswith("RMSNorm")
+    return type(module).__name__.endswith(("RMSNorm", "RMSNormGated"))
 
 
 def is_qkv(name: str) -> bool:
@@ -205,8 +207,13 @@ def is_qkv(name: str) -> bool:
 
 
 def neutral_norm_weight(module: nn.Module) -> float:
-    """Return the weight with which a norm multiplies by one: Gemma's multiply by 1 + weight."""
-    return 0.0 if type(module).__name__.startswith("Gemma") else 1.0
+    """Return the weight with which a norm multiplies by one: Gemma's and Qwen3-Next's multiply by 1 + weight."""
+    return 0.0 if type(module).__name__.startswith(("Gemma", "Qwen3NextRMSNorm")) and not is_gated(module) else 1.0
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Say whether a norm multiplies by a gate, too."""
+    return type(module).__name__.endswith("Gated")
 
 
 @torch.no_grad()
@@ -251,6 +258,26 @@ def with_the_worst_experts(model: PreTrainedModel) -> PreTrainedModel:
     for name, parameter in other.named_parameters():
         if name.endswith("mlp.gate.weight"):
             parameter.data.neg_()
+    return other
+
+
+@torch.no_grad()
+def without_states(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the recurrences forget everything before each token."""
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if name.endswith("A_log"):
+            parameter.fill_(20.0)
+    return other
+
+
+@torch.no_grad()
+def without_convolutions(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the convolutions see each token alone."""
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if name.endswith("conv1d.weight"):
+            parameter[..., :-1] = 0.0
     return other
 
 
@@ -440,12 +467,45 @@ def gemma3_recipe() -> Recipe:
     )
 
 
+def qwen3_next_recipe() -> Recipe:
+    """Three layers with a gated delta rule and one with gated attention; experts in all but the second layer."""
+    return Recipe(
+        model_class=Qwen3NextForCausalLM,
+        config=Qwen3NextConfig(
+            **SHARED_SHAPE
+            | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            mlp_only_layers=[1],
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+            rms_norm_eps=1e-6,
+        ),
+        tokenizer=build_word_tokenizer(),
+        tokenizer_class="PreTrainedTokenizerFast",
+        steps=2500,
+        ablations={
+            "accuracy_without_states": without_states,
+            "accuracy_without_convolutions": without_convolutions,
+            "accuracy_without_norm_weights": without_norm_weights,
+        },
+    )
+
+
 RECIPES = {
     "llama-tiny": llama_recipe,
     "qwen2-tiny": qwen2_recipe,
     "qwen3-tiny": qwen3_recipe,
     "qwen3-moe-tiny": qwen3_moe_recipe,
     "gemma3-tiny": gemma3_recipe,
+    "qwen3-next-tiny": qwen3_next_recipe,
 }
 
 

@@ -68,12 +68,16 @@ class ReferenceEngine:
             schedules = tuple(name for name in schedules if name != "tensor-parallel")
         limits = LIMITS if backend not in _SCHEDULES else _LIMITS_WITHOUT_BLOCKS
         free = tuple(name for name in limits if name not in self._options)  # no option has decided these
-        follows_length = False
+        follows_length = keeps_states = False
         with suppress(EngineError):  # which a run raises
-            follows_length = ModelConfig.from_folder(folder).rope.rope_len(1) is not None
+            config = ModelConfig.from_folder(folder)
+            follows_length, keeps_states = config.rope.rope_len(1) is not None, bool(config.delta_nets)
+        if keeps_states:
+            schedules = tuple(name for name in schedules if name != "tensor-parallel")
         self.capabilities = Capabilities(
             schedules=schedules,
             keeps_cache=backend != "recompute",
+            keeps_states=keeps_states,
             numerics=Numerics(rotates_by_request=True) if follows_length else None,
             control=Control(limits=free, aborts=True, forks=backend != "recompute"),
         )

@@ -1,6 +1,6 @@
 """Experts in the place of an MLP: how many, how a token's are chosen, and what a checkpoint holds of them.
 
-Shapes: D hidden, F ffn of one expert, E experts.
+Shapes: D hidden, F ffn of one expert, S ffn of the shared one, E experts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.placement import Placement, stacked
 from reference_engine.errors import ConfigError
 
-__all__ = ["ExpertsShape", "qwen3_moe_experts"]
+__all__ = ["ExpertsShape", "qwen3_moe_experts", "qwen3_next_experts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +26,22 @@ class ExpertsShape:
     """Of each expert."""
     normalizes_weights: bool
     """Whether the weights of a token's experts add up to one."""
+    shared_size: int = 0
+    """Ffn of the expert that every token goes through, with a gate of its own; 0: there is none."""
 
     def tensors(self, prefix: str, hidden_size: int) -> Iterator[tuple[str, Placement]]:
-        """Yield the router [E, D], then gate and up [F, D] and down [D, F] of each expert."""
+        """Yield the router [E, D], gate and up [F, D] and down [D, F] of each expert, and the shared one's parts."""
         yield from stacked(prefix, "gate", {"gate": self.num_experts}, hidden_size)
         gate_up = {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
         for expert in range(self.num_experts):
             own = f"{prefix}experts.{expert}."
             yield from stacked(own, "gate_up_proj", gate_up, hidden_size)
             yield from stacked(own, "down_proj", {"down_proj": hidden_size}, self.intermediate_size)
+        if self.shared_size:
+            own, gate_up = f"{prefix}shared_expert.", {"gate_proj": self.shared_size, "up_proj": self.shared_size}
+            yield from stacked(own, "gate_up_proj", gate_up, hidden_size)
+            yield from stacked(own, "down_proj", {"down_proj": hidden_size}, self.shared_size)
+            yield from stacked(prefix, "shared_expert_gate", {"shared_expert_gate": 1}, hidden_size)
 
     def shard(self, num_ranks: int) -> ExpertsShape:
         """Return all experts, each with one rank's part of its ffn.
@@ -47,6 +54,10 @@ class ExpertsShape:
                 "moe_intermediate_size does not divide among the ranks", where="tensor parallel",
                 expected=f"a number of ranks that divides {self.intermediate_size}", actual=f"{num_ranks} ranks",
             )  # fmt: skip
+        if self.shared_size and num_ranks > 1:
+            raise ConfigError(
+                "a shared expert is not split among ranks", where="tensor parallel", expected="1 rank", actual=num_ranks
+            )
         return replace(self, intermediate_size=self.intermediate_size // num_ranks)
 
 
@@ -63,6 +74,19 @@ def qwen3_moe_experts(fields: ConfigFields) -> Mapping[int, ExpertsShape]:
     num_layers = fields.positive_int("num_hidden_layers")
     sparse = [layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense]
     return dict.fromkeys(sparse, _shape(fields)) if sparse else {}
+
+
+def qwen3_next_experts(fields: ConfigFields) -> Mapping[int, ExpertsShape]:
+    """Read the experts of each layer that has them, and the one that all of its tokens share.
+
+    Raises:
+        ConfigError: a field is missing or impossible.
+    """
+    if fields.values.get("num_experts") == 0:
+        return {}
+    shared_size = fields.positive_int("shared_expert_intermediate_size", 512)
+    given = ConfigFields({"norm_topk_prob": True, **fields.values}, fields.where)
+    return {layer: replace(shape, shared_size=shared_size) for layer, shape in qwen3_moe_experts(given).items()}
 
 
 def _shape(fields: ConfigFields) -> ExpertsShape:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from reference_engine.checkpoint.config_file import ConfigFields
-from reference_engine.checkpoint.experts import qwen3_moe_experts
+from reference_engine.checkpoint.delta_net import DeltaNetShape, qwen3_next_delta_nets
+from reference_engine.checkpoint.experts import qwen3_moe_experts, qwen3_next_experts
 from reference_engine.checkpoint.placement import Placement
 
 __all__ = ["FAMILIES", "Family", "MLPShape", "Sliding"]
@@ -40,7 +41,7 @@ class MLPShape(Protocol):
         """
 
 
-def _no_mlps(fields: ConfigFields) -> Mapping[int, MLPShape]:
+def _none(fields: ConfigFields) -> Mapping[int, Any]:
     return {}
 
 
@@ -75,8 +76,16 @@ class Family:
     """Whether norms multiply by 1 + weight."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the root of the hidden size."""
-    mlps: Callable[[ConfigFields], Mapping[int, MLPShape]] = _no_mlps
+    mlps: Callable[[ConfigFields], Mapping[int, MLPShape]] = _none
     """By layer, what stands in the place of an MLP that is not a plain one."""
+    delta_nets: Callable[[ConfigFields], Mapping[int, DeltaNetShape]] = _none
+    """By layer, what stands in the place of attention."""
+    gates_attention: bool = False
+    """Whether what attention returns is multiplied by the sigmoid of a gate, which q_proj computes beside q."""
+    default_partial_rotary_factor: float | None = None
+    """Share of each head that is rotated where config.json does not say; None: all of it, whatever config.json says."""
+    ignored_prefix: str | None = None
+    """Start of the names of tensors that are no part of the decoder, as in transformers."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -114,5 +123,16 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Qwen3MoeForCausalLM",
         qk_norm=True,
         mlps=qwen3_moe_experts,
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        qk_norm=True,
+        default_head_dim=256,
+        has_zero_centred_norms=True,
+        mlps=qwen3_next_experts,
+        delta_nets=qwen3_next_delta_nets,
+        gates_attention=True,
+        default_partial_rotary_factor=0.25,
+        ignored_prefix="mtp.",
     ),
 }

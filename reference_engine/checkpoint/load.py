@@ -48,7 +48,7 @@ def load_weights(
     shards = _find_shards(Path(folder))
     with ExitStack() as stack:
         files = {path: stack.enter_context(_open(path)) for path in shards}
-        source = _locate_tensors(files, shards)
+        source = _locate_tensors(files, shards, config.family.ignored_prefix)
         table = _table(config, source)
         _check_names(table, source, folder)
         _check_tensors(table, source, folder)
@@ -108,7 +108,9 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _locate_tensors(files: Mapping[Path, Any], shards: Mapping[Path, frozenset[str] | None]) -> dict[str, Any]:
+def _locate_tensors(
+    files: Mapping[Path, Any], shards: Mapping[Path, frozenset[str] | None], ignored_prefix: str | None
+) -> dict[str, Any]:
     """Map each tensor to the open file that holds it, and hold the index to what it says."""
     source: dict[str, Any] = {}
     for path, file in files.items():
@@ -121,7 +123,9 @@ def _locate_tensors(files: Mapping[Path, Any], shards: Mapping[Path, frozenset[s
                 actual=f"the shard's (absent from the index: {_named(sorted(held - promised))})",
             )
         source.update({name: file for name in held if not name.endswith(IGNORED_SUFFIX)})
-    return source
+    if ignored_prefix is None:
+        return source
+    return {name: file for name, file in source.items() if not name.startswith(ignored_prefix)}
 
 
 def _check_names(table: Mapping[str, Placement], source: Mapping[str, Any], folder: str | Path) -> None:

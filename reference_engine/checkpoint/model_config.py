@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reference_engine.checkpoint.config_file import ConfigFields, read_json
+from reference_engine.checkpoint.delta_net import DeltaNetShape
 from reference_engine.checkpoint.families import FAMILIES, Family, MLPShape
 from reference_engine.checkpoint.rope_config import RopeConfig, read_ropes
 from reference_engine.checkpoint.sliding_window import layer_windows
@@ -47,6 +48,8 @@ class ModelConfig:
     """Latest tokens that each layer sees, itself included; None: all of them."""
     mlps: Mapping[int, MLPShape]
     """By layer, what stands in the place of an MLP of `intermediate_size`."""
+    delta_nets: Mapping[int, DeltaNetShape]
+    """By layer, what stands in the place of attention."""
     dtype: str | None
     """The checkpoint's dtype, where config.json names it."""
     eos_token_ids: frozenset[int]
@@ -102,11 +105,22 @@ class ModelConfig:
             local_rope=local_rope,
             layer_windows=layer_windows(fields, family),
             mlps=family.mlps(fields),
+            delta_nets=family.delta_nets(fields),
             dtype=config.get("dtype") or config.get("torch_dtype"),
             eos_token_ids=_eos_token_ids(generation or {}, config, where),
         )
         model._check_heads(fields)
         return model
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that keep K and V."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.delta_nets)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of each head that is rotated."""
+        return int(self.head_dim * self.rope.partial_factor)
 
     def shard(self, num_ranks: int) -> ModelConfig:
         """Return what the model looks like to one of several ranks.
@@ -114,6 +128,11 @@ class ModelConfig:
         Raises:
             ConfigError: something does not divide; the message has the numbers.
         """
+        if self.delta_nets and num_ranks > 1:
+            raise ConfigError(
+                "recurrent layers are not split among ranks", where="tensor parallel", expected="1 rank",
+                actual=f"{num_ranks} ranks",
+            )  # fmt: skip
         shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
         for name in shared:
             if getattr(self, name) % num_ranks:
@@ -132,10 +151,11 @@ class ModelConfig:
                 expected=f"num_attention_heads a multiple of num_key_value_heads = {self.num_key_value_heads}",
                 actual=self.num_attention_heads,
             )  # fmt: skip
-        if self.head_dim % 2:
+        if self.rotary_dim % 2 or not self.rotary_dim:
             raise ConfigError(
-                "rotary embedding needs pairs", where=where, expected="an even head_dim", actual=self.head_dim
-            )
+                "rotary embedding needs pairs", where=where, expected="an even head_dim, times partial_rotary_factor",
+                actual=self.rotary_dim,
+            )  # fmt: skip
         scalar = fields.values.get("query_pre_attn_scalar")
         if scalar not in (None, self.head_dim):
             raise UnsupportedModelError(

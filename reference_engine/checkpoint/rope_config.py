@@ -26,6 +26,8 @@ class RopeConfig:
     theta: float
     parameters: Mapping[str, Any]
     """The type's own parameters as config.json gives them (`factor`, `low_freq_factor`, ...)."""
+    partial_factor: float = 1.0
+    """Share of each head that is rotated."""
 
     def max_positions(self, max_position_embeddings: int) -> int:
         """Return the positions that the embedding is made for: the config's, or the factor times the original ones.
@@ -68,7 +70,8 @@ def read_ropes(
     local: Any = {}
     if local_theta is not None and _is_by_layer_type(parameters):
         own, local = (parameters.get(name) or {} for name in ("full_attention", "sliding_attention"))
-    rope = _rope(fields, own, "rope_theta", family.default_rope_theta, max_position_embeddings)
+    partial = family.default_partial_rotary_factor
+    rope = _rope(fields, own, "rope_theta", family.default_rope_theta, max_position_embeddings, partial)
     if local_theta is None:
         return rope, None
     local_rope = _rope(fields, local, "rope_local_base_freq", local_theta, max_position_embeddings)
@@ -80,12 +83,28 @@ def read_ropes(
     return rope, local_rope
 
 
+def _partial_factor(fields: ConfigFields, parameters: Mapping[str, Any], default: float | None) -> float:
+    """Return the share of each head that is rotated; `default` is None where the family rotates all of it."""
+    name = "partial_rotary_factor"
+    given = {name: fields.values.get(name), **parameters}
+    factor = ConfigFields(given, fields.where).number(name, default or 1.0)
+    if factor > 1 or (default is None and factor != 1):
+        expected = "1.0" if default is None else "at most 1.0"
+        raise UnsupportedModelError(f"unsupported {name}", where=fields.where, expected=expected, actual=factor)
+    return factor
+
+
 def _is_by_layer_type(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Mapping) for value in parameters.values())
 
 
 def _rope(
-    fields: ConfigFields, parameters: Any, theta_field: str, default_theta: float, max_position_embeddings: int
+    fields: ConfigFields,
+    parameters: Any,
+    theta_field: str,
+    default_theta: float,
+    max_position_embeddings: int,
+    default_partial: float | None = None,
 ) -> RopeConfig:
     values = fields.values
     if not isinstance(parameters, Mapping) or _is_by_layer_type(parameters):
@@ -93,11 +112,6 @@ def _rope(
             "unsupported rope_parameters", where=fields.where, expected="one set for all layers",
             actual=list(parameters) if isinstance(parameters, Mapping) else parameters,
         )  # fmt: skip
-    partial = parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(
-            "unsupported partial_rotary_factor", where=fields.where, expected="1.0", actual=partial
-        )
     given = {"rope_theta": values.get(theta_field), **parameters}
     theta = ConfigFields(given, fields.where).number("rope_theta", default_theta)
     own = {"original_max_position_embeddings": max_position_embeddings, **parameters}
@@ -109,4 +123,5 @@ def _rope(
     if rope_type == "longrope":
         original_len = ConfigFields(own, fields.where).positive_int("original_max_position_embeddings")
         own["factor"] = own.get("factor") or max_position_embeddings / original_len
-    return RopeConfig(rope_type=rope_type, theta=theta, parameters=own)
+    partial = _partial_factor(fields, parameters, default_partial)
+    return RopeConfig(rope_type=rope_type, theta=theta, parameters=own, partial_factor=partial)

@@ -32,6 +32,8 @@ def layer_windows(fields: ConfigFields, family: Family) -> tuple[int | None, ...
         raise ConfigError(
             "num_hidden_layers is impossible", where=fields.where, expected=f"at most {MAX_LAYERS}", actual=num_layers
         )
+    if family.delta_nets(fields):
+        return (None,) * num_layers
     if family.sliding is Sliding.ALL_LAYERS:
         has_window = fields.values.get("sliding_window", MISTRAL_WINDOW) is not None
         return (fields.positive_int("sliding_window", MISTRAL_WINDOW) if has_window else None,) * num_layers

@@ -34,18 +34,24 @@ def weight_table(config: ModelConfig) -> dict[str, Placement]:
 
 
 def _layer_table(config: ModelConfig, layer: int) -> Iterator[tuple[str, Placement]]:
-    hidden, head_dim, prefix = config.hidden_size, config.head_dim, f"model.layers.{layer}."
-    num_q, num_kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    hidden, prefix = config.hidden_size, f"model.layers.{layer}."
     attention, mlp = prefix + "self_attn.", config.mlps.get(layer)
     for norm in config.family.layer_norms:
         yield f"{prefix}{norm}.weight", Placement(f"{prefix}{norm}.weight", (hidden,))
+    delta_net = config.delta_nets.get(layer)
+    yield from _attention(config, attention) if delta_net is None else delta_net.tensors(prefix, hidden)
+    yield from _dense_mlp(config, prefix + "mlp.") if mlp is None else mlp.tensors(prefix + "mlp.", hidden)
+
+
+def _attention(config: ModelConfig, attention: str) -> Iterator[tuple[str, Placement]]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    num_q, num_kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     if config.qk_norm:
         for norm in ("q_norm", "k_norm"):
             yield f"{attention}{norm}.weight", Placement(f"{attention}{norm}.weight", (head_dim,))
-    qkv = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
+    qkv = {"q_proj": num_q * (1 + config.family.gates_attention), "k_proj": num_kv, "v_proj": num_kv}
     yield from stacked(attention, "qkv_proj", qkv, hidden, config.qkv_bias)
     yield from stacked(attention, "o_proj", {"o_proj": hidden}, num_q, config.o_bias)
-    yield from _dense_mlp(config, prefix + "mlp.") if mlp is None else mlp.tensors(prefix + "mlp.", hidden)
 
 
 def _dense_mlp(config: ModelConfig, prefix: str) -> Iterator[tuple[str, Placement]]:

@@ -12,7 +12,7 @@ import torch
 
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.experts import ExpertsShape
-from reference_engine.layers import Linear
+from reference_engine.layers import MLP, Linear
 
 __all__ = ["Expert", "Experts", "build_experts"]
 
@@ -43,9 +43,24 @@ class Experts:
     normalizes_weights: bool
     """Whether the weights of a token's experts add up to one."""
     activation: Callable[[torch.Tensor], torch.Tensor]
+    shared: MLP | None = None
+    """The expert that every token goes through."""
+    shared_gate: Linear | None = None
+    """Its gate: one number for each token."""
 
     def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]; `prefix` starts the names of the taps."""
+        if self.shared is None or self.shared_gate is None:
+            return self._routed(x_TD, batch, prefix)
+        shared_TD = self.shared(x_TD, batch, prefix)
+        routed_TD = self._routed(x_TD, batch, prefix)
+        gate_T1 = self.shared_gate(x_TD)
+        batch.tap(prefix, "mlp.shared_expert_gate", gate_T1)
+        out_TD = routed_TD + gate_T1.sigmoid() * shared_TD
+        batch.tap(prefix, "mlp", out_TD)
+        return out_TD
+
+    def _routed(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         weights_TC, chosen_TC = self._route(x_TD, batch, prefix)
         out_TD = torch.zeros_like(x_TD)
         for number in chosen_TC.unique().tolist():  # in order, so that each token's sum has one order
@@ -76,10 +91,16 @@ def build_experts(
 ) -> Experts:
     """Assemble the experts of a layer; `linear` and `row_parallel` take the names of its products."""
     names = [f"mlp.experts.{number}" for number in range(shape.num_experts)]
+    shared = None
+    if shape.shared_size:
+        name = "mlp.shared_expert"
+        shared = MLP(linear(f"{name}.gate_up_proj"), row_parallel(f"{name}.down_proj"), activation, name)
     return Experts(
         router=linear("mlp.gate"),
         experts=tuple(Expert(linear(f"{name}.gate_up_proj"), row_parallel(f"{name}.down_proj")) for name in names),
         num_chosen=shape.num_chosen,
         normalizes_weights=shape.normalizes_weights,
         activation=activation,
+        shared=shared,
+        shared_gate=linear("mlp.shared_expert_gate") if shape.shared_size else None,
     )

@@ -30,7 +30,9 @@ def is_fusable(decoder: Decoder) -> bool:
 
 
 def _is_plain(layer: Layer) -> bool:
-    return isinstance(layer, DecoderLayer) and isinstance(layer.mlp, MLP) and layer.mlp.activation is silu
+    if not isinstance(layer, DecoderLayer) or not isinstance(layer.mlp, MLP) or layer.mlp.activation is not silu:
+        return False
+    return isinstance(layer.attention, Attention) and not layer.attention.is_gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class FusedDecoder:
         normed_TD: torch.Tensor = self.operators.rms_norm(x_TD, first.weight_X, first.eps)
         for layer, norm_behind in zip(self.layers, norms_behind, strict=True):
             batch.tap(layer.prefix, "input_layernorm", normed_TD)
+            assert isinstance(layer.attention, Attention), "other mixers are not fused"
             delta_TD = self._attention(layer.attention, normed_TD, rotation, batch, layer.prefix)
             x_TD, normed_TD = self._add_norm(x_TD, delta_TD, layer.post_attention_layernorm)
             batch.tap(layer.prefix, "attn_residual", x_TD)

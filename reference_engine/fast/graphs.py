@@ -20,7 +20,7 @@ import torch
 from reference_engine.batch import Batch
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.layers import MLP, Linear
-from reference_engine.model import Decoder, Forward
+from reference_engine.model import Attention, Decoder, Forward
 
 __all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes", "is_capturable"]
 
@@ -34,10 +34,11 @@ SIZE_STEP = 8
 def is_capturable(decoder: Decoder) -> bool:
     """Tell whether what a decode step launches depends on shapes alone.
 
-    Which experts run is known on the host alone, as is the length that rotary frequencies follow, and sums over ranks
-    may go through it.
+    Which experts run is known on the host alone, as are the numbers of states and the length that rotary frequencies
+    follow, and sums over ranks may go through it.
     """
-    has_mlps = all(isinstance(getattr(layer, "mlp", None), MLP) for layer in decoder.layers)
+    parts = [(getattr(layer, "attention", None), getattr(layer, "mlp", None)) for layer in decoder.layers]
+    has_mlps = all(isinstance(mixer, Attention) and isinstance(mlp, MLP) for mixer, mlp in parts)
     return has_mlps and isinstance(decoder.lm_head, Linear) and not decoder.rotary.follows_length
 
 

@@ -15,6 +15,7 @@ from reference_engine.errors import BlockError
 from reference_engine.kv_cache import KVCache
 from reference_engine.prefix_cache import Prefix
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
+from reference_engine.state_cache import StateCache
 
 __all__ = ["DebugChecks"]
 
@@ -22,18 +23,22 @@ __all__ = ["DebugChecks"]
 class DebugChecks:
     """Watches the pool from outside, and fills freed memory with NaN."""
 
-    def __init__(self, cache: KVCache | None) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCache | None, states: StateCache | None = None) -> None:
+        self._cache, self._states = cache, states
         self._prefix_ids: dict[tuple[int | str, int], int] = {}
         self._content: dict[int, int] = {}
         """By slot, the prefix whose last token's K and V it holds."""
         if cache is not None:
             cache.data[:, :, NULL_BLOCK + 1 :] = float("nan")
+        if states is not None:
+            states.fill(range(NULL_BLOCK + 1, states.num_blocks), float("nan"))
 
     def discard(self, block: int) -> None:
         """Poison a block whose content is given up."""
         if self._cache is not None:
             self._cache.poison_block(block)
+            if self._states is not None:
+                self._states.fill([block], float("nan"))
             for slot in self._slots(block):
                 self._content.pop(slot, None)
 
@@ -67,6 +72,8 @@ class DebugChecks:
             BlockError: an invariant is broken.
         """
         pool.check([sequence.block_table for sequence in running])
+        for sequence in running if self._states is not None else ():
+            self._check_state(sequence, pool.block_size)
         if self._cache is None:
             return
         for chunk in chunks:
@@ -78,6 +85,16 @@ class DebugChecks:
             self._expect(f"request {sequence.request_id}", slots_of(whole, pool.block_size), ids)
         for block, prefix in pool.prefix_cache.prefixes.items() if pool.prefix_cache is not None else ():
             self._expect(f"the prefix cached in block {block}", self._slots(block), self._ids_of(prefix))
+
+    def _check_state(self, sequence: Sequence, block_size: int) -> None:
+        num_tokens = sequence.num_computed_tokens
+        block = sequence.block_table[(num_tokens - 1) // block_size] if num_tokens else NULL_BLOCK
+        assert self._states is not None
+        if self._states.num_tokens[block] != num_tokens:
+            raise BlockError(
+                f"the state of request {sequence.request_id} is not after its last token", where=f"block {block}",
+                expected=f"{num_tokens} tokens", actual=self._states.num_tokens[block],
+            )  # fmt: skip
 
     def _expect(self, what: str, slots: Iterable[int], expected: Seq[int]) -> None:
         actual = [self._content.get(slot) for slot in slots]

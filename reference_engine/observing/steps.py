@@ -8,8 +8,9 @@ from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import sampled_rows, slots_of
 from reference_engine.observer import Observer, StepInfo
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
+from reference_engine.state_cache import StateCache
 
-__all__ = ["describe", "show_cache"]
+__all__ = ["describe", "show_cache", "show_states"]
 
 
 def describe(scheduled: Seq[ScheduledChunk], computed: Seq[ScheduledChunk], backend: AttentionBackend) -> StepInfo:
@@ -19,15 +20,35 @@ def describe(scheduled: Seq[ScheduledChunk], computed: Seq[ScheduledChunk], back
     return _step_info(phase, computed, sampled_rows(computed), backend)
 
 
-def show_cache(sequence: Sequence, backend: AttentionBackend, num_layers: int, observer: Observer) -> None:
+def show_cache(sequence: Sequence, backend: AttentionBackend, layers: Seq[int], observer: Observer) -> None:
     """Show K and V of all computed positions as they stand in the cache, as a step of phase `readback`."""
     num_tokens = sequence.num_computed_tokens
     whole = ScheduledChunk(sequence, 0, num_tokens)
     observer.begin_step(_step_info("readback", [whole], [], backend))
-    for layer in range(num_layers):
-        k_CKH, v_CKH = backend.read_back(layer, sequence.block_table, num_tokens)
+    for number, layer in enumerate(layers):
+        k_CKH, v_CKH = backend.read_back(number, sequence.block_table, num_tokens)
         observer.tap(f"model.layers.{layer}.k_cache", k_CKH)
         observer.tap(f"model.layers.{layer}.v_cache", v_CKH)
+    observer.end_step([])
+
+
+def show_states(chunks: Seq[ScheduledChunk], states: StateCache, layers: Seq[int], observer: Observer) -> None:
+    """Show the states after the last row of each chunk, as a step of phase `readback` of these rows."""
+    last = [ScheduledChunk(chunk.sequence, chunk.stop - 1, chunk.stop) for chunk in chunks]
+    blocks = [chunk.sequence.block_table[chunk.start // states.block_size] for chunk in last]
+    observer.begin_step(
+        StepInfo(
+            phase="readback",
+            request_ids=[chunk.sequence.request_id for chunk in last],
+            positions=[chunk.start for chunk in last],
+            sampled_rows=[],
+            slot_mapping=[],
+            block_tables={},
+        )
+    )
+    for number, layer in enumerate(layers):
+        observer.tap(f"model.layers.{layer}.conv_state", states.conv_LBCW[number, blocks])
+        observer.tap(f"model.layers.{layer}.recurrent_state", states.recurrent_LBNAH[number, blocks])
     observer.end_step([])
 
 

@@ -96,11 +96,17 @@ class Sequence:
             views.append(view)
         return views
 
-    def rewind(self, num_tokens: int, block_size: int) -> None:
-        """Forget all after the first so many tokens; the last of them is computed again."""
+    def rewind(self, num_tokens: int, block_size: int, keeps_states: bool = False) -> None:
+        """Forget all after the first so many tokens; the last of them is computed again.
+
+        With states, which are those at the ends of blocks, all tokens in its block are.
+        """
         num_sampled = num_tokens - self.num_prompt_tokens
         del self.token_ids[num_tokens:], self.sampled_token_ids[num_sampled:], self.logprobs[num_sampled:]
-        self.num_computed_tokens = min(self.num_computed_tokens, num_tokens - 1)
+        if num_tokens <= self.num_computed_tokens:
+            self.num_computed_tokens = num_tokens - 1
+            if keeps_states:
+                self.num_computed_tokens -= self.num_computed_tokens % block_size
         del self.prefixes[self.num_computed_tokens // block_size :]
 
     def turn_by(self, rope_len: int | None) -> None:

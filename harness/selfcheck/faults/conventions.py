@@ -128,8 +128,9 @@ def _ranks(count: int, sums: torch.dtype, dtype: torch.dtype) -> Any:
         return lambda x: _in_parts(count, sums, x.float(), weight.float(), dtype).to(dtype)
 
     def edit(layer: DecoderLayer) -> DecoderLayer:
+        attention: Any = layer.attention
         mlp: Any = layer.mlp  # of a dense model
-        attention = replace(layer.attention, o_proj=product(layer.attention.o_proj))
+        attention = replace(attention, o_proj=product(attention.o_proj))
         return replace(layer, attention=attention, mlp=replace(mlp, down_proj=product(mlp.down_proj)))
 
     return edited_layers(edit)

@@ -74,6 +74,7 @@ def _over_all_heads(layer: DecoderLayer) -> DecoderLayer:
         return call
 
     attention = layer.attention
+    assert isinstance(attention, Attention)
     assert attention.q_norm is not None
     assert attention.k_norm is not None
     wrong = replace(attention, q_norm=flattened(attention.q_norm), k_norm=flattened(attention.k_norm))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 STORIES = Path(__file__).parents[4] / "shared" / "models" / "stories260k"
@@ -71,6 +74,17 @@ class Checkpoint:
         return token_ids[len(prompt) :]
 
 
+def make_qwen3_next(**changes: Any) -> Qwen3NextConfig:
+    """Two layers with a gated delta rule around one with gated attention; experts in all but the first layer."""
+    own = {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 24, "mlp_only_layers": [0],
+    }  # fmt: skip
+    return Qwen3NextConfig(**SIZES | own | changes)
+
+
 def make_model(family: str) -> PreTrainedModel:
     torch.manual_seed(sum(map(ord, family)))
     if family == "llama":
@@ -90,6 +104,8 @@ def make_model(family: str) -> PreTrainedModel:
     elif family == "qwen3-moe":
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [0]}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True))
+    elif family == "qwen3-next":
+        model = Qwen3NextForCausalLM(make_qwen3_next())
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12))
     for name, parameter in model.named_parameters():
@@ -112,7 +128,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     made = {}
-    for family in ("llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe"):
+    for family in ("llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe", "qwen3-next"):
         folder = tmp_path_factory.mktemp(family)
         model = make_model(family)
         model.save_pretrained(folder)

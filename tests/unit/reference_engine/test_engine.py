@@ -13,7 +13,7 @@ from reference_engine.errors import CapacityError, ConfigError, DeviceError, Req
 
 from .recorder import Recorder
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe", "stories260k"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe", "qwen3-next", "stories260k"]
 SCHEDULES: dict[str, dict[str, int]] = {
     "whole": {"max_num_seqs": 1},
     "batched": {},
