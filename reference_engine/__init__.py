@@ -7,7 +7,8 @@ Its core is read in one sitting, in this order:
 3. `scheduler`, `block_manager`, `block_pool`, `prefix_cache`: who computes what next, and where its K and V lie;
 4. `model_runner`, `batch`: one step, from chunks to tensors to tokens;
 5. `model`, `layers`, `rotary`: the decoder;
-6. `attention.backend`, `attention.paged`, `attention.sdpa`, `kv_cache`: attention through block tables;
+6. `attention.backend`, `attention.paged`, `attention.sdpa`, `kv_cache`: attention through block tables; with recurrent
+   layers also `state_cache`, `families.qwen3_next`;
 7. `sampler`: the next tokens.
 
 `share` and `acceleration` are what the core knows of the rooms beside it, and it runs without them: `parallel` (several

@@ -42,8 +42,10 @@ class EngineConfig:
 
     Off unless asked for: an observer does not see the rows that a hit skips, and who checks an engine wants all."""
     num_speculative_tokens: int = 0
-    """Tokens that each decode step guesses and verifies beside the next one, after what followed the same tokens
-    before; 0: none."""
+    """Tokens that each decode step guesses and verifies beside the next one; 0: none."""
+    draft_model: str | None = None
+    """Folder of a smaller checkpoint with the same vocabulary, which guesses; None: what followed the same tokens
+    before."""
     seed: int = 0
     """The seed of requests that have none; their draws depend on it and on the order in which they were added."""
     cuda_graphs: bool = True
@@ -76,6 +78,11 @@ class EngineConfig:
         self._check_at_least("max_model_len", 1)
         self._check_at_least("seed", 0)
         self._check_at_least("num_speculative_tokens", 0)
+        if self.draft_model is not None and not self.num_speculative_tokens:
+            raise ConfigError(
+                "a draft model without drafts", where="EngineConfig.num_speculative_tokens", expected="at least 1",
+                actual=0,
+            )  # fmt: skip
         for name in ("enable_prefix_caching", "cuda_graphs", "fused_kernels", "compile_layers", "debug_checks"):
             self._check_boolean(name)
         if self.widen_weights is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
@@ -13,7 +14,7 @@ from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import EngineConfig
-from reference_engine.errors import RequestError
+from reference_engine.errors import ConfigError, RequestError
 from reference_engine.model_runner import ModelRunner
 from reference_engine.observer import Observer
 from reference_engine.observing.debug_checks import DebugChecks
@@ -27,7 +28,7 @@ from reference_engine.requests.tokenizer import Tokenizer
 from reference_engine.sampler import Sampled
 from reference_engine.scheduler import Scheduler
 from reference_engine.share import Share
-from reference_engine.speculation import Drafter, NgramDrafter, drop_unscheduled, propose, verify
+from reference_engine.speculation import Drafter, DraftModel, NgramDrafter, drop_unscheduled, propose, verify
 
 __all__ = ["LLMEngine"]
 
@@ -45,7 +46,7 @@ class LLMEngine:
     of LoRA adapters in PEFT's format, by the names that requests ask for them (`SamplingParams.adapter`).
 
     Raises:
-        ConfigError: config.json or `config` holds an impossible value.
+        ConfigError: config.json or `config` holds an impossible value; or the draft model has another vocabulary.
         UnsupportedModelError: the model asks for what this engine does not have.
         CheckpointError: the weights are absent, damaged, or contradict config.json.
         DeviceError: the device is not there.
@@ -86,8 +87,7 @@ class LLMEngine:
             num_usable_blocks=self.pool.num_usable,
             block_size=self.pool.block_size,
         )
-        num_drafts = config.num_speculative_tokens
-        self.drafter: Drafter | None = NgramDrafter(num_drafts) if num_drafts else None
+        self.drafter: Drafter | None = self._open_drafter()
         """Guesses tokens for each step to verify; may be set at any time between steps."""
         self.num_drafted = self.num_accepted = 0
         self._sequences: dict[int, Sequence] = {}
@@ -111,6 +111,8 @@ class LLMEngine:
             self._is_closed = True
             self._drop_all()
             self.runner.close()
+            if isinstance(self.drafter, DraftModel):
+                self.drafter.close()
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request, text or token ids, and return its id.
@@ -265,6 +267,25 @@ class LLMEngine:
     def num_new_tokens(self, request_id: int) -> int:
         """Return how many tokens an unfinished request has sampled; raises RequestError if it is unknown."""
         return len(self._find(request_id, "LLMEngine.num_new_tokens").sampled_token_ids)
+
+    def _open_drafter(self) -> Drafter | None:
+        config, num_drafts = self.config, self.config.num_speculative_tokens
+        if not num_drafts:
+            return None
+        if config.draft_model is None:
+            return NgramDrafter(num_drafts)
+        own = replace(
+            config, draft_model=None, num_speculative_tokens=0, num_blocks=None, max_num_seqs=1, max_model_len=None,
+            enable_prefix_caching=self.backend.has_blocks,
+        )  # fmt: skip
+        engine = LLMEngine(config.draft_model, own)
+        if engine.model_config.vocab_size != self.model_config.vocab_size:
+            engine.close()
+            raise ConfigError(
+                "the draft model has another vocabulary", where=config.draft_model,
+                expected=f"{self.model_config.vocab_size} tokens", actual=engine.model_config.vocab_size,
+            )  # fmt: skip
+        return DraftModel(engine, num_drafts, engine.runner.max_model_len)
 
     def _find(self, request_id: int, where: str) -> Sequence:
         if request_id not in self._sequences:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from reference_engine.requests.outputs import RequestOutput
+from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
-__all__ = ["Drafter", "NgramDrafter", "drop_unscheduled", "propose", "verify"]
+__all__ = ["Continuer", "DraftModel", "Drafter", "NgramDrafter", "drop_unscheduled", "propose", "verify"]
 
 _LONGEST_NGRAM = 3
 
@@ -39,6 +41,38 @@ class NgramDrafter:
                 if tokens[at : at + length] == last:
                     return tokens[at + length : at + length + self._num_tokens]
         return []
+
+
+class Continuer(Protocol):
+    """An engine, as far as a draft model needs one."""
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        """Continue prompts."""
+
+    def close(self) -> None:
+        """Give its memory back."""
+
+
+class DraftModel:
+    """Guesses what a smaller model would say (Leviathan et al. 2023), one request at a time.
+
+    Its engine caches prefixes, so that of a request that goes on it computes little more than the last block again.
+    """
+
+    def __init__(self, engine: Continuer, num_tokens: int, max_model_len: int) -> None:
+        self._engine, self._num_tokens, self._max_model_len = engine, num_tokens, max_model_len
+
+    def draft(self, sequence: Sequence) -> Seq[int]:
+        """See `Drafter.draft`: greedily, as far as the model's context reaches."""
+        num_tokens = min(self._num_tokens, self._max_model_len - sequence.num_tokens)
+        if num_tokens < 1:
+            return []
+        params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+        return self._engine.generate([sequence.token_ids], params)[0].token_ids
+
+    def close(self) -> None:
+        """Give the model's memory back."""
+        self._engine.close()
 
 
 def propose(sequences: Seq[Sequence], drafter: Drafter, most: int) -> None:

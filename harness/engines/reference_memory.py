@@ -11,7 +11,10 @@ from reference_engine.requests.sequence import Sequence
 
 
 class ReferenceMemory:
-    """The slots of one engine's cache. The null block is left: the engine keeps zeros there, and never writes it."""
+    """The slots of one engine's cache, and the states of its blocks.
+
+    The null block is left: the engine keeps zeros there, and never writes it.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -25,7 +28,7 @@ class ReferenceMemory:
         unused = self._unused()
         anew = unused if self._filled is None else unused & ~self._filled
         self._filled = unused & self._of_blocks(lambda block: not self._engine.pool.num_owners(block))
-        return self._fill(anew, value)
+        return self._fill(anew, value) + self._fill_states(self._by_block(anew).all(1), value)
 
     def fill_states(self, request: int, value: float) -> int:
         """See `FillsStates`: the blocks that the request alone owns, and that nobody can find in the cache."""
@@ -34,7 +37,8 @@ class ReferenceMemory:
             return 0
         slots = torch.zeros(self._num_slots, dtype=torch.bool)
         slots[self._slots(running[0])] = True
-        return self._fill(slots & ~self._of_blocks(self._is_shared), value)
+        own = slots & ~self._of_blocks(self._is_shared)
+        return self._fill(own, value) + self._fill_states(self._by_block(own).any(1), value)
 
     @property
     def _num_slots(self) -> int:
@@ -75,3 +79,17 @@ class ReferenceMemory:
         flat = cache.data.flatten(2, 3)  # [K and V, layers, slots, KV heads, head size]
         flat.index_fill_(2, slots, in_range(value, flat.dtype))
         return len(slots) * flat[:, :, :1].numel()
+
+    def _by_block(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots.unflatten(0, (-1, self._engine.pool.block_size))
+
+    def _fill_states(self, is_wanted: torch.Tensor, value: float) -> int:
+        """Fill the states of some blocks, [blocks] bool."""
+        states = self._engine.runner.states
+        if states is None:
+            return 0
+        blocks = is_wanted.nonzero()[:, 0]
+        kept = (states.conv_LBCW, states.recurrent_LBNAH)
+        for each in kept:
+            each.index_fill_(1, blocks.to(each.device), in_range(value, each.dtype))
+        return len(blocks) * sum(each[:, :1].numel() for each in kept)

@@ -3,10 +3,13 @@
 from unittest.mock import Mock
 
 import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.errors import RequestError
-from reference_engine.speculation import NgramDrafter
+from reference_engine.errors import ConfigError, RequestError
+from reference_engine.speculation import DraftModel, NgramDrafter
+
+from .conftest import SIZES
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 9, 9, 9, 9], [11, 12, 13]]
 
@@ -211,3 +214,35 @@ def test_a_request_goes_back_to_its_prompt_at_most(checkpoint):
 def test_the_latest_place_with_the_longest_match_is_looked_up(tokens, drafts):
     sequence = type("Known", (), {"token_ids": tokens})
     assert list(NgramDrafter(3).draft(sequence)) == drafts
+
+
+def test_a_model_that_guesses_as_itself_is_always_right(checkpoint):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    expected, _ = continuations(checkpoint, params)
+    own = {"num_speculative_tokens": 3, "draft_model": str(checkpoint.folder)}
+    actual, engine = continuations(checkpoint, params, **own)
+    assert actual == expected
+    assert engine.num_accepted == engine.num_drafted > 0
+
+
+@pytest.mark.parametrize("backend", ["paged", "contiguous"])
+def test_another_model_s_guesses_change_no_token(checkpoints, backend):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    expected, _ = continuations(checkpoints["qwen3-next"], params)
+    own = {"num_speculative_tokens": 3, "draft_model": str(checkpoints["llama"].folder), "attention_backend": backend}
+    actual, engine = continuations(checkpoints["qwen3-next"], params, **own)
+    assert actual == expected
+    assert engine.num_accepted < engine.num_drafted
+
+
+def test_a_draft_model_stops_where_its_context_ends():
+    assert DraftModel(Mock(), 3, max_model_len=10).draft(Mock(num_tokens=10)) == []
+
+
+def test_a_draft_model_that_cannot_guess_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"a draft model without drafts.*at least 1"):
+        engine_of(checkpoint, draft_model=str(checkpoint.folder))
+    small = tmp_path / "small"
+    Qwen3ForCausalLM(Qwen3Config(**SIZES | {"vocab_size": 90}, head_dim=8)).save_pretrained(small)
+    with pytest.raises(ConfigError, match=r"another vocabulary.*97 tokens, found 90"):
+        engine_of(checkpoint, draft_model=str(small), num_speculative_tokens=2)

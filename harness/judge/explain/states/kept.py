@@ -181,7 +181,9 @@ class _Ways:
         if drafts and self._requests[self.reads[0].request].draft_of is None:
             what = "tokens that were taken back" if _is_rewound(self._failure) else "rejected drafts"
             first = self._requests[drafts[-1].draft].prompt_length
-            yield f"{what} are in it, from position {first} on", lambda read: self._among(read, self._drafts(read)[-1:])
+            from_there = f"{what} are in it, from position {first} on"
+            yield from_there, lambda read: self._among(read, self._drafts(read)[-1:])
+            yield f"{from_there}, and what was computed again", lambda read: self._computed_again(read)
             if len(drafts) > 1:
                 yield f"{what} are in it, of every step so far", lambda read: self._among(read, self._drafts(read))
 
@@ -196,6 +198,15 @@ class _Ways:
             line += own[reached:begin] + line_of(self._runs, ReadState(draft.draft, end, read.step))[begin:]
             reached = begin
         return line + own[reached:]
+
+    def _computed_again(self, read: ReadState) -> Line | None:
+        """Return the latest draft's rows before all that a request computed after it went back: a prompt's last row."""
+        *_, draft = self._drafts(read) or [None]
+        if draft is None:
+            return None
+        own, end = self._own(read), len(self._requests[draft.draft].token_ids) - 1
+        again = [row for row in own if row[1] > draft.step]
+        return line_of(self._runs, ReadState(draft.draft, end, read.step)) + again
 
     def _each_time(self) -> Iterator[_Way]:
         yield _Way("is not carried from one step to the next", lambda read: self._own(read)[self._begin(read) :])

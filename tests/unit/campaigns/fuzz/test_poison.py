@@ -68,6 +68,8 @@ ALONE = REACHED - {Memory.OTHERS}
         ({"model": "gemma3-tiny", "schedule": "mixed"}, REACHED),
         ({"model": "qwen3-moe-tiny"}, REACHED),
         ({"model": "llama-tiny", "schedule": "preempted", "block_size": "4"}, REACHED),
+        ({"model": "qwen3-next-tiny", "schedule": "mixed", "block_size": "4"}, REACHED),
+        ({"model": "qwen3-next-tiny", "schedule": "prefix-hit"}, ALONE),
         ({"attention_backend": "contiguous"}, REACHED),
         ({"attention_backend": "cpp"}, REACHED),
         ({"debug_checks": "true", "schedule": "prefix-hit"}, ALONE),
