@@ -81,7 +81,7 @@ class ReferenceMemory:
         return len(slots) * flat[:, :, :1].numel()
 
     def _by_block(self, slots: torch.Tensor) -> torch.Tensor:
-        return slots.unflatten(0, (-1, self._engine.pool.block_size))
+        return slots.view(-1, self._engine.pool.block_size)
 
     def _fill_states(self, is_wanted: torch.Tensor, value: float) -> int:
         """Fill the states of some blocks, [blocks] bool."""

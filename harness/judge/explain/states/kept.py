@@ -201,9 +201,10 @@ class _Ways:
 
     def _computed_again(self, read: ReadState) -> Line | None:
         """Return the latest draft's rows before all that a request computed after it went back: a prompt's last row."""
-        *_, draft = self._drafts(read) or [None]
-        if draft is None:
+        drafts = self._drafts(read)
+        if not drafts:
             return None
+        draft = drafts[-1]
         own, end = self._own(read), len(self._requests[draft.draft].token_ids) - 1
         again = [row for row in own if row[1] > draft.step]
         return line_of(self._runs, ReadState(draft.draft, end, read.step)) + again
