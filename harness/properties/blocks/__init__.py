@@ -1,5 +1,5 @@
 """Invariants of a block manager, held against an oracle that knows which prefix each slot holds."""
 
-from harness.properties.blocks.suite import check_block_manager, not_checked, search_block_manager
+from harness.properties.blocks.suite import not_checked, search_block_manager
 
-__all__ = ["check_block_manager", "not_checked", "search_block_manager"]
+__all__ = ["not_checked", "search_block_manager"]

@@ -7,78 +7,47 @@ from harness.properties.blocks.adapter import OPTIONAL, REQUIRED
 from harness.properties.blocks.cache_entries import CacheEntries
 from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.expected_hits import ExpectedHits
+from harness.properties.blocks.requests import CacheRequests
 from harness.properties.blocks.tables import RequestRecord, Tables
-from harness.properties.core.adapter import NamedAdapter
-from harness.properties.core.findings import PropertyFinding, Violation
+from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
-from harness.properties.core.machine import Machine, NotApplicable
-from harness.properties.core.subject import Subject
+from harness.properties.core.search import Hits
 
 __all__ = ["BlockManagerCalls"]
 
 
-class BlockManagerCalls(Machine):
+class BlockManagerCalls(CacheRequests):
     """A block manager, and what is known of its requests, tables and cache."""
 
-    def __init__(self, factory: Any) -> None:
-        super().__init__()
-        self.adapter = NamedAdapter.of(factory)
+    def __init__(self, factory: Any, hits: Hits | None = None) -> None:
+        super().__init__(factory, hits)
         self.pool = PoolCapabilities.of(self.adapter)
 
     def start(self, num_blocks: int, block_size: int, hash_bits: int | None, num_host_blocks: int) -> None:
         """Make a manager."""
-        if num_blocks not in self.pool.pool_sizes or block_size not in self.pool.block_sizes:
-            raise NotApplicable
         options = {"hash_bits": hash_bits, "num_host_blocks": num_host_blocks}
-        taken = {name: value for name, value in options.items() if value is not None and self.adapter.takes(name)}
-        self.collides = "hash_bits" in taken
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_host_blocks = num_host_blocks if "num_host_blocks" in taken else None
-        self.subject = Subject(
-            self.adapter, "manager", required=REQUIRED, num_blocks=num_blocks, block_size=block_size, **taken
-        )
-        self.offers = {method: self.subject.offers(method) for method in OPTIONAL}
-        self.has_salts = self.subject.takes("allocate", "salt")
+        self.make("manager", REQUIRED, OPTIONAL, options, num_blocks=num_blocks, block_size=block_size)
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks if self.adapter.takes("num_host_blocks") else None
         self.tables = Tables(self.subject, self.pool, num_blocks=num_blocks, block_size=block_size)
         self.hits = ExpectedHits(self.tables, block_size)
         self.entries = CacheEntries(
             self.subject, self.tables, block_size, self.note, may_lose_duplicates=self.pool.may_lose_duplicates
         )
-        self.history: list[list[int]] = []
-        self.preempted: dict[int, RequestRecord] = {}
-        self.finished: list[RequestRecord] = []
-        self.num_requests = 0
         self.is_reset = False
-        self.num_hits = 0
-        """Allocations and look-ups that found something."""
-        self.first_miss: PropertyFinding | None = None
-        """The first that found nothing where a prefix was computed before, and nothing was evicted since."""
+
+    @property
+    def reports_hits(self) -> bool:
+        """Whether a look-up is offered: without one, a manager that finds nothing may have no prefix cache."""
+        return self.offers["lookup"]
 
     def live(self) -> list[RequestRecord]:
         """Return the requests that hold blocks."""
         return list(self.tables.live.values())
 
-    def caught_up(self) -> list[RequestRecord]:
-        """Return those whose tokens are all computed."""
-        return [request for request in self.live() if request.num_computed == len(request.token_ids)]
-
-    def behind(self) -> list[RequestRecord]:
-        """Return those with tokens to compute."""
-        return [request for request in self.live() if request.num_computed < len(request.token_ids)]
-
-    def new_request(self, request_id: int, token_ids: Sequence[int], salt: str) -> RequestRecord:
-        """Return a request with a number that no other has."""
-        if request_id < self.num_requests:
-            raise NotApplicable
-        self.num_requests = request_id + 1
-        return RequestRecord(request_id=request_id, token_ids=list(token_ids), salt=salt)
-
-    def _salted(self, salt: str) -> dict[str, object]:
-        return {"salt": salt} if salt else {}
-
     def begin_request(self, request: RequestRecord, *, looks_up: bool, computes: bool) -> bool:
         """Allocate a request's blocks and perhaps compute all its tokens; tell whether there was room."""
-        token_ids, salted = request.token_ids, self._salted(request.salt)
+        token_ids, salted = request.token_ids, self.salted(request.salt)
         found = self.look_up(token_ids, request.salt) if looks_up and self.offers["lookup"] else None
         expected = self.ask_optional(Invariant.ROOM, "can_allocate", list(token_ids), **salted)
         fits = not self.tables.live and self.tables.fits(len(token_ids))
@@ -92,7 +61,8 @@ class BlockManagerCalls(Machine):
             self.check_unchanged(before)
             self.entries.note_lookup(token_ids)
             return False
-        self._check_hit(request, num_cached, found)
+        self._check_found(num_cached, token_ids, request.salt)
+        self.check_same(found, num_cached)
         request.num_computed = num_cached
         self.tables.live[request.request_id] = request
         self.tables.refresh()
@@ -102,48 +72,21 @@ class BlockManagerCalls(Machine):
         self.hits.note_computed(request)
         self.tables.check()
         self.hits.note_allocated(request.table[num_cached // self.block_size :])
-        if computes or not self.offers["computed"]:
+        if computes or not self.offers["computed"] or not self.pool.chunks_prompts:
             self.compute_up_to(request, len(request.token_ids))
         return True
 
     def look_up(self, token_ids: Sequence[int], salt: str) -> int:
         """Ask how much of a prompt is cached, and return it."""
-        found: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self._salted(salt))
+        found: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self.salted(salt))
         self.entries.note_lookup(token_ids)
         self._check_found(found, token_ids, salt)
         return found
 
     def _check_found(self, found: int, token_ids: Sequence[int], salt: str) -> None:
-        if not 0 <= found < len(token_ids):
-            raise Violation(
-                Invariant.ONE_TOKEN_LEFT,
-                f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute",
-                f"assert 0 <= result < {len(token_ids)}",
-            )
-        self.num_hits += found > 0
         at_least = 0 if self.collides else self.hits.num_tokens(list(token_ids), salt)
-        if found >= at_least:
-            return
-        broken = (
-            Invariant.EXPECTED_HITS,
-            f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
-            "evicted since",
-            f"assert result >= {at_least}",
-        )
-        if self.offers["lookup"] and not self.pool.has_groups:
-            self.note(*broken)
-        elif self.first_miss is None:  # of one miss nothing follows here: see `search_block_manager`
-            violation = Violation(*broken)
-            self.first_miss = PropertyFinding.of(violation, self.subject.program(violation))
-
-    def _check_hit(self, request: RequestRecord, num_cached: int, found: int | None) -> None:
-        self._check_found(num_cached, request.token_ids, request.salt)
-        if found is not None and found != num_cached:
-            self.note(
-                Invariant.LOOKUP,
-                f"the look-up found {found} tokens, and the allocation right after it {num_cached}",
-                f"assert result == {found}",
-            )
+        is_noted = self.offers["lookup"] and not self.pool.has_groups
+        self.check_found(found, token_ids, (at_least, is_noted))
 
     def _check_cached_content(self, request: RequestRecord) -> None:
         """Tell the kinds of a wrong hit apart: not computed yet, or another prefix."""
@@ -196,11 +139,6 @@ class BlockManagerCalls(Machine):
         request.leave()
         self.subject.do(Invariant.REMOVAL, method, request.request_id)
 
-    def free_blocks(self) -> tuple[int | None, list[int]]:
-        """Return what is free, as a count and as a list, as far as they are offered."""
-        free_list = self.ask_optional(Invariant.POOL_PARTITION, "free_list") or ()
-        return self.ask_optional(Invariant.ROOM, "num_free"), sorted(free_list)
-
     def check_answer(self, has_room: bool, expected: object, *, fits: bool, what: str, question: str) -> None:
         """Compare an allocation with the answer that was given before."""
         if expected is not None and bool(expected) != has_room:
@@ -213,20 +151,4 @@ class BlockManagerCalls(Machine):
         if fits and not has_room:
             raise Violation(
                 Invariant.ROOM, f"the pool is free, and there was no {what}", "assert result not in (None, False)"
-            )
-
-    def check_unchanged(self, before: tuple[int | None, list[int]]) -> None:
-        """Verify that a failed allocation has left free what was."""
-        (old_count, old_list), (count, free) = before, self.free_blocks()
-        if old_count != count:
-            raise Violation(
-                Invariant.ROOM,
-                f"an allocation failed and changed what is free: {old_count} blocks before, {count} after",
-                f"assert {self.subject.name}.num_free() == {old_count}",
-            )
-        if old_list != free:
-            raise Violation(
-                Invariant.ROOM,
-                f"an allocation failed and changed what is free: {old_list} before, {free} after",
-                f"assert sorted({self.subject.name}.free_list()) == {old_list}",
             )

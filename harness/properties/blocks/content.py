@@ -42,7 +42,7 @@ class ContentOracle:
         if content is None:
             return "nothing"
         group, prefix = content
-        salt, tokens = self._spell(prefix)
+        salt, tokens = self.spell(prefix)
         of_group = f" in group {group}" if group else ""
         return f"{list(tokens)}" + (f" of salt {salt!r}" if salt else "") + of_group
 
@@ -55,7 +55,7 @@ class ContentOracle:
             if self._prefixes[following[1]][0] != content[1]:
                 return None
         last = contents[-1]
-        return None if last is None else self._spell(last[1])[1]
+        return None if last is None else self.spell(last[1])[1]
 
     def last_prefix_in(self, block: int) -> int | None:
         """Return the prefix in the last slot of a block; None if nothing was written."""
@@ -90,7 +90,8 @@ class ContentOracle:
                 return position
         return None
 
-    def _spell(self, prefix: int) -> tuple[str, tuple[int, ...]]:
+    def spell(self, prefix: int) -> tuple[str, tuple[int, ...]]:
+        """Return the salt of a numbered prefix, and its tokens."""
         tokens: list[int] = []
         parent: int | str = prefix
         while isinstance(parent, int):

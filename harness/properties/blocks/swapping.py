@@ -1,10 +1,11 @@
 """Requests whose blocks are moved to host memory and back, in block managers that can do so."""
 
 from harness.properties.blocks.calls import BlockManagerCalls
+from harness.properties.blocks.requests import known
 from harness.properties.blocks.tables import RequestRecord
 from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
-from harness.properties.core.machine import NotApplicable, action, one_of
+from harness.properties.core.machine import action, one_of
 
 __all__ = ["Swapping"]
 
@@ -25,9 +26,7 @@ class Swapping(BlockManagerCalls):
     )
     def swap_out(self, request_id: int) -> None:
         """Move a request to host memory."""
-        request = self.tables.live.get(request_id)
-        if request is None or request not in self.caught_up():
-            raise NotApplicable
+        request = known(self.caught_up(), request_id)
         before = self.free_blocks()
         copies = self.subject.do(Invariant.ROOM, "swap_out", request_id)
         if copies is None:
@@ -45,9 +44,7 @@ class Swapping(BlockManagerCalls):
     @action(request_id=one_of(lambda self: list(self.swapped.values())))
     def swap_in(self, request_id: int) -> None:
         """Move a request back: all that it had computed is there again."""
-        request = self.swapped.get(request_id)
-        if request is None:
-            raise NotApplicable
+        request = known(self.swapped.values(), request_id)
         before = self.free_blocks()
         fits = not self.tables.live and self.tables.fits(len(request.token_ids))
         copies = self.subject.do(Invariant.ROOM, "swap_in", request_id)
@@ -69,9 +66,7 @@ class Swapping(BlockManagerCalls):
     @action(request_id=one_of(lambda self: list(self.swapped.values())))
     def abort_swapped(self, request_id: int) -> None:
         """Drop a request that is in host memory."""
-        request = self.swapped.get(request_id)
-        if request is None:
-            raise NotApplicable
+        request = known(self.swapped.values(), request_id)
         self.subject.do(Invariant.REMOVAL, "abort" if self.offers["abort"] else "free", request_id)
         self._forget(request_id)
         self.finished.append(request)
@@ -105,10 +100,6 @@ class Swapping(BlockManagerCalls):
         for request_id in list(self.swapped):
             self.abort_swapped(request_id)
             self.check()
-
-    def check(self) -> None:
-        """Verify what must always hold."""
-        raise NotImplementedError
 
     def _forget(self, request_id: int) -> None:
         del self.swapped[request_id], self.host_blocks[request_id]

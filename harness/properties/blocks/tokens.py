@@ -40,13 +40,13 @@ def prompts(max_size: int) -> Drawn:
     return Drawn(st.tuples(token_lists(max_size), st.integers(0, 2)), resolve)
 
 
-def similar_prompts(max_size: int) -> Drawn:
-    """Draw lists that begin as one of a machine's `history` does, and go on by up to three tokens."""
+def similar_prompts(max_size: int, of: str = "history") -> Drawn:
+    """Draw lists that begin as one of a machine's lists `of` that name does, and go on by up to three tokens."""
 
     def resolve(machine: Any, drawn: tuple[int, int, list[int]]) -> list[int]:
         choice, kept, more = drawn
-        history: Sequence[list[int]] = machine.history
-        return [*chosen(history, choice)[: kept * stretch_of(machine.block_size)], *more]
+        earlier: Sequence[list[int]] = getattr(machine, of)
+        return [*chosen(earlier, choice)[: kept * stretch_of(machine.block_size)], *more]
 
     drawn = st.tuples(CHOICES, st.integers(1, max_size), token_lists(3, min_size=0))
-    return Drawn(drawn, resolve, lambda machine: machine.history)
+    return Drawn(drawn, resolve, lambda machine: getattr(machine, of))

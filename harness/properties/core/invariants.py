@@ -78,3 +78,15 @@ class Invariant(IntEnum):
 
     # The code itself
     DETERMINISM = 27, Severity.UNRELIABLE, "The same calls give the same answers"
+
+    # States of recurrent and convolutional layers
+    HELD_STATE = (28, Severity.WRONG_OUTPUT,
+        "The state of a request is that of exactly its computed tokens, whatever other requests do")
+    RESTORED_STATE = (29, Severity.WRONG_OUTPUT,
+        "A request starts from the state of the matched prefix and salt, and only what was written is matched")
+    REWOUND_STATE = (30, Severity.WRONG_OUTPUT,
+        "Going back leaves the state of exactly the tokens that are kept; rejected drafts are not in it")
+    SNAPSHOT_STATE = (31, Severity.WRONG_OUTPUT,
+        "A snapshot holds the state of its own prefix, which was written and accepted")
+    TRANSFER = (32, Severity.WRONG_OUTPUT,
+        "A transfer is read when it is complete, is reported once, and what failed is computed again")

@@ -120,8 +120,7 @@ def chosen(items: Sequence[T], choice: int) -> T:
 class Machine:
     """Runs `start` and then its actions in any order; calls `check` after each, and `drain` in the end.
 
-    A subclass has a method `start`, which makes the code under test, besides these two and its actions. It raises
-    `NotApplicable` for sizes that the code does not serve.
+    A subclass has a method `start`, which makes the code under test, besides these two and its actions.
 
     Attributes:
         subject: the code under test, once the machine has started.
@@ -218,6 +217,8 @@ class Machine:
         self.drain()
 
     def _start(self, sizes: dict[str, Any]) -> None:
+        if any(sizes[key] not in served for key, served in self.served_sizes().items()):
+            raise NotApplicable
         self.trace.append(("start", sizes))
         getattr(self, "start")(**sizes)  # noqa: B009  # each machine has sizes of its own
         self.check()

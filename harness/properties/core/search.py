@@ -17,7 +17,7 @@ from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
 from harness.properties.core.watchdog import CALL_LIMIT_S, SHRINKING_LIMIT_S, time_limit
 
-__all__ = ["SearchReport", "not_offered", "search"]
+__all__ = ["Hits", "SearchReport", "not_offered", "search", "search_cache"]
 
 SAMPLE_EVERY = 8
 """One of so many examples is run a second time, to see whether it does the same."""
@@ -98,6 +98,28 @@ def _run(found: "_Found", settings: Settings) -> bool:
     return False
 
 
+class Hits:
+    """What the examples of a search found in a cache, together.
+
+    Attributes:
+        num_hits: allocations and look-ups that found something.
+        miss: the shortest example that found nothing where a prefix was computed before, and nothing was evicted since.
+        is_finding: whether that is a finding; if not, the code under test may have no cache.
+    """
+
+    def __init__(self) -> None:
+        self.num_hits = 0
+        self.miss: PropertyFinding | None = None
+        self.is_finding = False
+        self._num_calls = 0
+
+    def note_miss(self, violation: Violation, subject: Subject, *, is_finding: bool) -> None:
+        """Keep a miss if it is the shortest."""
+        if self.miss is None or len(subject.calls) < self._num_calls:
+            self.miss = PropertyFinding.of(violation, subject.program(violation))
+            self.is_finding, self._num_calls = is_finding, len(subject.calls)
+
+
 class _Found:
     """The violations of the examples so far."""
 
@@ -161,10 +183,36 @@ class _Found:
         del broken[MOST_SHRUNK:]
 
 
-def not_offered(subject: Subject, kind: str, optional: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Name the optional methods that are absent, with the invariants that depend on them."""
-    return [
+def search_cache(
+    kind: str, make: Callable[[Hits], Machine], settings: Settings, *, is_first_enough: bool = False
+) -> SearchReport:
+    """Search as `search` does; a miss is a finding too if some example had reason to hit and none did."""
+    hits = Hits()
+    report = search(lambda: make(hits), settings, is_first_enough=is_first_enough)
+    if hits.miss is not None and not hits.num_hits and hits.is_finding:
+        report.findings.append(hits.miss)
+    elif hits.miss is not None and not hits.num_hits:
+        report.not_checked.append(
+            f"{kind}: no lookup, and no allocation of {report.num_examples} examples found anything: whether a "
+            "prefix cache finds what it holds (17)"
+        )
+    return report
+
+
+def not_offered(
+    subject: Subject, kind: str, optional: Mapping[str, tuple[str, tuple[int, ...]]], starts: str, equal: int
+) -> list[str]:
+    """Name the optional methods and keywords that are absent, with the invariants that depend on them.
+
+    `starts`: the method that starts a request. `equal`: the invariant that says what a hit is equal in.
+    """
+    lines = [
         f"{kind}: no {method} ({', '.join(map(str, invariants))})"
         for method, (_, invariants) in optional.items()
         if not subject.offers(method)
     ]
+    if not subject.adapter.takes("hash_bits"):
+        lines.append(f"{kind}: no keyword hash_bits: hashes do not collide ({equal})")
+    if not subject.takes(starts, "salt"):
+        lines.append(f"{kind}: {starts} has no keyword salt ({equal})")
+    return lines

@@ -36,7 +36,7 @@ class Subject:
     """
 
     def __init__(self, factory: Any, name: str, *, required: Iterable[str] = (), **sizes: object) -> None:
-        self._adapter = NamedAdapter.of(factory)
+        self.adapter = NamedAdapter.of(factory)
         self.name = name
         self._sizes = sizes
         self.calls: list[Call] = []
@@ -44,7 +44,7 @@ class Subject:
         missing = [method for method in required if not self.offers(method)]
         if missing:
             raise HarnessError(
-                Code.BAD_ADAPTER, f"the adapter lacks {', '.join(missing)}", where=self._adapter.expression,
+                Code.BAD_ADAPTER, f"the adapter lacks {', '.join(missing)}", where=self.adapter.expression,
                 expected=f"at least {', '.join(required)}", hint="docs/test-your-engine.md has a complete one",
             )  # fmt: skip
 
@@ -52,7 +52,7 @@ class Subject:
     def opening(self) -> list[str]:
         """The lines of a program that import the adapter and make it."""
         sizes = ", ".join(f"{key}={value!r}" for key, value in self._sizes.items())
-        return [*self._adapter.imports, "", f"{self.name} = {self._adapter.expression}({sizes})"]
+        return [*self.adapter.imports, "", f"{self.name} = {self.adapter.expression}({sizes})"]
 
     def offers(self, method: str) -> bool:
         """Whether the code under test has an optional method."""
@@ -122,7 +122,7 @@ class Subject:
 
     def _make(self) -> Any:
         try:
-            return self._adapter.target(**self._sizes)
+            return self.adapter.target(**self._sizes)
         except (UnsatisfiedAssumption, NotImplementedError) as error:
             raise RejectedError(_described(error)) from error
         except Exception as error:

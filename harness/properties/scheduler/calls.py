@@ -46,10 +46,6 @@ class SchedulerCalls(Machine):
     ) -> None:
         """Make a scheduler."""
         declared = self.declared
-        if num_blocks not in declared.pool_sizes or block_size not in declared.block_sizes:
-            raise NotApplicable
-        if budget not in declared.budgets or max_model_len not in declared.max_model_lens:
-            raise NotApplicable
         if not declared.chunks_prompts:
             budget = max(budget, max_model_len)
         self.collides = hash_bits is not None and self.adapter.takes("hash_bits")

@@ -6,18 +6,17 @@ from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 
+from harness.properties.blocks.requests import NEW, known
 from harness.properties.blocks.tokens import prompts, similar_prompts, token_lists
 from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
-from harness.properties.core.machine import Arguments, Drawn, NotApplicable, action, one_of
+from harness.properties.core.machine import Arguments, NotApplicable, action, one_of
 from harness.properties.scheduler.calls import MAX_EMPTY_STEPS, SchedulerCalls
 from harness.properties.scheduler.requests import ScheduledRequest
 
 __all__ = ["SchedulerMachine"]
 
 MAX_TOKENS = 12
-NEW = Drawn(None, lambda machine, _: machine.num_requests)
-"""The next request's number."""
 PROMPTS = prompts(MAX_TOKENS)
 SIMILAR_PROMPTS = similar_prompts(MAX_TOKENS)
 SAMPLED = st.integers(0, 3**4 - 1).map(lambda number: [number // 3**place % 3 for place in range(4)])
@@ -104,7 +103,7 @@ class SchedulerMachine(SchedulerCalls):
     )
     def fork(self, request_id: int, child_id: int) -> None:
         """Continue a request twice."""
-        parent = self._known(request_id)
+        parent = known(self.requests.values(), request_id)
         if self.in_flight:
             raise NotApplicable
         child = self.new_request(child_id, parent.token_ids, parent.num_left, parent.salt)
@@ -122,7 +121,7 @@ class SchedulerMachine(SchedulerCalls):
     )
     def abort(self, request_id: int) -> None:
         """Drop a request, wherever it stands."""
-        self.remove(self._known(request_id), "abort")
+        self.remove(known(self.requests.values(), request_id), "abort")
 
     @action(
         when=lambda self: self.offers["propose"],
@@ -131,7 +130,7 @@ class SchedulerMachine(SchedulerCalls):
     )
     def propose(self, request_id: int, token_ids: list[int]) -> None:
         """Propose draft tokens for a request's next step."""
-        request = self._known(request_id)
+        request = known(self.requests.values(), request_id)
         token_ids = token_ids[: self.declared.max_draft_tokens]
         if request not in self._may_propose() or not token_ids:
             raise NotApplicable
@@ -202,11 +201,6 @@ class SchedulerMachine(SchedulerCalls):
                 f"no request is left, and {num_free} of {self.num_blocks} blocks are free",
                 f"assert {self.subject.name}.num_free() == {self.num_blocks}",
             )
-
-    def _known(self, request_id: int) -> ScheduledRequest:
-        if request_id not in self.requests:
-            raise NotApplicable
-        return self.requests[request_id]
 
     def _may_propose(self) -> list[ScheduledRequest]:
         """Return the requests that generate, and have nothing in flight or proposed."""

@@ -16,28 +16,18 @@ from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
 from harness.properties.scheduler.capabilities import SchedulerCapabilities
 from harness.properties.scheduler.machine import SchedulerMachine
 
-__all__ = ["check_scheduler", "not_checked", "search_scheduler"]
-
-
-def check_scheduler(factory: Callable[..., Any], settings: Settings, *, accepted: Collection[int] = ()) -> None:
-    """Search for arrivals and steps after which an invariant of a scheduler does not hold.
-
-    `factory` makes an adapter, see `SchedulerAdapter`; findings of `accepted` invariants are not raised.
-
-    Raises:
-        PropertyError: it found some; the error holds the shortest program of each.
-        HarnessError: BAD_ADAPTER: the adapter lacks a method; NOTHING_CHECKED: it rejected every example.
-    """
-    search_scheduler(factory, settings, accepted=accepted).raise_findings(accepted)
+__all__ = ["not_checked", "search_scheduler"]
 
 
 def search_scheduler(
     factory: Callable[..., Any], settings: Settings, *, accepted: Collection[int] = (), is_first_enough: bool = False
 ) -> SearchReport:
-    """Return every broken invariant once; `is_first_enough`: end at the first example that breaks one.
+    """Search for arrivals and steps after which an invariant does not hold; return every broken one once.
+
+    `factory` makes an adapter, see `SchedulerAdapter`. `is_first_enough`: end at the first example that breaks one.
 
     Raises:
-        HarnessError: BAD_ADAPTER.
+        HarnessError: BAD_ADAPTER: the adapter lacks a method.
     """
     adapter, refuses = NamedAdapter.of(factory), Invariant.ADMISSION not in accepted  # else none impossible is queued
     return search(lambda: SchedulerMachine(adapter, refuses=refuses), settings, is_first_enough=is_first_enough)
@@ -52,11 +42,7 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
         block_size=declared.block_sizes[-1], max_num_batched_tokens=max(declared.budgets), max_num_seqs=2,
         max_model_len=max(declared.max_model_lens),
     )  # fmt: skip
-    lines = not_offered(subject, "scheduler", OPTIONAL)
-    if not adapter.takes("hash_bits"):
-        lines.append("scheduler: no keyword hash_bits: hashes do not collide (10)")
-    if not subject.takes("add", "salt"):
-        lines.append("scheduler: add has no keyword salt (10)")
+    lines = not_offered(subject, "scheduler", OPTIONAL, "add", 10)
     if not declared.refuses_impossible:
         lines.append("scheduler: it declares refuses_impossible = False: requests that can never be served (21)")
     if not declared.reuses_prefixes:

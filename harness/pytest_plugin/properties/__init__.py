@@ -23,6 +23,7 @@ from harness.pytest_plugin.properties.adapters import (
     ops,
     option_of,
     scheduler,
+    state_cache,
 )
 from harness.pytest_plugin.properties.record import ATTRIBUTE, RECORD, FindingsFile, suite_record
 
@@ -43,6 +44,7 @@ __all__ = [
     "pytest_runtest_makereport",
     "pytest_terminal_summary",
     "scheduler",
+    "state_cache",
     "suite_record",
 ]
 
@@ -56,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(
             option_of(name),
             metavar="MODULE:NAME",
-            help=f"Adapter of the {name.replace('_', ' ')} under test (default: {default}).",
+            help=f"Adapter of the {name.replace('_', ' ')} under test (default: {default or 'none'}).",
         )
     group.addoption("--engine-model", metavar="PATH", help="Checkpoint of --engine NAME (default: qwen3-tiny).")
     group.addoption(

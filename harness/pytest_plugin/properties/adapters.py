@@ -9,16 +9,17 @@ import pytest
 
 from harness.errors import Code, HarnessError
 
-__all__ = ["ADAPTERS", "attention", "block_manager", "engine", "load_adapter", "ops", "option_of", "scheduler"]
+__all__ = ["ADAPTERS", "load_adapter", "option_of"]
 
-ADAPTERS = {
+ADAPTERS: dict[str, str | None] = {
     "block_manager": "harness.selfcheck.properties.blocks:BlockManagerSubject",
     "scheduler": "harness.selfcheck.properties.scheduler:SchedulerSubject",
+    "state_cache": None,
     "attention": "harness.selfcheck.properties.attention:PagedSubject",
     "engine": "harness.selfcheck.properties.engine:EngineSubject",
     "ops": "harness.selfcheck.properties.ops:Ops",
 }
-"""By the name of the fixture, what is tested without the option: the reference engine."""
+"""By the name of the fixture, what is tested without the option: the reference engine, if it has one."""
 
 
 def option_of(name: str) -> str:
@@ -26,34 +27,17 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@pytest.fixture(scope="session")
-def block_manager(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return what `--block-manager` names: a callable that makes a block manager's adapter."""
-    yield from _adapter(request)
+def _fixture(name: str) -> Any:
+    """Return a fixture that hands out what the option of its name names."""
+
+    @pytest.fixture(scope="session", name=name)
+    def adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
+        yield from _adapter(request)
+
+    return adapter
 
 
-@pytest.fixture(scope="session")
-def scheduler(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return what `--scheduler` names: a callable that makes a scheduler's adapter."""
-    yield from _adapter(request)
-
-
-@pytest.fixture(scope="session")
-def attention(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return what `--attention` names."""
-    yield from _adapter(request)
-
-
-@pytest.fixture(scope="session")
-def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return what `--engine` names."""
-    yield from _adapter(request)
-
-
-@pytest.fixture(scope="session")
-def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return what `--ops` names."""
-    yield from _adapter(request)
+block_manager, scheduler, state_cache, attention, engine, ops = map(_fixture, ADAPTERS)
 
 
 def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -62,6 +46,8 @@ def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     name = str(request.fixturename)
     path = request.config.getoption(name) or ADAPTERS[name]
+    if path is None:
+        pytest.skip(f"the reference engine has none: name yours by {option_of(name)}")
     if name == "engine" and ":" not in path:
         yield _installed(path, request.config.getoption("engine_model"))
         return

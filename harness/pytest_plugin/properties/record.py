@@ -91,7 +91,7 @@ def suite_record(request: pytest.FixtureRequest, accepted_invariants: Mapping[in
 class FindingsFile:
     """Writes what all suites found to the file that `--properties-json` names."""
 
-    def __init__(self, path: Path, adapters: Mapping[str, str], profile: str) -> None:
+    def __init__(self, path: Path, adapters: Mapping[str, str | None], profile: str) -> None:
         self._path = path
         self._header = {"schema_version": SCHEMA_VERSION, "profile": profile, "adapters": dict(adapters)}
         self._suites: list[dict[str, Any]] = []

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 
 def block_manager() -> None:
     """Hold the block manager to its invariants."""
-    from harness.properties.blocks.suite import check_block_manager
+    from harness.properties.blocks.suite import search_block_manager
     from harness.selfcheck.properties.blocks import BlockManagerSubject
 
-    check_block_manager(BlockManagerSubject, _settings())
+    search_block_manager(BlockManagerSubject, _settings()).raise_findings()
 
 
 def sampling() -> None:

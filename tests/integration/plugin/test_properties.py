@@ -247,9 +247,17 @@ def test_other_sessions_keep_the_names_of_the_options(project: pytest.Pytester) 
     project.runpytest_subprocess("--engine", "mine", "-p", "no:hypothesispytest").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("option", ["--engine", "--engine-model", "--block-manager", "--ops", "--captures"])
+@pytest.mark.parametrize(
+    "option", ["--engine", "--engine-model", "--block-manager", "--state-cache", "--ops", "--captures"]
+)
 def test_an_option_given_empty_is_an_error(pytester, option):
     """The reference engine's adapter would be tested in its place."""
     result = pytester.runpytest_inprocess("--pyargs", "harness.properties.ops", option, "")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {option} names no *"])
+
+
+def test_a_suite_without_an_adapter_of_the_reference_engine_says_which_option_names_one(pytester):
+    result = pytester.runpytest_inprocess("--pyargs", "harness.properties.states", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*the reference engine has none: name yours by --state-cache"])

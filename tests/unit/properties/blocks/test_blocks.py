@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from harness.properties.blocks.adapter import OPTIONAL
-from harness.properties.blocks.suite import check_block_manager, not_checked, search_block_manager
+from harness.properties.blocks.suite import not_checked, search_block_manager
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.selfcheck.properties.blocks import BlockManagerSubject
@@ -57,14 +57,14 @@ class ComputesAtOnce(BlockManagerSubject):
 def test_the_reference_manager_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
     base = ComputesAtOnce if "computed" in missing else BlockManagerSubject
     lesser = type("Lesser", (base,), dict.fromkeys(missing))
-    check_block_manager(lesser, FEW)
+    search_block_manager(lesser, FEW).raise_findings()
     assert {line.split()[3] for line in not_checked(lesser) if line.startswith("block manager: no ")} >= set(missing)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("manager", [chained.ChainedManager, radix.RadixManager])
 def test_a_correct_block_manager_passes(manager: type) -> None:
-    check_block_manager(manager, DEV)
+    search_block_manager(manager, DEV).raise_findings()
 
 
 @pytest.mark.sampled(4)

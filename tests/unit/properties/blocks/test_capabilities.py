@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.properties.blocks.suite import check_block_manager, search_block_manager
+from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core.profiles import PROFILES
 
 from .chained import ChainedManager, Held
@@ -44,13 +44,13 @@ def sizes(name: str) -> set[int]:
 
 @pytest.mark.slow
 def test_only_declared_sizes_are_tried() -> None:
-    check_block_manager(Recorded, DEV)
+    search_block_manager(Recorded, DEV).raise_findings()
     assert sizes("num_blocks") == {4, 8}
     assert sizes("block_size") == {16, 64}
 
 
 def test_prompts_reach_over_several_large_blocks_and_end_around_boundaries() -> None:
-    check_block_manager(Recorded, DEV)
+    search_block_manager(Recorded, DEV).raise_findings()
     lengths = sizes("tokens of 64")
     assert max(lengths) > 3 * 64
     assert {0, 63} <= {length % 64 for length in lengths}
@@ -73,7 +73,7 @@ def test_a_program_keeps_to_the_declared_sizes_and_stays_short() -> None:
 )
 def test_what_declares_no_sizes_is_refused(declared: dict[str, Any]) -> None:
     with pytest.raises(HarnessError, match="declares no sizes") as caught:
-        check_block_manager(type("Bad", (ChainedManager,), declared), DEV)
+        search_block_manager(type("Bad", (ChainedManager,), declared), DEV).raise_findings()
     assert caught.value.code is Code.BAD_ADAPTER
 
 
@@ -89,7 +89,7 @@ class LatestEntry(ChainedManager):
 @pytest.mark.slow
 def test_a_cache_that_keeps_the_later_of_two_equal_blocks_says_so() -> None:
     assert [finding.invariant for finding in search_block_manager(LatestEntry, DEV).findings] == [11]
-    check_block_manager(type("Declared", (LatestEntry,), {"may_lose_duplicates": True}), DEV)
+    search_block_manager(type("Declared", (LatestEntry,), {"may_lose_duplicates": True}), DEV).raise_findings()
 
 
 class ComputesWithAllocation(ChainedManager):
@@ -103,6 +103,6 @@ class ComputesWithAllocation(ChainedManager):
 
 @pytest.mark.slow
 def test_prompts_are_computed_whole_where_the_adapter_says_so() -> None:
-    check_block_manager(type("Declared", (ComputesWithAllocation,), {"chunks_prompts": False}), DEV)
+    search_block_manager(type("Declared", (ComputesWithAllocation,), {"chunks_prompts": False}), DEV).raise_findings()
     (finding, *_) = search_block_manager(ComputesWithAllocation, DEV, is_first_enough=True).findings
     assert finding.what.startswith("computed raised ValueError")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.properties.blocks.suite import check_block_manager, not_checked, search_block_manager
+from harness.properties.blocks.suite import not_checked, search_block_manager
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 
@@ -30,7 +30,7 @@ BUGS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("manager", [hybrid.HybridManager, swapping.SwappingManager])
 def test_a_correct_manager_passes(manager: type) -> None:
-    check_block_manager(manager, DEV)
+    search_block_manager(manager, DEV).raise_findings()
 
 
 @pytest.mark.parametrize(("manager", "invariants"), BUGS)

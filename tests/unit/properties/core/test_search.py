@@ -7,12 +7,12 @@ import pytest
 from hypothesis import reject
 
 from harness.errors import Code, HarnessError
-from harness.properties.blocks.suite import check_block_manager, search_block_manager
+from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core import search as search_module
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.core.watchdog import HangError, call_limited, time_limit
-from harness.properties.scheduler.suite import check_scheduler, search_scheduler
+from harness.properties.scheduler.suite import search_scheduler
 
 from ..blocks.chained import ChainedManager
 from ..programs import assert_fails_in_its_last_line
@@ -52,9 +52,9 @@ def test_each_finding_has_a_program_of_its_own() -> None:
 @pytest.mark.slow
 def test_an_accepted_invariant_does_not_hide_the_others() -> None:
     with pytest.raises(PropertyError) as caught:
-        check_block_manager(ThreeBugs, DEV, accepted={12, 13})
+        search_block_manager(ThreeBugs, DEV).raise_findings({12, 13})
     assert [finding.invariant for finding in caught.value.findings] == [17]
-    check_block_manager(ThreeBugs, DEV, accepted={12, 13, 17})
+    search_block_manager(ThreeBugs, DEV).raise_findings({12, 13, 17})
 
 
 class Forgetful(TwoPhaseScheduler):
@@ -81,7 +81,7 @@ class UnorderedScheduler(TwoPhaseScheduler):
 @pytest.mark.slow
 def test_code_that_is_not_deterministic_is_a_finding_with_both_answers() -> None:
     with pytest.raises(PropertyError) as caught:
-        check_scheduler(UnorderedScheduler, DEV, accepted={22})
+        search_scheduler(UnorderedScheduler, DEV, accepted={22}).raise_findings({22})
     finding = next(finding for finding in caught.value.findings if finding.invariant == 27)
     assert " in one run and " in finding.what
     assert "def run():" in finding.program
@@ -137,7 +137,7 @@ def test_examples_that_an_adapter_rejects_are_counted(manager: type, reason: str
 
 def test_an_adapter_that_rejects_every_example_does_not_pass() -> None:
     with pytest.raises(HarnessError, match="H051: the adapter rejected all") as caught:
-        check_block_manager(NoSizes, DEV)
+        search_block_manager(NoSizes, DEV).raise_findings()
     assert (caught.value.code, caught.value.actual) == (Code.NOTHING_CHECKED, "NotImplementedError: not today")
 
 
@@ -149,9 +149,9 @@ class AssertsItsSizes(ChainedManager):
 
 def test_an_adapter_that_cannot_be_made_is_an_error_that_says_what_to_declare() -> None:
     with pytest.raises(HarnessError, match="H091: the adapter cannot be made: AssertionError") as caught:
-        check_block_manager(AssertsItsSizes, DEV)
+        search_block_manager(AssertsItsSizes, DEV).raise_findings()
     assert "block_sizes" in str(caught.value.hint)
-    check_block_manager(type("Declared", (AssertsItsSizes,), {"block_sizes": (16,)}), DEV)
+    search_block_manager(type("Declared", (AssertsItsSizes,), {"block_sizes": (16,)}), DEV).raise_findings()
 
 
 class Endless(TwoPhaseScheduler):
@@ -201,4 +201,4 @@ class NewSetting(TwoPhaseScheduler):
 
 @pytest.mark.slow
 def test_an_order_that_changes_nothing_is_no_finding() -> None:
-    check_scheduler(NewSetting, DEV)
+    search_scheduler(NewSetting, DEV).raise_findings()

@@ -4,7 +4,7 @@ import pytest
 
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
+from harness.properties.scheduler.suite import not_checked, search_scheduler
 
 from ..programs import assert_fails_in_its_last_line
 from . import ahead
@@ -34,7 +34,7 @@ SURVIVORS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheduler", [ahead.AheadScheduler, ahead.SpeculativeScheduler, ahead.MultiTokenScheduler])
 def test_a_correct_scheduler_passes(scheduler: type) -> None:
-    check_scheduler(scheduler, DEV)
+    search_scheduler(scheduler, DEV).raise_findings()
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_a_bug_is_found_and_told_as_a_program(scheduler: type, invariants: set[i
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SURVIVORS)
 def test_what_is_listed_as_a_survivor_is_one(scheduler: type) -> None:
-    check_scheduler(scheduler, DEV)
+    search_scheduler(scheduler, DEV).raise_findings()
 
 
 def test_what_is_not_declared_is_listed() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.scheduler.suite import check_scheduler, search_scheduler
+from harness.properties.scheduler.suite import search_scheduler
 
 from ..blocks.chained import Held
 from . import two_phase
@@ -60,7 +60,7 @@ class EndsTooEarly(EndsInUpdate):
 
 @pytest.mark.slow
 def test_a_scheduler_may_end_requests_by_itself() -> None:
-    check_scheduler(EndsInUpdate, DEV)
+    search_scheduler(EndsInUpdate, DEV).raise_findings()
     (finding, *_) = search_scheduler(EndsTooEarly, CI, is_first_enough=True).findings
     assert finding.invariant == 23
     assert "does not run any more" in finding.what
@@ -77,7 +77,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheduler", "declared", "otherwise"), CASES)
 def test_what_is_declared_is_no_finding(scheduler: type, declared: dict[str, Any], otherwise: set[int]) -> None:
-    check_scheduler(type("Declared", (scheduler,), declared), DEV)
+    search_scheduler(type("Declared", (scheduler,), declared), DEV).raise_findings()
     found = search_scheduler(scheduler, CI, is_first_enough=True).findings
     assert {finding.invariant for finding in found} == otherwise
 
@@ -107,7 +107,7 @@ class Recorded(TwoPhaseScheduler):
 
 @pytest.mark.slow
 def test_only_declared_sizes_are_tried() -> None:
-    check_scheduler(Recorded, DEV)
+    search_scheduler(Recorded, DEV).raise_findings()
     columns = [set(column) for column in zip(*Recorded.seen, strict=True)]
     assert columns == [{32}, {6}, {64, 128}, {96, 192}]
 
@@ -122,7 +122,7 @@ def test_sizes_grow_with_the_blocks_where_nothing_is_said() -> None:
             LargeBlocks.longest = max(LargeBlocks.longest, len(token_ids))
             super().add(request_id, token_ids, max_new_tokens)
 
-    check_scheduler(LargeBlocks, DEV)
+    search_scheduler(LargeBlocks, DEV).raise_findings()
     assert LargeBlocks.longest > 2 * 256
 
 
@@ -132,7 +132,7 @@ def test_sizes_grow_with_the_blocks_where_nothing_is_said() -> None:
 )
 def test_what_no_scheduler_does_is_refused(declared: dict[str, Any]) -> None:
     with pytest.raises(HarnessError) as caught:
-        check_scheduler(type("Bad", (TwoPhaseScheduler,), declared), DEV)
+        search_scheduler(type("Bad", (TwoPhaseScheduler,), declared), DEV).raise_findings()
     assert caught.value.code is Code.BAD_ADAPTER
     assert next(iter(declared)) in caught.value.what
 

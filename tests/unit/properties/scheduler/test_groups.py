@@ -4,7 +4,7 @@ import pytest
 
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.properties.scheduler.suite import check_scheduler, search_scheduler
+from harness.properties.scheduler.suite import search_scheduler
 from harness.selfcheck.properties.scheduler import SchedulerSubject
 
 from ..blocks.mutants import BLOCK_MUTANTS
@@ -40,7 +40,7 @@ REUSE = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheduler", [groups.HybridScheduler, groups.SwappingScheduler])
 def test_a_correct_scheduler_passes(scheduler: type) -> None:
-    check_scheduler(scheduler, DEV)
+    search_scheduler(scheduler, DEV).raise_findings()
 
 
 @pytest.mark.sampled(2)
@@ -66,4 +66,4 @@ def test_a_bug_of_the_prefix_cache_is_found_through_the_scheduler(mutant: Mutant
 def test_reuse_is_expected_only_where_it_is_declared() -> None:
     mutant = next(mutant for mutant in BLOCK_MUTANTS if mutant.name == "nothing is ever published")
     with mutant.planted():
-        check_scheduler(type("Silent", (SchedulerSubject,), {"reuses_prefixes": False}), DEV)
+        search_scheduler(type("Silent", (SchedulerSubject,), {"reuses_prefixes": False}), DEV).raise_findings()

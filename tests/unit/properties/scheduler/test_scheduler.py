@@ -8,7 +8,7 @@ from hypothesis import settings
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.scheduler.adapter import OPTIONAL
-from harness.properties.scheduler.suite import check_scheduler, not_checked, search_scheduler
+from harness.properties.scheduler.suite import not_checked, search_scheduler
 from harness.selfcheck.properties.scheduler import SchedulerSubject
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
@@ -33,7 +33,7 @@ SCHEDULER_BUGS = [
 @pytest.mark.parametrize("missing", [*((method,) for method in OFFERED), OFFERED], ids="-".join)
 def test_the_reference_scheduler_passes_without_any_optional_part(missing: tuple[str, ...]) -> None:
     lesser = type("Lesser", (SchedulerSubject,), dict.fromkeys(missing))
-    check_scheduler(lesser, FEW)
+    search_scheduler(lesser, FEW).raise_findings()
     assert {line.split()[2] for line in not_checked(lesser) if line.startswith("scheduler: no ")} >= set(missing)
 
 
@@ -57,11 +57,11 @@ class SharesWithinAStep(SchedulerSubject):
 
 @pytest.mark.slow
 def test_blocks_may_be_shared_in_the_step_that_fills_them() -> None:
-    check_scheduler(SharesWithinAStep, FEW)
+    search_scheduler(SharesWithinAStep, FEW).raise_findings()
 
 
 def test_a_correct_scheduler_passes() -> None:
-    check_scheduler(two_phase.TwoPhaseScheduler, DEV)
+    search_scheduler(two_phase.TwoPhaseScheduler, DEV).raise_findings()
 
 
 @pytest.mark.sampled(2)

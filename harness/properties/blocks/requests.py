@@ -1,0 +1,235 @@
+"""Requests on a cache of blocks or of states: they come, are computed and go, in any order."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from hypothesis import strategies as st
+
+from harness.properties.blocks.tables import RequestRecord
+from harness.properties.blocks.tokens import prompts, similar_prompts, stretch_of
+from harness.properties.core.adapter import NamedAdapter
+from harness.properties.core.findings import Violation
+from harness.properties.core.invariants import Invariant
+from harness.properties.core.machine import Drawn, Machine, NotApplicable, action, one_of
+from harness.properties.core.search import Hits
+from harness.properties.core.subject import Subject
+
+__all__ = ["CacheRequests", "known"]
+
+Record = TypeVar("Record", bound=RequestRecord)
+MAX_TOKENS = 14
+NEW = Drawn(None, lambda machine, _: machine.num_requests)
+"""The next request's number."""
+PROMPTS = prompts(MAX_TOKENS)
+SIMILAR_PROMPTS = similar_prompts(MAX_TOKENS)
+MOSTLY = st.sampled_from((True, True, True, False))
+SELDOM = st.sampled_from((False, False, False, True))
+LENGTHS = Drawn(
+    st.tuples(st.integers(1, MAX_TOKENS), st.sampled_from((0, 0, -1, 1))),
+    lambda machine, drawn: max(1, drawn[0] * stretch_of(machine.block_size) + drawn[1]),
+)
+"""Numbers of tokens; with large blocks mostly those at their boundaries, and next to them."""
+
+
+class CacheRequests(Machine):
+    """Calls a cache as an engine would, which `begin_request` and the methods after it translate."""
+
+    lengthened: ClassVar = {"allocate": "token_ids"}
+
+    def __init__(self, factory: Any, hits: Hits | None = None) -> None:
+        super().__init__()
+        self.adapter = NamedAdapter.of(factory)
+        self.all_hits = hits or Hits()
+        self.history: list[list[int]] = []
+        self.preempted: dict[int, RequestRecord] = {}
+        self.finished: list[RequestRecord] = []
+        self.num_requests = 0
+
+    def make(
+        self, name: str, required: Iterable[str], optional: Iterable[str], options: dict[str, int | None], **sizes: int
+    ) -> None:
+        """Make the code under test, with those `options` that it takes."""
+        taken = {key: value for key, value in options.items() if value is not None and self.adapter.takes(key)}
+        self.subject = Subject(self.adapter, name, required=required, **sizes, **taken)
+        self.offers = {method: self.subject.offers(method) for method in optional}
+        self.has_salts, self.collides = self.subject.takes("allocate", "salt"), "hash_bits" in taken
+        self.block_size = sizes["block_size"]
+
+    # Requests come and are computed
+
+    @action(weight=2, request_id=NEW, token_ids=PROMPTS, salt=st.booleans(), looks_up=st.booleans(), computes=MOSTLY)
+    def allocate(self, request_id: int, token_ids: list[int], salt: bool, looks_up: bool, computes: bool) -> None:
+        """Start a request."""
+        request = self.new_request(request_id, token_ids, self.salt_if(salt))
+        self.history.append(list(token_ids))
+        self.begin_request(request, looks_up=looks_up, computes=computes)
+
+    @action(weight=3, request_id=NEW, token_ids=SIMILAR_PROMPTS, salt=SELDOM, looks_up=st.booleans(), computes=MOSTLY)
+    def allocate_similar(
+        self, request_id: int, token_ids: list[int], salt: bool, looks_up: bool, computes: bool
+    ) -> None:
+        """Start a request that begins like an earlier one."""
+        self.allocate(request_id, token_ids, salt, looks_up, computes)
+
+    @action(request_id=one_of(lambda self: list(self.preempted.values())), computes=MOSTLY)
+    def resume(self, request_id: int, computes: bool) -> None:
+        """Start a preempted request again."""
+        request = known(self.preempted.values(), request_id)
+        if self.begin_request(request, looks_up=False, computes=computes):
+            del self.preempted[request_id]
+
+    @action(weight=2, request_id=one_of(lambda self: self.behind()), num_tokens=LENGTHS)
+    def compute(self, request_id: int, num_tokens: int) -> None:
+        """Compute some of a request's remaining tokens."""
+        request = known(self.behind(), request_id)
+        if not num_tokens:
+            raise NotApplicable
+        self.compute_up_to(request, min(len(request.token_ids), request.num_computed + num_tokens))
+
+    # Requests go
+
+    @action(weight=2, request_id=one_of(lambda self: self.caught_up()))
+    def free(self, request_id: int) -> None:
+        """Finish a request."""
+        request = known(self.caught_up(), request_id)
+        self.release(request, "free", is_kept=True)
+        self.finished.append(request)
+
+    @action(request_id=one_of(lambda self: self.live()))
+    def abort(self, request_id: int) -> None:
+        """Drop a request, wherever it stands."""
+        request = known(self.live(), request_id)
+        self.release(request, "abort" if self.offers["abort"] else "free")
+        self.finished.append(request)
+
+    @action(request_id=one_of(lambda self: self.live()))
+    def preempt(self, request_id: int) -> None:
+        """Take a request's memory away until later."""
+        request = known(self.live(), request_id)
+        self.release(request, "preempt" if self.offers["preempt"] else "free")
+        request.num_computed = 0
+        self.preempted[request_id] = request
+
+    @action(request_id=one_of(lambda self: self.finished))
+    def free_again(self, request_id: int) -> None:
+        """Free a request that is gone: an error or nothing; the invariants see that nothing changes."""
+        self.subject.error_of("free", known(self.finished, request_id).request_id)
+
+    # What is cached
+
+    @action(when=lambda self: self.offers["lookup"], token_ids=PROMPTS)
+    def lookup(self, token_ids: list[int]) -> None:
+        """Ask how much of a prompt is cached."""
+        if not token_ids:
+            raise NotApplicable
+        self.look_up(token_ids, "")
+
+    @action(when=lambda self: self.offers["lookup"], token_ids=SIMILAR_PROMPTS)
+    def lookup_similar(self, token_ids: list[int]) -> None:
+        """Ask how much of a prompt that begins like an earlier one is cached."""
+        self.lookup(token_ids)
+
+    # How the cache is called
+
+    @property
+    def reports_hits(self) -> bool:
+        """Whether the code under test says that it has a cache; if not, it may be right to find nothing."""
+        raise NotImplementedError
+
+    def live(self) -> list[RequestRecord]:
+        """Return the requests that hold memory."""
+        raise NotImplementedError
+
+    def begin_request(self, request: RequestRecord, *, looks_up: bool, computes: bool) -> bool:
+        """Start a request and perhaps compute all its tokens; tell whether there was room."""
+        raise NotImplementedError
+
+    def look_up(self, token_ids: Sequence[int], salt: str) -> int:
+        """Ask how much of a prompt is cached, and return it."""
+        raise NotImplementedError
+
+    def compute_up_to(self, request: RequestRecord, stop: int) -> object:
+        """Compute tokens of a request."""
+        raise NotImplementedError
+
+    def release(self, request: RequestRecord, method: str, *, is_kept: bool = False) -> None:
+        """Take a request's memory away; `is_kept`: what was computed can be found again."""
+        raise NotImplementedError
+
+    # What all of them share
+
+    def caught_up(self) -> list[RequestRecord]:
+        """Return the live requests whose tokens are all computed."""
+        return [request for request in self.live() if request.num_computed == len(request.token_ids)]
+
+    def behind(self) -> list[RequestRecord]:
+        """Return those with tokens to compute."""
+        return [request for request in self.live() if request.num_computed < len(request.token_ids)]
+
+    def new_request(self, request_id: int, token_ids: Sequence[int], salt: str) -> RequestRecord:
+        """Return a request with a number that no other has."""
+        if request_id < self.num_requests or not token_ids:
+            raise NotApplicable
+        self.num_requests = request_id + 1
+        return RequestRecord(request_id=request_id, token_ids=list(token_ids), salt=salt)
+
+    def salt_if(self, has_salt: bool) -> str:
+        """Return the salt of a request that has one."""
+        return "x" if has_salt and self.has_salts else ""
+
+    def salted(self, salt: str) -> dict[str, object]:
+        """Return the keywords of a call."""
+        return {"salt": salt} if salt else {}
+
+    def free_blocks(self) -> tuple[int | None, list[int]]:
+        """Return what is free, as a count and as a list, as far as they are offered."""
+        free_list = self.ask_optional(Invariant.POOL_PARTITION, "free_list") or ()
+        return self.ask_optional(Invariant.ROOM, "num_free"), sorted(free_list)
+
+    def check_unchanged(self, before: tuple[int | None, list[int]]) -> None:
+        """Verify that a failed allocation has left free what was."""
+        sources = (f"{self.subject.name}.num_free()", f"sorted({self.subject.name}.free_list())")
+        for source, old, new in zip(sources, before, self.free_blocks(), strict=True):
+            if old != new:
+                what = f"an allocation failed and changed what is free: {old} before, {new} after"
+                raise Violation(Invariant.ROOM, what, f"assert {source} == {old}")
+
+    def check_found(
+        self, found: int, token_ids: Sequence[int], expected: tuple[int, bool], answer: str = "result"
+    ) -> None:
+        """Verify how much was found; `expected`: at least so much, and whether a miss is a finding by itself."""
+        at_least, is_noted = expected
+        if not 0 <= found < len(token_ids):
+            what = f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute"
+            raise Violation(Invariant.ONE_TOKEN_LEFT, what, f"assert 0 <= {answer} < {len(token_ids)}")
+        self.all_hits.num_hits += found > 0
+        if found >= at_least:
+            return
+        broken = (
+            Invariant.EXPECTED_HITS,
+            f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
+            "evicted since",
+            f"assert result >= {at_least}",
+        )
+        if is_noted:
+            self.note(*broken)
+        else:  # of one miss nothing follows: see `search_cache`
+            self.all_hits.note_miss(Violation(*broken), self.subject, is_finding=self.reports_hits)
+
+    def check_same(self, found: int | None, num_cached: int) -> None:
+        """Verify that a look-up, if there was one, said what the allocation right after it found."""
+        if found is not None and found != num_cached:
+            what = f"the look-up found {found} tokens, and the allocation right after it {num_cached}"
+            self.note(Invariant.LOOKUP, what, f"assert result == {found}")
+
+
+def known(requests: Iterable[Record], request_id: int) -> Record:
+    """Return the request of a number.
+
+    Raises:
+        NotApplicable: there is none.
+    """
+    found = next((entry for entry in requests if entry.request_id == request_id), None)
+    if found is None:
+        raise NotApplicable
+    return found
