@@ -11,15 +11,15 @@ from harness.errors import Code, HarnessError
 
 __all__ = ["ADAPTERS", "load_adapter", "option_of"]
 
-ADAPTERS: dict[str, str | None] = {
+ADAPTERS = {
     "block_manager": "harness.selfcheck.properties.blocks:BlockManagerSubject",
     "scheduler": "harness.selfcheck.properties.scheduler:SchedulerSubject",
-    "state_cache": None,
+    "state_cache": "harness.selfcheck.properties.states:StateCacheSubject",
     "attention": "harness.selfcheck.properties.attention:PagedSubject",
     "engine": "harness.selfcheck.properties.engine:EngineSubject",
     "ops": "harness.selfcheck.properties.ops:Ops",
 }
-"""By the name of the fixture, what is tested without the option: the reference engine, if it has one."""
+"""By the name of the fixture, what is tested without the option: the reference engine."""
 
 
 def option_of(name: str) -> str:
@@ -46,8 +46,6 @@ def _adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     name = str(request.fixturename)
     path = request.config.getoption(name) or ADAPTERS[name]
-    if path is None:
-        pytest.skip(f"the reference engine has none: name yours by {option_of(name)}")
     if name == "engine" and ":" not in path:
         yield _installed(path, request.config.getoption("engine_model"))
         return

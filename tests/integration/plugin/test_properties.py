@@ -255,9 +255,3 @@ def test_an_option_given_empty_is_an_error(pytester, option):
     result = pytester.runpytest_inprocess("--pyargs", "harness.properties.ops", option, "")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {option} names no *"])
-
-
-def test_a_suite_without_an_adapter_of_the_reference_engine_says_which_option_names_one(pytester):
-    result = pytester.runpytest_inprocess("--pyargs", "harness.properties.states", "-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED*the reference engine has none: name yours by --state-cache"])
