@@ -1,6 +1,6 @@
 """The steps of vLLM's model runner: where it says what each computes, what it chooses, and what its caches are."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from operator import attrgetter
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from harness.base.numerics import Numerics
 from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
@@ -40,6 +41,10 @@ class VllmWatcher(StepWatcher):
         caches = [cache for cache in _caches(runner, graph) if graph[cache.tap].inputs[0] in shown]
         super().__init__(model, runner.sampler, table, requests, writer, caches=caches)
         self._runner, self._routers = runner, _routers(model, graph)
+        groups = _attending_groups(runner)
+        self._attending = {name for _, group in groups for name in group.layer_names}
+        sizes = [int(group.kv_cache_spec.block_size) for _, group in groups]
+        self._block_size = sizes[0] if sizes else int(runner.cache_config.block_size)
 
     def read_batch(self, given: Mapping[str, Any]) -> ForwardBatch:
         """Read vLLM's metadata of the step; requests of vLLM are named by our ids, and by a suffix of vLLM's."""
@@ -51,9 +56,9 @@ class VllmWatcher(StepWatcher):
             starts=starts,
             positions=positions,
             num_padded_rows=len(given["input_ids"]),
-            slot_mapping=_slot_mapping(starts[-1]),
+            slot_mapping=_slot_mapping(self._attending, starts[-1]),
             block_tables=self._block_tables(requests),
-            block_size=int(self._runner.cache_config.block_size),
+            block_size=self._block_size,
         )
 
     def _block_tables(self, requests: Sequence[int]) -> dict[str, dict[int, list[int]]]:
@@ -72,11 +77,17 @@ class VllmWatcher(StepWatcher):
         return {tap: router.set_capture_fn for tap, router in self._routers.items()}
 
 
-def _slot_mapping(num_rows: int) -> torch.Tensor | None:
-    """[rows] of the first group of layers that has slots; None for a model without attention."""
+def _attending_groups(runner: Any) -> list[tuple[int, Any]]:
+    """Return number and description of the groups of layers that keep keys and values: others keep a state."""
+    groups = enumerate(runner.kv_cache_config.kv_cache_groups)
+    return [(number, group) for number, group in groups if isinstance(group.kv_cache_spec, AttentionSpec)]
+
+
+def _slot_mapping(attending: Collection[str], num_rows: int) -> torch.Tensor | None:
+    """[rows] of the first of these layers that has slots; None for a model without attention."""
     by_layer = get_forward_context().slot_mapping
-    mappings = by_layer.values() if isinstance(by_layer, Mapping) else ()
-    return next((mapping[:num_rows] for mapping in mappings if mapping is not None), None)
+    found = by_layer.items() if isinstance(by_layer, Mapping) else ()
+    return next((mapping[:num_rows] for name, mapping in found if name in attending and mapping is not None), None)
 
 
 def _routers(model: nn.Module, graph: Graph) -> dict[str, Any]:
@@ -116,8 +127,9 @@ def _caches(runner: Any, graph: Graph) -> Iterator[PagedCache]:
     if not keeps_readable_cache(runner):
         return
     taps = {(op.layer, op.site): op.tap for op in graph if op.kind is Kind.CACHE}
-    layers, block_size = runner.compilation_config.static_forward_context, int(runner.cache_config.block_size)
-    for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
+    layers = runner.compilation_config.static_forward_context
+    for group, spec in _attending_groups(runner):
+        block_size = int(spec.kv_cache_spec.block_size)
         for name, part in product(spec.layer_names, range(2)):
             layer, tap = layers[name], taps.get((layer_of(name), ("k_cache", "v_cache")[part]))
             if tap is not None:
