@@ -219,26 +219,12 @@ def _build_layer(
     def row_parallel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return share.row_parallel(linear(name))
 
-    attention: TokenMixer
+    mixer: TokenMixer
     if layer in config.delta_nets:
         assert states is not None, "whoever builds the decoder of such a model gives it states"
-        number = tuple(config.delta_nets).index(layer)
-        shape_of_net = config.delta_nets[layer]
-        attention = build_delta_net(number, shape_of_net, weights, prefix, config.rms_norm_eps, linear, states)
+        mixer = build_delta_net(config, layer, weights, linear, states)
     else:
-        num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        is_gated = config.family.gates_attention
-        attention = Attention(
-            layer=config.attention_layers.index(layer),
-            head_dim=config.head_dim,
-            qkv_sizes=[num_q * (1 + is_gated), num_kv, num_kv],
-            qkv_proj=linear("self_attn.qkv_proj"),
-            o_proj=row_parallel("self_attn.o_proj"),
-            q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-            backend=backend,
-            is_gated=is_gated,
-        )
+        mixer = _build_attention(config, layer, backend, norm, linear, row_parallel)
     shape, activation = config.mlps.get(layer), ACTIVATIONS[config.family.activation]
     mlp: FeedForward
     if isinstance(shape, ExpertsShape):
@@ -248,7 +234,30 @@ def _build_layer(
     layer_class = DecoderLayer if len(config.family.layer_norms) == 2 else SandwichLayer
     return layer_class(
         prefix=prefix,
-        attention=attention,
+        attention=mixer,
         mlp=mlp,
         **{name: norm(name) for name in config.family.layer_norms},
+    )
+
+
+def _build_attention(
+    config: ModelConfig,
+    layer: int,
+    backend: AttentionBackend,
+    norm: Callable[[str], RMSNorm],
+    linear: Callable[[str], Linear],
+    row_parallel: Callable[[str], Callable[[torch.Tensor], torch.Tensor]],
+) -> Attention:
+    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    is_gated = config.family.gates_attention
+    return Attention(
+        layer=config.attention_layers.index(layer),
+        head_dim=config.head_dim,
+        qkv_sizes=[num_q * (1 + is_gated), num_kv, num_kv],
+        qkv_proj=linear("self_attn.qkv_proj"),
+        o_proj=row_parallel("self_attn.o_proj"),
+        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+        backend=backend,
+        is_gated=is_gated,
     )

@@ -16,6 +16,7 @@ from torch.nn.functional import conv1d, silu, softplus
 
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.delta_net import DeltaNetShape
+from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.layers import Linear, Rotation
 from reference_engine.state_cache import Piece, StateCache
 
@@ -166,25 +167,23 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def build_delta_net(
+    config: ModelConfig,
     layer: int,
-    shape: DeltaNetShape,
     weights: Mapping[str, torch.Tensor],
-    prefix: str,
-    eps: float,
     linear: Callable[[str], Linear],
     states: StateCache,
 ) -> GatedDeltaNet:
-    """Assemble the mixer of a layer; `linear` takes the names of its products, `prefix` starts those of `weights`."""
-    own = f"{prefix}linear_attn."
+    """Assemble the mixer of a layer; `linear` takes the names of its products."""
+    own = f"model.layers.{layer}.linear_attn."
     return GatedDeltaNet(
-        layer=layer,
-        shape=shape,
+        layer=tuple(config.delta_nets).index(layer),
+        shape=config.delta_nets[layer],
         in_proj_qkvz=linear("linear_attn.in_proj_qkvz"),
         in_proj_ba=linear("linear_attn.in_proj_ba"),
         conv_weight_C1W=weights[f"{own}conv1d.weight"],
         dt_bias_N=weights[f"{own}dt_bias"],
         a_log_N=weights[f"{own}A_log"],
-        norm=GatedRMSNorm(weights[f"{own}norm.weight"], eps),
+        norm=GatedRMSNorm(weights[f"{own}norm.weight"], config.rms_norm_eps),
         out_proj=linear("linear_attn.out_proj"),
         states=states,
     )

@@ -216,6 +216,24 @@ def test_going_back_computes_its_block_again(checkpoint: Checkpoint, num_tokens:
     assert [*made[:num_kept], *again] == checkpoint.greedy(PROMPTS[0], 8)
 
 
+def test_after_a_step_that_failed_a_request_is_suspended_and_resumed(checkpoint: Checkpoint) -> None:
+    """Some of its states are those after the step, others those before it."""
+    with LLMEngine(checkpoint.folder, EngineConfig(block_size=8)) as engine:
+        request = engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        made = [output.token_id for output in engine.step()]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.runner.model.layers[1].__class__, "__call__", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        with pytest.raises(BlockError, match=r"does not go on where its state ends.*suspend the request and resume"):
+            engine.step()
+        engine.suspend(request)
+        engine.resume(request)
+        while engine.has_unfinished():
+            made += [output.token_id for output in engine.step()]
+    assert made == checkpoint.greedy(PROMPTS[0], 4)
+
+
 def test_tensors_that_transformers_ignores_are_ignored(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for file in checkpoint.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
