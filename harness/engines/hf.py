@@ -372,7 +372,7 @@ class _Batch:
     def _read_back(self, index: int, lane: _Lane, decoder: HFDecoder) -> None:
         """Write what the cache holds of a request: of a sliding window, its last rows."""
         caches = {op.tap: prod(op.shape) for op in self._hf.graph if op.kind is Kind.CACHE}
-        layers = list(getattr(decoder.cache.get("past_key_values"), "layers", ()))
+        layers = list(getattr(next(iter(decoder.cache.values()), None), "layers", ()))
         parts = {}
         attentions = [op for op in self._hf.graph if op.kind is Kind.ATTENTION and op.layer is not None]
         if len({op.layer for op in attentions}) < len(attentions):

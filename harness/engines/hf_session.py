@@ -16,6 +16,7 @@ from torch import nn
 from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, OperationWatcher
 from harness.errors import Code, HarnessError
 from harness.formats.taps import EMBEDDING, layer_prefix
+from harness.oracle.caches import cache_argument
 from harness.oracle.model import HFModel
 from harness.results.profile import StepShape
 
@@ -38,6 +39,7 @@ class HFSession:
         self._num_cached = 0
         self._next_ids: torch.Tensor | None = None
         self._cache: Any = None
+        self._cache_argument = cache_argument(hf.model.forward)
         self._watcher: OperationWatcher | None = None
         self.model = _model_shape(hf)
 
@@ -62,7 +64,8 @@ class HFSession:
         self._num_cached += num_tokens
         if self._watcher is not None:
             self._watcher.begin_step(self._shape(batch_size, num_tokens))
-        output = self._hf.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        cache = {} if self._cache_argument is None else {self._cache_argument: self._cache}
+        output = self._hf.model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache)
         self._next_ids = output.logits[:, -1].argmax(dim=-1, keepdim=True)
         if self._watcher is not None:
             self._watcher.reached(SAMPLE)

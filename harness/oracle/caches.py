@@ -1,6 +1,7 @@
 """The cache that HF makes for a model by default, and the states that a cache of HF's holds."""
 
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,11 +11,23 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from harness.oracle.untraced import UntracedModel
 
+_GENERAL = ("cache", "past_key_values")
+"""Names of the argument for HF's own kind of cache: the second one before transformers 5.24."""
+MIXER_CACHES = (*_GENERAL, "cache_params")
+"""Names under which attention, recurrences and convolutions of HF's take the cache."""
+_CACHES = (*MIXER_CACHES, "state", "mems")
+"""Names under which HF's families return their cache, and take it."""
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """Return the name by which a forward of HF's takes HF's own kind of cache; None if it takes none."""
+    taken = inspect.signature(forward).parameters
+    return next((name for name in _GENERAL if name in taken), None)
+
 
 def new_cache(hf: UntracedModel) -> DynamicCache | None:
     """Return an empty cache; None for a family without one, or with one of its own, which it makes itself."""
-    takes_cache = "past_key_values" in inspect.signature(hf.model.forward).parameters
-    if takes_cache and hf.model._supports_default_dynamic_cache():
+    if cache_argument(hf.model.forward) and hf.model._supports_default_dynamic_cache():
         with suppress(Exception):  # settings that HF's own cache does not know
             return DynamicCache(config=hf.config)
     return None
@@ -28,13 +41,10 @@ def cache_windows(hf: UntracedModel) -> dict[int, int]:
     return {at: window for at, window in windows.items() if isinstance(window, int)}
 
 
-_CACHES = ("past_key_values", "cache_params", "state", "mems")
-"""Names under which HF's families return their cache, and take it."""
-
-
 def caches_of(output: Any) -> dict[str, Any]:
     """Return what a forward of HF's returned of its cache, by the name that the family gives it."""
-    return {name: output[name] for name in _CACHES if output.get(name) is not None}
+    given = dict(output.items())  # an output of transformers 5.24 answers to old names, too
+    return {name: given[name] for name in _CACHES if given.get(name) is not None}
 
 
 def cache_of(output: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from harness.oracle.caches import caches_of, held_states, keeps_states, new_cache
+from harness.oracle.caches import cache_argument, caches_of, held_states, keeps_states, new_cache
 from harness.oracle.model import HFModel
 from harness.oracle.parts import all_parts_held
 
@@ -41,7 +41,8 @@ class HFDecoder:
     def __enter__(self) -> Self:
         self._stack.enter_context(all_parts_held(self._hf))
         cache = new_cache(self._hf)
-        self.cache = {} if cache is None else {"past_key_values": cache}
+        name = cache_argument(self._hf.model.forward)
+        self.cache = {} if cache is None or name is None else {name: cache}
         return self
 
     def __exit__(

@@ -16,7 +16,7 @@ from .zoo import load, logits, tokens
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EARLY, LATE = 5, 40  # the token that is changed, and the token whose logits must feel it
 NUM_PROMPT = 40  # tokens before decode starts, one token a step
-CACHES = ("past_key_values", "cache_params", "state")  # names under which models return a cache, and take it
+CACHES = ("cache", "past_key_values", "cache_params", "state")  # names under which models return a cache, and take it
 ROUNDING = 1e-3  # differences up to here are rounding; the largest seen is 3e-5
 
 HF_FAILS = {
@@ -133,8 +133,9 @@ def decode(model: PreTrainedModel, ids: torch.Tensor, *, bare: bool) -> torch.Te
     taken = inspect.signature(model.forward).parameters
     output = model(input_ids=ids[:, :NUM_PROMPT], use_cache=True)
     cache = cache_in(output)
-    if not cache and not bare and "past_key_values" in taken:
-        cache = {"past_key_values": DynamicCache(config=model.config)}
+    own = next((name for name in CACHES[:2] if name in taken), None)
+    if not cache and not bare and own is not None:
+        cache = {own: DynamicCache(config=model.config)}
         output = model(input_ids=ids[:, :NUM_PROMPT], use_cache=True, **cache)
     if not cache:
         raise ValueError("the model returns no cache")
@@ -149,4 +150,5 @@ def decode(model: PreTrainedModel, ids: torch.Tensor, *, bare: bool) -> torch.Te
 
 def cache_in(output: Any) -> dict[str, Any]:
     """Return the cache in a model's output, under the name by which the model takes it back."""
-    return {name: output[name] for name in CACHES if output.get(name) is not None}
+    given = dict(output.items())  # an output of transformers 5.24 answers to old names, too
+    return {name: given[name] for name in CACHES if given.get(name) is not None}

@@ -41,10 +41,14 @@ def modules(model: nn.Module, condition: Callable[[nn.Module], Any]) -> list[nn.
     return from_the_middle([module for module in model.modules() if condition(module)])
 
 
+def _cache_name(mixer: nn.Module) -> str | None:
+    taken = inspect.signature(mixer.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in taken), None)
+
+
 def has_states(module: nn.Module) -> bool:
     """Tell a mixer that is handed its state in a cache, by the innermost module that takes it."""
-    takes = "cache_params" in inspect.signature(module.forward).parameters
-    return takes and hasattr(module, "layer_idx") and hasattr(module, "conv1d")
+    return _cache_name(module) is not None and hasattr(module, "layer_idx") and hasattr(module, "conv1d")
 
 
 def state(which: str, is_frozen: bool) -> Callable[[nn.Module], None]:
@@ -52,17 +56,18 @@ def state(which: str, is_frozen: bool) -> Callable[[nn.Module], None]:
 
     def inject(model: nn.Module) -> None:
         mixer: Any = modules(model, has_states)[0]
-        forward = mixer.forward
+        forward, name = mixer.forward, _cache_name(mixer)
 
-        def wrong(hidden_states: torch.Tensor, cache_params: Any = None, **rest: Any) -> Any:
-            get = None if cache_params is None else getattr(cache_params, f"get_{which}_state")
+        def wrong(hidden_states: torch.Tensor, **rest: Any) -> Any:
+            cache = rest.get(name)
+            get = None if cache is None else getattr(cache, f"get_{which}_state")
             held = None if get is None or hidden_states.shape[1] > 1 else get(mixer.layer_idx, state_idx=0)
             if held is None:
-                return forward(hidden_states, cache_params=cache_params, **rest)
+                return forward(hidden_states, **rest)
             before = held.clone()
             if not is_frozen:
                 held.zero_()
-            output = forward(hidden_states, cache_params=cache_params, **rest)
+            output = forward(hidden_states, **rest)
             if is_frozen:
                 get(mixer.layer_idx, state_idx=0).copy_(before)
             return output

@@ -15,10 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.names import embedded_folder
+from harness.oracle.caches import caches_of
 
 _DTYPE = torch.bfloat16
-_CACHES = ("past_key_values", "cache_params", "state")
-"""What families call it in a model's output."""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_window")
 _DEPTH = 5
@@ -156,7 +155,7 @@ class MetaModel:
 
     def _cache(self, num_tokens: int) -> dict[str, Any]:
         output = self._run(num_tokens, {})
-        found = {name: output[name] for name in _CACHES if output.get(name) is not None}
+        found = caches_of(output)
         if not found:
             raise _not_sized("its forward keeps no cache", self._name, None)
         return found

@@ -333,7 +333,8 @@ class OwnAttention(nn.Module):
             setattr(self, name, getattr(original, name))
         self.head_dim, self.layer = original.head_dim, original.layer_idx
 
-    def forward(self, hidden_states, position_embeddings, past_key_values=None, **_options):
+    def forward(self, hidden_states, position_embeddings, cache=None, past_key_values=None, **_options):
+        cache = cache if past_key_values is None else past_key_values  # its name before transformers 5.24
         batch, tokens, _ = hidden_states.shape
         cos, sin = (x[:, None] for x in position_embeddings)
         q, k, v = (
@@ -341,8 +342,8 @@ class OwnAttention(nn.Module):
             for f in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = (x * cos + self.turned(x) * sin for x in (self.q_norm(q), self.k_norm(k)))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
         mask = torch.ones(tokens, k.shape[2], dtype=torch.bool).tril(k.shape[2] - tokens)
         out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None

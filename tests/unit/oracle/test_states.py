@@ -88,5 +88,5 @@ def test_a_convolution_that_records_its_past_has_a_state_as_long_as_its_kernel(t
     with HFDecoder(hf) as decoder:
         decoder.keep_past()
         decoder.feed(IDS)
-        assert decoder.cache["past_key_values"].layers[0].conv_states[0].shape[-1] == len(IDS[0])
+        assert next(iter(decoder.cache.values())).layers[0].conv_states[0].shape[-1] == len(IDS[0])
         assert {key: state.shape for key, state in decoder.states.items()} == {k: s.shape for k, s in usual.items()}

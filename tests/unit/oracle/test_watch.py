@@ -9,6 +9,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 
 from harness.formats.taps import Kind
+from harness.oracle.caches import cache_argument
 from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, _input_key, _Run, run_attention, watching, window_of
 
@@ -41,10 +42,10 @@ def seeing(hf, sink, *, attention=None):
 @torch.no_grad()
 def run(hf, token_ids, *, num_decoded=3):
     """Logits of a prefill, and of decode steps through HF's cache."""
-    cache = DynamicCache(config=hf.config)
+    cache = {cache_argument(hf.model.forward): DynamicCache(config=hf.config)}
     at = len(token_ids) - num_decoded
     pieces = [token_ids[:at], *([token] for token in token_ids[at:])]
-    return [hf.model(input_ids=torch.tensor([piece]), past_key_values=cache, use_cache=True).logits for piece in pieces]
+    return [hf.model(input_ids=torch.tensor([piece]), use_cache=True, **cache).logits for piece in pieces]
 
 
 def taps_of(hf, token_ids, **options):

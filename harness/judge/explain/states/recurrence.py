@@ -19,7 +19,7 @@ from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.explain.core.failure import Failure, gathered
 from harness.judge.explain.experts.mixture import exactly
-from harness.oracle.caches import new_cache
+from harness.oracle.caches import MIXER_CACHES, new_cache
 
 _SAME = 1e-4
 """Relative distance within which the module, run again, gives what it should."""
@@ -192,7 +192,7 @@ def _arguments(module: nn.Module, positions: torch.Tensor, cache: Any) -> dict[s
     """Return what a mixer asks for besides its rows: their positions, no mask, and the state of before, if any."""
     known = {"position_ids": positions[None], "attention_mask": None, "use_cache": cache is not None}
     if cache is not None:
-        known |= {"cache_params": cache, "past_key_values": cache}
+        known |= dict.fromkeys(MIXER_CACHES, cache)
     asked = inspect.signature(module.forward).parameters
     return {name: value for name, value in known.items() if name in asked}
 

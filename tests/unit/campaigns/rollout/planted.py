@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from harness.formats.checkpoint import resolve
+from harness.oracle.caches import cache_argument
 
 
 def other_checkpoint(model: str, folder: Path, part: str, *, size: float = 0.05) -> Path:
@@ -78,12 +79,12 @@ def decoded(module: Any, rows: Sequence[dict[str, Any]], cache: type[DynamicCach
     """Return log probabilities of each response, token by token through a cache."""
     columns = []
     for row in rows:
-        held, values = cache(config=module.config), []
+        held, values = {cache_argument(module.forward): cache(config=module.config)}, []
         with torch.no_grad():
-            logits = module(input_ids=torch.tensor([row["prompt_ids"]]), past_key_values=held).logits[0, -1]
+            logits = module(input_ids=torch.tensor([row["prompt_ids"]]), **held).logits[0, -1]
             for token in row["response_ids"]:
                 values.append(float(logits.float().log_softmax(dim=-1)[token]))
-                logits = module(input_ids=torch.tensor([[token]]), past_key_values=held).logits[0, -1]
+                logits = module(input_ids=torch.tensor([[token]]), **held).logits[0, -1]
         columns.append(values)
     return columns
 

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import harness
 from harness.engines.by_content import StepEngine
+from harness.oracle.caches import cache_argument, cache_of
 from harness.results.check import Outcome
 
 
@@ -23,7 +24,8 @@ class Held:
         for request, ids, start in work:
             cache = self.held[request] = self.held[request] if start else DynamicCache(config=self.model.config)
             positions = torch.arange(start, start + len(ids))[None]
-            output = self.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache)
+            given = {cache_argument(self.model.forward): cache}
+            output = self.model(input_ids=torch.tensor([ids]), position_ids=positions, **given)
             logits.append(output.logits[0, -1])
             if not (self.late and start):
                 self.shown[request] = {
@@ -69,10 +71,9 @@ class Named(nn.Module):
         self.model, self.lm_head, self.scale = whole.model, whole.lm_head, whole.config.lm_head_multiplier
 
     def forward(self, input_ids, position_ids=None, past_key_values=None):
-        out = self.model(
-            input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, use_cache=True
-        )
-        return {"logits": self.lm_head(out.last_hidden_state) * self.scale, "past_key_values": out.past_key_values}
+        cache = {cache_argument(self.model.forward): past_key_values}
+        out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **cache)
+        return {"logits": self.lm_head(out.last_hidden_state) * self.scale, "past_key_values": cache_of(out)}
 
 
 class Unnamed(nn.Module):

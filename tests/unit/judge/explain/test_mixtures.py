@@ -170,7 +170,7 @@ def _forgetful(model: torch.nn.Module) -> None:
     """The mixer of the first layer begins every step with an empty state."""
     mixer = model.backbone.layers[0].mixer
     forward = mixer.forward
-    mixer.forward = lambda hidden_states, cache_params=None, **rest: forward(hidden_states, **rest)
+    mixer.forward = lambda hidden_states, cache=None, cache_params=None, **rest: forward(hidden_states, **rest)
 
 
 _MIXER = "backbone.layers.0.mixer."
@@ -248,8 +248,9 @@ def _of_cache(name: str) -> Callable[..., None]:
     def break_it(model: torch.nn.Module, is_kept: bool) -> None:
         mixer = model.model.layers[0].mamba
 
-        def states(cache_params: object, **rest: object) -> Held:
-            held = getattr(cache_params.layers[mixer.layer_idx], f"{name}_states")[0]
+        def states(**given: object) -> Held:
+            cache = given.get("cache", given.get("cache_params"))
+            held = getattr(cache.layers[mixer.layer_idx], f"{name}_states")[0]
             return [(lambda: held, held.copy_)]
 
         _held_wrongly(mixer, states, is_kept)
