@@ -4,10 +4,12 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,6 +35,24 @@ SHOWN_CASES = {
     *("qwen3-block-size-1", "qwen3-moe-bfloat16", "qwen3-prefix-hit", "qwen3-shared-cache"),
 }
 """Cases that the default suite checks. `pytest cases` checks all of them."""
+
+
+NEWEST = Path(__file__).parent / "newest.txt"
+
+
+def _is_newer_than_any_we_ran(line: str) -> bool:
+    name, _, known = line.partition("==")
+    try:
+        return bool(known) and Version(Version(version(name)).public) > Version(known)  # "+cpu" is the same release
+    except PackageNotFoundError:
+        return False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Show deprecations, and do not fail, where a package is newer than any that CI ran: the suite stays useful."""
+    if any(map(_is_newer_than_any_we_ran, NEWEST.read_text(encoding="utf-8").splitlines())):
+        for category in ("DeprecationWarning", "FutureWarning", "PendingDeprecationWarning"):
+            config.addinivalue_line("filterwarnings", f"default::{category}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
