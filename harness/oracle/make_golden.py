@@ -25,6 +25,7 @@ from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
+from harness.oracle.parts import parts_kept
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.version import __version__
@@ -142,11 +143,12 @@ def make_golden(
 
 def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, report: Progress) -> None:
     requests = []
-    for index, prompt in enumerate(prompts):
-        report("continuation", index, len(prompts))
-        fed = (*prompt.token_ids, *greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens)[:-1])
-        prompt_length = prompt.prompt_length or len(prompt.token_ids)
-        requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=prompt_length))
+    with parts_kept(hf):
+        for index, prompt in enumerate(prompts):
+            report("continuation", index, len(prompts))
+            fed = (*prompt.token_ids, *greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens)[:-1])
+            prompt_length = prompt.prompt_length or len(prompt.token_ids)
+            requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=prompt_length))
     noise: dict[str, list[torch.Tensor]] = defaultdict(list)
     with _writer(hf, requests, folder) as writer:
         groups = batch_requests(hf, requests)

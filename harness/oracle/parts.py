@@ -1,11 +1,13 @@
-"""A model's parts in turn: the weights of each are there while it runs."""
+"""A model's parts in turn: the weights of each are there while it runs, or all of them where memory is free."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from harness.base.memory import available_bytes
 from harness.oracle.untraced import UntracedModel
 
 
@@ -27,3 +29,20 @@ def all_parts_held(hf: UntracedModel) -> Iterator[None]:
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
             stack.callback(module.register_forward_hook(after).remove)
         yield
+
+
+@contextmanager
+def parts_kept(hf: UntracedModel) -> Iterator[None]:
+    """Keep the weights of all parts for a block that runs the model often, if they take at most half of what is free.
+
+    Else each forward reads them anew.
+    """
+    num_bytes = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
+    with ExitStack() as stack:
+        for path in hf.parts if 2 * num_bytes <= _free_bytes(hf.device) else ():
+            stack.enter_context(hf.weights.held(path))
+        yield
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()

@@ -13,6 +13,7 @@ from harness.errors import Code, HarnessError
 from harness.oracle import model as model_module
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.model import load_model
+from harness.oracle.parts import parts_kept
 from harness.oracle.weights import ResidentWeights, parameters_on_meta
 
 from ..tiny_models import save, tiny_model
@@ -117,6 +118,21 @@ def test_a_part_that_is_held_twice_is_read_once(checkpoints, streamed):
             assert hf.module("model.layers.1.mlp.up_proj").weight is weight
         assert not weight.is_meta
         assert hf.module("model.layers.1.mlp.up_proj").weight is weight
+
+
+@pytest.mark.parametrize(("num_free", "num_reads"), [(1 << 40, 1), (0, 5)])
+def test_parts_are_read_once_for_many_tokens_where_memory_is_free(
+    checkpoints, streamed, monkeypatch, num_free, num_reads
+):
+    hf, read = streamed(checkpoints / "llama-tiny"), []
+    load = hf.weights._load
+    monkeypatch.setattr(hf.weights, "_load", lambda names: read.append(names[0]) or load(names))
+    monkeypatch.setattr("harness.oracle.parts.available_bytes", lambda: num_free)
+    with parts_kept(hf):
+        kept = [greedy_continuation(hf, TOKENS, 2), greedy_continuation(hf, TOKENS, 3)]
+    assert read.count("model.layers.1.self_attn.q_proj.weight") == num_reads
+    assert on_meta(hf) == parameters(hf)
+    assert kept[1][:2] == kept[0]
 
 
 def test_a_part_is_dropped_under_an_exception(checkpoints, streamed):

@@ -4,7 +4,6 @@ Everything that the headers can tell is checked when it is opened: missing tenso
 numbers, scales that are zero or not finite, is checked when a weight is read.
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
+from harness.base.memory import available_bytes
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.quantised.codes import Codes
@@ -95,7 +95,7 @@ class QuantisedCheckpoint:
         Raises:
             HarnessError: TOO_LARGE_TO_DEQUANTISE.
         """
-        available = _available_bytes()
+        available = available_bytes()
         for weight in self.weights.values():
             needed = _BYTES_PER_WEIGHT * torch.Size(weight.shape).numel()
             if needed > available:
@@ -281,15 +281,6 @@ def check_disk(source: QuantisedCheckpoint, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if bits // 8 > free:
         too_large("the dequantised weights do not fit onto the disk of the cache", folder.parent, bits // 8, free)
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping; all of it where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def too_large(what: str, where: object, needed: int, available: int) -> NoReturn:

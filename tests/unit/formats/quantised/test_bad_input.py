@@ -232,7 +232,7 @@ def test_weights_of_another_shape_than_the_model(tmp_path: Path, monkeypatch: py
 def test_a_weight_that_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
     write_quantised(CHECKPOINTS / "llama-tiny", tmp_path / "m", "w8a8")
-    monkeypatch.setattr(quantised_checkpoint, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(quantised_checkpoint, "available_bytes", lambda: 1000)
     with pytest.raises(HarnessError, match="does not fit into the memory") as caught:
         resolve(str(tmp_path / "m"))
     assert caught.value.code is Code.TOO_LARGE_TO_DEQUANTISE

@@ -1,0 +1,30 @@
+"""Memory that this process may still take: the machine's, within the limit of the container that it runs in."""
+
+import os
+from pathlib import Path
+
+MEMINFO = Path("/proc/meminfo")
+CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+"""Limit and use as a container sees its own, in versions 2 and 1."""
+
+
+def available_bytes() -> int:
+    """Return the bytes that can be had without swapping; all of the machine's where the system does not say."""
+    found = [_machine_bytes()]
+    for limit, used in CONTROL_GROUPS:
+        try:
+            found.append(max(0, int(limit.read_text()) - int(used.read_text())))
+        except (OSError, ValueError):  # no such group, or one without a limit
+            continue
+    return min(found)
+
+
+def _machine_bytes() -> int:
+    try:
+        lines = MEMINFO.read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,34 @@
+"""Memory that is left: the machine's, or what the container's limit leaves of it."""
+
+import os
+
+import pytest
+
+from harness.base import memory
+
+KIB = 1024
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with 1000 KiB, and files of a control group that a test writes."""
+    (tmp_path / "meminfo").write_text("MemTotal:       2000 kB\nMemAvailable:   1000 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CONTROL_GROUPS", [(tmp_path / "max", tmp_path / "current")])
+    return tmp_path
+
+
+def test_a_machine_without_limits_has_what_it_says(machine):
+    assert memory.available_bytes() == 1000 * KIB
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max", 1000 * KIB), (str(300 * KIB), 200 * KIB), (str(50 * KIB), 0)])
+def test_a_container_has_what_its_limit_leaves(machine, limit, expected):
+    (machine / "max").write_text(f"{limit}\n")
+    (machine / "current").write_text(f"{100 * KIB}\n")
+    assert memory.available_bytes() == expected
+
+
+def test_a_system_that_does_not_tell_has_all_of_its_memory(machine):
+    (machine / "meminfo").unlink()
+    assert memory.available_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
