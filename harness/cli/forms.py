@@ -108,6 +108,9 @@ SUITE = Forms(
     json=f"{_REPORT}.suite.json:suite_json",
 )
 SUITE_DIFF = Forms(human=f"{_REPORT}.suite.diff:diff_text", json=f"{_REPORT}.suite.diff:diff_json")
+SUITE_HISTORY = Forms(
+    human=f"{_REPORT}.suite.history:history_text", json=f"{_REPORT}.suite.history:history_json", is_fenced=True
+)
 BISECTION = Forms(human=f"{_REPORT}.suite.bisection:bisection_text", json=_RESULT)
 FUZZ = Forms(human=f"{_REPORT}.fuzz:fuzz_text", json=f"{_REPORT}.fuzz:fuzz_json")
 INVARIANCE = Forms(human=f"{_REPORT}.invariance:invariance_text", json=_RESULT)

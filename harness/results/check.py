@@ -332,6 +332,8 @@ class RunResult:
     """Growth of the error from token to token; empty if the engine recorded no hidden state."""
     acceptance: tuple[VerifiedStep, ...] = ()
     """Steps that verify drafts."""
+    bits: str | None = None
+    """Digest of all that the engine recorded: equal where every number is. None if a step has no digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 
@@ -37,6 +38,8 @@ class CaseResult:
     """Tap, schedule, request, position, step, phase, code and cause."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the check that can be compared between suites."""
+    bits: str | None = None
+    """Digest of all that the engine recorded: equal where every number is. None if the engine gave none."""
     node: str | None = None
     """Machine that it ended on."""
     seconds: float | None = None
@@ -64,6 +67,10 @@ class SuiteResult:
 
     cases: tuple[CaseResult, ...]
     """In the order of the plan."""
+    label: str | None = None
+    """What was tested: a commit of the engine, a date."""
+    begun_at: str | None = None
+    """When this command began, in UTC, as ISO 8601 has it."""
     elapsed_s: float = 0.0
     """Of this command; cases of a suite that was resumed may have run before."""
     num_resumed: int = 0
@@ -122,6 +129,56 @@ class SuiteDiff:
     def added_failures(self) -> tuple[CaseResult, ...]:
         """Cases that were not there before, and do not pass."""
         return tuple(case for case in self.added if case.verdict is not CaseVerdict.PASS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseTrend:
+    """One case over the runs of a suite."""
+
+    name: str
+    results: tuple[CaseResult | None, ...]
+    """Of each run, the oldest first; None where it was not there."""
+
+    @property
+    def latest(self) -> CaseResult | None:
+        """The result of the newest run; None if the case is no longer there."""
+        return self.results[-1]
+
+    @property
+    def first_failure(self) -> int | None:
+        """The run since which it does not pass; None if it passes, or is no longer there."""
+        failing = None
+        for number, result in reversed(list(enumerate(self.results))):
+            if result is not None and result.verdict is CaseVerdict.PASS:
+                break
+            failing = failing if result is None else number
+        return None if self.latest is None else failing
+
+    @property
+    def last_pass(self) -> int | None:
+        """The latest run in which it passed."""
+        passed = [n for n, result in enumerate(self.results) if result and result.verdict is CaseVerdict.PASS]
+        return max(passed, default=None)
+
+    @property
+    def changed_bits(self) -> tuple[int, ...]:
+        """Runs in which the engine's numbers were others than in the last run before that has them."""
+        known = [(number, result.bits) for number, result in enumerate(self.results) if result and result.bits]
+        return tuple(now for (_, before), (now, bits) in pairwise(known) if bits != before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteHistory:
+    """The runs of a suite over time."""
+
+    runs: tuple[SuiteResult, ...]
+    """The oldest first; each without its cases in JSON."""
+    trends: tuple[CaseTrend, ...]
+    """Every case of any run, by name."""
+
+    def label_of(self, run: int) -> str:
+        """Return what a run is called: its label, else when it began, else its number."""
+        return self.runs[run].label or self.runs[run].begun_at or f"run {run + 1}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

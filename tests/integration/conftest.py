@@ -146,7 +146,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
         module = f"{name.replace('-', '_')}_package_{abs(hash(tmp_path))}"
         site = tmp_path / f"site-{name}"
         metadata = site / f"{module}-1.0.dist-info"
-        metadata.mkdir(parents=True)
+        metadata.mkdir(parents=True, exist_ok=True)
         (site / f"{module}.py").write_text(source)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
         (metadata / "entry_points.txt").write_text(f"[inference_harness.engines]\n{name} = {module}:{opener}\n")

@@ -151,6 +151,30 @@ def test_what_is_no_suite_cannot_be_compared(harness, tmp_path):
     assert ran.err.startswith("H138: the file is no suite's result: ")
 
 
+def test_a_suite_over_time(harness, tmp_path):
+    suite_file(tmp_path / "1", a=("pass", 1.0), b=("pass", 1.0))
+    suite_file(tmp_path / "2", a=("pass", 1.0), b=("error", 1.0))
+    page = tmp_path / "page.html"
+    ran = harness("suite", "history", tmp_path / "1", tmp_path / "2", "--out", page)
+    assert ran.status == 1
+    assert "1 not passing, 1 of them new" in ran.out
+    assert page.read_text().startswith("<!doctype html>")
+    assert harness("suite", "history", tmp_path, "--format", "json").json["cases"][1]["first_failure"] == 1
+    assert harness("suite", "history", tmp_path / "1").status == 0
+    assert harness("suite", "history", tmp_path / "1", "--out", page).err.startswith("H030: ")
+    assert harness("suite", "history", tmp_path / "none").err.startswith("H138: ")
+
+
+def test_a_bisection_says_what_it_begins_with(harness, case, tmp_path):
+    ran = harness("suite", "bisect", "--good", "a", "--case", case)
+    assert ran.err.startswith("H013: a bisection begins with a good and a bad revision\n  where:    --bad\n")
+    suite_file(tmp_path / "1", llama=("pass", 1.0))
+    ran = harness("suite", "bisect", "--history", tmp_path, "--case", case)
+    assert ran.err.startswith(
+        "H139: the history does not say which commit broke the case: it does not fail in the newest"
+    )
+
+
 def test_a_bisection_needs_a_repository(harness, case, tmp_path):
     ran = harness("suite", "bisect", "--good", "a", "--bad", "b", "--case", case, "--repo", tmp_path)
     assert ran.status == 2
@@ -196,6 +220,21 @@ def test_a_suite_with_a_wrong_engine_and_one_that_crashes(harness, install, case
     again = harness("suite", case, "--matrix", text, "--out", out, "--resume", "--format", "json")
     assert again.json["cases"] == ran.json["cases"]
     assert again.json["num_resumed"] == 3
+
+
+@pytest.mark.slow
+def test_nights_of_an_engine_that_breaks_are_a_history(harness, install, case, tmp_path):
+    text = matrix(tmp_path, 'engine = ["foreign"]')
+    for night, code in enumerate((ENGINE, ENGINE, WRONG)):
+        install(code, name="foreign")
+        out = tmp_path / "nights" / str(night)
+        harness("suite", case, "--matrix", text, "--jobs", "1", "--out", out, "--label", f"c{night}")
+    ran = harness("suite", "history", tmp_path / "nights", "--format", "json")
+    assert ran.status == 1, ran.err
+    assert [each["label"] for each in ran.json["runs"]] == ["c0", "c1", "c2"]
+    (found,) = ran.json["cases"]
+    assert (found["last_pass"], found["first_failure"], found["changed_bits"]) == (1, 2, [2])
+    assert found["runs"][2]["first_divergence"]["tap"].startswith("model.layers.1.mlp.down_proj")
 
 
 @pytest.mark.slow

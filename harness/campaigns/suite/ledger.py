@@ -68,6 +68,7 @@ class Ledger:
             reason=answer.reason,
             first_divergence=answer.first_divergence,
             figures=answer.figures,
+            bits=answer.bits,
             node=node,
             seconds=answer.seconds or None,
             handed_over_s=handed_over_s if answer.seconds else None,

@@ -137,6 +137,8 @@ class TaskResult(BaseModel):
     """The reason, in a sentence."""
     first_divergence: dict[str, Any] | None = None
     figures: dict[str, float] = {}
+    bits: str | None = None
+    """Digest of all that the engine recorded."""
     goldens: tuple[StoredGolden, ...] = ()
     seconds: float = 0.0
     """The check itself, as the worker timed it."""

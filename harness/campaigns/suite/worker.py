@@ -1,6 +1,7 @@
 """A suite's worker process: it runs one task after the other, and answers each with its result."""
 
 import base64
+import hashlib
 import math
 import time
 import traceback
@@ -89,7 +90,7 @@ def _check(task: Task, store: Store | None) -> TaskResult:
     if result.outcome is Outcome.NOTHING:
         note = next(iter(result.notes), "")
         return _error(Code.NOTHING_CHECKED, f"nothing was checked {f'({note})' if note else ''}".strip())
-    answered = TaskResult(verdict="pass", figures=_figures(result))
+    answered = TaskResult(verdict="pass", figures=_figures(result), bits=_bits(result))
     return answered if result.outcome is Outcome.PASS else _mismatch(answered, result)
 
 
@@ -125,6 +126,11 @@ def _figures(result: CheckResult) -> dict[str, float]:
         "tokens_equal_share": tokens.equal / tokens.compared if tokens.compared else None,
     }
     return {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def _bits(result: CheckResult) -> str | None:
+    bits = [run.bits for run in result.runs if run.bits is not None]
+    return hashlib.sha256("".join(bits).encode()).hexdigest() if len(bits) == len(result.runs) else None
 
 
 def _error(code: Code, reason: str) -> TaskResult:

@@ -8,6 +8,7 @@ import typer.core
 from harness.cli.command import StrictCommand
 from harness.cli.suite.bisect import bisect
 from harness.cli.suite.diff import diff
+from harness.cli.suite.history import history
 from harness.cli.suite.run import run
 
 _RUN = "run"
@@ -33,4 +34,5 @@ app = typer.Typer(
 
 app.command(_RUN, cls=StrictCommand)(run)
 app.command(cls=StrictCommand)(diff)
+app.command(cls=StrictCommand)(history)
 app.command(cls=StrictCommand)(bisect)

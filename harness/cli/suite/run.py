@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,6 +65,10 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the suite in --out: what has ended does not run again.")
     ] = False,
+    label: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What is tested, for `harness suite history`: a commit."),
+    ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.SUITE.option()] = "human",
 ) -> int:
@@ -72,6 +78,7 @@ def run(
     node or the store failed three times).
     """
     _refuse_contradictions(cases, matrix, jobs, ray, store, out, resume)
+    begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     from harness.campaigns.suite.expand import expand
     from harness.campaigns.suite.inputs import with_inputs
     from harness.campaigns.suite.ledger import Ledger
@@ -87,7 +94,8 @@ def run(
         place = store or (None if ray is None else str((folder / "store").absolute()))
         with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place, folder) as pool:
             tasks = case_tasks(planned, chosen.environments, store=place, store_patience_s=store_patience)
-            result = Driver(tasks, pool, Ledger(journal, folder), report=report).run()
+            ended = Driver(tasks, pool, Ledger(journal, folder), report=report).run()
+        result = replace(ended, label=label, begun_at=begun_at)
         if out is not None:
             _keep(result, folder)
     forms.SUITE.show(result, format)

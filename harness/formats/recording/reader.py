@@ -124,6 +124,13 @@ class Recording:
         """Step files whose digest the producer did not compute, or that were not verified."""
         return tuple(step.entry.file for step in self.steps if step.digest is None)
 
+    @property
+    def bits(self) -> str | None:
+        """Digest of all numbers in it, equal where these are; None if the digest of a step is not known."""
+        digests = [step.entry.sha256 for step in self.steps]
+        known = [digest for digest in digests if digest is not None]
+        return hashlib.sha256("".join(known).encode()).hexdigest() if len(known) == len(digests) else None
+
     def verify_all(self) -> None:
         """Wait until the digest of every step file is known to be right.
 

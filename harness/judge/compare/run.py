@@ -96,6 +96,7 @@ def compare_run(
         coverage=coverage,
         compare_s=time.perf_counter() - begin,
         positions=position_errors(found.propagation, sides.graph),
+        bits=actual.bits,
         acceptance=compare_acceptance(
             actual, sides.theirs, sides.graph.logits, tie_margin(sides.noise.get(LOGIT_NOISE))
         ),

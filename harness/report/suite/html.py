@@ -1,4 +1,4 @@
-"""A suite as one page that needs no network: the matrix, each cell with its first divergence and its report."""
+"""A suite, and a suite over time, as one page each that needs no network."""
 
 from functools import cache
 from pathlib import Path
@@ -6,12 +6,16 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.report.check.sentences import printable
+from harness.report.suite.history import LEGEND, case_row, failing_first
+from harness.report.suite.history import headline as headline_of_history
 from harness.report.suite.matrix import matrix_of
 from harness.report.suite.text import facts, headline
-from harness.results.suite import CaseVerdict, SuiteResult
+from harness.results.suite import CaseTrend, CaseVerdict, SuiteHistory, SuiteResult
 
 PAGE_NAME = "suite.html"
 """Name of the page in a suite's folder."""
+_STEP = 8
+"""Width of a run in the curve of a case's seconds."""
 _TEMPLATES = Path(__file__).parent / "template"
 
 
@@ -28,6 +32,28 @@ def suite_html(result: SuiteResult) -> str:
             facts=facts(result),
         )
     )
+
+
+def history_html(history: SuiteHistory) -> str:
+    """Return the page of a suite over time: a row a case, those that fail since the latest run first."""
+    runs = [{"name": history.label_of(at), "begun_at": run.begun_at} for at, run in enumerate(history.runs)]
+    given = {"headline": headline_of_history(history), "legend": LEGEND, "runs": runs}
+    cases = [_trend(history, trend) for trend in failing_first(history)]
+    return _environment().get_template("history.html.j2").render(**given, cases=cases)
+
+
+def _trend(history: SuiteHistory, trend: CaseTrend) -> dict[str, object]:
+    name, shown, since, what, _, seconds = case_row(history, trend)
+    verdicts = [result.verdict.value if result else None for result in trend.results]
+    cells = [
+        {"letter": letter, "verdict": verdict, "has_other_bits": at in trend.changed_bits}
+        for at, (letter, verdict) in enumerate(zip(shown, verdicts, strict=True))
+    ]
+    known = [(at, result.seconds) for at, result in enumerate(trend.results) if result and result.seconds]
+    top = max((value for _, value in known), default=0.0)
+    curve = " ".join(f"{_STEP * at:d},{22 - 20 * value / top:.1f}" for at, value in known) if len(known) > 1 else ""
+    facts = {"name": name, "since": since, "what": what, "seconds": seconds}
+    return {**facts, "cells": cells, "curve": curve, "width": _STEP * len(trend.results)}
 
 
 @cache

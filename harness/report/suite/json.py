@@ -37,7 +37,10 @@ def load_suite(path: Path) -> SuiteResult:
         if document["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"schema_version {document['schema_version']} is not known")
         cases = _CASES.validate_python(document["cases"])
-        return SuiteResult(cases=cases, elapsed_s=float(document["elapsed_s"]))
+        told = {name: document.get(name) for name in ("label", "begun_at")}
+        if not all(value is None or isinstance(value, str) for value in told.values()):
+            raise ValueError("label and begun_at are texts")
+        return SuiteResult(cases=cases, elapsed_s=float(document["elapsed_s"]), **told)
     except (OSError, ValueError, KeyError, TypeError, ValidationError, OverflowError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise HarnessError(
