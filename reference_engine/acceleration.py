@@ -45,6 +45,11 @@ class Acceleration:
         self.replays_graphs = False
         """Whether decode steps without an observer are recorded once and replayed."""
 
+    @property
+    def changes_when_observed(self) -> bool:
+        """Whether steps without an observer run other code than those with one: recorded steps, compiled layers."""
+        return self.replays_graphs or self.config.compile_layers
+
     def prepare_cache(self, memory: torch.Tensor) -> None:
         """Prepare the memory of a KV cache before it is first touched."""
 

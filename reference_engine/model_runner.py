@@ -50,6 +50,8 @@ class ModelRunner:
         ranks: Share | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
+        self.shows_operations = True
+        """Whether an observer sees every intermediate. If not, it sees the logits, and steps run as without it."""
         _check_adapters(adapters or {}, ranks, model_config)
         _check_compiled(config, model_config)
         self._share = share = Share() if ranks is None else ranks
@@ -100,12 +102,14 @@ class ModelRunner:
     def run(self, chunks: Seq[ScheduledChunk], observer: Observer | None) -> Sampled:
         """Compute the chunks and choose the next token of each that has caught up."""
         computed = chunks if self.backend.cache is not None else [replace(chunk, start=0) for chunk in chunks]
-        self._share.tell_step(computed, observer is not None)
-        observer = observer and self._share.watching(observer)
-        batch = self.batch(computed, observer)
+        watching = observer if self.shows_operations else None
+        self._share.tell_step(computed, watching is not None)
+        batch = self.batch(computed, watching and self._share.watching(watching))
         if observer is not None:
             observer.begin_step(describe(chunks, computed, self.backend))
         logits_RV = self.forward(batch)
+        if observer is not None and watching is None and logits_RV is not None:
+            observer.tap("lm_head", logits_RV)
         sequences = [view for chunk in chunks if chunk.samples for view in chunk.sequence.sampling_views()]
         sampled = Sampled([], []) if logits_RV is None else sample(logits_RV, sequences)
         if observer is not None:

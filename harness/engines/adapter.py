@@ -63,6 +63,8 @@ class Workload:
     the drafts of the requests (`RequestInfo.draft_of`)."""
     timeline: Timeline | None = None
     """If given, it replaces the schedule; only engines with `Capabilities.control` are given one."""
+    taps: str = "all"
+    """What is asked for: `all`, or a preset of `--taps`. Where that is less, an engine may run as it does unobserved."""
     poison: Poison | None = None
     """What to fill before each step, of memory that no live row may depend on; an engine that cannot leaves it."""
 

@@ -37,11 +37,13 @@ class RunDescription:
     schedule: Schedule
     requests: Sequence[RequestInfo]
     copies: Sequence[RequestInfo] = ()
+    taps: str = "all"
+    """See `Workload.taps`."""
 
     @property
     def workload(self) -> Workload:
         """The work that the engine is asked to do."""
-        return Workload(requests=self.requests, schedule=self.schedule, copies=self.copies)
+        return Workload(requests=self.requests, schedule=self.schedule, copies=self.copies, taps=self.taps)
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as what JSON can hold, for another process."""

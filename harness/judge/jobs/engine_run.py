@@ -121,6 +121,7 @@ def describe_run(
         schedule=schedule,
         requests=list(requests),
         copies=list(copies),
+        taps=plan.case.only or "all",
     )
 
 

@@ -5,8 +5,13 @@ import pytest
 from harness.engines import Control, Timeline
 from harness.engines.reference import open_engine
 from harness.errors import Code, HarnessError
+from harness.formats.case import RequestSpec
 from harness.formats.recording.manifest import RequestInfo
+from harness.judge.jobs.check import run_check
+from harness.plan import plan_request
+from harness.results.check import Outcome
 from reference_engine import LLMEngine
+from reference_engine.fast.acceleration import FastAcceleration
 
 from .conftest import REQUESTS
 
@@ -191,3 +196,21 @@ def test_what_an_option_has_decided_is_not_left_to_workloads(opened):
     assert opened(attention_backend="recompute").capabilities.control == Control(
         limits=("max_num_batched_tokens", "max_num_seqs"), aborts=True
     )
+
+
+@pytest.mark.parametrize(("taps", "is_found"), [("all", False), ("logits", True), ("cache", True)])
+def test_steps_that_run_otherwise_unobserved_are_judged_where_logits_are_asked_for(monkeypatch, taps, is_found):
+    """As recorded steps do: what is wrong in a replay alone is not in the taps of a step that is watched."""
+    run = FastAcceleration.run
+
+    def replayed(self, forward, batch):
+        logits = run(self, forward, batch)
+        return logits if batch.observer is not None or logits is None else logits.roll(1, dims=-1)
+
+    monkeypatch.setattr(FastAcceleration, "run", replayed)
+    monkeypatch.setattr(FastAcceleration, "changes_when_observed", property(lambda self: True))
+    requests = [RequestSpec(token_ids=REQUESTS[0].token_ids)]
+    asked = {"model": "llama-tiny", "requests": requests, "max_new_tokens": 3, "schedules": ["plain"], "only": taps}
+    found = run_check(plan_request(**asked))
+    assert (found.outcome is Outcome.MISMATCH) == is_found
+    assert {tap.name for tap in found.runs[0].taps if tap.judged_by != "none"} >= {"lm_head"}
