@@ -5,8 +5,8 @@
 
 ENV is the interpreter that the blocks get. Each page begins in FOLDER as it was cloned. The programs of a page are
 written first; then its blocks run in their order, a command at a time, each with a limit of time. Blocks of the
-language `py` are parts of a program, and are not run. What a reader has to fill in is filled in from `VALUES`; what does
-not run here stands in `NOT_RUN`, with its reason. Prints Markdown; `--json` keeps all of it.
+language `py` are parts of a program, and are not run. What a reader has to fill in is filled in from `VALUES`; what
+does not run here stands in `NOT_RUN`, with its reason. Prints Markdown; `--json` keeps all of it.
 """
 
 import argparse
@@ -206,7 +206,7 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
                     time.sleep(0.2)
             yield
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(timeout=60)
 
 
