@@ -125,6 +125,7 @@ NOT_RUN = [
     ("README", "harness faults", "run on the page faults"),
     ("", "cuda", "needs a GPU"),
     ("", "vllm", "needs the extra vllm: 3.5 GB"),
+    ("check-your-vllm", "", "needs the extra vllm: 3.5 GB"),
     ("llamacpp", "pip install", "builds llama.cpp, some twenty minutes"),
     ("benchmarks", "CMAKE_ARGS", "builds llama.cpp, some twenty minutes"),
     ("benchmarks", "--peer llamacpp", "needs that build"),
