@@ -56,15 +56,15 @@ VALUES: dict[str, list[tuple[str, str]]] = {
     "estimate": [("meta-llama/Meta-Llama-3-8B", "config.json"), ("config.json", "{made}/config.json")],
     "gates": [("git fetch", "rm -r out && git fetch")],  # a job of CI has a checkout of its own
     "fuzz": [("--engine mine", "--engine hf"), ("--seconds 600", "--seconds 30"), ("--seconds 120", "--seconds 30")],
-    "llamacpp": [("path/to/original", "{made}/original")],
+    "llamacpp": [("path/to/original", "{model}")],
     "load": [(f"127.0.0.1:{PORT}", f"localhost:{PORT}"), ("64..512", "64..256")],
     "profiling": [
-        ("FILE ", "prompts.txt "), ("requests.jsonl", "{made}/requests.jsonl"),
+        ("FILE ", "prompts.txt "), ("summary trace.json.gz", "summary {made}/trace.json.gz"), ("requests.jsonl", "{made}/requests.jsonl"),
         ("before.pickle", "out/profile/memory/reference-prefill-r0.pickle"),
         ("after.pickle", "out/profile/memory/reference-decode-r0.pickle"),
     ],
     "quant": [
-        ("path/to/original", "{made}/original"), ("model-Q4_K_M.gguf", "{made}/model.gguf"),
+        ("path/to/original", "{made}/original"), ("model-Q4_K_M.gguf", "{made}/tiny.gguf"),
         ("path/to/model-AWQ", "{made}/quantised"),
     ],
     "quantised-checkpoints": [("path/to/quantised", "{made}/quantised")],
@@ -131,7 +131,9 @@ NOT_RUN = [
     ("benchmarks", "--peer llamacpp", "needs that build"),
     ("models", "python -m tests.families.check", "every decoder of transformers: hours"),
     ("", "--engine llamacpp", "needs the extra llamacpp"),
-    ("quant", "Q4_K_M", "needs the extra llamacpp"),
+    ("quant", "", "needs the extras llamacpp and quant"),
+    ("quantised-checkpoints", "--engine hf", "needs the package of the format, here gptqmodel"),
+    ("structured-output", "block-2", "needs xgrammar, which is in no extra"),
     ("rollout-faults", "--engine vllm", "needs the extra vllm: 3.5 GB"),
     ("scale", "--ray", "needs a Ray cluster and a store in a cloud"),
     ("scale", "bisect", "needs another engine's repository"),
@@ -311,7 +313,11 @@ def make(folder: Path, model: Path) -> None:
     peft.merge_and_unload().save_pretrained(folder / "merged")
     for file in model.glob("tokenizer*"):
         shutil.copy(file, folder / "merged")
-    write_gguf(tiny, folder / "model.gguf")
+    write_gguf(tiny, folder / "tiny.gguf")
+    write_gguf(model, folder / "model.gguf")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.randn(64, 64) @ torch.randn(64, 64)
+    profiler.export_chrome_trace(str(folder / "trace.json.gz"))
     write_quantised(tiny, folder / "quantised", "awq")
     write_family(folder / "qwen", "hermes")
     shutil.copytree(model, folder / "chat")
