@@ -59,7 +59,8 @@ VALUES: dict[str, list[tuple[str, str]]] = {
     "llamacpp": [("path/to/original", "{model}")],
     "load": [(f"127.0.0.1:{PORT}", f"localhost:{PORT}"), ("64..512", "64..256")],
     "profiling": [
-        ("FILE ", "prompts.txt "), ("summary trace.json.gz", "summary {made}/trace.json.gz"), ("requests.jsonl", "{made}/requests.jsonl"),
+        ("FILE ", "prompts.txt "), ("requests.jsonl", "{made}/requests.jsonl"),
+        ("summary trace.json.gz", "summary {made}/trace.json.gz"),
         ("before.pickle", "out/profile/memory/reference-prefill-r0.pickle"),
         ("after.pickle", "out/profile/memory/reference-decode-r0.pickle"),
     ],
