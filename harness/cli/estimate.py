@@ -1,5 +1,6 @@
 """`harness estimate`: what a model needs, from its config alone."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,11 @@ def estimate(
     ] = None,
     requests: Annotated[int, typer.Option(metavar="N", min=1, help="Requests that decode together.")] = 1,
     context: Annotated[int, typer.Option(metavar="L", min=1, help="Tokens of each request.")] = 4096,
+    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a block of the cache.")] = 16,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Profile whose times are put beside what the GPUs could do in its steps."),
+    ] = None,
     format: Annotated[str, forms.ESTIMATE.option()] = "human",
 ) -> int:
     """Estimate memory, arithmetic and the best possible speed of a model on GPUs, by their data sheets."""
@@ -45,6 +51,8 @@ def estimate(
             gpus=gpu or [],
             num_requests=requests,
             context=context,
+            block_size=block_size,
+            profile=profile,
         )
     forms.ESTIMATE.show(result, format)
     return ExitStatus.PASS

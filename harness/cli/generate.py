@@ -158,7 +158,9 @@ def embedded_model() -> str:
 
 
 def _token_ids(prompt: str, checkpoint: Checkpoint, *, chat: bool) -> list[int]:
-    if not (checkpoint.folder / "tokenizer.json").is_file():
+    from reference_engine.requests.tokenizer import has_tokenizer
+
+    if not has_tokenizer(checkpoint.folder):
         raise HarnessError(
             Code.NO_TOKENIZER, "the checkpoint has no tokenizer", where=checkpoint.folder, expected="tokenizer.json",
             hint="copy it there: text goes in and comes out",

@@ -15,7 +15,7 @@ from harness.cli.command import StrictCommand
 from harness.cli.interrupts import INTERRUPTED, Interrupts
 from harness.cli.output import results_on, write, write_json
 from harness.cli.supervisor import supervise
-from harness.engines import engine_names
+from harness.engines import installed_engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.version import __version__
 
@@ -197,7 +197,8 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback(help=_HELP, epilog=_ENVIRONMENT)(_options)
-    engines = f"Engines installed here: {', '.join(engine_names())}. docs/write-an-adapter.md shows how to add one."
+    names = ", ".join(installed_engine_names())
+    engines = f"Engines installed here: {names}. docs/write-an-adapter.md shows how to add one."
     app.command(cls=StrictCommand, epilog=engines)(check.check)
     app.command(cls=StrictCommand)(golden.golden)
     app.command(cls=StrictCommand, epilog=engines)(run.run)

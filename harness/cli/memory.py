@@ -11,7 +11,10 @@ from harness.errors import ExitStatus
 
 app = typer.Typer(name="memory", help="Read memory snapshots of torch.", no_args_is_help=True, rich_markup_mode=None)
 
-_METAVAR = "a pickle of torch.cuda.memory._dump_snapshot or of `harness profile`; nothing in it is run."
+_METAVAR = (
+    "a pickle of torch.cuda.memory._dump_snapshot or of `harness profile`, nothing in which is run; or a trace of "
+    "torch.profiler with profile_memory=True."
+)
 
 
 @app.command(cls=StrictCommand)

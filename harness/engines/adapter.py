@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -246,6 +247,22 @@ class OpenEngine(Protocol):
 def engine_names() -> list[str]:
     """Return the names of all installed engines."""
     return sorted({entry.name for entry in entry_points(group=GROUP)})
+
+
+_LIBRARIES = {
+    "llamacpp": "llama_cpp",
+    "mlx": "mlx_lm",
+    "onnxruntime": "onnxruntime_genai",
+    "openvino": "openvino",
+    "vllm": "vllm",
+}
+"""What our own adapters of other engines import."""
+
+
+def installed_engine_names() -> list[str]:
+    """Return the names of the engines that are here: of our own adapters, those whose library is installed."""
+    missing = {name for name, library in _LIBRARIES.items() if own_adapter(name) and find_spec(library) is None}
+    return [name for name in engine_names() if name not in missing]
 
 
 def own_adapter(name: str) -> str | None:

@@ -97,16 +97,14 @@ class ReferenceEngine:
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> ReferenceSession:
         """See `Steppable.open_session`; explicit options win."""
-        if self._adapters:
-            what = "profiles are of the base model alone"
-            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where="--engine-option lora", hint="leave it out")
         if self.capabilities.keeps_states:
             what = "what recurrent layers cost is not known here"
             hint = "profile a model whose layers all attend; harness estimate sizes this one"
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=str(self._folder), hint=hint)
         limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
         with reference_errors(self._folder):
-            engine = LLMEngine(self._folder, EngineConfig(**{**limits, **self._options}))  # type: ignore[arg-type]
+            config = EngineConfig(**{**limits, **self._options})  # type: ignore[arg-type]
+            engine = LLMEngine(self._folder, config, adapters=self._adapters)
         return ReferenceSession(engine, self._folder)
 
     def _opened(self, workload: Workload) -> AbstractContextManager[LLMEngine]:

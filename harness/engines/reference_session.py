@@ -33,6 +33,9 @@ _REPLAYS_GRAPHS = (
     "decode steps without an observer are replayed as CUDA graphs: latencies and wall times are those of graphs, "
     "tables, traces, memory and counts those of the same steps launched one kernel at a time"
 )
+_ADAPTED = (
+    "times, counts and memory are with the adapter; formulas, and the roofline made of them, are of the base alone"
+)
 
 
 class ReferenceSession:
@@ -44,12 +47,15 @@ class ReferenceSession:
         self._engine, self._folder = engine, folder
         self._requests: set[int] = set()
         self.model = _model_shape(engine)
-        self.notes = (_REPLAYS_GRAPHS,) if engine.runner.acceleration.replays_graphs else ()
+        self._adapter = next(iter(engine.runner.adapters), None)
+        notes = {_REPLAYS_GRAPHS: engine.runner.acceleration.replays_graphs, _ADAPTED: self._adapter is not None}
+        self.notes = tuple(note for note, holds in notes.items() if holds)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """See `TokenSession.add`."""
+        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, adapter=self._adapter)
         with reference_errors(self._folder):
-            request = self._engine.add_request(prompt, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True))
+            request = self._engine.add_request(prompt, params)
         self._requests.add(request)
         return request
 
@@ -88,7 +94,11 @@ class ReferenceSession:
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """See `Session.weights`."""
-        return dict(_tensors("", self._engine.runner.model))
+        found = dict(_tensors("", self._engine.runner.model))
+        for adapter in self._engine.runner.adapters.values():
+            for update in (each for updates in adapter.updates.values() for each in updates):
+                found |= {f"{update.name}.lora_A": update.a_RI, f"{update.name}.lora_B": update.b_OR}
+        return found
 
     def cache_tensors(self) -> Sequence[torch.Tensor]:
         """See `Session.cache_tensors`."""

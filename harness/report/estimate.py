@@ -3,7 +3,7 @@
 from tabulate import tabulate
 
 from harness.errors import printable
-from harness.results.estimate import Estimate, GpuEstimate, ModelSize
+from harness.results.estimate import Estimate, GpuEstimate, Measured, ModelSize
 
 _GPU_HEADER = (
     "GPU", "GB", "needed", "requests that fit", "prefill ms", "bound by", "decode ms", "bound by", "tokens/s",
@@ -18,6 +18,11 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
         "\n".join(_sizes(size)),
         tabulate(parts, ["weights of", "parameters", "GB"], tablefmt, disable_numparse=True, colalign=_aligned(3)),
     ]
+    if size.cache_parts:
+        kept = [[part.name, f"{part.num_tensors:,}", _mb(part.num_bytes)] for part in size.cache_parts]
+        blocks.append(
+            tabulate(kept, ["cache of", "tensors", "MB"], tablefmt, disable_numparse=True, colalign=_aligned(3))
+        )
     if result.gpus:
         rows = [_row(gpu, result.num_requests) for gpu in result.gpus]
         requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
@@ -27,7 +32,22 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
             "No engine is faster than this. Activations, graphs and the engine's own memory come on top. Dense figures "
             f"of the {', the '.join(dict.fromkeys(gpu.source for gpu in result.gpus))}.",
         ]
+    if result.measured is not None:
+        blocks += _measured(result.measured, [gpu.gpu for gpu in result.gpus], tablefmt)
     return printable("\n\n".join(blocks))
+
+
+def _measured(measured: Measured, gpus: list[str], tablefmt: str) -> list[str]:
+    """Return a row for each phase of a profile: its time, and the least that each GPU needs for the same steps."""
+    rows = [
+        [phase.name, f"{phase.num_steps:,}", *(f"{each * 1e3:,.3f}" for each in (phase.measured_s, *phase.best_s))]
+        for phase in measured.phases
+    ]
+    header = ["phase", "steps", "measured ms", *(f"{name} ms at best" for name in gpus)]
+    return [
+        f"measured: {measured.engine} on {measured.device}, {measured.model} in {measured.dtype}:",
+        tabulate(rows, header, tablefmt, disable_numparse=True, colalign=_aligned(len(header))),
+    ]
 
 
 def _sizes(size: ModelSize) -> list[str]:
@@ -36,8 +56,10 @@ def _sizes(size: ModelSize) -> list[str]:
         f"{size.model} ({size.model_type}), weights in {size.dtype}, cache in {size.cache_dtype}",
         f"  weights      {_gb(size.weights_bytes)} GB: {size.num_parameters:,} parameters, "
         f"{size.num_active:,} of them for each token{experts}",
-        f"  cache        {size.cache_bytes / 1e6:,.3f} MB for {size.context:,} tokens, "
+        f"  cache        {_mb(size.cache_bytes)} MB for {size.context:,} tokens, "
         f"{size.cache_bytes_per_token:,.0f} bytes for one more",
+        f"  blocks       {size.num_blocks:,} of {size.block_size} tokens, "
+        f"{size.block_size * size.cache_bytes_per_token:,.0f} bytes each",
         f"  prefill      {size.prefill_flops / 1e9:,.3f} GFLOP for {size.context:,} tokens",
         f"  decode       {size.decode_flops / 1e9:,.3f} GFLOP for a token with that context",
     ]
@@ -59,6 +81,10 @@ def _row(gpu: GpuEstimate, num_requests: int) -> list[str]:
 
 def _aligned(num_columns: int) -> list[str]:
     return ["left"] + ["right"] * (num_columns - 1)
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.3f}"
 
 
 def _gb(num_bytes: int) -> str:

@@ -1,5 +1,6 @@
 """Memory snapshots, and changes between two, for a terminal."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from harness.errors import printable
@@ -27,9 +28,12 @@ def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
 
 def _device(summary: MemorySummary, device: DeviceMemory, width: int | None) -> Iterator[str]:
     rounding = device.allocated_bytes - device.requested_bytes
+    name = "cpu" if device.device < 0 else f"device {device.device}"
     lines = [
-        f"{summary.file}, device {device.device}",
-        f"  reserved {_mib(device.reserved_bytes)} MiB in {device.num_segments:,} segments: "
+        f"{summary.file}, {name}",
+        f"  in use {_mib(device.allocated_bytes)} MiB that the trace saw allocated"
+        if not device.num_segments
+        else f"  reserved {_mib(device.reserved_bytes)} MiB in {device.num_segments:,} segments: "
         f"in use {_mib(device.allocated_bytes)} ({_mib(rounding)} of it by rounding up), "
         f"awaiting free {_mib(device.awaiting_free_bytes)}, "
         f"free {_mib(device.free_bytes)}, the largest piece of it {_mib(device.largest_free_bytes)}",
@@ -39,11 +43,27 @@ def _device(summary: MemorySummary, device: DeviceMemory, width: int | None) -> 
     else:
         after = f"after {(device.peak_after_us or 0) / 1e3:,.2f} ms"
         lines.append(f"  peak {_mib(device.peak_bytes)} MiB {after}, in a history of {device.num_events:,} events")
+    for title, kind in (("category", "category"), ("operation or module", "operation")):
+        sums = _sums(device.at_peak, kind)
+        lines += [f"  at the peak by {title}, in MiB: {sums}"] if sums else []
+    lines += [
+        f"  growth {_mib(each.added_bytes_per_step, signed=True)} MiB a step over {each.num_steps:,} of {each.phase}, "
+        f"from {_mib(each.first_bytes)} to {_mib(each.last_bytes)} MiB"
+        for each in device.growth
+    ]
     yield "\n".join([*lines, *(f"  {_refused(each, device)}" for each in device.out_of_memory)])
     tables = {"in use now": device.now}
     if device.peak_bytes is not None:
         tables = {"at the peak": device.at_peak, **tables, "allocated in the history, and kept": device.kept}
     yield from (f"{title}:\n{_places(places, width)}" for title, places in tables.items() if places)
+
+
+def _sums(places: Sequence[MemoryPlace], kind: str) -> str:
+    """Return the bytes of each category or operation, the most first; nothing where none is known."""
+    sums = Counter[str]()
+    for each in places:
+        sums[getattr(each, kind) or "-"] += each.num_bytes
+    return ", ".join(f"{name} {_mib(size)}" for name, size in sums.most_common(_MOST_ROWS)) if set(sums) - {"-"} else ""
 
 
 def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:
@@ -77,5 +97,5 @@ def _changes(changes: Sequence[PlaceChange], width: int | None) -> str:
     return table + (f"\nand {left:,} more" if left > 0 else "")
 
 
-def _mib(num_bytes: int, *, signed: bool = False) -> str:
+def _mib(num_bytes: float, *, signed: bool = False) -> str:
     return f"{num_bytes / 2**20:{'+' if signed else ''},.2f}"

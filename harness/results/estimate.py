@@ -16,6 +16,16 @@ class PartSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CachePart:
+    """What layers of one kind keep of a request."""
+
+    name: str
+    """`every token`, `window` (no longer growing at the context) or `state` (of one size at any)."""
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
     """The sizes of a model at a context length."""
 
@@ -36,6 +46,10 @@ class ModelSize:
     """Of one request at that context: keys and values, latents, states."""
     cache_bytes_per_token: float
     """Of one token more at that context."""
+    cache_parts: tuple[CachePart, ...]
+    block_size: int
+    num_blocks: int
+    """Of one request, for what grows with every token."""
     prefill_flops: int
     """Of a prompt of that length: products and attention, a multiply-add counting as two; masked pairs left out."""
     decode_flops: int
@@ -70,6 +84,28 @@ class GpuEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPhase:
+    """The captured steps of a profile's phase, and the best that each GPU could do with the same steps."""
+
+    name: str
+    num_steps: int
+    measured_s: float
+    best_s: tuple[float, ...]
+    """By GPU, in the order of `Estimate.gpus`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A profile beside the estimate."""
+
+    engine: str
+    model: str
+    dtype: str
+    device: str
+    phases: tuple[MeasuredPhase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """One model on some GPUs."""
 
@@ -78,3 +114,4 @@ class Estimate:
     size: ModelSize
     num_requests: int
     gpus: tuple[GpuEstimate, ...]
+    measured: Measured | None = None

@@ -31,11 +31,29 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepGrowth:
+    """What is in use after the steps of a phase, beyond what was there when the trace began."""
+
+    IN_DOCUMENT: ClassVar = ("added_bytes_per_step",)
+    phase: str
+    num_steps: int
+    first_bytes: int
+    """After the first step."""
+    last_bytes: int
+
+    @property
+    def added_bytes_per_step(self) -> float:
+        """More in use after each further step; 0 for a single one."""
+        return (self.last_bytes - self.first_bytes) / max(1, self.num_steps - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
     """One device's memory: now, at its peak, and what came and stayed."""
 
     IN_DOCUMENT: ClassVar = ("free_bytes",)
     device: int
+    """Number of the GPU; -1 for the CPU, in traces."""
     reserved_bytes: int
     """Taken from the device by the allocator."""
     allocated_bytes: int
@@ -59,6 +77,8 @@ class DeviceMemory:
     kept: tuple[MemoryPlace, ...]
     """Allocated during the history, and still in use: over equal steps, what grows."""
     out_of_memory: tuple[OutOfMemory, ...]
+    growth: tuple[StepGrowth, ...] = ()
+    """By phase, of traces that have steps."""
 
     @property
     def free_bytes(self) -> int:

@@ -1,34 +1,39 @@
-"""Text and tokens: the `tokenizer.json` of a checkpoint."""
+"""Text and tokens: the `tokenizer.json` of a checkpoint, or its `vocab.json` and `merges.txt`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from reference_engine.errors import ConfigError
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "has_tokenizer"]
+
+_WHOLE, _PARTS = "tokenizer.json", ("vocab.json", "merges.txt")
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether the folder of a checkpoint has the files of a tokenizer."""
+    return (Path(folder) / _WHOLE).is_file() or all((Path(folder) / part).is_file() for part in _PARTS)
 
 
 class Tokenizer:
     """Turns text into tokens and back.
 
     Raises:
-        ConfigError: the checkpoint's folder has no `tokenizer.json`, or it cannot be read.
+        ConfigError: the checkpoint's folder has no tokenizer, or it cannot be read.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        from tokenizers import Tokenizer as Rust  # only those who need text pay for it
-
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
+        if not has_tokenizer(folder):
             raise ConfigError(
                 "tokenizer.json is missing", where=folder, hint="Work with token ids, or save the tokenizer there."
             )
         try:
-            self._tokenizer = Rust.from_file(str(path))
-        except Exception as error:  # the library raises no narrower type
-            raise ConfigError(f"the tokenizer cannot be read: {error}", where=path) from error
+            self._tokenizer = _read(Path(folder))
+        except Exception as error:  # the libraries raise no narrower type
+            raise ConfigError(f"the tokenizer cannot be read: {error}", where=folder) from error
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, special ones included where the checkpoint adds them."""
@@ -39,3 +44,14 @@ class Tokenizer:
         """Return the text of tokens, special ones only where asked for."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special)
         return text
+
+
+def _read(folder: Path) -> Any:
+    """Return the tokenizer of the library `tokenizers`; transformers builds it of a vocabulary and merges."""
+    if (folder / _WHOLE).is_file():
+        from tokenizers import Tokenizer as Rust  # only those who need text pay for it
+
+        return Rust.from_file(str(folder / _WHOLE))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).backend_tokenizer

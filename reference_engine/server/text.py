@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reference_engine.errors import ConfigError, RequestError
-from reference_engine.requests.tokenizer import Tokenizer
+from reference_engine.requests.tokenizer import Tokenizer, has_tokenizer
 
 __all__ = ["Text"]
 
@@ -27,7 +27,7 @@ class Text:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        return Tokenizer(self._folder) if (Path(self._folder) / "tokenizer.json").is_file() else None
+        return Tokenizer(self._folder) if has_tokenizer(self._folder) else None
 
     @cached_property
     def _chat_tokenizer(self) -> Any:

@@ -18,8 +18,8 @@ def test_the_dump_of_the_page_passes_the_command_of_the_page(tmp_path, monkeypat
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     (command,) = re.findall(r"```sh\nharness (.*?)\n```", PAGE, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "dump").mkdir()
-    exec(code, {"checkpoint": checkpoints / "qwen2-tiny"})
+    (tmp_path / "cases").symlink_to(checkpoints.parent)
+    exec(code, {})
     assert run(command.split()) == 0
     assert capsys.readouterr().out.startswith("PASS  tensors · qwen2-tiny · float32")
 

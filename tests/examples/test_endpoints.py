@@ -27,9 +27,13 @@ def test_the_program_prints_what_stands_under_it(tmp_path):
     ((program, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, flags=re.DOTALL)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with LLMEngine(FOLDER) as engine, serving(build_app(engine, Text(FOLDER), model="tiny")) as url:
-        (tmp_path / "url").write_text(url)
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
+            [sys.executable, "-c", program.replace("http://localhost:8000", url)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
         )
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
 

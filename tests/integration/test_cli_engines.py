@@ -1,8 +1,10 @@
 """Engines of other packages: found by their entry point, and held to what they declare."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -66,9 +68,13 @@ def test_the_engine_of_the_page(check, install):
     assert len(judged) == 3 + 3 * 9
 
 
-def test_the_session_of_the_page_serves_bench_and_generate(harness, checkpoints, install):
+def test_the_session_of_the_page_serves_bench_and_generate(harness, checkpoints, install, monkeypatch):
     (session,) = re.findall(r"^```python title=session.py\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
-    name = install(f"{block('python')}\n\n{session}", name="mine")
+    monkeypatch.setitem(sys.modules, "harness_mine", ModuleType("harness_mine"))
+    adapter = ModuleType("harness_mine.adapter")
+    exec(block("python"), vars(adapter))
+    monkeypatch.setitem(sys.modules, adapter.__name__, adapter)
+    name = install(session, name="mine")
     tiny = ("--shape", "tiny", "--repeats", "1", "--requests", "2")
     ran = harness("bench", "engine", *tiny, "--engine", name, "--peer", "reference", "--format", "json")
     assert (ran.status, ran.err) == (0, "")

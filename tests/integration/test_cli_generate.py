@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.errors import Code
+from reference_engine.server.text import Text
 
 from ..unit.lora_adapter import write_adapter
 from .conftest import listen_to_ctrl_c
@@ -155,6 +157,21 @@ def test_no_tokenizer(generate, changed):
     (folder / "tokenizer.json").unlink()
     ran = generate("--model", folder)
     assert (ran.status, ran.err.split(":")[0]) == (2, Code.NO_TOKENIZER)
+
+
+def test_a_tokenizer_of_vocabulary_and_merges(harness, changed):
+    folder = changed("qwen3-tiny")
+    (folder / "tokenizer.json").unlink()
+    vocabulary = {letter: at for at, letter in enumerate([*sorted(ByteLevel.alphabet())[:255], "he"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\nh e\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "unk_token": null}')
+    ran = harness("generate", "--model", folder, "--prompt", "the theme", "--max-new-tokens", 3)
+    assert (ran.status, ran.out.removesuffix("\n")) == (0, hf_text(folder, "the theme", 3)), ran.err
+    served = Text(folder)
+    assert served.encode("the theme") == AutoTokenizer.from_pretrained(folder)("the theme")["input_ids"]
+    (folder / "merges.txt").unlink()
+    assert harness("generate", "--model", folder, "--prompt", "the theme").err.startswith(Code.NO_TOKENIZER)
 
 
 def test_another_engine_continues_the_prompt_with_the_same_tokens(generate):

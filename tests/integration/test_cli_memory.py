@@ -39,6 +39,6 @@ def test_the_difference_in_both_forms(tmp_path, capsys):
 
 
 def test_what_is_no_snapshot_is_bad_input(tmp_path, capsys):
-    (tmp_path / "a.pickle").write_bytes(b"{}")
+    (tmp_path / "a.pickle").write_bytes(b"nothing")
     assert run(["memory", "summary", str(tmp_path / "a.pickle")]) == 2
     assert "H066" in capsys.readouterr().err

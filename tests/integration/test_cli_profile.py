@@ -10,6 +10,8 @@ import pytest
 
 from harness.profiling.gate.baseline import read_profile
 
+from ..unit.lora_adapter import write_adapter
+
 KEYS = {"schema_version", "engine", "model", "dtype", "device", "ttft_ms", "tpot_ms", "tokens_per_second", "phases",
         "overhead", "report"}  # fmt: skip
 PHASE_KEYS = {"name", "num_steps", "wall_ms", "attributed_share", "flops_measured", "flops_formula",
@@ -237,6 +239,17 @@ def test_prompts_of_ones_own_are_profiled(harness, tmp_path):
     assert phase["steps"][0]["query_lens"] == [5, 3]
     assert (document["batch_size"], document["prompt_tokens"], document["max_new_tokens"]) == (2, 5, 3)
     assert "the prompts have 5, 3 tokens: 8 together" in document["notes"]
+
+
+def test_an_adapter_is_in_what_is_measured_and_not_in_the_formulas(harness, tmp_path):
+    adapter, rank = write_adapter(tmp_path / "adapter", seed=1, rank=4, modules=("q_proj", "down_proj")), 4
+    given = ["--token-ids", "1,2,3,4,5", "--max-new-tokens", 2, "--runs", 1, "--phase", "prefill", "--quick"]
+    ran = harness("profile", *given, "--lora", adapter, "--out", tmp_path / "own", "--format", "json")
+    assert ran.status == 0, ran.err
+    (phase,) = ran.json["phases"]
+    products = 5 * 3 * 2 * rank * ((96 + 192) + (192 + 96))  # rows, layers; inputs and outputs of q and of down
+    assert phase["flops_measured"] - phase["flops_formula"] == products
+    assert any("with the adapter" in note for note in ran.json["notes"])
 
 
 @pytest.mark.parametrize("option", ["--prompt-tokens", "--batch-size"])

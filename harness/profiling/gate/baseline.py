@@ -8,10 +8,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -19,6 +19,7 @@ from harness.base.files import read_bytes, read_text, write_text, writing
 from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
 
+Found = TypeVar("Found")
 PROFILE_NAME = "profile.json"
 """Name of the file with the whole profile, in the folder of its captures."""
 _COUNTS = ("num_python_calls", "num_allocations", "num_kept")
@@ -94,11 +95,19 @@ def read_profile(path: Path) -> BaselineEntry:
     Raises:
         HarnessError: BAD_PROFILE.
     """
+    return from_profile(path, _entry)
+
+
+def from_profile(path: Path, read: Callable[[Any], Found]) -> Found:
+    """Return what `read` finds in a profile, which is named by its folder or its `profile.json`.
+
+    Raises:
+        HarnessError: BAD_PROFILE: there is none, or `read` does not find what it looks for.
+    """
     file = profile_file(path)
     hint = "the folder that was given to harness profile --out"
     try:
-        document = parse_json(read_text(file))
-        return BaselineEntry(key=_key(document), phases={phase["name"]: _needs(phase) for phase in document["phases"]})
+        return read(parse_json(read_text(file)))
     except OSError as error:
         what = f"the profile cannot be read: {error.strerror}"
         raise HarnessError(Code.BAD_PROFILE, what, where=file, hint=hint) from error
@@ -164,6 +173,10 @@ def _key(document: Mapping[str, Any]) -> dict[str, str]:
         "steps": steps,
         **({"lengths": " ".join(lengths)} if len(set(lengths)) > 1 else {}),
     }
+
+
+def _entry(document: Mapping[str, Any]) -> BaselineEntry:
+    return BaselineEntry(key=_key(document), phases={phase["name"]: _needs(phase) for phase in document["phases"]})
 
 
 def _needs(phase: Mapping[str, Any]) -> PhaseNeeds:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from harness.profiling.trace.nodes import MemoryEvent, Node
 from harness.results.profile import Frame, MemoryCategory
+
+MAX_FRAMES = 32
+"""Innermost frames of a stack that are kept."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,6 +82,21 @@ def categorize(allocations: Iterable[Allocation], kv_storages: Mapping[float, Co
             allocation.category = MemoryCategory.TEMPORARY
         else:
             allocation.category = MemoryCategory.ACTIVATIONS
+
+
+def stack(event: MemoryEvent) -> tuple[Frame, ...]:
+    """Return an event's stack, the innermost frame first: operators, operations and Python functions mixed."""
+    around = () if event.within is None else event.within.around(event.time_us)
+    return tuple(_frame(node) for node in islice(around, MAX_FRAMES))
+
+
+def _frame(node: Node) -> Frame:
+    """Take `torch/nn/functional.py(1693): relu` apart; an operator or an operation has no file."""
+    place, colon, name = node.name.partition("): ")
+    filename, parenthesis, line = place.rpartition("(")
+    if node.category != "python_function" or not (colon and parenthesis and line.isdecimal()):
+        return Frame(filename="", line=0, name=node.name)
+    return Frame(filename=filename, line=int(line), name=name)
 
 
 def _span(event: MemoryEvent, names: Collection[str]) -> Node | None:

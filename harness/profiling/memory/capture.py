@@ -10,7 +10,6 @@ import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.profiler import profile, record_function
 from harness.base.scratch import scratch_folder
 from harness.engines.stepping import Session
 from harness.profiling.cost.storage import storages
-from harness.profiling.memory.allocations import Allocation, categorize, match
+from harness.profiling.memory.allocations import MAX_FRAMES, Allocation, categorize, match, stack
 from harness.profiling.memory.cuda_history import read_cuda_blocks, read_cuda_history
 from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot, write_snapshot
 from harness.profiling.memory.timeline import build_timeline
@@ -28,11 +27,9 @@ from harness.profiling.passes.load import Window, run_steps
 from harness.profiling.passes.recorders import activities, profiling, recording_cuda_memory
 from harness.profiling.passes.spans import SpanEmitter
 from harness.profiling.passes.timing import Stopwatch
-from harness.profiling.trace.nodes import MemoryEvent, Node, read_events
-from harness.results.profile import Frame, MemoryCategory, MemoryTimeline, StepShape
+from harness.profiling.trace.nodes import read_events
+from harness.results.profile import MemoryCategory, MemoryTimeline, StepShape
 
-MAX_FRAMES = 32
-"""Innermost frames of a stack that are kept."""
 _MAX_CUDA_ENTRIES = 200_000
 
 
@@ -62,7 +59,7 @@ def capture_memory(session: Session, window: Window, path: Path, *, device: str)
     steps = events.steps[-len(window.steps) :]
     begin, end = steps[0].start, steps[-1].start + steps[-1].duration
     names = {name for step in window.steps for name in step.names}
-    allocations = match(events.memory, names=names, frames=_frames)
+    allocations = match(events.memory, names=names, frames=stack)
     # What the requests hold is known at the end of each step, and the steps are in the trace.
     ends = [step.start + step.duration for step in events.steps]
     categorize(allocations, dict(zip(ends, run.kv_storages, strict=True)))
@@ -113,21 +110,6 @@ def _held(session: Session) -> list[PersistentBlock]:
         for address, num_bytes in storages(session.cache_tensors()).items()
     ]
     return list({block.address: block for block in reversed(held)}.values())[::-1]
-
-
-def _frames(event: MemoryEvent) -> tuple[Frame, ...]:
-    """Return an event's stack, the innermost frame first: operators, operations and Python functions mixed."""
-    around = () if event.within is None else event.within.around(event.time_us)
-    return tuple(_frame(node) for node in islice(around, MAX_FRAMES))
-
-
-def _frame(node: Node) -> Frame:
-    """Take `torch/nn/functional.py(1693): relu` apart; an operator or an operation has no file."""
-    place, colon, name = node.name.partition("): ")
-    filename, parenthesis, line = place.rpartition("(")
-    if node.category != "python_function" or not (colon and parenthesis and line.isdecimal()):
-        return Frame(filename="", line=0, name=node.name)
-    return Frame(filename=filename, line=int(line), name=name)
 
 
 class _Unheard:

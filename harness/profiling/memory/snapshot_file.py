@@ -16,6 +16,10 @@ from harness.base.files import read_bytes
 from harness.errors import Code, HarnessError
 from harness.results.profile import Frame
 
+IN_USE = "active_allocated"
+"""State of a block that a tensor has."""
+ALLOC, FREE = "alloc", "free_completed"
+"""Events that change what is in use."""
 _MOST_BYTES = 4 << 30
 _MOST_FRAMES = 64
 """Innermost frames of a stack that are kept."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.profiling.memory.snapshot_file import Block, DeviceSnapshot, Event, read_snapshot
+from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
+from harness.profiling.memory.trace_memory import is_trace, read_trace_memory
 from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
 from harness.results.profile import Frame
 
-_IN_USE, _AWAITING = "active_allocated", ("active_awaiting_free", "active_pending_free")
-_ALLOC, _FREE = "alloc", "free_completed"
-_CHANGES = {_ALLOC: 1, _FREE: -1}
+_AWAITING = ("active_awaiting_free", "active_pending_free")
+_CHANGES = {ALLOC: 1, FREE: -1}
 """Events that change what is in use, and their sign."""
 _OF_TORCH = re.compile(r"(^|/)torch/")
 _UNKNOWN = "no stack was recorded"
@@ -30,12 +30,16 @@ class _Piece:
 
 
 def summarize_memory(path: Path) -> MemorySummary:
-    """Sum up a snapshot.
+    """Sum up a snapshot, or the memory events of a trace.
 
     Raises:
-        HarnessError: SNAPSHOT_UNREADABLE.
+        HarnessError: SNAPSHOT_UNREADABLE, and those of a trace.
     """
-    return MemorySummary(file=str(path), devices=tuple(_device(each) for each in read_snapshot(path)))
+    if is_trace(path):
+        devices = [replace(_device(own), growth=growth) for own, growth in read_trace_memory(path)]
+    else:
+        devices = [_device(each) for each in read_snapshot(path)]
+    return MemorySummary(file=str(path), devices=tuple(devices))
 
 
 def diff_memory(before: Path, after: Path) -> MemoryDiff:
@@ -49,14 +53,14 @@ def diff_memory(before: Path, after: Path) -> MemoryDiff:
 
 
 def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
-    used = {block.address: _piece(block) for block in snapshot.blocks if block.state == _IN_USE}
+    used = {block.address: _piece(block) for block in snapshot.blocks if block.state == IN_USE}
     history = _History(snapshot.events, used)
     return DeviceMemory(
         device=snapshot.device,
         reserved_bytes=sum(snapshot.segment_bytes),
         allocated_bytes=sum(piece.num_bytes for piece in used.values()),
         awaiting_free_bytes=sum(block.num_bytes for block in snapshot.blocks if block.state in _AWAITING),
-        requested_bytes=sum(block.requested_bytes for block in snapshot.blocks if block.state == _IN_USE),
+        requested_bytes=sum(block.requested_bytes for block in snapshot.blocks if block.state == IN_USE),
         largest_free_bytes=max((block.num_bytes for block in snapshot.blocks if block.state == "inactive"), default=0),
         num_segments=len(snapshot.segment_bytes),
         num_events=len(snapshot.events),
@@ -89,7 +93,7 @@ class _History:
                 self.peak_bytes, self.peak_us, highest = total, event.time_us, count
         self.at_peak = list(self._in_use_after(highest).values())
         latest = {event.address: event.action for event in self._events}
-        self.kept = [piece for address, piece in used.items() if latest.get(address) == _ALLOC]
+        self.kept = [piece for address, piece in used.items() if latest.get(address) == ALLOC]
 
     def _in_use_before(self, used: Mapping[int, _Piece]) -> dict[int, _Piece]:
         """Return what was in use before the events: what they free first, and what they leave alone."""
@@ -97,14 +101,14 @@ class _History:
         for event in self._events:
             first.setdefault(event.address, event)
         untouched = {address: piece for address, piece in used.items() if address not in first}
-        freed = {at: event for at, event in first.items() if event.action == _FREE}
+        freed = {at: event for at, event in first.items() if event.action == FREE}
         return untouched | {at: _Piece(event.num_bytes, (), event.category) for at, event in freed.items()}
 
     def _in_use_after(self, count: int) -> dict[int, _Piece]:
         """Return what was in use after so many events."""
         in_use = dict(self._before)
         for event in self._events[:count]:
-            if event.action == _FREE:
+            if event.action == FREE:
                 in_use.pop(event.address, None)
             else:
                 in_use[event.address] = _Piece(event.num_bytes, event.frames, event.category)
@@ -137,8 +141,9 @@ def _place(frames: Sequence[Frame]) -> str:
 
 
 def _operation(frames: Sequence[Frame]) -> str | None:
-    """Return the innermost named operation: a frame without a file, in others, that is no operator of torch."""
-    named = (frame.name for frame in frames[:-1] if not frame.filename and "::" not in frame.name)
+    """Return the innermost named operation or module: a frame without a file, in others, that torch has not called."""
+    bare = (frame.name for frame in frames[:-1] if not frame.filename)
+    named = (name for name in bare if "::" not in name and not name.startswith("<built-in"))
     return next(named, None)
 
 

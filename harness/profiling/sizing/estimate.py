@@ -6,10 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from harness.errors import Code, HarnessError
+from harness.profiling.gate.baseline import from_profile
 from harness.profiling.sizing.meta_model import MetaModel, read_config
-from harness.results.estimate import Estimate, GpuEstimate, ModelSize, PartSize
+from harness.results.estimate import CachePart, Estimate, GpuEstimate, Measured, MeasuredPhase, ModelSize, PartSize
+from harness.results.profile import StepShape
 
 _GB, _TB_PER_S, _TFLOPS = 10**9, 10**12, 10**12
 
@@ -84,7 +88,15 @@ _PARTS = {
 
 
 def estimate(
-    model: str, *, dtype: str, cache_dtype: str | None = None, gpus: Sequence[str], num_requests: int, context: int
+    model: str,
+    *,
+    dtype: str,
+    cache_dtype: str | None = None,
+    gpus: Sequence[str],
+    num_requests: int,
+    context: int,
+    block_size: int = 16,
+    profile: Path | None = None,
 ) -> Estimate:
     """Estimate a model.
 
@@ -95,20 +107,75 @@ def estimate(
         gpus: names.
         num_requests: that decode together.
         context: tokens of each.
+        block_size: tokens of a block of the cache.
+        profile: folder of a profile, to be put beside what the GPUs could do with its steps.
 
     Raises:
-        HarnessError: MODEL_NOT_SIZED; BAD_OPTION: a GPU is not in the table, or has no unit for the dtype.
+        HarnessError: MODEL_NOT_SIZED; BAD_PROFILE; BAD_OPTION: a GPU is not in the table, or has no unit for the dtype.
     """
     found = [find_gpu(name) for name in gpus]
     cache_dtype = cache_dtype or ("bfloat16" if dtype == "float8" else dtype)
     meta = MetaModel(read_config(model), model)
-    size = _size(meta, model, dtype, cache_dtype, context)
+    size = _size(meta, model, dtype, cache_dtype, context, block_size)
     return Estimate(
-        size=size, num_requests=num_requests, gpus=tuple(_on(gpu, meta, size, num_requests) for gpu in found)
+        size=size,
+        num_requests=num_requests,
+        gpus=tuple(_on(gpu, meta, size, num_requests) for gpu in found),
+        measured=None if profile is None else _measured(profile, found, meta, size),
     )
 
 
-def _size(meta: MetaModel, model: str, dtype: str, cache_dtype: str, context: int) -> ModelSize:
+def _measured(profile: Path, gpus: Sequence[Gpu], meta: MetaModel, size: ModelSize) -> Measured:
+    """Return the profile's times, and for each GPU the sum of the best times of the same steps."""
+    names, found = from_profile(profile, _times)
+    return Measured(**names, phases=tuple(_phase(*each, gpus, meta, size) for each in found))
+
+
+def _times(document: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, float, list[StepShape]]]]:
+    """Return what was profiled, and name, milliseconds and steps of each phase."""
+    names = {name: str(document[name]) for name in ("engine", "model", "dtype", "device")}
+    phases = document["phases"]
+    return names, [(each["name"], float(each["wall_ms"]), [_shape(step) for step in each["steps"]]) for each in phases]
+
+
+def _shape(step: Mapping[str, Any]) -> StepShape:
+    lengths = {name: tuple(map(int, step[name])) for name in ("query_lens", "context_lens")}
+    return StepShape(phase=str(step["phase"]), num_sampled=int(step["num_sampled"]), **lengths)
+
+
+def _phase(
+    name: str, wall_ms: float, steps: list[StepShape], gpus: Sequence[Gpu], meta: MetaModel, size: ModelSize
+) -> MeasuredPhase:
+    needs = [_needs(step, meta, size) for step in steps]
+    best = tuple(
+        sum(max(flops / _rate(gpu, size.dtype), read / gpu.bytes_per_s) for flops, read in needs) for gpu in gpus
+    )
+    return MeasuredPhase(name=name, num_steps=len(steps), measured_s=wall_ms / 1000, best_s=best)
+
+
+def _needs(step: StepShape, meta: MetaModel, size: ModelSize) -> tuple[int, int]:
+    """Return the FLOPs of a step, and the bytes of weights and caches that it reads."""
+    flops = step.num_sampled * meta.head_flops
+    for rows, context in zip(step.query_lens, step.context_lens, strict=True):
+        if rows == 1:
+            flops += meta.decode_flops(context) - meta.head_flops
+        else:
+            before = meta.prefill_flops(context - rows) if context > rows else meta.head_flops
+            flops += meta.prefill_flops(context) - before
+    cached = sum(meta.cache_bytes(context, ITEMSIZES[size.cache_dtype]) for context in step.context_lens)
+    return flops, _bytes_read(meta, size, step.num_rows) + cached
+
+
+def _cache_parts(meta: MetaModel, context: int, itemsize: int) -> tuple[CachePart, ...]:
+    """Return what is kept of a request, by how it grows: its sizes at one token, at the context, and one more tell."""
+    sizes = [meta.cache_sizes(each, itemsize) for each in (1, context, context + 1)]
+    found: dict[str, list[int]] = {"every token": [], "window": [], "state": []}
+    for first, now, later in zip(*sizes, strict=True):
+        found["every token" if later > now else "window" if now > first else "state"].append(now)
+    return tuple(CachePart(name=name, num_tensors=len(own), num_bytes=sum(own)) for name, own in found.items() if own)
+
+
+def _size(meta: MetaModel, model: str, dtype: str, cache_dtype: str, context: int, block_size: int) -> ModelSize:
     counts = Counter[str]()
     for path, parameter in meta.parameters():
         counts[_part(path)] += parameter.numel()
@@ -131,6 +198,9 @@ def _size(meta: MetaModel, model: str, dtype: str, cache_dtype: str, context: in
         context=context,
         cache_bytes=cache_bytes,
         cache_bytes_per_token=meta.cache_bytes(context + 1, cached) - cache_bytes,
+        cache_parts=_cache_parts(meta, context, cached),
+        block_size=block_size,
+        num_blocks=-(-context // block_size),
         prefill_flops=meta.prefill_flops(context),
         decode_flops=meta.decode_flops(context),
     )
@@ -146,15 +216,7 @@ def _part(path: str) -> str:
 
 def _on(gpu: Gpu, meta: MetaModel, size: ModelSize, num_requests: int) -> GpuEstimate:
     """Return the roofline's times: what is the longer, to read the bytes or to do the arithmetic."""
-    rate = gpu.flops_per_s.get(size.dtype)
-    if rate is None:
-        raise HarnessError(
-            Code.BAD_OPTION,
-            f"the {gpu.name} has no unit for products in {size.dtype}",
-            where="--dtype",
-            expected=", ".join(gpu.flops_per_s),
-            actual=size.dtype,
-        )
+    rate = _rate(gpu, size.dtype)
     prefill = size.prefill_flops / rate, (_bytes_read(meta, size, size.context) + size.cache_bytes) / gpu.bytes_per_s
     read = _bytes_read(meta, size, num_requests) + num_requests * size.cache_bytes
     decode = num_requests * size.decode_flops / rate, read / gpu.bytes_per_s
@@ -170,6 +232,13 @@ def _on(gpu: Gpu, meta: MetaModel, size: ModelSize, num_requests: int) -> GpuEst
         decode_step_s=max(decode),
         decode_bound=_bound(*decode),
     )
+
+
+def _rate(gpu: Gpu, dtype: str) -> float:
+    if dtype not in gpu.flops_per_s:
+        what, known = f"the {gpu.name} has no unit for products in {dtype}", ", ".join(gpu.flops_per_s)
+        raise HarnessError(Code.BAD_OPTION, what, where="--dtype", expected=known, actual=dtype)
+    return gpu.flops_per_s[dtype]
 
 
 def _bytes_read(meta: MetaModel, size: ModelSize, num_rows: int) -> int:

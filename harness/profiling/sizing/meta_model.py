@@ -98,8 +98,12 @@ class MetaModel:
 
     def cache_bytes(self, context: int, itemsize: int) -> int:
         """Return the bytes that HF keeps of a request of so many tokens; what it keeps in float32 stays so."""
-        tensors = _tensors(self._cache(context))
-        return sum(each.numel() * (itemsize if each.dtype is _DTYPE else each.element_size()) for each in tensors)
+        return sum(self.cache_sizes(context, itemsize))
+
+    def cache_sizes(self, context: int, itemsize: int) -> list[int]:
+        """Return the bytes of each tensor of the cache, in an order that no context changes; its counters are none."""
+        tensors = (each for each in _tensors(self._cache(context)) if each.dim())
+        return [each.numel() * (itemsize if each.dtype is _DTYPE else each.element_size()) for each in tensors]
 
     def decode_flops(self, context: int) -> int:
         """Return the FLOPs of a token that sees itself and `context - 1` others.

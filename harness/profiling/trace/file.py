@@ -27,7 +27,7 @@ _BATCH = 1 << 14
 _CHUNK_BYTES = 1 << 20
 _MOST_EXPANSION = 100
 """Largest content of a gzipped trace, in sizes of the file; traces of torch are 10 to 30 times as large."""
-_GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class MemoryColumns:
     num_bytes: NDArray[np.int64]
     """Negative for a free."""
     thread: NDArray[np.int32]
+    device: NDArray[np.int64]
+    """Number of the GPU; -1 for the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class _Arguments(msgspec.Struct, gc=False, frozen=True):
     shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=_NO_SHAPES)
     address: int | str = msgspec.field(name="Addr", default=0)
     num_bytes: int = msgspec.field(name="Bytes", default=0)
+    device: _Id = msgspec.field(name="Device Id", default=-1)
 
 
 _NO_ARGUMENTS = _Arguments()
@@ -174,7 +177,7 @@ def _read_text(path: Path) -> memoryview | bytearray:
         if not stat.S_ISREG(path.stat().st_mode):
             raise HarnessError(Code.TRACE_UNREADABLE, "the trace is not a regular file", where=path)
         with path.open("rb") as file:
-            is_gzip = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+            is_gzip = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         if is_gzip:
             return _decompressed(path)
         if path.suffix == ".gz" and path.stat().st_size:
@@ -265,6 +268,7 @@ def _memory(events: Sequence[_Event], begin_us: float, threads: _Numbers[_Thread
         ),
         address=np.fromiter(addresses, np.int64, num),
         num_bytes=np.fromiter(map(attrgetter("args.num_bytes"), events), np.int64, num),
+        device=np.fromiter(map(attrgetter("args.device"), events), np.int64, num),
         thread=np.fromiter(map(threads.__getitem__, map(attrgetter("pid", "tid"), events)), np.int32, num),
     )
 

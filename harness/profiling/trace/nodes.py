@@ -62,6 +62,8 @@ class MemoryEvent:
     """Negative for a free."""
     within: Node | None
     """The innermost event it happened in."""
+    device: int = -1
+    """Number of the GPU; -1 for the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,15 @@ def read_events(path: Path) -> TraceEvents:
     )
 
 
+def memory_events(trace: Trace) -> list[MemoryEvent]:
+    """Return the allocations and frees of all threads of any trace, in order of time."""
+    is_cpu = np.array([category in _CPU_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    found: list[MemoryEvent] = []
+    for thread in np.unique(trace.memory.thread).tolist():
+        _tree(trace, np.flatnonzero(is_cpu & (trace.thread == thread)), thread, found)
+    return sorted(found, key=lambda event: event.time_us)
+
+
 def _is_on_cpu(category: str, name: str) -> bool:
     """Whether an event is one of the tree: annotations are if they are spans of ours."""
     return category in _CPU_CATEGORIES or (category == "user_annotation" and bool(SPAN.match(name)))
@@ -126,6 +137,7 @@ def _tree(trace: Trace, events: NDArray[np.int64], thread: int, memory: list[Mem
                     address=int(trace.memory.address[at]),
                     num_bytes=int(trace.memory.num_bytes[at]),
                     within=around,
+                    device=int(trace.memory.device[at]),
                 )
             )
             continue

@@ -75,7 +75,7 @@ class _Columns:
         self._is_launch = is_launch[trace.label]
         self._is_span = is_span[trace.label]
         self._is_timed = (categories != "Trace")[trace.label]
-        self._spans = _phase_spans(trace) if phase_pattern is None else _matching_spans(trace, phase_pattern)
+        self._spans = phase_spans(trace) if phase_pattern is None else _matching_spans(trace, phase_pattern)
         self._phase_names = tuple(dict.fromkeys(name for _, name in self._spans))
         self._phase = self._phases_of_events()
         self._parent = self._nested()
@@ -189,7 +189,7 @@ class _Columns:
             phase[kernels[is_found]] = phase[launch[is_found]]
 
 
-def _phase_spans(trace: Trace) -> list[tuple[int, str]]:
+def phase_spans(trace: Trace) -> list[tuple[int, str]]:
     """Return the events that are steps of a phase, and the phase of each, in order of their start.
 
     Where some annotations say what a step computes, only these count. Elsewhere every annotation does, without the

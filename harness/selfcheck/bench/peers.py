@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from harness.engines import engine_names
+from harness.engines import engine_names, installed_engine_names
 from harness.errors import Code, HarnessError
 from harness.selfcheck.bench.memory import ResidentMemory
 from harness.selfcheck.bench.peer import OURS, BenchConfig, Peer, PeerMissingError
@@ -53,11 +53,12 @@ def check_peer_names(names: Sequence[str]) -> None:
     Raises:
         HarnessError: BAD_OPTION.
     """
-    known = list(dict.fromkeys([*PEERS, *engine_names()]))
-    unknown = sorted(set(names) - set(known))
+    unknown = sorted(set(names) - {*PEERS, *engine_names()})
     if unknown:
+        missing = {*engine_names()} - {*installed_engine_names()}
+        here = [name for name in dict.fromkeys([*PEERS, *engine_names()]) if name not in missing]
         raise HarnessError(
-            Code.BAD_OPTION, "unknown peer", where="--peer", expected=", ".join(known), actual=", ".join(unknown)
+            Code.BAD_OPTION, "unknown peer", where="--peer", expected=", ".join(here), actual=", ".join(unknown)
         )
 
 

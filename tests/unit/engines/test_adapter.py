@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from harness.engines import Capabilities, engine_names, open_engine
+from harness.engines import Capabilities, adapter, engine_names, open_engine
 from harness.errors import Code, HarnessError
 
 from ..decoder_graph import decoder_graph
@@ -42,3 +42,10 @@ def test_a_single_tap_may_be_lacking():
 def test_naming_the_engines_imports_no_torch():
     code = "import sys, harness.cli.main, harness.engines as e; e.engine_names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
+
+
+def test_an_engine_whose_library_is_missing_is_not_called_installed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(adapter, "find_spec", lambda library: asked.append(library) or (library != "mlx_lm") or None)
+    assert set(engine_names()) - set(adapter.installed_engine_names()) == {"mlx"}
+    assert {"llama_cpp", "vllm"} <= set(asked)

@@ -1,5 +1,6 @@
 """Snapshots of any program: what they hold, and pickles that are none."""
 
+import json
 import os
 import pickle
 
@@ -174,4 +175,43 @@ def test_what_is_no_snapshot_is_refused_and_nothing_is_run(write, tmp_path, monk
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(HarnessError, match="FileNotFoundError") as caught:
         summarize_memory(tmp_path / "none")
+    assert caught.value.code is Code.SNAPSHOT_UNREADABLE
+
+
+def trace_file(path, events):
+    """A trace with a module in each of three steps, and allocations in microseconds: (time, address, bytes)."""
+    thread = {"pid": 1, "tid": 1}
+    spans = [("user_annotation", f"ProfilerStep#{at}", 100 * at, 90) for at in range(3)]
+    spans += [("python_function", "nn.Module: Linear_0", 100 * at + 10, 50) for at in range(3)]
+    spans += [("python_function", "train.py(4): main", 0, 300)]
+    written = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, **thread} for cat, name, ts, dur in spans]
+    for ts, address, size in events:
+        arguments = {"Addr": address, "Bytes": size, "Device Id": -1, "Device Type": 0}
+        written.append(
+            {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": ts, "args": arguments, **thread}
+        )
+    path.write_text(json.dumps({"traceEvents": written}))
+    return path
+
+
+def test_the_memory_events_of_a_trace_are_a_history_with_steps_and_modules(tmp_path):
+    kept = [(100 * at + 20, at, 1000) for at in range(3)]
+    passing = [(130, 9, 5000), (140, 9, -5000)]
+    path = trace_file(tmp_path / "trace.json", sorted(kept + passing))
+    (cpu,) = summarize_memory(path).devices
+    assert (cpu.device, cpu.num_segments, cpu.allocated_bytes, cpu.peak_bytes) == (-1, 0, 3000, 7000)
+    (place,) = cpu.at_peak
+    assert (place.place, place.operation, place.num_bytes) == ("train.py:4 main", "nn.Module: Linear_0", 7000)
+    (growth,) = cpu.growth
+    assert (growth.phase, growth.num_steps, growth.added_bytes_per_step) == ("ProfilerStep", 3, 1000)
+    assert (growth.first_bytes, growth.last_bytes) == (1000, 3000)
+    shown = memory_text([summarize_memory(path)])
+    assert "trace.json, cpu" in shown
+    assert "at the peak by operation or module, in MiB: nn.Module: Linear_0 0.01" in shown
+    assert "growth +0.00 MiB a step over 3 of ProfilerStep" in shown
+
+
+def test_a_trace_without_memory_events_is_refused_with_what_records_them(tmp_path):
+    with pytest.raises(HarnessError, match="profile_memory=True") as caught:
+        summarize_memory(trace_file(tmp_path / "trace.json", []))
     assert caught.value.code is Code.SNAPSHOT_UNREADABLE

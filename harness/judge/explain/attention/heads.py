@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.explain.attention.views import joined
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
@@ -71,10 +72,20 @@ def _attended(failure: Failure, read: _Read, own: torch.Tensor, heads: torch.Ten
 
 
 def other_layout(failure: Failure) -> Iterator[Hypothesis]:
-    """The heads' elements alternate in a row: it is laid out by element, then by head."""
+    """The heads' elements alternate in a row, or the heads of a step follow one another with all of their rows."""
     num_heads = failure.views[0].query.shape[1]
     output = failure.expected.unflatten(1, (num_heads, -1)).transpose(1, 2).flatten(1)
     yield Hypothesis(cause="the context is laid out by element, then by head", output=output)
+
+    def by_head(view: AttentionContext) -> torch.Tensor:
+        output = view.attend()
+        for step in view.rows.step.unique():
+            own = view.rows.step == step
+            output[own] = output[own].unflatten(1, (num_heads, -1)).transpose(0, 1).reshape(int(own.sum()), -1)
+        return output
+
+    cause = "the context is reshaped without transposing heads and tokens"
+    yield Hypothesis(cause=cause, output=joined(failure, by_head))
 
 
 EXPLANATIONS = (other_kv_heads, other_layout)

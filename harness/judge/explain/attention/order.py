@@ -53,6 +53,13 @@ def over_the_heads(failure: Failure) -> Iterator[Hypothesis]:
     output = joined(failure, lambda view: view.attend(softmax=softmax))
     yield Hypothesis(cause="the softmax runs over the heads instead of the keys", output=output)
 
+    def over_the_queries(view: AttentionContext) -> torch.Tensor:
+        masked, step = view.scores().masked_fill(~view.visible(), -torch.inf), view.rows.step
+        own = [masked[:, step == each].softmax(dim=1) for each in step.unique()]
+        return torch.cat(own, dim=1)[:, step.argsort(stable=True).argsort()]
+
+    yield _hypothesis(failure, "the softmax runs over the queries of a step instead of the keys", over_the_queries)
+
 
 def _hypothesis(failure: Failure, cause: str, probabilities: Probabilities) -> Hypothesis:
     def attend(view: AttentionContext) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from harness.judge.explain.attention import heads as attention_heads
 
-from ..toy_attention import PLACES, Toy
+from ..toy_attention import PLACES, N, Toy, step_of
 from ..toys import found
 
 OWN = [0, 0, 0, 1, 1, 1]
@@ -38,8 +38,19 @@ def test_a_context_that_is_laid_out_by_element(toy):
     rows = toy.contexts(PLACES)
     by_element = torch.stack([torch.stack([row[at::4] for at in range(4)]).flatten() for row in rows])
     given = found(attention_heads.other_layout, toy.failure())
-    assert set(given) == {"the context is laid out by element, then by head"}
-    torch.testing.assert_close(*(each.output for each in given.values()), by_element)
+    torch.testing.assert_close(given["the context is laid out by element, then by head"].output, by_element)
+
+
+def test_a_context_that_is_reshaped_without_transposing(toy):
+    def row(place):
+        step = [other for other in PLACES if other[0] == place[0] and step_of(other) == step_of(place)]
+        of_heads = [toy.context(other)[4 * head : 4 * head + 4] for head in range(N) for other in step]
+        at = step.index(place)
+        return torch.cat(of_heads[N * at : N * at + N])
+
+    given = found(attention_heads.other_layout, toy.failure())
+    cause = "the context is reshaped without transposing heads and tokens"
+    torch.testing.assert_close(given[cause].output, toy.contexts(PLACES, row))
 
 
 def test_heads_that_read_their_own(toy):

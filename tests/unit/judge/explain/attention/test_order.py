@@ -86,5 +86,13 @@ def test_a_softmax_over_the_heads(toy):
         shares = [math.exp(score(toy, place, each, other)) for each in range(N)]
         return shares[head] / sum(shares)
 
-    cause = "the softmax runs over the heads instead of the keys"
-    assert_outputs(order.over_the_heads, toy.failure(), {cause: weighted(toy, weight)})
+    def of_the_queries(place, head, other):
+        if other[1] > place[1]:
+            return 0.0
+        queries = [each for each in computed(place) if step_of(each) == step_of(place) and other[1] <= each[1]]
+        return math.exp(score(toy, place, head, other)) / sum(math.exp(score(toy, q, head, other)) for q in queries)
+
+    heads = "the softmax runs over the heads instead of the keys"
+    queries = "the softmax runs over the queries of a step instead of the keys"
+    expected = {heads: weighted(toy, weight), queries: weighted(toy, of_the_queries)}
+    assert_outputs(order.over_the_heads, toy.failure(), expected)
