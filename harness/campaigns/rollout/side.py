@@ -6,7 +6,7 @@ cause is named if it brings the prediction nearer by a share and on many tokens;
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -56,8 +56,6 @@ class Side:
     """What it computes, if it is at hand."""
     causes: list[Cause] = field(default_factory=list)
     """What explains it, in the order of `Kind`."""
-    finer: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of a module at hand, tensors that are the model's before their rounding to the sides' dtype."""
     unlike: str | None = None
     """Of a module at hand, a tensor that is not the model's in name or shape: its weights and operations are unseen."""
     follows_control: bool = False
@@ -72,9 +70,12 @@ class Side:
 
     def steps(self, forwards: Forwards) -> list[torch.Tensor]:
         """Return what each of its causes does to the log probabilities, [compared] each."""
-        run = forwards.control if self.follows_control else forwards.truth
-        columns = [run(self.setting(self.causes[:at])) for at in range(len(self.causes) + 1)]
+        columns = [self.predicted(forwards, self.causes[:at]) for at in range(len(self.causes) + 1)]
         return [after - before for before, after in pairwise(columns)]
+
+    def predicted(self, forwards: Forwards, causes: Sequence[Cause]) -> torch.Tensor:
+        """Return the log probabilities that causes give, by what predicts the side better, [compared]."""
+        return (forwards.control if self.follows_control else forwards.truth)(self.setting(causes))
 
     def rest(self, forwards: Forwards) -> torch.Tensor:
         """Return what its causes leave of its distance from the truth, [compared]."""
@@ -187,7 +188,7 @@ def _yardstick(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor
     A cause that rounds by itself, a cache in eight bits, is no excuse for what is left with it.
     """
     base = forwards.noise(side.base)
-    own = forwards.deviation((side.base, True), (side.base, False), setting)
+    own = forwards.rounding(side.base, setting)
     return torch.hypot(torch.fmax(own, base.min()), side.resolution)
 
 
