@@ -26,6 +26,8 @@ class Explained:
     parts: Mapping[str, Sequence[PartTerm]]
     """What the operations of a side at hand do, by the side's name."""
     terms: Sequence[GapTerm]
+    remedied: float | None
+    """Mean absolute gap with all remedies applied; None without any."""
 
 
 def summarise(rollouts: Rollouts, request: Request, explained: Explained | None, *, seconds: float) -> RolloutResult:
@@ -44,6 +46,7 @@ def summarise(rollouts: Rollouts, request: Request, explained: Explained | None,
         tokens=rollouts.counts,
         gap=gap,
         terms=tuple(terms),
+        remedied=explained.remedied if explained is not None else None,
         sides=tuple(_side_figures(side, explained) for side in explained.sides) if explained is not None else (),
         findings=tuple(_finding(term, gap.mean_abs) for term in terms if not term.is_rounding and gap is not None),
         not_judged=tuple(_not_judged(rollouts, request, explained)),

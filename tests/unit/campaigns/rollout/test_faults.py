@@ -178,7 +178,10 @@ def test_a_router_without_replay(compare):
         with jittering_router(size=0.3, seen=seen):
             (column,) = train_column(module, [row])
         given.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
-    assert_only(compare(given, replayed, model=MOE), "routing", "trainer")
+    result = compare(given, replayed, model=MOE)
+    assert_only(result, "routing", "trainer")
+    # The engine's column is what a trainer computes that replays its experts.
+    assert result.remedied < 0.3 * result.gap.mean_abs
     assert_sound(compare(given, [row["engine_logprobs"] for row in given], model=MOE))
 
 
@@ -209,6 +212,41 @@ def test_two_faults_are_told_apart(compare, rows, trainer):
     result = compare(rows, train_column(trainer, cut, temperature=0.6))
     assert_adds_up(result)
     assert [term.kind for term in outside(result)] == ["tokens", "meaning"]
+
+
+def mean_gap(rows, columns):
+    given = [value for row in rows for value in row["engine_logprobs"]]
+    return float((torch.tensor([value for column in columns for value in column]) - torch.tensor(given)).abs().mean())
+
+
+@pytest.mark.slow
+def test_a_remedy_explains_what_it_does_by_itself(compare, rows, columns, trainer):
+    cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
+    faulty = train_column(trainer, cut, temperature=0.6)
+    result = compare(rows, faulty)
+    mended = {"tokens": train_column(trainer, rows, temperature=0.6), "meaning": train_column(trainer, cut)}
+    actual = {kind: mean_gap(rows, faulty) - mean_gap(rows, column) for kind, column in mended.items()}
+    assert {term.kind: term.explains for term in outside(result)} == pytest.approx(actual, rel=0.01)
+    assert result.remedied == pytest.approx(mean_gap(rows, columns), rel=0.01)
+    assert result.gap.mean_abs > 2 * mean_gap(rows, train_column(trainer, rows, temperature=0.6)), "they interact"
+
+
+@pytest.mark.slow
+def test_a_remedy_of_a_part_leaves_its_rounding(compare, rows, columns):
+    wrong = load_model(Path(resolve(SMALLEST)), dtype=torch.bfloat16, stays=True).model
+    wrong.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
+    result = compare(rows, trainer=wrong, layout="alone")
+    (term,) = outside(result)
+    assert term.remedy.startswith("compute model.layers.1 as HF does")
+    actual = mean_gap(rows, train_column(wrong, rows)) - mean_gap(rows, columns)
+    assert term.explains == pytest.approx(actual, abs=mean_gap(rows, columns))
+    assert result.gap.mean_abs - result.remedied == pytest.approx(term.explains)
+
+
+def test_a_sound_pair_has_no_remedy(compare, rows, columns):
+    result = compare(rows, columns)
+    assert result.remedied is None
+    assert {term.remedy for term in result.terms} == {""}
 
 
 @pytest.mark.slow
