@@ -13,10 +13,13 @@ from harness.campaigns.rollout.setting import Meaning, Setting, Weights, token_l
 from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts, preserve_precision, truth_dtype, upcast, without_tf32
+from harness.oracle.quiet import quiet_transformers
 from harness.oracle.watch import watching
 
 _BLOCK_VALUES = 1 << 22
 """Logits that are in memory in float64 at a time."""
+_MOST_SCORES = 1 << 28
+"""Scores of a row's eager attention: 1 GiB in float32, 2,896 tokens of 32 heads."""
 _NUM_LIKELY = 32
 """Tokens at each position whose logits are kept, the likeliest: their errors say how large rounding is there."""
 
@@ -28,6 +31,8 @@ class Arithmetic(StrEnum):
     """HF in high precision."""
     CONTROL = "control"
     """HF in the sides' dtype."""
+    EAGER = "eager"
+    """The same with eager attention: it rounds scores, and is another draw of what a near tie of two scores becomes."""
     TRAINER = "trainer"
     """The trainer's replica, with the weights and under the autocast that it has."""
 
@@ -56,7 +61,8 @@ class Forwards:
         self._noises: dict[Setting, torch.Tensor] = {}
         self._replica: HFModel | None = None
         self._autocast: torch.dtype | None = None
-        self._replicated = Setting()
+        self._sound: list[Run] = []
+        """Runs besides the control that only round: how far they are from the truth is legitimate for both sides."""
         self._likely = torch.full((places.num_tokens, min(_NUM_LIKELY, hf.vocab_size)), -1)
         self._resolution = torch.zeros(places.num_tokens, dtype=torch.float64)
 
@@ -68,16 +74,25 @@ class Forwards:
         """Return those of HF in the side's dtype, [compared] float64."""
         return self._column(setting, Arithmetic.CONTROL)
 
+    def add_eager(self, setting: Setting) -> None:
+        """Take HF with eager attention as one more sound run, unless its scores would be too large."""
+        longest = max(len(row.tokens) for row in self.places.rows)
+        if longest**2 * getattr(self.hf.config, "num_attention_heads", 1) <= _MOST_SCORES:
+            self._add_sound((setting, Arithmetic.EAGER))
+
     def add_replica(self, replica: HFModel, setting: Setting, *, autocast: torch.dtype | None) -> None:
-        """Take the trainer's replica: how it rounds is legitimate for both sides.
+        """Take the trainer's replica as one more sound run: an engine, too, may keep its adapters beside the weights.
 
         Args:
             replica: the trainer, built anew.
             setting: under which the truth has the same weights and experts.
             autocast: dtype of the autocast that the replica is run under; None for none.
         """
-        self._replica, self._replicated, self._autocast = replica, setting, autocast
-        self._noises.clear()
+        self._replica, self._autocast = replica, autocast
+        self._add_sound((setting, Arithmetic.TRAINER))
+
+    def _add_sound(self, run: Run) -> None:
+        self._sound.append(run)
 
     def prepare(self, setting: Setting, meanings: Sequence[Meaning]) -> None:
         """Run one forward of the truth, and one of the control, for many meanings that were not read yet."""
@@ -89,26 +104,17 @@ class Forwards:
     def noise(self, setting: Setting) -> torch.Tensor:
         """Return the deviation that rounding gives each log probability under a setting, [compared] float64.
 
-        It is no less than what float32 resolves.
+        It is the control's from the truth, and no less than what float32 resolves.
         """
         if setting not in self._noises:
-            noise = self.rounding(setting, setting)
+            noise = self.deviation((setting, Arithmetic.CONTROL), (setting, Arithmetic.TRUTH), setting)
             self._noises[setting] = torch.maximum(noise, self._resolution[self.places.compared])
         return self._noises[setting]
 
-    def rounding(self, run: Setting, setting: Setting) -> torch.Tensor:
-        """Return the deviation under `setting` if logits are as far off as rounding makes them under `run`.
-
-        It is the control's from the truth, or that of the trainer's replica, the larger one of each token.
-
-        Returns:
-            [compared] float64.
-        """
-        rounding = self.deviation((run, Arithmetic.CONTROL), (run, Arithmetic.TRUTH), setting)
-        if self._replica is None:
-            return rounding
-        own = self._replicated
-        return rounding.maximum(self.deviation((own, Arithmetic.TRAINER), (own, Arithmetic.TRUTH), setting))
+    def sound_noise(self, setting: Setting) -> torch.Tensor:
+        """Return the same of the control or another sound run, the largest one of each token, [compared] float64."""
+        others = [self.deviation(run, (run[0], Arithmetic.TRUTH), setting) for run in self._sound]
+        return torch.stack([self.noise(setting), *others]).amax(dim=0)
 
     def deviation(self, one: Run, two: Run, setting: Setting) -> torch.Tensor:
         """Return the deviation of log probabilities under a setting, if logits are as far apart as two runs' are.
@@ -169,6 +175,8 @@ class Forwards:
                 stack.enter_context(upcast(self._dtype, hf.model))
                 stack.enter_context(eager_experts(hf.config))
                 stack.enter_context(preserve_precision(self._dtype))
+            if arithmetic is Arithmetic.EAGER:
+                stack.enter_context(_eager(hf))
             if is_trainer and self._autocast is not None:
                 stack.enter_context(torch.autocast(hf.device.type, self._autocast))
             weights = None if is_trainer else setting.weights  # the replica has the trainer's
@@ -259,6 +267,19 @@ def _shifted(column: torch.Tensor, places: Places, shift: int) -> torch.Tensor:
         1
     )
     return column[torch.where(is_inside, other, number)]
+
+
+@contextmanager
+def _eager(hf: HFModel) -> Iterator[None]:
+    """Let attention be eager for the duration of the block."""
+    before = hf.model.config._attn_implementation
+    with quiet_transformers():
+        hf.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        with quiet_transformers():
+            hf.model.set_attn_implementation(before)
 
 
 @contextmanager

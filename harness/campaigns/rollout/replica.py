@@ -5,6 +5,7 @@ each product. HF's model with merged weights does neither.
 """
 
 import copy
+import warnings
 from typing import Any
 
 from torch import nn
@@ -43,10 +44,13 @@ def replica(module: nn.Module, hf: HFModel) -> HFModel:
 
 
 def _add_adapters(model: Any, module: Any, own: nn.Module) -> None:
-    from peft import inject_adapter_in_model
+    from peft import get_peft_model
 
-    for name, config in module.peft_config.items():
-        inject_adapter_in_model(config, model, name)
+    (first, config), *others = copy.deepcopy(module.peft_config).items()
+    with warnings.catch_warnings(action="ignore"):  # of adapters that are not initialised: their values come later
+        wrapped = get_peft_model(model, config, first)
+        for name, config in others:
+            wrapped.add_adapter(name, config)
     for path, layer in own.named_modules():
         state = {name: value for name, value in vars(layer).items() if name in _ADAPTER_STATE}
         vars(model.get_submodule(plain_name(path))).update(copy.deepcopy(state))

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from harness.campaigns.rollout.causes import Cause
-from harness.campaigns.rollout.forward import Forwards
+from harness.campaigns.rollout.forward import Arithmetic, Forwards
 from harness.campaigns.rollout.setting import Cut, Kind, Setting
 
 _MOST_CAUSES = 4
@@ -82,8 +82,10 @@ class Side:
         return self.column - forwards.truth(self.base) - sum(self.steps(forwards), torch.zeros_like(self.column))
 
     def floor(self, forwards: Forwards) -> torch.Tensor:
-        """Return what rounding gives in its rest, [compared]."""
-        return floor_of(self, forwards, self.setting())
+        """Return what rounding gives in its rest, [compared]; steps of the control leave that of the base in it."""
+        settings = [self.setting(), *([self.base] if self.follows_control else [])]
+        noise = torch.stack([forwards.sound_noise(setting) for setting in settings]).amax(dim=0)
+        return torch.hypot(noise, self.resolution)
 
 
 def is_outside(error: torch.Tensor, floor: torch.Tensor) -> bool:
@@ -108,7 +110,10 @@ def rms(x: torch.Tensor) -> float:
 
 
 def floor_of(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
-    """Return what rounding gives a side under a setting, [compared]."""
+    """Return what rounding gives a side under a setting, [compared]: of the control alone.
+
+    Causes are looked for with it: one that is as small as another sound run's rounding is known by its direction.
+    """
     return torch.hypot(forwards.noise(setting), side.resolution)
 
 
@@ -116,7 +121,7 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meaning
     """Find the causes of a side's distance from the truth."""
     side.causes = list(side.known)
     while len(side.causes) < _MOST_CAUSES and (
-        rms(_nearest(side, forwards, side.setting()) / side.floor(forwards)) > _LEAST_REST
+        rms(_nearest(side, forwards, side.setting()) / floor_of(side, forwards, side.setting())) > _LEAST_REST
     ):
         found = _best(side, forwards, _longer(side, forwards, candidates, meanings))
         if not _is_strong(side, forwards, side.causes, found) and _is_outside(side, forwards):
@@ -127,7 +132,7 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meaning
         side.causes = found
     _drop_partial(side, forwards)
     side.causes.sort(key=lambda cause: _ORDER.index(cause.kind))
-    floor = side.floor(forwards)
+    floor = floor_of(side, forwards, side.setting())
     truth, control = (rms((side.column - run(side.setting())) / floor) for run in (forwards.truth, forwards.control))
     side.follows_control = side.values is None and control < truth
 
@@ -172,7 +177,7 @@ def _drop_partial(side: Side, forwards: Forwards) -> None:
 
 
 def _is_outside(side: Side, forwards: Forwards) -> bool:
-    return is_outside(_nearest(side, forwards, side.setting()), side.floor(forwards))
+    return is_outside(_nearest(side, forwards, side.setting()), floor_of(side, forwards, side.setting()))
 
 
 def _nearest(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
@@ -188,7 +193,7 @@ def _yardstick(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor
     A cause that rounds by itself, a cache in eight bits, is no excuse for what is left with it.
     """
     base = forwards.noise(side.base)
-    own = forwards.rounding(side.base, setting)
+    own = forwards.deviation((side.base, Arithmetic.CONTROL), (side.base, Arithmetic.TRUTH), setting)
     return torch.hypot(torch.fmax(own, base.min()), side.resolution)
 
 

@@ -54,6 +54,7 @@ def make_sides(
     for side in (trainer, engine):
         if side is not None:
             _add_routing(side, forwards, logged)
+    forwards.add_eager(engine.base)
     module = request.module if request.trainer is None else request.trainer
     if module is not None and odd is None:
         setting = engine.base if trainer is None or request.trainer is None else trainer.setting(trainer.known)

@@ -96,7 +96,7 @@ def waterfall(
     for term in terms:
         term.floor = floor
         if term.kind is Kind.ROUTING and not expects_replay:
-            term.floor, term.is_found = forwards.noise(engine.base) * math.sqrt(len(rests)), False
+            term.floor, term.is_found = forwards.sound_noise(engine.base) * math.sqrt(len(rests)), False
     ordered = sorted(terms, key=lambda term: list(Kind).index(term.kind))
     outside = {term.kind for term in terms if not term.is_rounding}
     for term in terms:

@@ -113,8 +113,9 @@ def test_a_stale_layer_of_the_trainer(compare, rows, tmp_path):
 
 @pytest.mark.slow
 def test_a_temperature_in_one_side_only(compare, rows, trainer):
-    term = assert_only(compare(rows, train_column(trainer, rows, temperature=0.7)), "meaning", "trainer")
-    assert "temperature 0.7, no truncation" in term.detail
+    result = compare(rows, train_column(trainer, rows, temperature=0.7))
+    assert "temperature 0.7, no truncation" in assert_only(result, "meaning", "trainer").detail
+    assert [side.is_explained for side in result.sides] == [True, True]
 
 
 @pytest.mark.slow
@@ -241,6 +242,14 @@ def test_a_remedy_of_a_part_leaves_its_rounding(compare, rows, columns):
     actual = mean_gap(rows, train_column(wrong, rows)) - mean_gap(rows, columns)
     assert term.explains == pytest.approx(actual, abs=mean_gap(rows, columns))
     assert result.gap.mean_abs - result.remedied == pytest.approx(term.explains)
+
+
+def test_two_sides_that_are_alike_and_run_another_model_are_said(compare, rows):
+    other = [[-0.5 - at % 7 for at, _ in enumerate(row["response_ids"])] for row in rows]
+    result = compare(with_engine(rows, other), other)
+    assert_sound(result)
+    assert "both sides are outside of their floors, and alike: look whether --model is what they run" in result.notes
+    assert "both sides" not in " ".join(compare(rows, [row["engine_logprobs"] for row in rows]).notes)
 
 
 def test_a_sound_pair_has_no_remedy(compare, rows, columns):

@@ -133,7 +133,7 @@ def error_of_remedies(result, sound):
 @pytest.mark.parametrize("faults", [planted, fresh])
 def test_planted_faults_are_attributed(model, trainer, compare, tmp_path, faults):
     right = wrong = missed = total = best = 0.0
-    lines, errors = [], []
+    lines, errors = [], {}
     for expected, rows, columns, given, sound in faults(model, trainer, tmp_path):
         result = compare(rows, columns, model=model, **given)
         terms = {term.kind: term.mean_abs for term in result.terms}
@@ -145,14 +145,14 @@ def test_planted_faults_are_attributed(model, trainer, compare, tmp_path, faults
         total += 1
         if columns is not None:  # of a trainer at hand the gap is not known here
             best += best_share(rows, columns, sound)
-            errors.append(error_of_remedies(result, sound))
+            errors.setdefault("+".join(sorted(expected)), []).append(error_of_remedies(result, sound))
         lines.append((sorted(expected), sorted(named), {str(kind): round(value, 3) for kind, value in shares.items()}))
     figures = {
         "model": model,
         "faults": total,
         "share": right / total,
-        "best": best / len(errors),
-        "remedies off by, share of the gap": {"median": median(errors), "largest": max(errors)},
+        "best": best / sum(len(each) for each in errors.values()),
+        "remedies off by, share of the gap": {name: [median(each), max(each)] for name, each in errors.items()},
         "wrong": wrong,
         "missed": missed,
     }

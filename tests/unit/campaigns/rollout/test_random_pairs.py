@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 NUM_PAIRS = int(os.environ.get("ROLLOUT_PAIRS", "8"))
 FIRST_SEED = int(os.environ.get("ROLLOUT_SEED", "0"))
 TRAINER = os.environ.get("ROLLOUT_TRAINER", "")
+ONCE_ALARMED = (3084, 3087, 5227)  # LoRA rounds twice, so does an engine that serves it; two scores are a near tie
 
 
 def drawn(seed):
@@ -132,7 +133,7 @@ def compare(given, folder):
 SEEDS = [seed for seed in range(FIRST_SEED, FIRST_SEED + NUM_PAIRS) if re.search(TRAINER, drawn(seed)["trainer"])]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", dict.fromkeys([*ONCE_ALARMED, *SEEDS]))
 def test_a_sound_pair_has_no_alarm(seed, tmp_path):
     given = drawn(seed)
     report = compare(given, tmp_path)
