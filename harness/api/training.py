@@ -141,6 +141,7 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
             device=plan.case.device,
             truth=given["truth"],
             head=given["head"],
+            module=given["model"] if isinstance(given["model"], torch.nn.Module) else None,
             layout=given["layout"],
             autocast=autocast,
             engine=None if given["engine"] is None else plan,

@@ -40,9 +40,13 @@ def _measured(result: RolloutResult, width: int) -> Iterator[list[str]]:
     lines = tabulate(rows, _HEADERS, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
     legend = [
         "mean       of the trainer's log probability less the engine's, nats; the terms add up to the gap",
-        "floor      what rounding alone gives of this term; explains: how much of the gap's abs mean goes with it",
+        "floor      what rounding alone gives of this term",
+        "explains   how much of the gap's abs mean goes if this remedy alone is applied, in a replay of the rows",
     ]
     yield [*(f"  {line}".rstrip() for line in lines), "", *(f"  {line}" for line in legend)]
+    if result.remedied is not None:
+        left = f"all remedies together leave {number(result.remedied)} of {number(result.gap.mean_abs)} nats"
+        yield [*wrapped("  remedies", left, width)]
     yield [
         line
         for finding in result.findings

@@ -40,7 +40,9 @@ class GapTerm:
     """What rounding alone gives: of HF in the sides' dtype, for the same tokens."""
     is_rounding: bool
     explains: float
-    """By how much the mean absolute gap falls if this term is taken out of it."""
+    """By how much the mean absolute gap falls if this remedy alone is applied, in a replay of the rows.
+
+    Where there is no remedy: if the term is taken out."""
     remedy: str
     """What to change; empty for rounding."""
     worst_row: int
@@ -100,6 +102,8 @@ class RolloutResult:
     findings: tuple[Finding, ...]
     not_judged: tuple[str, ...]
     """What the given inputs do not allow to tell."""
+    remedied: float | None = None
+    """Mean absolute gap with all remedies applied, in a replay of the rows, nats; None without any."""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 

@@ -78,7 +78,8 @@ class Altered:
         if source == self._head_source and self._head is not None and self._head_input is not None:
             module = self._hf.model.get_output_embeddings()
             bias = None if module.bias is None else module.bias.to(self._head)
-            value = functional.linear(self._head_input.to(self._head), module.weight.to(self._head), bias)
+            with torch.autocast(value.device.type, enabled=False):
+                value = functional.linear(self._head_input.to(self._head), module.weight.to(self._head), bias)
         if source == self._logits_source and self._setting.head is not None:
             return value.to(self._setting.head).to(value.dtype)
         return value

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from enum import StrEnum
 
 import torch
 
@@ -12,15 +13,32 @@ from harness.campaigns.rollout.setting import Meaning, Setting, Weights, token_l
 from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts, preserve_precision, truth_dtype, upcast, without_tf32
+from harness.oracle.quiet import quiet_transformers
 from harness.oracle.watch import watching
 
 _BLOCK_VALUES = 1 << 22
 """Logits that are in memory in float64 at a time."""
+_MOST_SCORES = 1 << 28
+"""Scores of a row's eager attention: 1 GiB in float32, 2,896 tokens of 32 heads."""
 _NUM_LIKELY = 32
 """Tokens at each position whose logits are kept, the likeliest: their errors say how large rounding is there."""
 
-Run = tuple[Setting, bool]
-"""How a forward is run, and whether in the side's dtype."""
+
+class Arithmetic(StrEnum):
+    """What computes."""
+
+    TRUTH = "truth"
+    """HF in high precision."""
+    CONTROL = "control"
+    """HF in the sides' dtype."""
+    EAGER = "eager"
+    """The same with eager attention: it rounds scores, and is another draw of what a near tie of two scores becomes."""
+    TRAINER = "trainer"
+    """The trainer's replica, with the weights and under the autocast that it has."""
+
+
+Run = tuple[Setting, Arithmetic]
+"""How a forward is run, and by what."""
 
 
 class Forwards:
@@ -41,23 +59,47 @@ class Forwards:
         self._logits: dict[Run, torch.Tensor] = {}
         """Of each run: [tokens, likely + 1] float64, the token itself last."""
         self._noises: dict[Setting, torch.Tensor] = {}
+        self._replica: HFModel | None = None
+        self._autocast: torch.dtype | None = None
+        self._sound: list[Run] = []
+        """Runs besides the control that only round: how far they are from the truth is legitimate for both sides."""
         self._likely = torch.full((places.num_tokens, min(_NUM_LIKELY, hf.vocab_size)), -1)
         self._resolution = torch.zeros(places.num_tokens, dtype=torch.float64)
 
     def truth(self, setting: Setting) -> torch.Tensor:
         """Return the truth's log probabilities, [compared] float64."""
-        return self._column(setting, False)
+        return self._column(setting, Arithmetic.TRUTH)
 
     def control(self, setting: Setting) -> torch.Tensor:
         """Return those of HF in the side's dtype, [compared] float64."""
-        return self._column(setting, True)
+        return self._column(setting, Arithmetic.CONTROL)
+
+    def add_eager(self, setting: Setting) -> None:
+        """Take HF with eager attention as one more sound run, unless its scores would be too large."""
+        longest = max(len(row.tokens) for row in self.places.rows)
+        if longest**2 * getattr(self.hf.config, "num_attention_heads", 1) <= _MOST_SCORES:
+            self._add_sound((setting, Arithmetic.EAGER))
+
+    def add_replica(self, replica: HFModel, setting: Setting, *, autocast: torch.dtype | None) -> None:
+        """Take the trainer's replica as one more sound run: an engine, too, may keep its adapters beside the weights.
+
+        Args:
+            replica: the trainer, built anew.
+            setting: under which the truth has the same weights and experts.
+            autocast: dtype of the autocast that the replica is run under; None for none.
+        """
+        self._replica, self._autocast = replica, autocast
+        self._add_sound((setting, Arithmetic.TRAINER))
+
+    def _add_sound(self, run: Run) -> None:
+        self._sound.append(run)
 
     def prepare(self, setting: Setting, meanings: Sequence[Meaning]) -> None:
         """Run one forward of the truth, and one of the control, for many meanings that were not read yet."""
-        for is_control in (False, True):
-            new = [each for each in meanings if (replace(setting, meaning=each), is_control) not in self._columns]
+        for arithmetic in (Arithmetic.TRUTH, Arithmetic.CONTROL):
+            new = [each for each in meanings if (replace(setting, meaning=each), arithmetic) not in self._columns]
             if new:
-                self._run(setting, new, is_control=is_control)
+                self._run(setting, new, arithmetic)
 
     def noise(self, setting: Setting) -> torch.Tensor:
         """Return the deviation that rounding gives each log probability under a setting, [compared] float64.
@@ -65,9 +107,14 @@ class Forwards:
         It is the control's from the truth, and no less than what float32 resolves.
         """
         if setting not in self._noises:
-            noise = self.deviation((setting, True), (setting, False), setting)
+            noise = self.deviation((setting, Arithmetic.CONTROL), (setting, Arithmetic.TRUTH), setting)
             self._noises[setting] = torch.maximum(noise, self._resolution[self.places.compared])
         return self._noises[setting]
+
+    def sound_noise(self, setting: Setting) -> torch.Tensor:
+        """Return the same of the control or another sound run, the largest one of each token, [compared] float64."""
+        others = [self.deviation(run, (run[0], Arithmetic.TRUTH), setting) for run in self._sound]
+        return torch.stack([self.noise(setting), *others]).amax(dim=0)
 
     def deviation(self, one: Run, two: Run, setting: Setting) -> torch.Tensor:
         """Return the deviation of log probabilities under a setting, if logits are as far apart as two runs' are.
@@ -84,7 +131,9 @@ class Forwards:
             for row in self.places.rows
         ]
         scale = torch.tensor(temperatures, dtype=torch.float64)[self.places.row_of][self.places.compared]
-        first, second, logits = (self._read_logits(run, setting.shift) for run in (one, two, (setting, False)))
+        first, second, logits = (
+            self._read_logits(run, setting.shift) for run in (one, two, (setting, Arithmetic.TRUTH))
+        )
         chances = ((logits - logits[:, -1:]) / scale[:, None] + self.truth(setting)[:, None]).exp()
         likely, own = chances[:, :-1], chances[:, -1]
         apart = (first - second)[:, :-1]
@@ -97,52 +146,60 @@ class Forwards:
         self._column(*run)
         return _shifted(self._logits[_run_key(*run)], self.places, shift)[self.places.compared]
 
-    def record(self, setting: Setting) -> dict[str, torch.Tensor]:
-        """Return what the control computes, [tokens, ...] by source."""
-        return self._run(setting, (setting.meaning,), is_control=True, keeps=True)
+    def record(self, setting: Setting, *, is_trainer: bool = False) -> dict[str, torch.Tensor]:
+        """Return what the control computes, or the trainer's replica if there is one, [tokens, ...] by source."""
+        arithmetic = Arithmetic.TRAINER if is_trainer and self._replica is not None else Arithmetic.CONTROL
+        return self._run(setting, (setting.meaning,), arithmetic, keeps=True)
 
-    def _column(self, setting: Setting, is_control: bool) -> torch.Tensor:
+    def _column(self, setting: Setting, arithmetic: Arithmetic) -> torch.Tensor:
         plain = replace(setting, shift=0)
-        if (plain, is_control) not in self._columns:
-            self._run(plain, (plain.meaning,), is_control=is_control)
-        return _shifted(self._columns[plain, is_control], self.places, setting.shift)[self.places.compared]
+        if (plain, arithmetic) not in self._columns:
+            self._run(plain, (plain.meaning,), arithmetic)
+        return _shifted(self._columns[plain, arithmetic], self.places, setting.shift)[self.places.compared]
 
     @torch.no_grad()
     def _run(
-        self, setting: Setting, meanings: Sequence[Meaning], *, is_control: bool, keeps: bool = False
+        self, setting: Setting, meanings: Sequence[Meaning], arithmetic: Arithmetic, *, keeps: bool = False
     ) -> dict[str, torch.Tensor]:
+        is_truth, is_trainer = arithmetic is Arithmetic.TRUTH, arithmetic is Arithmetic.TRAINER
+        hf = self._replica if is_trainer and self._replica is not None else self.hf
         columns = {
             meaning: torch.full((self.places.num_tokens,), torch.nan, dtype=torch.float64) for meaning in meanings
         }
         read = torch.full((self.places.num_tokens, self._likely.shape[1] + 1), torch.nan, dtype=torch.float64)
         kept: dict[str, torch.Tensor] = {}
-        _ = self.hf.graph  # traced now: later the model is changed
+        _ = hf.graph  # traced now: later the model is changed
         with ExitStack() as stack:
             stack.enter_context(without_tf32())
-            if not is_control:
-                stack.enter_context(upcast(self._dtype, self.hf.model))
-                stack.enter_context(eager_experts(self.hf.config))
+            if is_truth:
+                stack.enter_context(upcast(self._dtype, hf.model))
+                stack.enter_context(eager_experts(hf.config))
                 stack.enter_context(preserve_precision(self._dtype))
-            stack.enter_context(_replaced(self.hf, setting.weights, rounds=is_control))
-            head = self._head if is_control else None
+            if arithmetic is Arithmetic.EAGER:
+                stack.enter_context(_eager(hf))
+            if is_trainer and self._autocast is not None:
+                stack.enter_context(torch.autocast(hf.device.type, self._autocast))
+            weights = None if is_trainer else setting.weights  # the replica has the trainer's
+            stack.enter_context(_replaced(hf, weights, rounds=not is_truth))
+            head = None if is_truth else self._head
             is_plain = not keeps and head is None and setting.runs_plainly
-            watch = None if is_plain else stack.enter_context(watching(self.hf))
-            for lanes in grouped(make_lanes(self.places, setting, self.hf.max_positions), batch_tokens(self.hf)):
+            watch = None if is_plain else stack.enter_context(watching(hf))
+            for lanes in grouped(make_lanes(self.places, setting, hf.max_positions), batch_tokens(hf)):
                 batch = Batch.of(lanes)
-                altered = Altered(self.hf, setting, batch, self.places, head=head)
+                altered = Altered(hf, setting, batch, self.places, head=head)
                 altered.kept = kept if keeps else None
                 inputs = {"input_ids": batch.ids}
                 if batch.given_positions is not None:  # with a mask, HF does not tell rows apart by their positions
                     inputs |= {"position_ids": batch.given_positions, "attention_mask": batch.is_there.long()}
                 with nullcontext() if watch is None else watch.showing(altered):
-                    inputs = {name: value.to(self.hf.device) for name, value in inputs.items()}
-                    logits = self.hf.run(**inputs, use_cache=False).logits
+                    inputs = {name: value.to(hf.device) for name, value in inputs.items()}
+                    logits = hf.run(**inputs, use_cache=False).logits
                 with torch._C.DisableTorchFunction():
                     other = None if watch is None else altered.see("logits", logits)
                 self._read(logits if other is None else other, lanes, columns, read)
-        self._logits[_run_key(setting, is_control)] = read
+        self._logits[_run_key(setting, arithmetic)] = read
         for meaning, column in columns.items():
-            self._columns[replace(setting, meaning=meaning, shift=0), is_control] = column
+            self._columns[replace(setting, meaning=meaning, shift=0), arithmetic] = column
         return kept
 
     def _read(
@@ -195,9 +252,9 @@ def chosen_experts(kept: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return torch.cat([values.flatten(1) for values in last.values()], dim=1) if last else None
 
 
-def _run_key(setting: Setting, is_control: bool) -> Run:
+def _run_key(setting: Setting, arithmetic: Arithmetic) -> Run:
     """Return what a run's logits depend on."""
-    return replace(setting, meaning=Meaning(), shift=0), is_control
+    return replace(setting, meaning=Meaning(), shift=0), arithmetic
 
 
 def _shifted(column: torch.Tensor, places: Places, shift: int) -> torch.Tensor:
@@ -210,6 +267,19 @@ def _shifted(column: torch.Tensor, places: Places, shift: int) -> torch.Tensor:
         1
     )
     return column[torch.where(is_inside, other, number)]
+
+
+@contextmanager
+def _eager(hf: HFModel) -> Iterator[None]:
+    """Let attention be eager for the duration of the block."""
+    before = hf.model.config._attn_implementation
+    with quiet_transformers():
+        hf.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        with quiet_transformers():
+            hf.model.set_attn_implementation(before)
 
 
 @contextmanager

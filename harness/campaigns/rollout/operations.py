@@ -1,15 +1,15 @@
 """A side's operations against the truth, part by part: recorded values put back up to a part, the truth goes on.
 
 The steps from one part to the next add up to what the side's arithmetic does to its log probabilities. HF in the side's
-dtype, run on the side's own values up to a part, is the floor of the part's step.
+dtype, or the trainer's replica, run on the side's own values up to a part, is the floor of the part's step.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from harness.campaigns.rollout.forward import Forwards
-from harness.campaigns.rollout.setting import Cut, Weights
+from harness.campaigns.rollout.forward import Arithmetic, Forwards
+from harness.campaigns.rollout.setting import Cut
 from harness.campaigns.rollout.side import Side
 from harness.oracle.model import HFModel
 
@@ -23,7 +23,9 @@ class PartTerm:
     values: torch.Tensor
     """[compared] float64."""
     floor: torch.Tensor
-    """[compared] float64: the same of HF in the side's dtype."""
+    """[compared] float64: the same of HF in the side's dtype, or of the trainer's replica."""
+    sound: torch.Tensor
+    """[compared] float64: what HF's own part, or the replica's, does on the same input."""
     is_head: bool
 
 
@@ -37,15 +39,10 @@ def part_terms(forwards: Forwards, side: Side, values: Cut) -> list[PartTerm]:
     begin = setting
     parts = _parts(hf, values)
     for part, sources in parts.items():
-        control = forwards.record(replace(setting, cut=Cut(dict(given))))
+        control = forwards.record(replace(setting, cut=Cut(dict(given))), is_trainer=side.name == "trainer")
         same = {source: control[source] for source in sources if source in control}
         rounded = replace(setting, cut=Cut({**given, **same}))
-        floor = forwards.deviation((rounded, False), (begin, False), begin)
-        weights = {name: tensor for name, tensor in side.finer.items() if hf.part_of(name) == part}
-        if weights:  # of the side, which the model has rounded
-            others = begin.weights.tensors if begin.weights is not None else {}
-            exact = replace(begin, weights=Weights("before their rounding", {**others, **weights}))
-            floor = torch.hypot(floor, forwards.deviation((exact, False), (begin, False), begin))
+        floor = forwards.deviation((rounded, Arithmetic.TRUTH), (begin, Arithmetic.TRUTH), begin)
         given |= {source: values.values[source] for source in sources}
         begin = replace(setting, cut=Cut(dict(given)))
         after = forwards.truth(begin)
@@ -54,6 +51,7 @@ def part_terms(forwards: Forwards, side: Side, values: Cut) -> list[PartTerm]:
             PartTerm(
                 name="the whole model, of which only logits are seen" if is_alone else part,
                 values=after - before,
+                sound=forwards.truth(rounded) - before,
                 floor=floor.clamp(min=least),
                 is_head=part == head and not is_alone,
             )

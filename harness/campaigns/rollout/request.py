@@ -23,6 +23,8 @@ class Request:
     head: str | None = None
     """Dtype that both sides mean to compute their head in; None for the model's."""
     trainer: nn.Module | None = None
+    module: nn.Module | None = None
+    """What --model was given as, if it is no checkpoint: its adapters may be beside its weights on both sides."""
     layout: str = "right"
     autocast: torch.dtype | None = None
     """Dtype of the autocast that the trainer is run under; None for none."""

@@ -60,8 +60,8 @@ def _explain(rollouts: Rollouts, request: Request, progress: Progress | None) ->
         open_causes = [cause for cause in causes if side.values is None or cause.kind is not Kind.HEAD]
         explain(side, forwards, open_causes, list(meaning_causes(rows)))  # a head that is seen is an operation
     parts = {side.name: part_terms(forwards, side, side.values) for side in sides if side.values is not None}
-    terms = waterfall(trainer, engine, forwards, parts, expects_replay=logged is not None)
-    return Explained(forwards=forwards, sides=sides, parts=parts, terms=terms)
+    terms, remedied = waterfall(trainer, engine, forwards, parts, expects_replay=logged is not None)
+    return Explained(forwards=forwards, sides=sides, parts=parts, terms=terms, remedied=remedied)
 
 
 def _check_tokens(rows: Sequence[Rollout], hf: HFModel, name: str) -> None:

@@ -6,14 +6,14 @@ cause is named if it brings the prediction nearer by a share and on many tokens;
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from harness.campaigns.rollout.causes import Cause
-from harness.campaigns.rollout.forward import Forwards
+from harness.campaigns.rollout.forward import Arithmetic, Forwards
 from harness.campaigns.rollout.setting import Cut, Kind, Setting
 
 _MOST_CAUSES = 4
@@ -56,8 +56,6 @@ class Side:
     """What it computes, if it is at hand."""
     causes: list[Cause] = field(default_factory=list)
     """What explains it, in the order of `Kind`."""
-    finer: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of a module at hand, tensors that are the model's before their rounding to the sides' dtype."""
     unlike: str | None = None
     """Of a module at hand, a tensor that is not the model's in name or shape: its weights and operations are unseen."""
     follows_control: bool = False
@@ -72,17 +70,22 @@ class Side:
 
     def steps(self, forwards: Forwards) -> list[torch.Tensor]:
         """Return what each of its causes does to the log probabilities, [compared] each."""
-        run = forwards.control if self.follows_control else forwards.truth
-        columns = [run(self.setting(self.causes[:at])) for at in range(len(self.causes) + 1)]
+        columns = [self.predicted(forwards, self.causes[:at]) for at in range(len(self.causes) + 1)]
         return [after - before for before, after in pairwise(columns)]
+
+    def predicted(self, forwards: Forwards, causes: Sequence[Cause]) -> torch.Tensor:
+        """Return the log probabilities that causes give, by what predicts the side better, [compared]."""
+        return (forwards.control if self.follows_control else forwards.truth)(self.setting(causes))
 
     def rest(self, forwards: Forwards) -> torch.Tensor:
         """Return what its causes leave of its distance from the truth, [compared]."""
         return self.column - forwards.truth(self.base) - sum(self.steps(forwards), torch.zeros_like(self.column))
 
     def floor(self, forwards: Forwards) -> torch.Tensor:
-        """Return what rounding gives in its rest, [compared]."""
-        return floor_of(self, forwards, self.setting())
+        """Return what rounding gives in its rest, [compared]; steps of the control leave that of the base in it."""
+        settings = [self.setting(), *([self.base] if self.follows_control else [])]
+        noise = torch.stack([forwards.sound_noise(setting) for setting in settings]).amax(dim=0)
+        return torch.hypot(noise, self.resolution)
 
 
 def is_outside(error: torch.Tensor, floor: torch.Tensor) -> bool:
@@ -107,7 +110,10 @@ def rms(x: torch.Tensor) -> float:
 
 
 def floor_of(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
-    """Return what rounding gives a side under a setting, [compared]."""
+    """Return what rounding gives a side under a setting, [compared]: of the control alone.
+
+    Causes are looked for with it: one that is as small as another sound run's rounding is known by its direction.
+    """
     return torch.hypot(forwards.noise(setting), side.resolution)
 
 
@@ -115,7 +121,7 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meaning
     """Find the causes of a side's distance from the truth."""
     side.causes = list(side.known)
     while len(side.causes) < _MOST_CAUSES and (
-        rms(_nearest(side, forwards, side.setting()) / side.floor(forwards)) > _LEAST_REST
+        rms(_nearest(side, forwards, side.setting()) / floor_of(side, forwards, side.setting())) > _LEAST_REST
     ):
         found = _best(side, forwards, _longer(side, forwards, candidates, meanings))
         if not _is_strong(side, forwards, side.causes, found) and _is_outside(side, forwards):
@@ -126,7 +132,7 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meaning
         side.causes = found
     _drop_partial(side, forwards)
     side.causes.sort(key=lambda cause: _ORDER.index(cause.kind))
-    floor = side.floor(forwards)
+    floor = floor_of(side, forwards, side.setting())
     truth, control = (rms((side.column - run(side.setting())) / floor) for run in (forwards.truth, forwards.control))
     side.follows_control = side.values is None and control < truth
 
@@ -171,7 +177,7 @@ def _drop_partial(side: Side, forwards: Forwards) -> None:
 
 
 def _is_outside(side: Side, forwards: Forwards) -> bool:
-    return is_outside(_nearest(side, forwards, side.setting()), side.floor(forwards))
+    return is_outside(_nearest(side, forwards, side.setting()), floor_of(side, forwards, side.setting()))
 
 
 def _nearest(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
@@ -187,7 +193,7 @@ def _yardstick(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor
     A cause that rounds by itself, a cache in eight bits, is no excuse for what is left with it.
     """
     base = forwards.noise(side.base)
-    own = forwards.deviation((side.base, True), (side.base, False), setting)
+    own = forwards.deviation((side.base, Arithmetic.CONTROL), (side.base, Arithmetic.TRUTH), setting)
     return torch.hypot(torch.fmax(own, base.min()), side.resolution)
 
 

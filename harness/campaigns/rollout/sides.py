@@ -5,6 +5,7 @@ import torch
 from harness.campaigns.rollout.causes import routing_cause, weights_cause
 from harness.campaigns.rollout.forward import Forwards, chosen_experts
 from harness.campaigns.rollout.live import engine_values, trainer_values
+from harness.campaigns.rollout.replica import replica
 from harness.campaigns.rollout.request import Request
 from harness.campaigns.rollout.resolution import resolution
 from harness.campaigns.rollout.setting import Cut, Experts, Setting
@@ -49,14 +50,15 @@ def make_sides(
     if request.engine_weights is not None:
         _add_weights(engine, other_tensors(hf, load_tensors(request.engine_weights, hf, "--engine-weights")))
     if trainer is not None and odd is None:
-        other = other_tensors(hf, tensors)
-        _add_weights(trainer, other)
-        eps = torch.finfo(hf.dtype).eps
-        same = {name: tensor for name, tensor in tensors.items() if name not in other}
-        trainer.finer = {name: tensor for name, tensor in same.items() if torch.finfo(tensor.dtype).eps < eps}
+        _add_weights(trainer, other_tensors(hf, tensors))
     for side in (trainer, engine):
         if side is not None:
             _add_routing(side, forwards, logged)
+    forwards.add_eager(engine.base)
+    module = request.module if request.trainer is None else request.trainer
+    if module is not None and odd is None:
+        setting = engine.base if trainer is None or request.trainer is None else trainer.setting(trainer.known)
+        forwards.add_replica(replica(module, hf), setting, autocast=request.autocast)
     return trainer, engine
 
 

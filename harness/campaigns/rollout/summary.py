@@ -26,6 +26,8 @@ class Explained:
     parts: Mapping[str, Sequence[PartTerm]]
     """What the operations of a side at hand do, by the side's name."""
     terms: Sequence[GapTerm]
+    remedied: float | None
+    """Mean absolute gap with all remedies applied; None without any."""
 
 
 def summarise(rollouts: Rollouts, request: Request, explained: Explained | None, *, seconds: float) -> RolloutResult:
@@ -36,6 +38,7 @@ def summarise(rollouts: Rollouts, request: Request, explained: Explained | None,
         trainer = others[0].column if others else explained.forwards.truth(engine.base)
         gap = gap_figures(trainer - engine.column)
     terms = explained.terms if explained is not None else ()
+    sides = tuple(_side_figures(side, explained) for side in explained.sides) if explained is not None else ()
     return RolloutResult(
         rollouts=rollouts.name,
         model=request.model,
@@ -44,10 +47,11 @@ def summarise(rollouts: Rollouts, request: Request, explained: Explained | None,
         tokens=rollouts.counts,
         gap=gap,
         terms=tuple(terms),
-        sides=tuple(_side_figures(side, explained) for side in explained.sides) if explained is not None else (),
+        remedied=explained.remedied if explained is not None else None,
+        sides=sides,
         findings=tuple(_finding(term, gap.mean_abs) for term in terms if not term.is_rounding and gap is not None),
         not_judged=tuple(_not_judged(rollouts, request, explained)),
-        notes=tuple(_notes(explained)) if explained is not None else (),
+        notes=tuple(_notes(explained, sides)) if explained is not None else (),
         seconds=seconds,
     )
 
@@ -93,7 +97,13 @@ def _not_judged(rollouts: Rollouts, request: Request, explained: Explained | Non
         yield f"{rollouts.counts.without_value} tokens without a value"
 
 
-def _notes(explained: Explained) -> Iterator[str]:
+def _notes(explained: Explained, sides: Sequence[SideFigures]) -> Iterator[str]:
+    if (
+        len(sides) > 1
+        and not any(side.is_explained for side in sides)
+        and all(term.is_rounding for term in explained.terms)
+    ):
+        yield "both sides are outside of their floors, and alike: look whether --model is what they run"
     for side in explained.sides:
         places = decimal_places(side.column)
         if places is not None:

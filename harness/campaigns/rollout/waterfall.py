@@ -9,6 +9,7 @@ import torch
 from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.lanes import Places
 from harness.campaigns.rollout.operations import PartTerm
+from harness.campaigns.rollout.remedies import mended
 from harness.campaigns.rollout.setting import Kind
 from harness.campaigns.rollout.side import Side, floor_of, is_outside, rms
 from harness.results.rollout import GapFigures, GapTerm
@@ -30,6 +31,23 @@ class _Term:
     remedies: list[str] = field(default_factory=list)
     is_found: bool = False
     """Whether it is a cause that was found or seen, and no sum of roundings."""
+    mended: torch.Tensor | None = None
+    """What goes of the gap with the remedy, [compared]; None without a remedy."""
+
+    @property
+    def _units(self) -> float:
+        """Norm of its values, each in units of the token's floor."""
+        return float((self.values / self.floor).square().sum().sqrt())
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding alone may give it."""
+        return self._units <= _LEAST_DEVIATIONS if self.is_found else not is_outside(self.values, self.floor)
+
+    @property
+    def floor_rms(self) -> float:
+        """RMS of its floor; of a cause, what a fit of it to rounding gives: it is one direction among many tokens'."""
+        return rms(self.values) / max(self._units, _LEAST) if self.is_found else rms(self.floor)
 
 
 def gap_figures(gap: torch.Tensor) -> GapFigures:
@@ -56,8 +74,8 @@ def waterfall(
     parts: Mapping[str, Sequence[PartTerm]],
     *,
     expects_replay: bool,
-) -> list[GapTerm]:
-    """Return the terms of the gap.
+) -> tuple[list[GapTerm], float | None]:
+    """Return the terms of the gap, and its mean absolute value with all remedies applied; None if there are none.
 
     Args:
         trainer: explained; None where the truth stands for it.
@@ -78,9 +96,18 @@ def waterfall(
     for term in terms:
         term.floor = floor
         if term.kind is Kind.ROUTING and not expects_replay:
-            term.floor, term.is_found = forwards.noise(engine.base) * math.sqrt(len(rests)), False
+            term.floor, term.is_found = forwards.sound_noise(engine.base) * math.sqrt(len(rests)), False
     ordered = sorted(terms, key=lambda term: list(Kind).index(term.kind))
-    return [_judged(term, gap, forwards.places) for term in (*ordered, *own, rest)]
+    outside = {term.kind for term in terms if not term.is_rounding}
+    for term in terms:
+        if term.kind in outside:
+            term.mended = mended({term.kind}, trainer, engine, forwards)
+    left = gap - mended(outside, trainer, engine, forwards)
+    for term in own:
+        left = left if term.is_rounding or term.mended is None else left - term.mended
+    has_remedy = any(not term.is_rounding for term in (*terms, *own))
+    judged = [_judged(term, gap, forwards.places) for term in (*ordered, *own, rest)]
+    return judged, float(left.abs().mean()) if has_remedy else None
 
 
 def _add_causes(terms: list[_Term], side: Side, sign: float, forwards: Forwards) -> None:
@@ -104,16 +131,17 @@ def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[Par
     sound: list[_Term] = []
     for part in parts:
         rest = rest - part.values
-        look = f"look into {part.name}: harness check compares each operation by itself"
+        compute = f"compute {part.name} as HF does: harness check compares each of its operations by itself"
         term = _Term(
             kind=Kind.HEAD if part.is_head else Kind.OPERATIONS,
             sides=[side.name],
             details=[f"{side.name}: {part.name}"],
             values=sign * part.values,
             floor=part.floor,
-            remedies=["compute the head in float32" if part.is_head else look],
+            remedies=["compute the head in float32" if part.is_head else compute],
+            mended=sign * (part.values if part.is_head else part.values - part.sound),
         )
-        (terms if is_outside(term.values, term.floor) else sound).append(term)
+        (sound if term.is_rounding else terms).append(term)
     if sound:
         together = _sum(sound)
         together.kind, together.sides = Kind.OPERATIONS, [side.name]
@@ -136,12 +164,8 @@ def _sum(terms: Sequence[_Term]) -> _Term:
 
 
 def _judged(term: _Term, gap: torch.Tensor, places: Places) -> GapTerm:
-    values, floor_rms = term.values, rms(term.floor)
-    is_rounding = not is_outside(values, term.floor)
-    if term.is_found:
-        # Of a cause, what a fit of it to rounding gives: it is one direction among as many as there are tokens.
-        units = float((values / term.floor).square().sum().sqrt())
-        floor_rms, is_rounding = rms(values) / max(units, _LEAST), units <= _LEAST_DEVIATIONS
+    values, is_rounding = term.values, term.is_rounding
+    mends = values if term.mended is None or is_rounding else term.mended
     row, position = places.place(int(places.compared[int(values.abs().argmax())]))
     remedies = list(dict.fromkeys(term.remedies))
     return GapTerm(
@@ -151,9 +175,9 @@ def _judged(term: _Term, gap: torch.Tensor, places: Places) -> GapTerm:
         mean=float(values.mean()),
         mean_abs=float(values.abs().mean()),
         rms=rms(values),
-        floor_rms=floor_rms,
+        floor_rms=term.floor_rms,
         is_rounding=is_rounding,
-        explains=float(gap.abs().mean() - (gap - values).abs().mean()),
+        explains=float(gap.abs().mean() - (gap - mends).abs().mean()),
         remedy="" if is_rounding else "; ".join(remedies),
         worst_row=row.row,
         worst_token=position,

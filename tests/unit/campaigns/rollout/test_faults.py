@@ -113,8 +113,9 @@ def test_a_stale_layer_of_the_trainer(compare, rows, tmp_path):
 
 @pytest.mark.slow
 def test_a_temperature_in_one_side_only(compare, rows, trainer):
-    term = assert_only(compare(rows, train_column(trainer, rows, temperature=0.7)), "meaning", "trainer")
-    assert "temperature 0.7, no truncation" in term.detail
+    result = compare(rows, train_column(trainer, rows, temperature=0.7))
+    assert "temperature 0.7, no truncation" in assert_only(result, "meaning", "trainer").detail
+    assert [side.is_explained for side in result.sides] == [True, True]
 
 
 @pytest.mark.slow
@@ -178,7 +179,10 @@ def test_a_router_without_replay(compare):
         with jittering_router(size=0.3, seen=seen):
             (column,) = train_column(module, [row])
         given.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
-    assert_only(compare(given, replayed, model=MOE), "routing", "trainer")
+    result = compare(given, replayed, model=MOE)
+    assert_only(result, "routing", "trainer")
+    # The engine's column is what a trainer computes that replays its experts.
+    assert result.remedied < 0.3 * result.gap.mean_abs
     assert_sound(compare(given, [row["engine_logprobs"] for row in given], model=MOE))
 
 
@@ -209,6 +213,49 @@ def test_two_faults_are_told_apart(compare, rows, trainer):
     result = compare(rows, train_column(trainer, cut, temperature=0.6))
     assert_adds_up(result)
     assert [term.kind for term in outside(result)] == ["tokens", "meaning"]
+
+
+def mean_gap(rows, columns):
+    given = [value for row in rows for value in row["engine_logprobs"]]
+    return float((torch.tensor([value for column in columns for value in column]) - torch.tensor(given)).abs().mean())
+
+
+@pytest.mark.slow
+def test_a_remedy_explains_what_it_does_by_itself(compare, rows, columns, trainer):
+    cut = [{**row, "prompt_ids": row["prompt_ids"][1:]} for row in rows]
+    faulty = train_column(trainer, cut, temperature=0.6)
+    result = compare(rows, faulty)
+    mended = {"tokens": train_column(trainer, rows, temperature=0.6), "meaning": train_column(trainer, cut)}
+    actual = {kind: mean_gap(rows, faulty) - mean_gap(rows, column) for kind, column in mended.items()}
+    assert {term.kind: term.explains for term in outside(result)} == pytest.approx(actual, rel=0.01)
+    assert result.remedied == pytest.approx(mean_gap(rows, columns), rel=0.01)
+    assert result.gap.mean_abs > 2 * mean_gap(rows, train_column(trainer, rows, temperature=0.6)), "they interact"
+
+
+@pytest.mark.slow
+def test_a_remedy_of_a_part_leaves_its_rounding(compare, rows, columns):
+    wrong = load_model(Path(resolve(SMALLEST)), dtype=torch.bfloat16, stays=True).model
+    wrong.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
+    result = compare(rows, trainer=wrong, layout="alone")
+    (term,) = outside(result)
+    assert term.remedy.startswith("compute model.layers.1 as HF does")
+    actual = mean_gap(rows, train_column(wrong, rows)) - mean_gap(rows, columns)
+    assert term.explains == pytest.approx(actual, abs=mean_gap(rows, columns))
+    assert result.gap.mean_abs - result.remedied == pytest.approx(term.explains)
+
+
+def test_two_sides_that_are_alike_and_run_another_model_are_said(compare, rows):
+    other = [[-0.5 - at % 7 for at, _ in enumerate(row["response_ids"])] for row in rows]
+    result = compare(with_engine(rows, other), other)
+    assert_sound(result)
+    assert "both sides are outside of their floors, and alike: look whether --model is what they run" in result.notes
+    assert "both sides" not in " ".join(compare(rows, [row["engine_logprobs"] for row in rows]).notes)
+
+
+def test_a_sound_pair_has_no_remedy(compare, rows, columns):
+    result = compare(rows, columns)
+    assert result.remedied is None
+    assert {term.remedy for term in result.terms} == {""}
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """Sound pairs whose configuration is drawn: model, dtype, engine, trainer, rows and sampling; none may alarm.
 
 Figures stand in reports/cpu/rollouts.md. `ROLLOUT_PAIRS=200 ROLLOUT_SEED=1000` draws more of them, others;
-`ROLLOUT_ATTENTION=eager` is another trainer.
+`ROLLOUT_TRAINER='lora|autocast'` leaves out other trainers, `ROLLOUT_ATTENTION=eager` is another trainer.
 """
 
 import json
 import logging
 import os
 import random
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -29,6 +30,8 @@ pytestmark = [
 _log = logging.getLogger(__name__)
 NUM_PAIRS = int(os.environ.get("ROLLOUT_PAIRS", "8"))
 FIRST_SEED = int(os.environ.get("ROLLOUT_SEED", "0"))
+TRAINER = os.environ.get("ROLLOUT_TRAINER", "")
+ONCE_ALARMED = (3084, 3087, 5227)  # LoRA rounds twice, so does an engine that serves it; two scores are a near tie
 
 
 def drawn(seed):
@@ -127,7 +130,10 @@ def compare(given, folder):
         return harness.rollout(rows, **options)
 
 
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_PAIRS))
+SEEDS = [seed for seed in range(FIRST_SEED, FIRST_SEED + NUM_PAIRS) if re.search(TRAINER, drawn(seed)["trainer"])]
+
+
+@pytest.mark.parametrize("seed", dict.fromkeys([*ONCE_ALARMED, *SEEDS]))
 def test_a_sound_pair_has_no_alarm(seed, tmp_path):
     given = drawn(seed)
     report = compare(given, tmp_path)

@@ -79,6 +79,20 @@ def test_lora_as_the_trainer(adapted, is_merged):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "autocast"])
+def test_a_wrong_layer_of_a_trainer_that_rounds_more_often(adapted, rows, name):
+    trainer = with_lora() if name == "lora" else load(torch.float32)
+    base = trainer.get_base_model() if name == "lora" else trainer
+    with torch.no_grad():  # the replica has neither the hook nor the larger floor of it
+        base.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
+    given = {"rows": adapted, "model": trainer} if name == "lora" else {"rows": rows}
+    with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+        report = compare(trainer=trainer, **given)
+    assert outside(report) == [("operations", "trainer")]
+    assert "operations: trainer: model.layers.1;" in report.findings[0].message
+
+
+@pytest.mark.slow
 def test_an_engine_without_the_adapter(adapted, rows):
     report = compare(rows, with_lora())  # the model, and the engine, are the base
     assert ("weights", "trainer") in outside(report)
