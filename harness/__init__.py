@@ -7,7 +7,8 @@
 
 `check`, `diff`, `golden`, `profile`, `rollout` and `weights` are the commands of the same names, and `tensor` reads one
 tensor of anything that holds tensors (docs/python-api.md). `tool_calls` holds a parser to a chat template
-(docs/tool-calls.md), `structured_output` masks to an automaton (docs/structured-output.md).
+(docs/tool-calls.md), `structured_output` masks to an automaton (docs/structured-output.md). `audit` says which of some
+hypotheses a server serves (docs/audit.md).
 Importing this package imports neither torch nor transformers: the pytest plugin must cost nothing until a case runs.
 """
 
@@ -18,6 +19,7 @@ from harness.version import __version__
 
 if TYPE_CHECKING:
     from harness.api import (
+        AuditReport,
         CheckFailedError,
         CheckReport,
         FunctionReport,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         ProfileReport,
         RolloutMonitor,
         RolloutReport,
+        audit,
         check,
         diff,
         golden,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from harness.errors import Code, HarnessError
 
 __all__ = [
+    "AuditReport",
     "Capabilities",
     "CheckFailedError",
     "CheckReport",
@@ -52,6 +56,7 @@ __all__ = [
     "RolloutReport",
     "Workload",
     "__version__",
+    "audit",
     "check",
     "diff",
     "golden",

@@ -3,6 +3,7 @@
 The functions resolve their arguments into the same plans as the command line, and run the same jobs.
 """
 
+from harness.api.audit import AuditReport, audit
 from harness.api.calls import check, diff, golden, profile
 from harness.api.chats import FunctionReport, structured_output, tool_calls
 from harness.api.monitor import RolloutMonitor
@@ -11,6 +12,7 @@ from harness.api.training import GapError, RolloutReport, rollout, weights
 from harness.formats.inspect.values import read_values as tensor
 
 __all__ = [
+    "AuditReport",
     "CheckFailedError",
     "CheckReport",
     "FunctionReport",
@@ -18,6 +20,7 @@ __all__ = [
     "ProfileReport",
     "RolloutMonitor",
     "RolloutReport",
+    "audit",
     "check",
     "diff",
     "golden",

@@ -87,6 +87,7 @@ ENDPOINT = Forms(
     human=f"{_REPORT}.endpoint.text:endpoint_text", json=f"{_REPORT}.endpoint.json:endpoint_json", is_fenced=True
 )
 SAMPLER = Forms(human=f"{_REPORT}.sampler:sampler_text", json=_RESULT, is_fenced=True)
+AUDIT = Forms(human=f"{_REPORT}.audit:audit_text", json=_RESULT, is_fenced=True)
 LOAD = Forms(human=f"{_REPORT}.load:load_text", json=_RESULT, is_fenced=True)
 TOKENS = Forms(human=f"{_REPORT}.tokens:tokens_text", json=_RESULT, is_fenced=True)
 FAULTS = Forms(human=f"{_FAULTS}:as_text", markdown=f"{_FAULTS}:as_text", json=f"{_FAULTS}:as_json")

@@ -163,6 +163,7 @@ def error_json(error: HarnessError) -> dict[str, Any]:
 def build_app() -> typer.Typer:
     """Put the commands together."""
     from harness.cli import (
+        audit,
         bench,
         check,
         diff,
@@ -208,6 +209,7 @@ def build_app() -> typer.Typer:
     app.command(cls=StrictCommand)(generate.generate)
     app.command(cls=StrictCommand)(serve.serve)
     app.command(cls=StrictCommand)(sampler.sampler)
+    app.command(cls=StrictCommand)(audit.audit)
     app.command(cls=StrictCommand)(tokens.tokens)
     app.command(cls=StrictCommand)(load.load)
     app.command(cls=StrictCommand, epilog=engines)(profile.profile)

@@ -61,6 +61,15 @@ class TokenNames:
                 return text
         return None
 
+    def spelled(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
+        """Return what the text of some tokens becomes: the same, after those that the tokenizer begins a text with.
+
+        None if no text ends in these tokens.
+        """
+        found = tuple(self.encode(self._checkpoint.tokenizer.hf.decode(list(token_ids), skip_special_tokens=True)))
+        is_same = found[-len(token_ids) :] == tuple(token_ids)
+        return found if is_same and self.text_of(found) is not None else None
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return self._checkpoint.tokenizer.encode(text)

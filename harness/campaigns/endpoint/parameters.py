@@ -18,6 +18,8 @@ _HOT = 100.0
 """A temperature at which every token is nearly as likely as every other one."""
 _GREEDY = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 """Each leaves the likeliest token alone, whatever the temperature."""
+ALL_TOKENS = "top_k of -1"
+"""Whether it stands for all tokens; where it is refused, 0 does (mlx-lm)."""
 _PENALTIES = ("repetition_penalty", "repeat_penalty")
 _PENALTY = 100.0
 _STOP_LENGTH = 4
@@ -122,6 +124,8 @@ async def _sampling(asker: _Asker, plain: Content) -> None:
         answer = await asker.ask(name, {"temperature": _HOT, name: value})
         if answer is not None:
             asker.note(name, answer == plain, f"with {value:g} at temperature {_HOT:g} the answer is not the likeliest")
+    if asker.found.has("top_k") and await asker.ask(ALL_TOKENS, {"top_k": -1}) is not None:
+        asker.found.note(ALL_TOKENS, True)
     await _seed(asker)
 
 

@@ -24,7 +24,10 @@ _OPTIONS: dict[str, Any] = {
     "repeat_penalty": 1.0,  # llama.cpp's name for it; llama-cpp-python's server penalises unless told not to
 }
 _PROMPT_LOGPROBS: tuple[tuple[tuple[str, Any], ...], ...] = ((("prompt_logprobs", 1),), (("echo", True),))
-_MOST_LOGPROBS = (5, 1)
+_LOGPROBS: tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = (
+    (5, ()), (1, ()), (5, (("logprobs", True), ("top_logprobs", 5))),
+)  # fmt: skip
+"""Likeliest tokens to ask for, and fields that ask for them as chats do (mlx-lm's server has no other form)."""
 
 
 async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fallback_model: str) -> Probed:
@@ -114,8 +117,11 @@ async def _prompts(client: Client, found: Probed, prompt: Sequence[int], names: 
 
 
 def _is_closed(error: HarnessError) -> bool:
-    """Whether the server refuses every client: what is refused for another reason may be granted in another form."""
-    return error.code is Code.ENDPOINT_REFUSED and any(f"status {code}" in error.what for code in (401, 403, 404, 429))
+    """Whether the server refuses every client: what is refused for another reason may be granted in another form.
+
+    A page that is not there is asked for once more: mlx-lm's server says so of token ids.
+    """
+    return error.code is Code.ENDPOINT_REFUSED and any(f"status {code}" in error.what for code in (401, 403, 429))
 
 
 def _prompt_tokens(body: Any) -> int | None:
@@ -126,8 +132,8 @@ def _prompt_tokens(body: Any) -> int | None:
 
 async def _logprobs(client: Client, found: Probed, prompt: Sequence[int], names: TokenNames) -> None:
     detail = ""
-    for number in _MOST_LOGPROBS:
-        dialect = replace(found.dialect, num_logprobs=number)
+    for number, fields in _LOGPROBS:
+        dialect = replace(found.dialect, num_logprobs=number, options=fields)
         try:
             body = await client.post(COMPLETIONS, dialect.body(prompt, _TOKENS, names))
             given = only_choice(body, where=COMPLETIONS).get("logprobs")

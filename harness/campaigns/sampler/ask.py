@@ -16,9 +16,6 @@ from harness.campaigns.endpoint.probed import Probed
 from harness.campaigns.sampler.settings import DrawRequest
 from harness.errors import HarnessError
 
-_AGAIN = 16
-"""Requests that are sent again."""
-
 Answers = dict[int, Completion | HarnessError]
 """By the number of the request."""
 
@@ -44,6 +41,7 @@ async def ask_sampler(
     make_requests: Callable[[Probed], Sequence[DrawRequest]],
     *,
     fallback_model: str,
+    num_again: int = 16,
     progress: Progress,
 ) -> AskedSampler:
     """Probe a server, and send it all requests.
@@ -54,6 +52,7 @@ async def ask_sampler(
         prompt: for the probe.
         make_requests: returns the requests for what the probe found.
         fallback_model: name to ask for, where the server lists none and none is given.
+        num_again: requests that are sent again, where the server takes seeds.
         progress: told what is being done.
 
     Raises:
@@ -61,7 +60,8 @@ async def ask_sampler(
     """
     progress("probe", 0, 1)
     async with Client(address) as client:
-        probed = await probe(client, prompt, names, fallback_model=fallback_model)
+        spelled = names.spelled(prompt) if names.is_there else None
+        probed = await probe(client, spelled or prompt, names, fallback_model=fallback_model)
         requests = tuple(make_requests(probed))
         num_done = 0
 
@@ -82,7 +82,7 @@ async def ask_sampler(
 
         answers = await all_at_once(requests)
         chosen = [request for request in requests if isinstance(answers[request.number], Completion)]
-        chosen = chosen[:_AGAIN] if probed.has("seed") else []
+        chosen = chosen[:num_again] if probed.has("seed") else []
         alone = {request.number: await answer(request) for request in chosen}
         again = await all_at_once(chosen[::-1])
     return AskedSampler(probed=probed, names=names, requests=requests, answers=answers, alone=alone, again=again)

@@ -19,13 +19,13 @@ import torch
 from harness.campaigns.sampler.alternatives import alternatives
 from harness.oracle.sampling import Chain, Over, Past, SamplingSettings
 
-_SHARE = 1e-3
+SHARE = 1e-3
 """Of an alternative's probability that is spread over all tokens: one draw that it cannot give does not end it."""
-_LEAST = 1e-9
+LEAST = 1e-9
 """Probability that stands for an impossible draw where chains are compared."""
-_NOISE_MARGIN = 2.0
+NOISE_MARGIN = 2.0
 """A server's logits may be off by this many times what HF's own are off in the server's dtype."""
-_RESOLUTION = 5e-6
+RESOLUTION = 5e-6
 """In nats: the room for sums of probabilities in float32 at the edge of a set."""
 
 
@@ -121,7 +121,7 @@ class Evidence:
             logits: [V] float64, the truth's.
             control: [V] float64, by HF in the server's dtype.
         """
-        slack = max(_NOISE_MARGIN * float((logits - control).abs().max()), _RESOLUTION)
+        slack = max(NOISE_MARGIN * float((logits - control).abs().max()), RESOLUTION)
         p = self.chain.probabilities(logits, draw.settings, draw.past)
         own = self.chain.probabilities(control, draw.settings, draw.past)
         possible = self.chain.probabilities(logits, draw.settings, draw.past, slack=slack)
@@ -130,8 +130,8 @@ class Evidence:
         others = alternatives(self.chain, draw.settings, tuple(self.eos))
         self.names = tuple(other.name for other in others)
         q_AV = torch.stack([other.chain.probabilities(logits, other.settings, draw.past) for other in others])
-        q_AV = (1 - _SHARE) * q_AV + _SHARE * logits.softmax(dim=-1)
-        ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=_LEAST)).log()
+        q_AV = (1 - SHARE) * q_AV + SHARE * logits.softmax(dim=-1)
+        ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=LEAST)).log()
         self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
         share, all_AV = shares.random(), torch.cat([p[None], q_AV])
         is_larger, is_oftener = _befores(logits, draw.past, token_id)
@@ -159,7 +159,7 @@ class Evidence:
         """Return the token; of several that it may be, one by their probability."""
         if len(draw.token_ids) == 1:
             return draw.token_ids[0]
-        weights = [float(p[token_id]) + _LEAST for token_id in draw.token_ids]
+        weights = [float(p[token_id]) + LEAST for token_id in draw.token_ids]
         return shares.choices(draw.token_ids, weights)[0]
 
 
@@ -175,7 +175,7 @@ def _moments(q_AV: torch.Tensor, ratios_AV: torch.Tensor, possible: torch.Tensor
     inside_AV = q_AV * possible
     mean = (inside_AV * ratios_AV).sum(dim=-1)
     variance = ((inside_AV * ratios_AV**2).sum(dim=-1) - mean**2).clamp(min=0)
-    unseen = (1 - inside_AV.sum(dim=-1) - _SHARE).clamp(0, 1 - 1e-12)
+    unseen = (1 - inside_AV.sum(dim=-1) - SHARE).clamp(0, 1 - 1e-12)
     return torch.stack([mean, variance, (-unseen).log1p()])
 
 

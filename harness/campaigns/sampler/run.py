@@ -14,8 +14,8 @@ from harness.campaigns.endpoint.judge import wrong_length
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.plain_ids import plain_ids
 from harness.campaigns.endpoint.run import eos_of
-from harness.campaigns.endpoint.truth import WalkRows, walk_logits
 from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_sampler
+from harness.campaigns.sampler.draws import draws_of, read_draws
 from harness.campaigns.sampler.evidence import Draw, Evidence
 from harness.campaigns.sampler.judge import (
     FALSE_ALARM,
@@ -31,7 +31,7 @@ from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, cho
 from harness.errors import Code, HarnessError
 from harness.judge.jobs.model import planned_model
 from harness.oracle.model import HFModel
-from harness.oracle.sampling import Chain, Past
+from harness.oracle.sampling import Chain
 from harness.plan import Plan
 from harness.results.check import Finding
 from harness.results.sampler import DefinitionResult, SamplerResult, SeedResult, SettingResult
@@ -104,10 +104,10 @@ class _Judged:
         """Draws without a log probability."""
         self._refused = dict(self._refusals())
         self._draws = {
-            (request.number, len(request.prompt) + draw.step - 1): (request, draw)
+            place: (request, draw)
             for request in asked.requests
-            if request.setting.name not in self._refused
-            for draw in self._draws_of(request)
+            if request.setting.name not in self._refused and isinstance(answer := self._answer(request), Completion)
+            for place, draw in draws_of(request, answer, eos)
         }
 
     def _answer(self, request: DrawRequest) -> Completion | HarnessError:
@@ -124,36 +124,9 @@ class _Judged:
                 error = (untold or refused)[0]
                 yield name, error.what if error.actual is None else f"{error.what}: {error.actual}"
 
-    def _draws_of(self, request: DrawRequest) -> Iterator[Draw]:
-        answer = self._answer(request)
-        if not isinstance(answer, Completion):
-            return
-        drawn: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
-        is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(each,) for each in self._eos]
-        if is_hidden and self._eos and len(drawn) < TOKENS:
-            drawn.append(self._eos)
-        for step, token_ids in enumerate(drawn):
-            past = Past(prompt=request.prompt, answer=answer.token_ids[:step])
-            yield Draw(request=request.number, step=step, settings=request.settings, past=past, token_ids=token_ids)
-
     def run(self, report: Progress) -> None:
         """Run the truth along all answers."""
-        walks: dict[int, tuple[list[int], list[int]]] = {}
-        for (number, position), (request, draw) in self._draws.items():
-            ids, positions = walks.setdefault(number, ([], []))
-            ids[:] = [*request.prompt, *draw.past.answer]
-            positions.append(position)
-        num_done = 0
-
-        def read(rows: WalkRows, logits: torch.Tensor, control: torch.Tensor) -> None:
-            nonlocal num_done
-            for row, place in enumerate(rows):
-                self._read(*self._draws[place], logits[row], control[row])
-            num_done += len(rows)
-            report("truth", num_done, len(self._draws))
-
-        if walks:
-            walk_logits(self._hf, walks, read, truth=self._truth)
+        read_draws(self._hf, self._draws, self._read, truth=self._truth, progress=report, label="truth")
 
     def _read(self, request: DrawRequest, draw: Draw, logits: torch.Tensor, control: torch.Tensor) -> None:
         self._evidence[request.setting.name].add(draw, logits, control)

@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.campaigns.endpoint.dialect import Dialect
 from harness.campaigns.endpoint.names import TokenNames
+from harness.campaigns.endpoint.parameters import ALL_TOKENS
 from harness.campaigns.endpoint.probed import Probed
 from harness.errors import Code, HarnessError
 from harness.oracle.sampling import SamplingSettings
@@ -18,7 +19,7 @@ _PLAIN_TOKENS, _MOTIF_TOKENS, _REPEATS = (6, 14), (3, 6), 2
 """A prompt is a few random tokens, so that what follows is uncertain; for penalties fewer of them, twice, so that
 tokens that came are likely to come."""
 _MOST_TRIES = 200
-_NEUTRAL: dict[str, float] = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
+_NEUTRAL: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Sent where the server follows the parameter, since it may have another default."""
 _PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 _REPETITION = ("repetition_penalty", "repeat_penalty")
@@ -93,6 +94,7 @@ class DrawRequest:
         body = probed.dialect.body(self.prompt, TOKENS, names) | {"temperature": self.settings.temperature}
         if not self.setting.is_bare:
             body |= {name: value for name, value in _NEUTRAL.items() if probed.has(name)}
+            body |= {"top_k": -1} if probed.has(ALL_TOKENS) else {}
         return body | _fields(self.settings, probed.dialect) | ({} if self.seed is None else {"seed": self.seed})
 
 
@@ -142,9 +144,9 @@ def _prompt(
         prompt = tuple(motif * repeats)
         if not takes_text:
             return prompt
-        text = names.text_of(prompt)
-        if text is not None:
-            return prompt
+        spelled = names.spelled(prompt)
+        if spelled is not None:
+            return spelled
     raise HarnessError(
         Code.ENDPOINT_CANNOT,
         "the server takes text alone, and random tokens never come back from their text",

@@ -22,11 +22,8 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
     Raises:
         HarnessError: PACKAGE_MISSING, or QUANTISER_REFUSED: a layer's shape does not fit, or the quantiser says no.
     """
-    kind = HF_TYPES[name]
-    _check_shapes(name, kind, hf)
-    check_package(name)
     with quantising(f"--types {name}"):
-        model, dequantised = kind.models(hf.checkpoint, scratch)
+        model, dequantised = hf_type_models(name, hf, scratch)
         parts = [(_type_name(each), _num_bytes(each)) for each in model.parameters()]  # before a run, which may unpack
         size, types = sum(num_bytes for _, num_bytes in parts), shares(parts)
         quantised = HFModel(model=model, checkpoint=hf.checkpoint, dtype=torch.float32, device=hf.device)
@@ -38,6 +35,15 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
             dequantised=hf_distributions(dequantised, sequences),
             engine=hf_distributions(quantised, sequences),
         )
+
+
+def hf_type_models(name: str, hf: HFModel, scratch: Path) -> tuple[Any, HFModel]:
+    """Return a model quantised, and the same with the dequantised weights; raises HarnessError as `run_hf_type`."""
+    kind = HF_TYPES[name]
+    _check_shapes(name, kind, hf)
+    check_package(name)
+    with quantising(f"--types {name}"):
+        return kind.models(hf.checkpoint, scratch)
 
 
 def _check_shapes(name: str, kind: HFType, hf: HFModel) -> None:

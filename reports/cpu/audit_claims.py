@@ -1,0 +1,183 @@
+"""How often `harness audit` claims what is served, nothing, or something else.
+
+    python reports/cpu/audit_claims.py [--tokens 600] [--audits 20] [--dtype bfloat16] [--only NAME] [--without-logprobs]
+
+Serves each of several truths with the reference engine on the loopback address, asks it once for all tokens, and cuts
+the requests into audits. Each is judged with the truth among the hypotheses, and without it.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import uvicorn
+from safetensors.torch import load_file, save_file
+
+from harness.campaigns.audit import run as audit
+from harness.campaigns.audit.hypotheses import load_hypothesis, parse_hypotheses
+from harness.campaigns.endpoint.address import Address
+from harness.campaigns.endpoint.names import TokenNames
+from harness.campaigns.endpoint.plain_ids import plain_ids
+from harness.campaigns.sampler.ask import ask_sampler
+from harness.campaigns.sampler.settings import TOKENS, Setting, draw_requests
+from harness.judge.jobs.model import planned_model
+from harness.oracle.sampling import SamplingSettings
+from harness.plan import plan_engine
+from reference_engine import EngineConfig, LLMEngine
+from reference_engine.server.app import build_app
+from reference_engine.server.text import Text
+
+FOLDER = Path(__file__).parents[2] / "cases" / "checkpoints" / "qwen3-tiny"
+SETTINGS = {"temperature": 0.6, "top_p": 0.8, "top_k": 3}
+
+
+@contextmanager
+def served(folder, dtype, **changes):
+    """Serve a checkpoint; requests get other parameters of the sampler than they ask for."""
+    from reference_engine import model_runner, sampler
+
+    original = sampler.sample
+
+    def sample(logits, sequences):
+        return original(logits, [replace(each, params=replace(each.params, **changes)) for each in sequences])
+
+    model_runner.sample = sample if changes else original
+    config = EngineConfig(dtype=dtype, max_num_seqs=64, enable_prefix_caching=True)
+    with LLMEngine(folder, config) as engine:
+        listener = socket.create_server(("127.0.0.1", 0))
+        app = build_app(engine, Text(folder), model="tiny")
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield Address(url=f"http://127.0.0.1:{listener.getsockname()[1]}", concurrency=32, timeout_s=600)
+        finally:
+            server.should_exit = True
+            thread.join()
+            model_runner.sample = original
+
+
+def written(name, plan, scratch):
+    """Write the checkpoint that a hypothesis's weights are, in float32."""
+    (own,) = parse_hypotheses([name, "fp32" if name != "fp32" else "bf16"], SamplingSettings())[:1]
+    hf = load_hypothesis(own, plan, scratch, vocab_size=None)
+    out = scratch / f"served-{name}"
+    shutil.copytree(FOLDER, out)
+    values = {key: value.float().contiguous().clone() for key, value in hf.model.state_dict().items()}
+    for file in out.glob("*.safetensors"):
+        save_file({key: values[key] for key in load_file(file)}, file, metadata={"format": "pt"})
+    return out
+
+
+def sliced(view, rows):
+    """Return a view of some draws alone, numbered anew."""
+    own = audit.View(view.settings, len(rows), every=view.every)
+    own.most, own.own, own.noise = view.most[rows], view.own[rows], view.noise[rows]
+    own.tempered = view.tempered[:, rows]
+    own.whole = {at: view.whole[row] for at, row in enumerate(rows) if row in view.whole}
+    for name, values in view.readings.items():
+        kept = own.readings.setdefault(name, type(values)())
+        kept.exact = {at: values.exact[row] for at, row in enumerate(rows)}
+        kept.rounded = {at: values.rounded[row] for at, row in enumerate(rows)}
+    return own
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--audits", type=int, default=20)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--without-logprobs", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    plan = plan_engine(model=str(FOLDER), dtype=options.dtype)
+    base = {"float32": "fp32", "bfloat16": "bf16"}[options.dtype]
+    other = "bf16" if base == "fp32" else "fp32"
+    # In bfloat16 the edge of a set of tokens is within rounding, so that top-p and top-k are told in float32 alone.
+    settings = [f"{base}+{name}={value}" for name, value in SETTINGS.items() if base == "fp32" or name == "temperature"]
+    names = [base, other, "fp8", "q8", "q4", *settings]
+    totals = {"with": [0, 0, 0], "without": [0, 0, 0]}
+    for truth in options.only or [base, "fp8", "q8", "q4", *names[5:], "q5_1"]:
+        with TemporaryDirectory() as scratch:
+            counts = campaign(truth, names, plan, options, Path(scratch))
+        print(json.dumps({"served": truth, "dtype": options.dtype, "logprobs": not options.without_logprobs} | counts), flush=True)
+        for kind, (right, none, wrong) in totals.items():
+            own = counts[kind]
+            totals[kind] = [right + own["right"], none + own["none"], wrong + sum(own["wrong"].values())]
+    print(json.dumps({kind: dict(zip(("right", "none", "wrong"), own)) for kind, own in totals.items()}))
+
+
+def campaign(truth, names, plan, options, scratch):
+    """Serve one truth, and count the claims of all audits."""
+    weights, *parts = truth.split("+")
+    changes = {name: type(SETTINGS[name])(value) for name, value in (part.split("=") for part in parts)}
+    folder = FOLDER if weights in ("fp32", "bf16") else written(weights, plan, scratch)
+    hf = planned_model(plan)
+    tokens = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
+    ids, setting = plain_ids(hf, frozenset()), Setting(name="audit", settings=SamplingSettings())
+    with served(folder, options.dtype, **changes) as address:
+        answers = asyncio.run(
+            ask_sampler(
+                address, tokens, ids[:8],
+                lambda probed: list(draw_requests([setting], options.tokens * options.audits, tokens, ids, probed, seed=options.seed)),
+                fallback_model="tiny", num_again=0, progress=lambda *_: None,
+            )
+        )
+    draws, failed = audit._draws(answers, [])
+    assert not failed
+    given = [{} if options.without_logprobs else audit._given(answers, *own) for own in draws.values()]
+    hypotheses = parse_hypotheses(names, SamplingSettings())
+    every = max(1, ceil(len(draws) / 3000))
+    views = audit._views(plan, hypotheses, draws, given, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None)
+    counts = {kind: {"right": 0, "none": 0, "wrong": {}} for kind in ("with", "without")}
+    needed = []
+    per_audit = options.tokens // TOKENS
+    for number in range(options.audits):
+        rows = [at for at, (request, _) in enumerate(draws.values()) if request.number // per_audit == number]
+        places = list(draws)
+        table = audit._table({places[row]: None for row in rows}, [given[row] for row in rows])
+        for kind in counts:
+            if kind == "without" or truth in names:
+                kept = [at for at, name in enumerate(names) if kind == "with" or name != truth]
+                own_views = [sliced(views[at], rows) for at in kept]
+                judged = audit._Judged(hypotheses=[hypotheses[at] for at in kept], views=own_views, given=table)
+                results = list(judged.results())
+                result = audit.AuditResult(
+                    url="", server="", served_model="", model="", dtype="", num_tokens=0, num_requests=0, num_logprobs=0,
+                    false_claim=audit.FALSE_CLAIM, hypotheses=tuple(results),
+                )
+                claim = result.claim
+                own = counts[kind]
+                if claim is None:
+                    own["none"] += 1
+                    own["left"] = own.get("left", {})
+                    words = "+".join(result.remaining) or "(all excluded)"
+                    own["left"][words] = own["left"].get(words, 0) + 1
+                elif claim == truth:
+                    own["right"] += 1
+                else:
+                    own["wrong"][claim] = own["wrong"].get(claim, 0) + 1
+                if kind == "with" and truth in names:
+                    at = names.index(truth)
+                    needed.append([results[at].needed, {each.name: each.excluded_after for each in results}])
+    if needed:
+        counts["needed"] = {name: needed[0][0][name] for name in needed[0][0]}
+    return counts
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
