@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,6 +56,11 @@ class CacheSpec:
     def num_streams(self) -> int:
         """Tensors that are stored of a token in a layer: K and V, or K alone."""
         return 2 if self.value_dim is None else 1
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """Return the argument of torch's attention beside its tensors and its window, where there is one."""
+        return {} if self.score_scale is None else {"scale": self.score_scale}
 
     def default_num_blocks(self, block_size: int) -> int:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""

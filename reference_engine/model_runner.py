@@ -173,7 +173,7 @@ class ModelRunner:
             num_kv_heads=self.model_config.num_key_value_heads if latent is None else 1,
             head_dim=self.model_config.head_dim if latent is None else latent.cached_dim,
             value_dim=None if latent is None else latent.rank,
-            score_scale=self.model_config.score_scale,
+            score_scale=None if latent is None else self.model_config.score_scale,
             dtype=self.dtype,
             device=self.device,
             block_size=config.block_size,

@@ -27,7 +27,7 @@ class ContiguousAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.max_model_len
-        self._layer_windows, self._score_scale = spec.layer_windows, spec.score_scale
+        self._layer_windows, self._scaling = spec.layer_windows, spec.scaling
         self.num_blocks = spec.default_num_blocks(self.block_size)
         self.cache = KVCache(spec, self.num_blocks, self.block_size)
 
@@ -42,7 +42,7 @@ class ContiguousAttention:
         q_chunks, window = torch.split(q_TNH, batch.query_lens), self._layer_windows[layer]
         return torch.cat(
             [
-                attend_chunk(q_chunk, *self.read_back(layer, table, context_len), window, self._score_scale)
+                attend_chunk(q_chunk, *self.read_back(layer, table, context_len), window, **self._scaling)
                 for q_chunk, table, context_len in zip(q_chunks, batch.block_tables, batch.context_lens, strict=True)
             ]
         )
