@@ -8,7 +8,7 @@ Its core is read in one sitting, in this order:
 4. `model_runner`, `batch`: one step, from chunks to tensors to tokens;
 5. `model`, `layers`, `rotary`: the decoder;
 6. `attention.backend`, `attention.paged`, `attention.sdpa`, `kv_cache`: attention through block tables; with recurrent
-   layers also `state_cache`, `families.qwen3_next`;
+   layers also `state_cache`, `families.qwen3_next`, with latents in the cache `families.latent_attention`;
 7. `sampler`: the next tokens.
 
 `share` and `acceleration` are what the core knows of the rooms beside it, and it runs without them: `parallel` (several

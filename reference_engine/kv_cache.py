@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,16 +43,30 @@ class CacheSpec:
     """Latest tokens that each layer sees; None: all of them."""
     budget_bytes: int = CPU_CACHE_BYTES
     """Memory for a cache without `num_blocks`."""
+    value_dim: int | None = None
+    """Of values that are the first part of the keys and not stored again; None: values are as wide as keys."""
+    score_scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(H)."""
     state_bytes: int = 0
     """Beside K and V of a block, the states that are kept with it."""
     prepare: Callable[[torch.Tensor], None] = lambda memory: None
     """Called with the cache's memory before it is first touched."""
 
+    @property
+    def num_streams(self) -> int:
+        """Tensors that are stored of a token in a layer: K and V, or K alone."""
+        return 2 if self.value_dim is None else 1
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """Return the argument of torch's attention beside its tensors and its window, where there is one."""
+        return {} if self.score_scale is None else {"scale": self.score_scale}
+
     def default_num_blocks(self, block_size: int) -> int:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""
         wanted = self.max_num_seqs * -(-self.max_model_len // block_size)
-        kv_bytes = 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        block_bytes = kv_bytes + self.state_bytes
+        num_heads = self.num_streams * self.num_layers * block_size * self.num_kv_heads
+        block_bytes = num_heads * self.head_dim * self.dtype.itemsize + self.state_bytes
         return 1 + max(1, min(wanted, self.budget_bytes // block_bytes))
 
 
@@ -66,7 +81,7 @@ def cache_budget_bytes(device: torch.device, *, num_engines: int = 1) -> int:
 
 
 class KVCache:
-    """One tensor [2, layers, B, S, K, H]: K at index 0, V at index 1.
+    """One tensor [2, layers, B, S, K, H]: K at index 0, V at index 1; [1, ...] where values are a part of the keys.
 
     Raises:
         CapacityError: the memory does not hold it.
@@ -74,14 +89,15 @@ class KVCache:
 
     def __init__(self, spec: CacheSpec, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        shape = (2, spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self._value_dim = spec.value_dim
+        shape = (spec.num_streams, spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Not zeroed: no slot is read before it is written, and untouched memory is not even allocated by the system.
         self.data = _allocate(shape, spec)
         spec.prepare(self.data)
         # The exception is the null block, which padding reads under a mask: 0 * NaN would be NaN.
         self.data[:, :, NULL_BLOCK] = 0
         self._k = [layer.flatten(0, 1) for layer in self.data[0]]
-        self._v = [layer.flatten(0, 1) for layer in self.data[1]]
+        self._v = [layer.flatten(0, 1) for layer in self.data[1]] if spec.value_dim is None else []
 
     def close(self) -> None:
         """Give the memory back."""
@@ -91,7 +107,8 @@ class KVCache:
     def store(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write each row's K and V to its slot."""
         self._k[layer].index_copy_(0, slots_T, k_TKH)
-        self._v[layer].index_copy_(0, slots_T, v_TKH)
+        if self._v:
+            self._v[layer].index_copy_(0, slots_T, v_TKH)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K and V of all layers."""
@@ -103,11 +120,18 @@ class KVCache:
 
     def gather(self, layer: int, slots_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V, each [C, K, H], from slots."""
-        return self._k[layer].index_select(0, slots_C), self._v[layer].index_select(0, slots_C)
+        k_CKH = self._k[layer].index_select(0, slots_C)
+        return k_CKH, self._v[layer].index_select(0, slots_C) if self._v else k_CKH[..., : self._value_dim]
 
     def gather_blocks(self, layer: int, blocks_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V of whole blocks, each [B, S, K, H]: half the time of the same slots one by one."""
-        return self.data[0, layer].index_select(0, blocks_B), self.data[1, layer].index_select(0, blocks_B)
+        k_BSKH = self.data[0, layer].index_select(0, blocks_B)
+        return k_BSKH, self.data[1, layer].index_select(0, blocks_B) if self._v else k_BSKH[..., : self._value_dim]
+
+    def first(self, layer: int, block: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the first K and V of a block, each [C, K, H]."""
+        stored = self.data[:, layer, block, :num_tokens]
+        return stored[0], stored[-1][..., : self._value_dim]
 
 
 def context_slots(

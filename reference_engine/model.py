@@ -18,6 +18,7 @@ from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING
 from reference_engine.families.experts import build_experts
 from reference_engine.families.gemma3 import SandwichLayer, ScaledEmbedding, ZeroCentredRMSNorm
+from reference_engine.families.latent_attention import build_latent_attention
 from reference_engine.families.qwen3_next import build_delta_net
 from reference_engine.layers import (
     ACTIVATIONS,
@@ -223,12 +224,15 @@ def _build_layer(
     if layer in config.delta_nets:
         assert states is not None, "whoever builds the decoder of such a model gives it states"
         mixer = build_delta_net(config, layer, weights, linear, states)
+    elif config.latent is not None:
+        mixer = build_latent_attention(config.latent, layer, weights, linear, backend)
     else:
         mixer = _build_attention(config, layer, backend, norm, linear, row_parallel)
     shape, activation = config.mlps.get(layer), ACTIVATIONS[config.family.activation]
     mlp: FeedForward
     if isinstance(shape, ExpertsShape):
-        mlp = build_experts(shape, linear, row_parallel, activation)
+        correction = weights.get(f"{prefix}mlp.gate.e_score_correction_bias")
+        mlp = build_experts(shape, linear, row_parallel, activation, correction)
     else:
         mlp = MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), activation)
     layer_class = DecoderLayer if len(config.family.layer_norms) == 2 else SandwichLayer

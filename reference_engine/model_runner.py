@@ -151,7 +151,8 @@ class ModelRunner:
 
     def show_cache(self, sequence: Sequence, observer: Observer) -> None:
         """Show what the cache of this process holds of a request."""
-        show_cache(sequence, self.backend, self.model_config.attention_layers, observer)
+        layers, has_latents = self.model_config.attention_layers, self.model_config.latent is not None
+        show_cache(sequence, self.backend, layers, observer, has_latents=has_latents)
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
         if batch.observer is None:
@@ -170,11 +171,13 @@ class ModelRunner:
         return rotary, RotaryEmbedding(replace(config, rope=config.local_rope), self.device, self.dtype)
 
     def _cache_spec(self, config: EngineConfig) -> CacheSpec:
-        layers = self.model_config.attention_layers
+        layers, latent = self.model_config.attention_layers, self.model_config.latent
         return CacheSpec(
             num_layers=len(layers),
-            num_kv_heads=self.model_config.num_key_value_heads,
-            head_dim=self.model_config.head_dim,
+            num_kv_heads=self.model_config.num_key_value_heads if latent is None else 1,
+            head_dim=self.model_config.head_dim if latent is None else latent.cached_dim,
+            value_dim=None if latent is None else latent.rank,
+            score_scale=None if latent is None else self.model_config.score_scale,
             dtype=self.dtype,
             device=self.device,
             block_size=config.block_size,
@@ -205,7 +208,11 @@ def find_acceleration() -> type[Acceleration]:
 
 def _check_adapters(adapters: Mapping[str, object], ranks: Share | None, model_config: ModelConfig) -> None:
     """Refuse what would leave an adapter's part out."""
-    others = {"several ranks": ranks is not None, "recurrent layers": bool(model_config.delta_nets)}
+    others = {
+        "several ranks": ranks is not None,
+        "recurrent layers": bool(model_config.delta_nets),
+        "latent attention": model_config.latent is not None,
+    }
     for name in (name for name, is_there in others.items() if adapters and is_there):
         raise ConfigError("adapters are not served with this", where="EngineConfig", expected="off", actual=name)
 

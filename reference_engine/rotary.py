@@ -15,6 +15,7 @@ import torch
 
 from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.model_config import ModelConfig, RopeConfig
+from reference_engine.checkpoint.rope_config import yarn_growth
 from reference_engine.errors import UnsupportedModelError
 
 __all__ = ["LENGTH_ROPE_TYPES", "ROPE_TYPES", "RotaryEmbedding", "apply_rotary", "rotate_half"]
@@ -146,12 +147,8 @@ def _yarn_scale(fields: ConfigFields, factor: float) -> float:
     if fields.values.get("attention_factor") is not None:
         return fields.number("attention_factor")
     if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
-        return _grown(factor, fields.number("mscale")) / _grown(factor, fields.number("mscale_all_dim"))
-    return _grown(factor, 1.0)
-
-
-def _grown(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return yarn_growth(factor, fields.number("mscale")) / yarn_growth(factor, fields.number("mscale_all_dim"))
+    return yarn_growth(factor, 1.0)
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> Rotation:

@@ -30,6 +30,8 @@ import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
@@ -227,6 +229,9 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.copy_(0.5 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn_like(buffer))
     return model
 
 
@@ -499,6 +504,47 @@ def qwen3_next_recipe() -> Recipe:
     )
 
 
+def deepseek_v3_recipe() -> Recipe:
+    """Latent attention with stretched rotary, whose scores grow with it; grouped experts after the first layer."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    }
+    return Recipe(
+        model_class=DeepseekV3ForCausalLM,
+        config=DeepseekV3Config(
+            **SHARED_SHAPE
+            | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+            q_lora_rank=48,
+            kv_lora_rank=32,
+            qk_nope_head_dim=24,
+            qk_rope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+            tie_word_embeddings=True,
+            rope_parameters=rope,
+            rms_norm_eps=1e-5,
+        ),
+        tokenizer=build_word_tokenizer(),
+        tokenizer_class="PreTrainedTokenizerFast",
+        steps=2500,
+        ablations={
+            "accuracy_without_rope_scaling": without_rope_scaling,
+            "accuracy_without_norm_weights": without_norm_weights,
+        },
+    )
+
+
 RECIPES = {
     "llama-tiny": llama_recipe,
     "qwen2-tiny": qwen2_recipe,
@@ -506,6 +552,7 @@ RECIPES = {
     "qwen3-moe-tiny": qwen3_moe_recipe,
     "gemma3-tiny": gemma3_recipe,
     "qwen3-next-tiny": qwen3_next_recipe,
+    "deepseek-v3-tiny": deepseek_v3_recipe,
 }
 
 
@@ -633,6 +680,17 @@ def save(model: PreTrainedModel, recipe: Recipe, card: dict[str, Any], folder: P
     (folder / "training.json").write_text(json.dumps(card, indent=2) + "\n")
 
 
+@torch.no_grad()
+def round_float32_routers(model: PreTrainedModel) -> None:
+    """Let routers that are float32 in every dtype have weights of bfloat16, as published checkpoints have them.
+
+    transformers 5.17 takes the weights in the model's dtype.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight") and model.config.model_type == "deepseek_v3":
+            parameter.copy_(parameter.bfloat16())
+
+
 def name_experts_as_the_hub(path: Path) -> None:
     """Write the number of experts under the name that published checkpoints, and so other engines, have for it."""
     config = json.loads(path.read_text())
@@ -647,6 +705,7 @@ def make_card(model: PreTrainedModel, recipe: Recipe, *, seed: int, steps: int) 
     final_loss = train(model, recipe.tokenizer, steps, seed)
     wall_s = time.perf_counter() - start
     model.eval()
+    round_float32_routers(model)
     return {
         "schema_version": SCHEMA_VERSION,
         "seed": seed,

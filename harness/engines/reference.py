@@ -34,6 +34,8 @@ _SCHEDULES = {"contiguous": _WITH_CACHE, "recompute": _WITHOUT_CACHE}
 """Schedules that a backend without blocks, or without a cache, can follow."""
 _ALL_SCHEDULES = (*_WITH_CACHE, "prefix-hit", "preempted")
 _LIMITS_WITHOUT_BLOCKS = ("max_num_batched_tokens", "max_num_seqs")
+_EXPANDED = ("self_attn.kv_b_proj", "self_attn.key", "self_attn.value")
+"""Taps of latent attention that are never there: the latent is the key and the value."""
 _SMALL_BLOCK = 4
 """Tokens of a block where requests are to run out of blocks: the smaller, the sooner."""
 
@@ -68,16 +70,18 @@ class ReferenceEngine:
             schedules = tuple(name for name in schedules if name != "tensor-parallel")
         limits = LIMITS if backend not in _SCHEDULES else _LIMITS_WITHOUT_BLOCKS
         free = tuple(name for name in limits if name not in self._options)  # no option has decided these
-        follows_length = keeps_states = False
+        follows_length = keeps_states = self._keeps_latents = False
         with suppress(EngineError):  # which a run raises
             config = ModelConfig.from_folder(folder)
             follows_length, keeps_states = config.rope.rope_len(1) is not None, bool(config.delta_nets)
-        if keeps_states:
+            self._keeps_latents = config.latent is not None
+        if keeps_states or self._keeps_latents:
             schedules = tuple(name for name in schedules if name != "tensor-parallel")
         self.capabilities = Capabilities(
             schedules=schedules,
             keeps_cache=backend != "recompute",
             keeps_states=keeps_states,
+            unsupported_taps=_EXPANDED if self._keeps_latents else (),
             numerics=Numerics(rotates_by_request=True) if follows_length else None,
             control=Control(limits=free, aborts=True, forks=backend != "recompute"),
         )
@@ -97,9 +101,10 @@ class ReferenceEngine:
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> ReferenceSession:
         """See `Steppable.open_session`; explicit options win."""
-        if self.capabilities.keeps_states:
-            what = "what recurrent layers cost is not known here"
-            hint = "profile a model whose layers all attend; harness estimate sizes this one"
+        unknown = "recurrent layers" if self.capabilities.keeps_states else "latent attention"
+        if self.capabilities.keeps_states or self._keeps_latents:
+            what = f"the cost of {unknown} is not known here"
+            hint = "profile a model of another family; harness estimate sizes this one"
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=str(self._folder), hint=hint)
         limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
         with reference_errors(self._folder):
@@ -147,7 +152,7 @@ def _settings(config: ModelConfig) -> ModelSettings:
         norm_eps=(config.rms_norm_eps,),
         rope_theta=distinct(float(rope.theta) for rope in ropes),
         rope_frequencies=distinct(tuple(rotary.inv_freq.tolist()) for rotary in rotaries),
-        softmax_scale=(config.head_dim**-0.5,),
+        softmax_scale=(config.score_scale,),
         attention_cap=(None,),
         logit_cap=(None,),
         sliding_window=distinct(sliding.values()),

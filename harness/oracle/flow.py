@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 _MOVES = frozenset({
     "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "cat", "chunk", "clone", "constant_pad_nd",
     "contiguous", "copy_", "detach", "expand", "fill_", "flatten", "flip", "gather", "index", "index_put",
-    "index_put_", "index_select", "lift_fresh", "masked_fill", "movedim", "narrow", "permute", "repeat",
+    "index_put_", "index_select", "lift_fresh", "masked_fill", "movedim", "narrow", "new_empty", "permute", "repeat",
     "repeat_interleave", "reshape", "roll", "scatter", "scatter_", "select", "select_scatter", "set_", "slice",
     "slice_scatter", "split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "squeeze", "stack", "t",
     "transpose", "unbind", "unflatten", "unfold", "unsafe_chunk", "unsafe_split", "unsqueeze", "view", "where",

@@ -11,12 +11,14 @@ from harness.oracle.caches import cache_windows, keeps_states
 from harness.oracle.states import TracedState, traced_states
 from harness.oracle.trace import ForwardTrace, Shown, trace
 from harness.oracle.untraced import UntracedModel
+from harness.oracle.watch import LATENTS
 
 _ACTIVATIONS = frozenset({"activation", "silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 _NORMS = frozenset({"rsqrt", "native_layer_norm", "rms_norm", "_fused_rms_norm", "linalg_vector_norm"})
 _SCALINGS = frozenset({"mul", "div"})
 _INTERFACE = ("query", "key", "value")
+_ROTATED = ("query", "key", LATENTS[1])
 
 
 def trace_graph(hf: UntracedModel) -> Graph:
@@ -67,7 +69,7 @@ def _named(hf: UntracedModel, seen: ForwardTrace) -> Graph:
     others |= {source: name for source, name in names.items() if source != name}
     others |= {source.replace(":", "."): name for source, name in others.items()}
     others = {alias: name for alias, name in others.items() if alias not in names.values()}
-    return Graph(tuple(_with_caches(renamed, cache_windows(hf))), others)
+    return Graph(tuple(_with_caches(renamed, others, cache_windows(hf))), others)
 
 
 def _attention(operation: Operation, seen: ForwardTrace) -> Operation:
@@ -107,7 +109,7 @@ def _kind(each: Shown) -> Kind:
         return Kind.CHOICE
     if part == "context":
         return Kind.ATTENTION
-    if part in ("query", "key") and ran - _SCALINGS:
+    if part in _ROTATED and ran - _SCALINGS:
         return Kind.ROTARY
     if not ran:
         return Kind.COPY
@@ -171,12 +173,15 @@ def _short_name(operation: Operation, layers: set[str], given: set[str], head: s
     return plain if short in given else short
 
 
-def _with_caches(operations: list[Operation], windows: Mapping[int, int]) -> Iterator[Operation]:
-    """Before each attention, what a cache gives back of the keys and values that it reads."""
+def _with_caches(
+    operations: list[Operation], aliases: Mapping[str, str], windows: Mapping[int, int]
+) -> Iterator[Operation]:
+    """Before each attention, what a cache gives back of the keys and values that it reads, or of their latents."""
     by_tap = {operation.tap: operation for operation in operations}
     for operation in operations:
         if operation.kind is Kind.ATTENTION and operation.layer is not None:
-            for name, written in zip(("k_cache", "v_cache"), operation.inputs[1:], strict=True):
+            latents = [aliases[name] for part in LATENTS if (name := f"{operation.module}:{part}") in aliases]
+            for name, written in zip(("k_cache", "v_cache"), latents or operation.inputs[1:], strict=True):
                 tap, shape = f"{prefix_of(operation.tap)}{name}", by_tap[written].shape
                 window = operation.window or windows.get(operation.layer)
                 yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), shape=shape, window=window)

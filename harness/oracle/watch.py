@@ -1,4 +1,4 @@
-"""HF's model watched while it runs: every module's input and output, the attention interface, and routers' choices.
+"""HF's model watched while it runs: modules' inputs and outputs, attention's interface, its latents, routers' choices.
 
 Nothing of the library is patched: hooks are removed, the registry entry and the model's attention setting are put
 back, also when the forward raises. A watcher may put another value in the place of each that it is shown.
@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,6 +23,8 @@ from harness.oracle.untraced import UntracedModel
 
 CHOICE = ":topk"
 """End of a source: the indices that a router's `torch.topk` chose."""
+LATENTS = ("latent", "rotary_key")
+"""What latent attention expands to keys and values, and HF's cache holds in their place."""
 _REGISTRATIONS = count()
 """Numbers the entries in HF's registry of attention functions: one watch inside of another needs two."""
 _ELEMENTWISE_FILES = ("transformers.activations", "torch.nn.modules.activation", "torch.nn.modules.dropout")
@@ -155,15 +159,18 @@ class Watch:
         run = self._run
         if run is None:
             return run_attention(call, function)
-        query, key, value = (
-            shown if (shown := run.show(f"{call.path}:{part}", own)) is not None else own
-            for part, own in (("query", call.query), ("key", call.key), ("value", call.value))
-        )
+        query, key, value = run.show_parts(call.path, query=call.query, key=call.key, value=call.value)
         call = replace(call, query=query, key=key, value=value)
         context = run.watcher.attend(call, function)[0]
         other = run.show(f"{call.path}:context", context)
         # Without the weights, as sdpa does it: a row of them is as wide as the history.
         return (context if other is None else other), None
+
+    def _expand(self, path: str, function: Callable[..., Any], *latents: torch.Tensor) -> Any:
+        run = self._run
+        if run is not None:
+            latents = tuple(run.show_parts(path, **dict(zip(LATENTS, latents, strict=True))))
+        return function(*latents)
 
 
 class _Run:
@@ -199,6 +206,12 @@ class _Run:
             return None
         with torch._C.DisableTorchFunction():  # what a watcher computes is not the model's code
             return self.watcher.see(self._numbered(source), value)
+
+    def show_parts(self, path: str, **parts: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Show what a module passes on by name, and yield what to go on with."""
+        for part, own in parts.items():
+            other = self.show(f"{path}:{part}", own)
+            yield own if other is None else other
 
     def show_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
         """Show what the module that is being run chose."""
@@ -250,6 +263,9 @@ def watching(hf: UntracedModel, *, attention: str | None = None) -> Iterator[Wat
             if path and _is_shown(module):
                 for handle in _hooks(watch, path, module):
                     stack.callback(handle.remove)
+                if hasattr(module, "expand_kv"):
+                    own = partial(watch._expand, path, module.expand_kv)
+                    stack.enter_context(patch.object(module, "expand_kv", own))
         yield watch
 
 

@@ -41,7 +41,10 @@ class AttentionBackend(Protocol):
     def attend(
         self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """Store K and V, and return the context [T, N, H] of softmax(q k / sqrt(H)) v over each row's own past."""
+        """Store K and V, and return the context [T, N, H] of softmax(q k / sqrt(H)) v over each row's own past.
+
+        Where `CacheSpec.value_dim` is given, V is the first part of K, and so wide is the context.
+        """
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stored K and V, each [C, K, H], of a request's first `num_tokens` positions."""

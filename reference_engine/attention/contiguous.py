@@ -27,7 +27,7 @@ class ContiguousAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.max_model_len
-        self._layer_windows = spec.layer_windows
+        self._layer_windows, self._scaling = spec.layer_windows, spec.scaling
         self.num_blocks = spec.default_num_blocks(self.block_size)
         self.cache = KVCache(spec, self.num_blocks, self.block_size)
 
@@ -42,12 +42,11 @@ class ContiguousAttention:
         q_chunks, window = torch.split(q_TNH, batch.query_lens), self._layer_windows[layer]
         return torch.cat(
             [
-                attend_chunk(q_chunk, *self.read_back(layer, table, context_len), window)
+                attend_chunk(q_chunk, *self.read_back(layer, table, context_len), window, **self._scaling)
                 for q_chunk, table, context_len in zip(q_chunks, batch.block_tables, batch.context_lens, strict=True)
             ]
         )
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionBackend.read_back`; these are views."""
-        k_CKH, v_CKH = self.cache.data[:, layer, block_table[0], :num_tokens]
-        return k_CKH, v_CKH
+        return self.cache.first(layer, block_table[0], num_tokens)

@@ -68,7 +68,7 @@ class PagedAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size
-        self._layer_windows = spec.layer_windows
+        self._layer_windows, self._scaling = spec.layer_windows, spec.scaling
         self.num_blocks = spec.num_blocks or spec.default_num_blocks(spec.block_size)
         self.cache = KVCache(spec, self.num_blocks, self.block_size)
 
@@ -86,7 +86,8 @@ class PagedAttention:
         contexts = [] if plan.single is None else [self._attend_single(layer, q_TNH[:num_single], plan.single)]
         q_chunks = torch.split(q_TNH[num_single:], batch.query_lens[num_single:])
         for q_chunk, slots_C in zip(q_chunks, plan.chunk_slots, strict=True):
-            contexts.append(attend_chunk(q_chunk, *self.cache.gather(layer, slots_C), plan.window))
+            k_CKH, v_CKH = self.cache.gather(layer, slots_C)
+            contexts.append(attend_chunk(q_chunk, k_CKH, v_CKH, plan.window, **self._scaling))
         return contexts[0] if len(contexts) == 1 else torch.cat(contexts)
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +150,7 @@ class PagedAttention:
             k, v = self.cache.gather(layer, single.slots_RC.flatten())
             shape_RCKH = (*single.slots_RC.shape, *k.shape[1:])
             k_RCKH, v_RCKH = k.view(shape_RCKH), v.view(shape_RCKH)
-        return attend_single(q_RNH, k_RCKH, v_RCKH, single.mask_R11C)
+        return attend_single(q_RNH, k_RCKH, v_RCKH, single.mask_R11C, **self._scaling)
 
     def _gather_blocks(self, layer: int, single: SingleBlocks) -> tuple[torch.Tensor, torch.Tensor]:
         num_requests = len(single.tables_RB)

@@ -29,7 +29,7 @@ class RecomputeAttention:
     def __init__(self, spec: CacheSpec) -> None:
         # The pool counts requests only: one "block" each, and no memory behind it.
         self.block_size = spec.max_model_len
-        self._layer_windows = spec.layer_windows
+        self._layer_windows, self._scaling = spec.layer_windows, spec.scaling
         self.num_blocks = 1 + spec.max_num_seqs
 
     def plan(self, batch: Batch) -> None:
@@ -40,7 +40,8 @@ class RecomputeAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         q, k, v = (torch.split(x, batch.query_lens) for x in (q_TNH, k_TKH, v_TKH))
-        return torch.cat([attend_chunk(*qkv, self._layer_windows[layer]) for qkv in zip(q, k, v, strict=True)])
+        window, scaling = self._layer_windows[layer], self._scaling
+        return torch.cat([attend_chunk(*qkv, window, **scaling) for qkv in zip(q, k, v, strict=True)])
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Fail: there is no cache to read.

@@ -12,10 +12,15 @@ __all__ = ["attend_chunk", "attend_single", "first_key"]
 
 
 def attend_chunk(
-    q_TNH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor, window: int | None = None
+    q_TNH: torch.Tensor,
+    k_CKH: torch.Tensor,
+    v_CKH: torch.Tensor,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Return the context [T, N, H] of one request's last T of C positions.
 
+    `scale` is the factor of the scores; None: 1 / sqrt(H). Values may have another width than keys.
     With a window, keys before the first row's are not needed, and not looked at.
     """
     num_rows = len(q_TNH)
@@ -34,7 +39,7 @@ def attend_chunk(
         v_CKH.transpose(0, 1)[None],
         attn_mask=mask,
         is_causal=mask is None and num_rows > 1,
-        scale=q_TNH.shape[-1] ** -0.5,
+        scale=scale or q_TNH.shape[-1] ** -0.5,
         enable_gqa=True,
     )
     return context_1NTH[0].transpose(0, 1)
@@ -62,17 +67,25 @@ def _band(num_rows: int, context_len: int, window: int, device: torch.device) ->
 
 
 def attend_single(
-    q_RNH: torch.Tensor, k_RCKH: torch.Tensor, v_RCKH: torch.Tensor, mask_R11C: torch.Tensor | None
+    q_RNH: torch.Tensor,
+    k_RCKH: torch.Tensor,
+    v_RCKH: torch.Tensor,
+    mask_R11C: torch.Tensor | None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the context [R, N, H] of one row per request; `mask_R11C` is false where a shorter request has no key."""
+    """Return the context [R, N, H] of one row per request; `mask_R11C` is false where a shorter request has no key.
+
+    `scale` is that of `attend_chunk`.
+    """
     num_requests, _, num_kv_heads, head_dim = k_RCKH.shape
+    scale = scale or head_dim**-0.5
     if q_RNH.dtype == torch.float32 and q_RNH.device.type == "cpu":  # a third faster; in bfloat16 eight times slower
         context_RN1H = scaled_dot_product_attention(
             q_RNH[:, :, None],
             k_RCKH.transpose(1, 2),
             v_RCKH.transpose(1, 2),
             attn_mask=mask_R11C,
-            scale=head_dim**-0.5,
+            scale=scale,
             enable_gqa=True,
         )
         return context_RN1H[:, :, 0]
@@ -83,6 +96,6 @@ def attend_single(
         k_RCKH.transpose(1, 2),
         v_RCKH.transpose(1, 2),
         attn_mask=mask_R11C,
-        scale=head_dim**-0.5,
+        scale=scale,
     )
     return context_RKGH.flatten(1, 2)

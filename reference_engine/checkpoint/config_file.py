@@ -40,17 +40,16 @@ class ConfigFields:
     values: Mapping[str, Any]
     where: str
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """Take an integer above zero; `null` counts as absent.
+    def positive_int(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Take an integer above zero, or of at least `least`; `null` counts as absent.
 
         Raises:
             ConfigError: the field is absent without a default, or is something else.
         """
         value = self._get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"{name} is impossible", where=self.where, expected="an integer above 0", actual=repr(value)
-            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            expected = f"an integer above {least - 1}"
+            raise ConfigError(f"{name} is impossible", where=self.where, expected=expected, actual=repr(value))
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

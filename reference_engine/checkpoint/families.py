@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.delta_net import DeltaNetShape, qwen3_next_delta_nets
-from reference_engine.checkpoint.experts import qwen3_moe_experts, qwen3_next_experts
+from reference_engine.checkpoint.experts import deepseek_v3_experts, qwen3_moe_experts, qwen3_next_experts
+from reference_engine.checkpoint.latent import LatentShape, deepseek_v3_latent
 from reference_engine.checkpoint.placement import Placement
 
 __all__ = ["FAMILIES", "Family", "MLPShape", "Sliding"]
@@ -80,6 +81,8 @@ class Family:
     """By layer, what stands in the place of an MLP that is not a plain one."""
     delta_nets: Callable[[ConfigFields], Mapping[int, DeltaNetShape]] = _none
     """By layer, what stands in the place of attention."""
+    latent: Callable[[ConfigFields], LatentShape] | None = None
+    """What stands in its place in all layers; None: nothing."""
     gates_attention: bool = False
     """Whether what attention returns is multiplied by the sigmoid of a gate, which q_proj computes beside q."""
     default_partial_rotary_factor: float | None = None
@@ -134,5 +137,12 @@ FAMILIES: Mapping[str, Family] = {
         gates_attention=True,
         default_partial_rotary_factor=0.25,
         ignored_prefix="mtp.",
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        default_max_position_embeddings=4096,
+        mlps=deepseek_v3_experts,
+        latent=deepseek_v3_latent,
+        ignored_prefix="model.layers.61.",
     ),
 }

@@ -172,7 +172,8 @@ def _read(
     for name, placement in table.items():
         shape = (num_rows[placement.parameter], *placement.shape[1:])
         if placement.parameter not in parameters:
-            parameters[placement.parameter] = torch.empty(shape, dtype=dtype, device=device)
+            own = torch.float32 if placement.stays_float32 else dtype
+            parameters[placement.parameter] = torch.empty(shape, dtype=own, device=device)
         tensor = _part(source[name].get_slice(name), placement.shape, rank)
         parameters[placement.parameter][placement.row : placement.row + placement.shape[0]].copy_(tensor)
     return parameters

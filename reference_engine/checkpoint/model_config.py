@@ -14,6 +14,7 @@ from typing import Any
 from reference_engine.checkpoint.config_file import ConfigFields, read_json
 from reference_engine.checkpoint.delta_net import DeltaNetShape
 from reference_engine.checkpoint.families import FAMILIES, Family, MLPShape
+from reference_engine.checkpoint.latent import LatentShape
 from reference_engine.checkpoint.rope_config import RopeConfig, read_ropes
 from reference_engine.checkpoint.sliding_window import layer_windows
 from reference_engine.errors import ConfigError, UnsupportedModelError
@@ -34,6 +35,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    """Of latent attention, the part of a head that is rotated."""
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -50,6 +52,8 @@ class ModelConfig:
     """By layer, what stands in the place of an MLP of `intermediate_size`."""
     delta_nets: Mapping[int, DeltaNetShape]
     """By layer, what stands in the place of attention."""
+    latent: LatentShape | None
+    """What stands in its place in all layers."""
     dtype: str | None
     """The checkpoint's dtype, where config.json names it."""
     eos_token_ids: frozenset[int]
@@ -82,6 +86,8 @@ class ModelConfig:
             "max_position_embeddings", default=family.default_max_position_embeddings
         )
         rope, local_rope = read_ropes(fields, family, max_position_embeddings)
+        latent = None if family.latent is None else family.latent(fields)
+        default_head_dim = family.default_head_dim or max(1, hidden_size // num_heads)
         model = cls(
             model_type=config["model_type"],
             family=family,
@@ -91,9 +97,7 @@ class ModelConfig:
             num_hidden_layers=fields.positive_int("num_hidden_layers"),
             num_attention_heads=num_heads,
             num_key_value_heads=fields.positive_int("num_key_value_heads", default=num_heads),
-            head_dim=fields.positive_int(
-                "head_dim", default=family.default_head_dim or max(1, hidden_size // num_heads)
-            ),
+            head_dim=latent.rotary_dim if latent is not None else fields.positive_int("head_dim", default_head_dim),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.ties_head_by_default),
@@ -106,6 +110,7 @@ class ModelConfig:
             layer_windows=layer_windows(fields, family),
             mlps=family.mlps(fields),
             delta_nets=family.delta_nets(fields),
+            latent=latent,
             dtype=config.get("dtype") or config.get("torch_dtype"),
             eos_token_ids=_eos_token_ids(generation or {}, config, where),
         )
@@ -122,15 +127,23 @@ class ModelConfig:
         """Width of the part of each head that is rotated."""
         return int(self.head_dim * self.rope.partial_factor)
 
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention's scores."""
+        if self.latent is None:
+            return float(self.head_dim**-0.5)
+        return float(self.latent.head_dim**-0.5) * self.rope.score_growth
+
     def shard(self, num_ranks: int) -> ModelConfig:
         """Return what the model looks like to one of several ranks.
 
         Raises:
             ConfigError: something does not divide; the message has the numbers.
         """
-        if self.delta_nets and num_ranks > 1:
+        whole = "recurrent layers are" if self.delta_nets else "latent attention is" if self.latent else None
+        if whole is not None and num_ranks > 1:
             raise ConfigError(
-                "recurrent layers are not split among ranks", where="tensor parallel", expected="1 rank",
+                f"{whole} not split among ranks", where="tensor parallel", expected="1 rank",
                 actual=f"{num_ranks} ranks",
             )  # fmt: skip
         shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")

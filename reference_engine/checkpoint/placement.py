@@ -18,6 +18,8 @@ class Placement:
     """The checkpoint tensor's own shape."""
     row: int = 0
     """First row in the parameter."""
+    stays_float32: bool = False
+    """Whether the parameter is float32 in an engine of any dtype, as in transformers."""
 
 
 def stacked(

@@ -15,7 +15,7 @@ from reference_engine.checkpoint.config_file import ConfigFields
 from reference_engine.checkpoint.families import Family
 from reference_engine.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["RopeConfig", "read_ropes"]
+__all__ = ["RopeConfig", "read_ropes", "yarn_growth"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,14 @@ class RopeConfig:
             return max_position_embeddings
         return max(max_position_embeddings, int(factor * self.parameters["original_max_position_embeddings"]))
 
+    @property
+    def score_growth(self) -> float:
+        """Factor by which scores of latent attention grow with a stretched context, by `mscale_all_dim`."""
+        if self.rope_type == "default" or not self.parameters.get("mscale_all_dim"):
+            return 1.0
+        fields = ConfigFields(self.parameters, f"rope_parameters of type {self.rope_type}")
+        return yarn_growth(fields.number("factor"), fields.number("mscale_all_dim")) ** 2
+
     def rope_len(self, num_tokens: int) -> int | None:
         """Return the shortest length whose frequencies a sequence of so many tokens has; None: all lengths have them.
 
@@ -51,6 +59,11 @@ class RopeConfig:
         return (
             max(num_tokens, original_len) if self.rope_type == "dynamic" else original_len + (num_tokens > original_len)
         )
+
+
+def yarn_growth(factor: float, weight: float) -> float:
+    """Return the growth with the logarithm of a context's factor (Peng et al. 2023, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def read_ropes(

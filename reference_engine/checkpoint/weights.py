@@ -38,8 +38,8 @@ def _layer_table(config: ModelConfig, layer: int) -> Iterator[tuple[str, Placeme
     attention, mlp = prefix + "self_attn.", config.mlps.get(layer)
     for norm in config.family.layer_norms:
         yield f"{prefix}{norm}.weight", Placement(f"{prefix}{norm}.weight", (hidden,))
-    delta_net = config.delta_nets.get(layer)
-    yield from _attention(config, attention) if delta_net is None else delta_net.tensors(prefix, hidden)
+    mixer = config.delta_nets.get(layer) or config.latent
+    yield from _attention(config, attention) if mixer is None else mixer.tensors(prefix, hidden)
     yield from _dense_mlp(config, prefix + "mlp.") if mlp is None else mlp.tensors(prefix + "mlp.", hidden)
 
 

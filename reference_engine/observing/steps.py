@@ -20,13 +20,20 @@ def describe(scheduled: Seq[ScheduledChunk], computed: Seq[ScheduledChunk], back
     return _step_info(phase, computed, sampled_rows(computed), backend)
 
 
-def show_cache(sequence: Sequence, backend: AttentionBackend, layers: Seq[int], observer: Observer) -> None:
-    """Show K and V of all computed positions as they stand in the cache, as a step of phase `readback`."""
+def show_cache(
+    sequence: Sequence, backend: AttentionBackend, layers: Seq[int], observer: Observer, *, has_latents: bool
+) -> None:
+    """Show K and V of all computed positions as they stand in the cache, as a step of phase `readback`.
+
+    Of latent attention, K is the latent and V the rotated part of the keys, as transformers caches them.
+    """
     num_tokens = sequence.num_computed_tokens
     whole = ScheduledChunk(sequence, 0, num_tokens)
     observer.begin_step(_step_info("readback", [whole], [], backend))
     for number, layer in enumerate(layers):
         k_CKH, v_CKH = backend.read_back(number, sequence.block_table, num_tokens)
+        if has_latents:
+            k_CKH, v_CKH = v_CKH, k_CKH[..., v_CKH.shape[-1] :]
         observer.tap(f"model.layers.{layer}.k_cache", k_CKH)
         observer.tap(f"model.layers.{layer}.v_cache", v_CKH)
     observer.end_step([])

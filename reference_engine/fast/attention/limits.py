@@ -38,6 +38,8 @@ class KernelLimits:
             found.append((f"device {_listed(self.device_types)}", spec.device.type))
         if not self.has_windows and any(window is not None for window in spec.layer_windows):
             found.append(("no sliding window", str(max(window or 0 for window in spec.layer_windows))))
+        if spec.value_dim is not None:
+            found.append(("values beside their keys", "latents, which are both"))
         return found
 
 

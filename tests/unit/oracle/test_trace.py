@@ -170,8 +170,19 @@ def test_a_x_k2(tiny):
     attention = graph[f"{PREFIX}attention"]
     assert (attention.kind, attention.inputs) == (
         Kind.ATTENTION,
-        (f"{PREFIX}q_rope", f"{PREFIX}k_rope", f"{PREFIX}self_attn.value"),
+        (f"{PREFIX}q_rope", f"{PREFIX}self_attn.key", f"{PREFIX}self_attn.value"),
     )
+
+
+def test_what_latent_attention_caches(tiny):
+    """The key that all heads share is an operation of its own, and those of the heads are copies."""
+    hf = tiny("axk2")
+    graph, own = hf.graph, f"{PREFIX}self_attn."
+    shared, key = graph[f"{PREFIX}k_rope"], graph[f"{own}key"]
+    assert (shared.kind, shared.inputs, shared.shape) == (Kind.ROTARY, (f"{own}kv_a_proj_with_mqa",), (1, 4))
+    assert (key.kind, key.inputs) == (Kind.COPY, (f"{own}kv_b_proj", shared.tap))
+    assert graph[f"{PREFIX}k_cache"].inputs == (f"{own}kv_a_layernorm",)
+    assert graph[f"{PREFIX}v_cache"].inputs == (shared.tap,)
 
 
 @pytest.mark.parametrize("num_keys", [3, 12, 40])

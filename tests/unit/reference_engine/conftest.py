@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -42,6 +44,9 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": 3,
 }
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe", "qwen3-next", "deepseek-v3",
+)  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -87,6 +92,19 @@ def make_qwen3_next(**changes: Any) -> Qwen3NextConfig:
     return Qwen3NextConfig(**SIZES | own | changes)
 
 
+def make_deepseek_v3(**changes: Any) -> DeepseekV3Config:
+    """Latent attention whose parts are all of another size, stretched rotary; grouped experts in the second layer."""
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "mscale": 1.0, "mscale_all_dim": 0.7}  # fmt: skip
+    own = {
+        "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+        "v_head_dim": 14, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1, "rope_parameters": rope,
+        "routed_scaling_factor": 1.7,
+    }  # fmt: skip
+    return DeepseekV3Config(**SIZES | own | changes)
+
+
 def make_model(family: str) -> PreTrainedModel:
     torch.manual_seed(sum(map(ord, family)))
     if family == "llama":
@@ -108,6 +126,8 @@ def make_model(family: str) -> PreTrainedModel:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True))
     elif family == "qwen3-next":
         model = Qwen3NextForCausalLM(make_qwen3_next())
+    elif family == "deepseek-v3":
+        model = DeepseekV3ForCausalLM(make_deepseek_v3())
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12))
     for name, parameter in model.named_parameters():
@@ -117,6 +137,9 @@ def make_model(family: str) -> PreTrainedModel:
                 parameter.data -= 1  # which multiply by 1 + weight
         elif name.endswith("bias"):
             torch.nn.init.normal_(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     return model.eval()
 
 
@@ -132,7 +155,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     made = {}
-    for family in ("llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe", "qwen3-next"):
+    for family in FAMILIES:
         folder = tmp_path_factory.mktemp(family)
         model = make_model(family)
         model.save_pretrained(folder)

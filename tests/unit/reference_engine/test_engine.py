@@ -13,7 +13,10 @@ from reference_engine.errors import CapacityError, ConfigError, DeviceError, Req
 
 from .recorder import Recorder
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe", "qwen3-next", "stories260k"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2-sliding", "gemma3", "qwen3-moe", "qwen3-next",
+            "deepseek-v3", "stories260k"]  # fmt: skip
+WITHOUT_FLIPS = [family for family in FAMILIES if family != "deepseek-v3"]
+"""Families whose tokens go to the same experts after rounding; see test_latent_attention.py for the other one."""
 SCHEDULES: dict[str, dict[str, int]] = {
     "whole": {"max_num_seqs": 1},
     "batched": {},
@@ -73,7 +76,7 @@ def test_logits_and_tokens_are_transformers(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("backend", ["paged", "contiguous", "recompute"])
-@pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
+@pytest.mark.parametrize("checkpoint", WITHOUT_FLIPS, indirect=True)
 def test_half_precision_stays_near(checkpoint: Any, backend: str, dtype: str) -> None:
     prompts = make_prompts(checkpoint.vocab_size)
     recorder = Recorder()

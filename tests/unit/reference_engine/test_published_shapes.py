@@ -88,6 +88,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "linear_num_value_heads": 32, "linear_value_head_dim": 128},
         79_674_391_296,
     ),
+    "DeepSeek-V3": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu",
+         "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "vocab_size": 129280, "hidden_size": 7168,
+         "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+         "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+         "moe_intermediate_size": 2048, "moe_layer_freq": 1, "first_k_dense_replace": 3, "norm_topk_prob": True,
+         "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_theta": 10000,
+         "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+                          "beta_slow": 1, "original_max_position_embeddings": 4096},
+         "attention_bias": False, "tie_word_embeddings": False, "num_nextn_predict_layers": 1, "ep_size": 1},
+        671_026_404_352,
+    ),
 }  # fmt: skip
 
 
@@ -99,7 +112,9 @@ def test_the_name_table_is_the_module_s_parameters(name: str, tmp_path: Path) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     config = ModelConfig.from_folder(tmp_path)
-    expected = dict(chain.from_iterable(in_checkpoint(name, own) for name, own in model.named_parameters()))
+    corrections = [each for each in model.named_buffers() if each[0].endswith("score_correction_bias")]
+    stored = [*model.named_parameters(), *corrections]
+    expected = dict(chain.from_iterable(in_checkpoint(name, own) for name, own in stored))
     assert {name: placement.shape for name, placement in weight_table(config).items()} == expected
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     module = type(model.model.rotary_emb)(hf_config)  # on the CPU: the meta device has no values

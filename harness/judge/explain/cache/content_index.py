@@ -122,18 +122,18 @@ class ContentIndex:
 
 
 def _taps(graph: Graph, layer: int) -> dict[str, str]:
-    """Return the taps of a layer's keys and values; empty if it has no attention that HF's interface shows."""
-    attention = graph.attention_of(layer)
-    if attention is None:
+    """Return the taps of what a layer caches as keys and values; empty if it has none that HF's interface shows."""
+    kept = [operation.inputs[0] for operation in graph.of_layer(layer) if operation.kind is Kind.CACHE]
+    if graph.attention_of(layer) is None or len(kept) < 2:
         return {}
-    _, key, value = attention.inputs
+    key, value = kept[:2]
     raw = {RAW_KEY: graph[key].inputs[0]} if graph[key].kind is Kind.ROTARY else {}
     return {KEY: key, VALUE: value, **raw}
 
 
 def _head(content: torch.Tensor | None, meant: torch.Tensor | None, head_dim: int) -> int | None:
     """Return the KV head that is furthest off; None if all are off alike, within a factor of two."""
-    if content is None or meant is None or content.shape != meant.shape:
+    if content is None or meant is None or content.shape != meant.shape or len(content) % head_dim:
         return None
     error = (content - meant).view(-1, head_dim).norm(dim=1)
     return int(error.argmax()) if float(error.max()) > 2 * float(error.min()) else None

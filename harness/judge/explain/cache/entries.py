@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.base.metrics import rounding_unit
+from harness.formats.taps import Kind
 from harness.judge.compare.align import is_readback
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.slot_history import Write
@@ -55,12 +56,18 @@ def other_tensor(failure: Failure) -> Iterator[Hypothesis]:
     other = {contents.taps[VALUE if is_key else KEY]: "K and V are written to each other's cache"}
     if is_key and RAW_KEY in contents.taps:
         other[contents.taps[RAW_KEY]] = "keys are cached before rotary"
+    written = failure.graph[failure.operation.inputs[0]]
+    before = written.inputs[0] if written.kind is Kind.NORM else None
+    if before is not None:
+        other[before] = "the cache holds what comes before the norm"
     for layer in failure.graph.layers:
         attention = failure.graph.attention_of(layer)
         if attention is not None and layer != failure.operation.layer:
             other[attention.inputs[1 if is_key else 2]] = f"the cache holds what layer {layer} wrote"
     for tap, cause in other.items():
         tensor = _written(failure, tap)
+        if tensor is not None and tap == before:  # a latent is the first part of a product
+            tensor = tensor[:, : failure.actual.shape[1]]
         if tensor is not None and tensor.shape == failure.actual.shape:
             yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(failure, 0))
 

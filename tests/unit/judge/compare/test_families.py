@@ -57,8 +57,8 @@ def test_requests_that_end_at_different_times_behind_a_window(bench, tmp_path):
 
 
 LATENT = "axk2"
-"""Latent attention after an indexer that chooses the keys: its cache holds neither keys nor values; it does in
-transformers 5.17, where it is read back."""
+"""Latent attention after an indexer that chooses the keys: its cache holds latents; in transformers 5.17 it holds keys
+and values, which are not read back."""
 
 
 @pytest.mark.sampled(1)
@@ -66,8 +66,8 @@ transformers 5.17, where it is read back."""
 def test_latent_attention_is_sound(bench, tmp_path, dtype):
     one = bench(LATENT, dtype)
     actual = one.recorded(SCHEDULES[dtype])
-    keeps_keys = any(step.phase == "readback" for step in actual.steps)
-    wanted = [op.tap for op in one.hf.graph if keeps_keys or op.kind is not Kind.CACHE]
+    keeps_latents = any(step.phase == "readback" for step in actual.steps)
+    wanted = [op.tap for op in one.hf.graph if keeps_latents or op.kind is not Kind.CACHE]
     run = one.compare(actual.write(tmp_path / "r"), wanted=wanted)
     assert run.findings == ()
     assert run.outcome is Outcome.PASS

@@ -22,9 +22,11 @@ from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.families.experts import Experts
+from reference_engine.families.latent_attention import LatentAttention
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
+from reference_engine.model_runner import ModelRunner
 from reference_engine.prefix_cache import Prefix, PrefixCache
 from reference_engine.rotary import RotaryEmbedding
 
@@ -32,8 +34,8 @@ OWNERS = (
     reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention,
     reference_engine.checkpoint.model_config, reference_engine.engine, reference_engine.model,
     reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool,
-    Decoder, DecoderLayer, Embedding, Experts, KVCache, LLMEngine, Linear, MLP, Prefix, PrefixCache, RMSNorm,
-    RotaryEmbedding,
+    Decoder, DecoderLayer, Embedding, Experts, KVCache, LLMEngine, LatentAttention, Linear, MLP, ModelRunner, Prefix,
+    PrefixCache, RMSNorm, RotaryEmbedding,
 )  # fmt: skip
 ONE_OF_EACH = (
     "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",
@@ -42,7 +44,7 @@ ONE_OF_EACH = (
     "inputs-bf16-of-fp32-weights", "rope-frequencies-off-by-1e-6", "cache-bf16-declared-fp16",
     "router-lowest", "router-one-expert", "router-not-normalised", "experts-swapped", "experts-rank-missing",
     "experts-weighted-input", "expert-stale", "stream-scaled", "values-of-the-next-head-in-bfloat16",
-    "soft-cap-added", "slow-pairs-not-turned", "head-negated", "logits-capped",
+    "soft-cap-added", "slow-pairs-not-turned", "head-negated", "logits-capped", "latent-not-normed",
 )  # fmt: skip
 
 
