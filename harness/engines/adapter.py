@@ -65,7 +65,7 @@ class Workload:
     timeline: Timeline | None = None
     """If given, it replaces the schedule; only engines with `Capabilities.control` are given one."""
     taps: str = "all"
-    """What is asked for: `all`, or a preset of `--taps`. Where that is less, an engine may run as it does unobserved."""
+    """What is asked for, a preset of `--taps`. Where it is less than `all`, an engine may run as it does unobserved."""
     poison: Poison | None = None
     """What to fill before each step, of memory that no live row may depend on; an engine that cannot leaves it."""
 
