@@ -15,9 +15,7 @@ def bisect(
     bad: Annotated[str | None, typer.Option(metavar="REV", help="Revision at which it fails.")] = None,
     history: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="RUNS", help="Runs of a suite that were labelled with revisions: what was good and bad."
-        ),
+        typer.Option(metavar="RUNS", help="Runs of a suite that were labelled with revisions: what was good and bad."),
     ] = None,
     repo: Annotated[
         Path, typer.Option(metavar="DIR", help="Git repository of the engine; it is not touched.")
