@@ -162,7 +162,7 @@ def test_options_of_a_peer_that_reads_none_are_refused(harness):
 
 @pytest.mark.parametrize(("options", "words"), [
     (["--shape", "huge"], "tiny, 142m"),
-    (["--peer", "nobody"], "hf-generate, hf-continuous, llamacpp"),
+    (["--peer", "nobody"], "hf-generate, hf-continuous"),
     (["--repeats", "0"], "--repeats"),
     (["--engine", "hf-generate", "--peer", "nobody"], "nobody"),
     (["--dtype", "int8"], "float32, bfloat16, float16"),

@@ -64,7 +64,19 @@ def test_a_profile_stands_beside_the_best_that_a_gpu_could_do(tmp_path, capsys):
     assert "measured: hf on cpu, qwen3-tiny in bfloat16:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [None, "{}", '{"phases": 3}'])
+STEP = (
+    '"engine": "hf", "model": "m", "dtype": "d", "device": "cpu", "phases": [{"name": "decode", "wall_ms": 1, "steps": '
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None, "{}", '{"phases": 3}',
+        f'{{{STEP}[{{"phase": "decode", "num_sampled": 1, "query_lens": [5], "context_lens": [2]}}]}}]}}',
+        f'{{{STEP}[{{"phase": "decode", "num_sampled": 1, "query_lens": [1, 1], "context_lens": [2]}}]}}]}}',
+    ],
+)  # fmt: skip
 def test_a_folder_without_a_profile_is_bad_input(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "profile.json").write_text(content)

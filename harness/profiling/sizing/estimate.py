@@ -140,6 +140,8 @@ def _times(document: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str,
 
 def _shape(step: Mapping[str, Any]) -> StepShape:
     lengths = {name: tuple(map(int, step[name])) for name in ("query_lens", "context_lens")}
+    if not all(1 <= rows <= context for rows, context in zip(*lengths.values(), strict=True)):
+        raise ValueError("rows are no part of their contexts")
     return StepShape(phase=str(step["phase"]), num_sampled=int(step["num_sampled"]), **lengths)
 
 
