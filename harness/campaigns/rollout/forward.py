@@ -32,7 +32,7 @@ class Arithmetic(StrEnum):
     CONTROL = "control"
     """HF in the sides' dtype."""
     EAGER = "eager"
-    """The same with eager attention: it rounds scores, and is another draw of what a near tie of two scores becomes."""
+    """The same with eager attention: it rounds scores, and is another draw of what attention makes of a rounding."""
     TRAINER = "trainer"
     """The trainer's replica, with the weights and under the autocast that it has."""
 

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 NUM_PAIRS = int(os.environ.get("ROLLOUT_PAIRS", "8"))
 FIRST_SEED = int(os.environ.get("ROLLOUT_SEED", "0"))
 TRAINER = os.environ.get("ROLLOUT_TRAINER", "")
-ONCE_ALARMED = (3084, 3087, 5227)  # LoRA rounds twice, so does an engine that serves it; two scores are a near tie
+ONCE_ALARMED = (3084, 3087, 5227)  # LoRA rounds twice, so does an engine that serves it; a magnified rounding
 
 
 def drawn(seed):
