@@ -84,11 +84,11 @@ def _attention(operation: Operation, seen: ForwardTrace) -> Operation:
 
 
 def _without_parts(operations: list[Operation]) -> list[Operation]:
-    """Leave out what is a mere part of another value, but for what attention reads: who reads it reads the whole."""
+    """Leave out what is a mere part of another value, but for what attention reads or caches."""
     parts = {
         op.source: op.inputs
         for op in operations
-        if op.kind is Kind.COPY and len(op.inputs) == 1 and op.source.partition(":")[2] not in _INTERFACE
+        if op.kind is Kind.COPY and len(op.inputs) == 1 and op.source.partition(":")[2] not in (*_INTERFACE, *LATENTS)
     }
 
     def whole(source: str) -> tuple[str, ...]:
@@ -181,7 +181,8 @@ def _with_caches(
     for operation in operations:
         if operation.kind is Kind.ATTENTION and operation.layer is not None:
             latents = [aliases[name] for part in LATENTS if (name := f"{operation.module}:{part}") in aliases]
-            for name, written in zip(("k_cache", "v_cache"), latents or operation.inputs[1:], strict=True):
+            held = latents if len(latents) == len(LATENTS) else operation.inputs[1:]
+            for name, written in zip(("k_cache", "v_cache"), held, strict=True):
                 tap, shape = f"{prefix_of(operation.tap)}{name}", by_tap[written].shape
                 window = operation.window or windows.get(operation.layer)
                 yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), shape=shape, window=window)

@@ -123,10 +123,12 @@ class ContentIndex:
 
 def _taps(graph: Graph, layer: int) -> dict[str, str]:
     """Return the taps of what a layer caches as keys and values; empty if it has none that HF's interface shows."""
-    kept = [operation.inputs[0] for operation in graph.of_layer(layer) if operation.kind is Kind.CACHE]
-    if graph.attention_of(layer) is None or len(kept) < 2:
+    attention = graph.attention_of(layer)
+    if attention is None:
         return {}
-    key, value = kept[:2]
+    kept = {operation.site: operation.inputs[0] for operation in graph.of_layer(layer) if operation.kind is Kind.CACHE}
+    _, key, value = attention.inputs
+    key, value = kept.get("k_cache", key), kept.get("v_cache", value)
     raw = {RAW_KEY: graph[key].inputs[0]} if graph[key].kind is Kind.ROTARY else {}
     return {KEY: key, VALUE: value, **raw}
 
