@@ -94,10 +94,28 @@ def _watched(hf: UntracedModel, ids: torch.Tensor) -> ForwardTrace:
     with ExitStack() as stack:
         flow = stack.enter_context(following())
         stack.enter_context(_activations_noted(hf, flow))
-        watcher = _show_run(hf, ids, lambda source, value: seen.note(flow, source, value))
+        merged = _merged(hf)
+
+        def note(source: str, value: torch.Tensor) -> None:
+            if source == merged:
+                flow.mark(value, flow.of(value) | Origin((), ("merge",)))
+            seen.note(flow, source, value)
+
+        watcher = _show_run(hf, ids, note)
     seen.windows = {path: window_of(call) for path, call in watcher.calls.items()}
     seen.num_scores = watcher.num_scores
     return seen
+
+
+def _merged(hf: UntracedModel) -> str | None:
+    """Return the source of the rows into which images were put: over text alone they are the embedding's."""
+    if not hf.has_images:
+        return None
+    return next(f"{path}:input" for path in hf.parts if path.startswith(f"{hf.decoder_path}.") and _is_layer(path))
+
+
+def _is_layer(path: str) -> bool:
+    return path.rpartition(".")[2].isdecimal()
 
 
 def _row_shapes(hf: UntracedModel, ids: torch.Tensor) -> dict[str, _RowShape]:
