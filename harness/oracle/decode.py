@@ -114,9 +114,7 @@ class HFDecoder:
             cache.crop(-num_tokens)
 
 
-def greedy_continuation(
-    hf: HFModel, token_ids: Sequence[int], num_tokens: int, inputs: str | None = None
-) -> list[int]:
+def greedy_continuation(hf: HFModel, token_ids: Sequence[int], num_tokens: int, inputs: str | None = None) -> list[int]:
     """Return so many greedy tokens of HF in the engine's dtype; an end-of-text token does not end it.
 
     After a prompt with images each token takes a forward over all of them: HF's decode then has the truth's positions.

@@ -83,6 +83,7 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.ROTARY: KindTraits(
         error_model=ErrorModel(roundings=3),
         causes=(
+            "rotary.axes",
             "rotary.frequencies",
             "rotary.positions",
             "rotary.pairs",
@@ -129,6 +130,7 @@ KINDS: Mapping[Kind, KindTraits] = {
         causes=(
             "products.lora",
             "layer.embedding",
+            "layer.images",
             "experts.router",
             "experts.experts",
             "experts.shared_expert",
