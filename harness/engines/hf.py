@@ -31,7 +31,7 @@ from harness.oracle.decode import HFDecoder, Snapshot
 from harness.oracle.images import DecoderInputs, decoder_inputs, handing
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
-from harness.oracle.rows import as_rows
+from harness.oracle.rows import as_rows, chosen_positions
 from harness.oracle.watch import Seeing, watching
 from harness.results.settings import ModelSettings
 
@@ -332,7 +332,8 @@ class _Batch:
             options["attention_mask"] = torch.tensor([row[begin:] for row in self._mask], device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = max((-column for column in forward.columns), default=1)
-        recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes)
+        padding = [lane.num_padding for lane in self._lanes]
+        recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes, padding)
         cells = [
             [(self._images.get(owner), at) for owner, at in zip(*line, strict=True)]
             for line in zip(forward.owners, forward.positions, strict=True)
@@ -341,7 +342,7 @@ class _Batch:
             self._poisoned(forward, decoder),
             handing(self._hf, cells),
             watching(self._hf, attention=self._attention) as watch,
-            watch.showing(Seeing(recorder.see)),
+            watch.showing(_Choosing(recorder)),
         ):
             decoder.feed(forward.ids, **options)
             assert decoder.logits is not None
@@ -481,6 +482,18 @@ def _sees_history(hf: HFModel) -> bool:
     return keeps_tokens or any(operation.kind is Kind.ATTENTION for operation in hf.graph)
 
 
+class _Choosing(Seeing):
+    """Shows values and choices to a recorder."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__(recorder.see)
+        self._recorder = recorder
+
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        """See `Watcher.choose`."""
+        self._recorder.choose(source, scores, chosen)
+
+
 class _Recorder:
     """Writes the taps of one forward: the rows of tokens that are a request's own."""
 
@@ -491,12 +504,21 @@ class _Recorder:
         forward: _Forward,
         writer: RecordingWriter,
         dtypes: dict[str, torch.dtype],
+        padding: Sequence[int],
     ) -> None:
-        self._dtypes = dtypes
+        self._dtypes, self._padding = dtypes, padding
         self._sources, self._forward, self._writer = sources, forward, writer
         self._kept = torch.tensor(forward.kept, device=hf.device)
         self._head = hf.graph.head
         self._shape = len(forward.ids), len(forward.ids[0])
+
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Write a choice, one among the tokens so far by their positions: columns of the cache without the padding."""
+        shown = self._sources.get(source)
+        if shown is not None and shown.operation.among_tokens:
+            padding = torch.tensor(self._padding, device=chosen.device)[:, None, None]
+            chosen = (chosen_positions(chosen, scores, shown.operation.shape[0]) - padding).clamp(min=-1)
+        self.see(source, chosen)
 
     def see(self, source: str, value: torch.Tensor) -> None:
         """Write one value, if it is a tap."""

@@ -30,7 +30,7 @@ from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.version import __version__
 
-ORACLE_VERSION = 6
+ORACLE_VERSION = 7
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
 
 

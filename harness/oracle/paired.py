@@ -34,7 +34,7 @@ from harness.oracle.precision import (
     upcast_parameters,
     without_tf32,
 )
-from harness.oracle.rows import as_rows, from_rows
+from harness.oracle.rows import as_rows, choice_of_positions, chosen_positions, from_rows
 from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
 
 
@@ -267,6 +267,11 @@ class _Side:
         operation = self._operations.get(source)
         if operation is None:
             return None
+        if operation.among_tokens and scores is not None:
+            shown = chosen_positions(value, scores, operation.shape[0])
+            rows, scores = (as_rows(each, 1, self._num_requests, self._num_tokens) for each in (shown, scores))
+            other = self._show(Value(operation=operation, rows=rows, scores=scores))
+            return None if other is None else choice_of_positions(other, value, self._num_tokens)
         dim, places, num_tokens = operation.token_dim, None, self._num_tokens
         if self._kept is not None and value.shape[dim] == len(self._kept):
             places, num_tokens = self._places(), len(self._kept)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from unittest.mock import patch
 import torch
 from tabulate import tabulate
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 import harness.engines.hf as engine_room
 from harness.api.arguments import requests_of
@@ -262,39 +265,144 @@ class Keyless(dict):
         super().__setitem__(key[1:], value)
 
 
-def sections(sizes: list[int]) -> Callable[[Any], None]:
+def rotary_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "mrope_section")]
+
+
+def other_sections(model: Any) -> None:
+    for module in rotary_modules(model):
+        module.mrope_section = [3, 3, 2]
+
+
+def layout_of(other: type) -> Callable[[Any], None]:
     def change(model: Any) -> None:
-        for module in model.modules():
-            if hasattr(module, "mrope_section"):
-                module.mrope_section = sizes
-            if hasattr(module, "mrope_layout"):
-                module.mrope_layout = None
+        for module in rotary_modules(model):
+            module.recomposition_frequencies = partial(other.recomposition_frequencies, module)
 
     return change
 
 
+def numbered(own: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """[3, T]: the parts of an image one after the other."""
+    for at in range(1, own.shape[1]):
+        if kinds[at] and kinds[at - 1]:
+            own[:, at] = own[:, at - 1] + 1
+    return own
+
+
+def without_images(inputs: DecoderInputs, _request: RequestInfo) -> DecoderInputs:
+    others = {name: each for name, each in inputs.by_token.items() if name != "inputs_embeds"}
+    return replace(inputs, by_token=others)
+
+
+def of_the_first(inputs: DecoderInputs, request: RequestInfo) -> DecoderInputs:
+    """Hand the rows of the first request to all others."""
+    if request.id == 0:
+        _kept["first"] = inputs.by_token["inputs_embeds"]
+    rows, own = inputs.by_token["inputs_embeds"].clone(), [at for each in images_of(request) for at in each]
+    rows[own] = _kept["first"][own]
+    return replace(inputs, by_token={**inputs.by_token, "inputs_embeds": rows})
+
+
+_kept: dict[str, torch.Tensor] = {}
 PARTS = {"sites": ("layers.0.input",)}
 FAULTS = (
-    Fault(name="height and width swapped", change=positions(lambda own, _: own[[0, 2, 1]]), says=("height and width are swapped",)),
-    Fault(name="time and width swapped", change=positions(lambda own, _: own[[2, 1, 0]]), says=("time and width are swapped",)),
+    Fault(
+        name="height and width swapped",
+        change=positions(lambda own, _: own[[0, 2, 1]]),
+        says=("height and width are swapped",),
+    ),
+    Fault(
+        name="time and width swapped",
+        change=positions(lambda own, _: own[[2, 1, 0]]),
+        says=("time and width are swapped",),
+    ),
     Fault(name="one axis", change=positions(lambda own, _: counted(own)), says=("one axis",)),
-    Fault(name="text does not restart", change=positions(lambda own, kinds: own.where(kinds > 0, counted(own))), says=("do not restart after an image",)),
+    Fault(
+        name="text does not restart",
+        change=positions(lambda own, kinds: own.where(kinds > 0, counted(own))),
+        says=("do not restart after an image",),
+    ),
     Fault(name="an image at one position", change=positions(starts), says=("position of its first",)),
-    Fault(name="text after an image one too far", change=positions(lambda own, kinds: own + ((kinds == 0) & (kinds.cumsum(0) > 0))), says=("off by one (+1)",)),
+    Fault(
+        name="text after an image one too far",
+        change=positions(lambda own, kinds: own + ((kinds == 0) & (kinds.cumsum(0) > 0))),
+        says=("off by one (+1)",),
+    ),
     Fault(name="index in decode", cut=in_decode, says=("do not restart after an image",)),
     Fault(name="a chunk counts an image anew", schedule="chunked:3", cut=in_chunk, says=("begins inside of an image",)),
     Fault(name="a chunk begins at 0", schedule="chunked:7", cut=at_zero, says=("offset is forgotten",)),
-    Fault(name="another request's image in the prefix cache", families=FAMILIES, schedule="prefix-hit", sites=("k_cache",), says=("what another request wrote",)),
-    Fault(name="rows after the first layers dropped", families=("qwen3_vl", "qwen3_vl_moe"), change=lambda inputs, _: replace(inputs, deepstack=[0 * each for each in inputs.deepstack]), sites=("layers.1.input_layernorm",), says=()),
-    Fault(name="attention inside of an image looks back only", families=("gemma3",), change=lambda inputs, _: replace(inputs, types={}), sites=("attention",), says=("does not see the parts after it",)),
-    Fault(name="a chunk ends inside of an image", families=("gemma3",), schedule="chunked:3", change=lambda inputs, _: replace(inputs, is_seen_whole=False), sites=("attention",), says=("a step ends inside of an image",)),
-    Fault(name="sections 3, 3, 2", model=sections([3, 3, 2]), families=("qwen2_vl", "qwen2_5_vl"), says=("3, 3, 2",)),
+    Fault(
+        name="another request's image in the prefix cache",
+        families=FAMILIES,
+        schedule="prefix-hit",
+        sites=("k_cache",),
+        says=("what another request wrote",),
+    ),
+    Fault(
+        name="rows after the first layers dropped",
+        families=("qwen3_vl", "qwen3_vl_moe"),
+        change=lambda inputs, _: replace(inputs, deepstack=[0 * each for each in inputs.deepstack]),
+        sites=("layers.1.input_layernorm",),
+        says=(),
+    ),
+    Fault(
+        name="attention inside of an image looks back only",
+        families=("gemma3",),
+        change=lambda inputs, _: replace(inputs, types={}),
+        sites=("attention",),
+        says=("does not see the parts after it",),
+    ),
+    Fault(
+        name="a chunk ends inside of an image",
+        families=("gemma3",),
+        schedule="chunked:3",
+        change=lambda inputs, _: replace(inputs, is_seen_whole=False),
+        sites=("attention",),
+        says=("a step ends inside of an image",),
+    ),
+    Fault(name="parts of an image in a row", change=positions(numbered), says=("numbered one after the other",)),
+    Fault(name="sections 3, 3, 2", model=other_sections, families=("qwen2_vl", "qwen2_5_vl"), says=("3, 3, 2",)),
+    Fault(
+        name="sections in turn",
+        model=layout_of(Qwen3VLTextRotaryEmbedding),
+        families=("qwen2_5_vl",),
+        says=("in turn",),
+    ),
+    Fault(
+        name="sections one after the other",
+        model=layout_of(Qwen2_5_VLRotaryEmbedding),
+        families=("qwen3_vl",),
+        says=("one after the other",),
+    ),
+    Fault(name="no image rows", families=FAMILIES, change=without_images, says=("no image is there",), **PARTS),
+    Fault(
+        name="the first request's images",
+        families=FAMILIES,
+        change=of_the_first,
+        says=("images of request 0",),
+        **PARTS,
+    ),
     Fault(name="image rows one late", families=FAMILIES, change=rows(shifted(1)), says=("1 position late",), **PARTS),
-    Fault(name="image rows one early", families=FAMILIES, change=rows(shifted(-1)), says=("1 position early",), **PARTS),
-    Fault(name="two images swapped", families=FAMILIES, change=rows(arranged(lambda images: [*images[1], *images[0]])), says=("images in the order 1, 0",), **PARTS),
+    Fault(
+        name="image rows one early", families=FAMILIES, change=rows(shifted(-1)), says=("1 position early",), **PARTS
+    ),
+    Fault(
+        name="two images swapped",
+        families=FAMILIES,
+        change=rows(arranged(lambda images: [*images[1], *images[0]])),
+        says=("images in the order 1, 0",),
+        **PARTS,
+    ),
     Fault(name="image rows scaled", families=FAMILIES, change=rows(scaled), says=("gain of 8",), **PARTS),
-    Fault(name="parts by columns", families=OF_AXES, change=rows(arranged(lambda images: columns(images, 2))), says=("by columns of 2",), **PARTS),
-)  # fmt: skip
+    Fault(
+        name="parts by columns",
+        families=OF_AXES,
+        change=rows(arranged(lambda images: columns(images, 2))),
+        says=("by columns of 2",),
+        **PARTS,
+    ),
+)
 
 
 class Subject:

@@ -123,7 +123,7 @@ KINDS: Mapping[Kind, KindTraits] = {
         error_model=ErrorModel(roundings=0), causes=("cache.entries", "cache.quantised", "cache.content")
     ),
     Kind.STATE: KindTraits(error_model=None, causes=("states.kept",)),
-    Kind.CHOICE: KindTraits(error_model=None, causes=("experts.choice",)),
+    Kind.CHOICE: KindTraits(error_model=None, causes=("attention.chosen_tokens", "experts.choice")),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
     Kind.OTHER: KindTraits(
         error_model=None,

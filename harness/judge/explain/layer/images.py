@@ -84,9 +84,6 @@ def _orders(kinds: list[bool]) -> dict[str, _Order]:
         found[f"images in the order {', '.join(map(str, order))}"] = _put(
             own, images, [at for number in order for at in images[number]]
         )
-    found["the parts of each image in reverse"] = _put(own, images, [at for each in images for at in reversed(each)])
-    parts = [at for each in images for at in each]
-    found["the parts of all images in reverse"] = _put(own, images, parts[::-1])
     for height in range(2, max(map(len, images), default=0)):
         found[f"the parts of each image by columns of {height}"] = _put(
             own, images, [at for each in images for at in _by_columns(each, height)]
