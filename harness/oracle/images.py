@@ -215,7 +215,7 @@ def _filled(own: Any, cells: Sequence[Sequence[Cell]], name: str, rows: Sequence
 
 
 def _positions(own: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
-    """[A, B, C] of the engine's own positions [B, C] of text."""
+    """Return [A, B, C] in the place of the engine's own positions [B, C], which are right for text."""
     num_axes = next(len(inputs.positions) for *_, inputs, _ in rows if inputs.positions is not None)
     table = own.expand(num_axes, *own.shape[-2:]).clone()
     for lane, column, inputs, at in rows:
@@ -252,4 +252,5 @@ def _kept(place: str, digest: str) -> Mapping[str, torch.Tensor]:
         raise HarnessError(Code.BAD_INPUTS, f"there is no copy: {error}", where=place, hint=hint) from error
     if hashlib.sha256(data).hexdigest() != digest:
         raise HarnessError(Code.BAD_INPUTS, "the copy was changed", where=place, hint="remove it")
-    return safetensors.torch.load(data)
+    tensors: dict[str, torch.Tensor] = safetensors.torch.load(data)
+    return tensors

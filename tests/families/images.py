@@ -1,6 +1,7 @@
 """Requests with images through the decoders of vision-language models: sound runs, and faults around the images.
 
 python -m tests.families.images [--dtypes float32,bfloat16] [--no-faults | --no-sound] [--only FAULT] [FAMILY ...]
+python -m tests.families.images --text [FAMILY ...]                    # requests of text alone, more families
 
 The engine is HF: its vision tower once for each request, then its decoder in pieces, through its own cache. A fault
 changes what the decoder is handed (rows of images, positions of three axes, kinds of tokens), or its frequencies.
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+import harness
 import harness.engines.hf as engine_room
 from harness.api.arguments import requests_of
 from harness.engines.hf import HFEngine
@@ -45,6 +47,10 @@ from .sizes import EXCEPTIONS, ROPE, SIZES
 from .tiny_config import one_layer_of_each_type, parts_of, sizes_of
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava")
+TEXT = (
+    *FAMILIES, "qwen3_5", "qwen3_5_moe", "internvl", "mistral3", "llava_next", "llava_onevision", "smolvlm", "idefics3",
+    "cohere2_vision", "aria", "lfm2_vl",
+)  # fmt: skip
 OF_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SCHEDULES = ("plain", "chunked:3", "chunked:7", "batched", "prefix-hit", "rewound", "speculative")
 IMAGE, BEGIN, END = 250, 252, 253
@@ -474,6 +480,27 @@ def sound_rows(family: str, dtype: str) -> Iterator[list[object]]:
             yield [family, dtype, schedule, str(run.outcome), num_rows, f"{worst:.2f}", first]
 
 
+def text_row(family: str) -> list[object]:
+    """Check requests of text alone in float32, under every schedule."""
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        build(family).save_pretrained(folder)
+        report = harness.check(
+            "hf", model=folder, prompts=[list(range(5, 30)), list(range(60, 71))], max_new_tokens=NUM_NEW,
+            dtype="float32", schedules=SCHEDULES,
+        )  # fmt: skip
+    runs = [f"{run.schedule} {run.outcome}" for run in report.runs if run.outcome is not Outcome.PASS]
+    first = [run.first_divergence.tap for run in report.runs if run.first_divergence is not None]
+    worst = max(tap.local_bound_share_max or 0.0 for run in report.runs for tap in run.taps)
+    return [
+        family,
+        str(report.outcome),
+        sum(run.num_rows for run in report.runs),
+        f"{worst:.2f}",
+        *runs[:1],
+        *first[:1],
+    ]
+
+
 def fault_row(opened: Subject, family: str, dtype: str, fault: Fault) -> list[object]:
     """Plant a fault and say what was found of it."""
     run = opened.check(fault.schedule, fault)
@@ -504,9 +531,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--no-sound", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--text", action="store_true")
     options = parser.parse_args(arguments)
     families, dtypes = options.families or list(FAMILIES), options.dtypes.split(",")
     torch.set_num_threads(1)
+    if options.text:
+        heads = ["family", "result", "rows", "largest share of a bound", "not passed", "first wrong"]
+        found = [shown(text_row(family)) for family in options.families or TEXT]
+        sys.stdout.write(tabulate(found, heads, tablefmt="pipe", disable_numparse=True) + "\n")
+        return
     if not options.no_sound:
         heads = ["family", "dtype", "schedule", "result", "rows", "largest share of a bound", "first wrong"]
         found = [shown(row) for family in families for dtype in dtypes for row in sound_rows(family, dtype)]

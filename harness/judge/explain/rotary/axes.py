@@ -3,11 +3,9 @@
 `R` rows, `A` axes, `P` pairs of a head, `T` tokens of a request.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import permutations
-from typing import Any
 
 import torch
 
@@ -15,7 +13,7 @@ from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.judge.explain.rotary.positions import places
 from harness.judge.explain.rotary.rotation import heads_read
-from harness.oracle.images import DecoderInputs, decoder_inputs
+from harness.oracle.images import decoder_inputs
 from harness.oracle.rotation import Rotation, rotations
 
 _AXES = ("time", "height", "width")
@@ -23,16 +21,16 @@ _AXES = ("time", "height", "width")
 
 @dataclass(frozen=True, kw_only=True)
 class _Rotated:
-    """The rotation of rows by the axis that each pair of a head follows."""
+    """Rows that are rotated by the positions of the axis that each pair of a head follows."""
 
     failure: Failure
     rotation: Rotation
     axes: torch.Tensor
     """[P] int64."""
-    tables: dict[int, torch.Tensor]
-    """[A, T] of each request."""
-    kinds: dict[int, torch.Tensor]
-    """[T] of each request: not 0 where a token is a part of an image."""
+    tables: Mapping[int, torch.Tensor]
+    """[A, T] of each request: the right positions."""
+    firsts: Mapping[int, torch.Tensor]
+    """[T] of each request: see `_firsts`."""
 
     def turn(self, positions: torch.Tensor, axes: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate the rows for positions [A, R]."""
@@ -40,81 +38,52 @@ class _Rotated:
         phases = positions.to(torch.float32)[self.axes if axes is None else axes].T * own.frequencies
         return own.turned(own.heads(x), *own.table(phases.to(torch.float64)))
 
-    def at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the positions [A, R] of other tokens of the rows' requests; those before the first are its own."""
-        pairs = zip(self.failure.rows.request.tolist(), indices.clamp(min=0).tolist(), strict=True)
-        return torch.stack([self.tables[request][:, index] for request, index in pairs], dim=1)
+    def at(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the positions [A, R] of other tokens [R] of the rows' requests."""
+        return self.of_rows(self.tables, tokens)
 
-    @cached_property
-    def own(self) -> torch.Tensor:
-        """[A, R]: the right positions."""
-        return self.at(self.failure.positions)
-
-    @cached_property
-    def in_image(self) -> torch.Tensor:
-        """[R] bool."""
-        pairs = zip(self.failure.rows.request.tolist(), self.failure.positions.tolist(), strict=True)
-        return torch.tensor([bool(self.kinds[request][index]) for request, index in pairs])
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """[R] int64: index of the first token of each row's image; of text its own."""
-        found = []
-        for request, index in zip(self.failure.rows.request.tolist(), self.failure.positions.tolist(), strict=True):
-            kinds = self.kinds[request].tolist()
-            while kinds[index] and index and kinds[index - 1]:
-                index -= 1
-            found.append(index)
-        return torch.tensor(found)
+    def of_rows(self, tables: Mapping[int, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+        """[..., R] of a table [..., T] for each request."""
+        pairs = zip(self.failure.rows.request.tolist(), tokens.clamp(min=0).tolist(), strict=True)
+        return torch.stack([tables[request][..., token] for request, token in pairs], dim=-1)
 
 
 def along_axes(failure: Failure) -> Iterator[Hypothesis]:
     """Rows are rotated for the positions of another axis, of other tokens, or by other frequencies of an axis."""
-    found = _rotated(failure)
+    found = _rotated(failure) if failure.hf.has_images else None
     if found is None:
         return
-    for cause, positions in (*_of_axes(found), *_of_tokens(found)):
-        if not torch.equal(positions, found.own):
+    own = found.at(failure.positions)
+    for cause, positions in (*_of_axes(own), *_of_tokens(found, own)):
+        if not torch.equal(positions, own):
             yield Hypothesis(cause=cause, output=found.turn(positions))
-    sizes = _sizes(found.axes)
-    for layout, other in _sections(sizes):
+    for layout, other in _sections(_sizes(found.axes)):
         if not torch.equal(other, found.axes):
             shown = ", ".join(map(str, _sizes(other)))
-            cause = f"M-RoPE sections {layout}: {shown} frequencies for {', '.join(_AXES[: len(sizes)])}"
-            yield Hypothesis(cause=cause, output=found.turn(found.own, other))
+            cause = f"M-RoPE sections {layout}: {shown} frequencies for {', '.join(_AXES[: len(own)])}"
+            yield Hypothesis(cause=cause, output=found.turn(own, other))
 
 
 def _rotated(failure: Failure) -> _Rotated | None:
     """Return the model's own rotation over axes; None where it has none, or another operation is between."""
-    if not failure.hf.has_images:
-        return None
-    handed = _handed(failure)
-    axes = next((len(each.positions) for each in handed.values() if each and each.positions is not None), 0)
-    tables, kinds = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-    for request in failure.recording.manifest.requests:
-        own, count = handed.get(request.id), torch.arange(len(request.token_ids))
-        has_axes = own is not None and own.positions is not None
-        tables[request.id] = own.positions.cpu() if own and own.positions is not None else count.expand(axes, -1)
-        types = next(iter(own.types.values()), None) if own is not None and has_axes else None
-        kinds[request.id] = torch.zeros_like(count) if types is None else types.cpu()
+    requests = [each for each in failure.recording.manifest.requests if each.id in set(failure.rows.request.tolist())]
+    handed = {each.id: decoder_inputs(failure.hf, each) for each in requests if each.inputs is not None}
+    tables = {request: each.positions.cpu() for request, each in handed.items() if each.positions is not None}
     read = heads_read(failure.inputs[0].flatten(1), failure.expected, failure.hf.head_dim)
-    failure = replace(failure, inputs=[read, *failure.inputs[1:]])
-    if not axes or read.shape != failure.expected.shape:
+    if not tables or read.shape != failure.expected.shape or read.shape[1] % failure.hf.head_dim:
         return None
+    num_axes = len(next(iter(tables.values())))
+    kinds = {request: next(iter(each.types.values())).cpu() for request, each in handed.items()}
+    firsts = {each.id: _firsts(kinds.get(each.id, torch.zeros(len(each.token_ids)).long())) for each in requests}
+    tables |= {each.id: torch.arange(len(each.token_ids)).expand(num_axes, -1) for each in requests if not each.inputs}
+    failure = replace(failure, inputs=[read, *failure.inputs[1:]])
     for own in rotations(failure.hf):
-        followed = _followed(own, axes)
-        if followed is None or read.shape[1] % own.head_dim:
-            continue
-        found = _Rotated(failure=failure, rotation=own, axes=followed, tables=tables, kinds=kinds)
-        if failure.is_expected(found.turn(found.own)):
-            return found
+        axes = _followed(own, num_axes)
+        if axes is not None:
+            found = _Rotated(failure=failure, rotation=own, axes=axes, tables=tables, firsts=firsts)
+            if failure.is_expected(found.turn(found.at(failure.positions))):
+                return found
     return None
-
-
-def _handed(failure: Failure) -> dict[int, DecoderInputs | None]:
-    wanted = set(failure.rows.request.tolist())
-    requests = [each for each in failure.recording.manifest.requests if each.id in wanted]
-    return {each.id: decoder_inputs(failure.hf, each) if each.inputs else None for each in requests}
 
 
 def _followed(own: Rotation, num_axes: int) -> torch.Tensor | None:
@@ -135,39 +104,43 @@ def _followed(own: Rotation, num_axes: int) -> torch.Tensor | None:
     return followed if bool((followed >= 0).all()) else None
 
 
-def _of_axes(found: _Rotated) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_axes(own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield positions whose axes are taken for one another."""
-    names = _AXES[: len(found.own)]
-    for order in permutations(range(len(names))):
-        moved = [at for at, axis in enumerate(order) if at != axis]
+    for order in permutations(range(len(own))):
+        moved = [_AXES[axis] for at, axis in enumerate(order) if at != axis]
         if len(moved) == 2:
-            yield f"positions of {names[moved[0]]} and {names[moved[1]]} are swapped", found.own[list(order)]
+            yield f"positions of {moved[1]} and {moved[0]} are swapped", own[list(order)]
         elif moved:
-            yield (
-                f"positions of {', '.join(names[axis] for axis in order)} for {', '.join(names)}",
-                found.own[list(order)],
-            )
+            yield f"positions of {', '.join(moved)} for {', '.join(_AXES)}", own[list(order)]
 
 
-def _of_tokens(found: _Rotated) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield positions that are right elsewhere, or of one axis alone."""
-    index, own, image = found.failure.positions, found.own, found.in_image
-    first, chunk = found.at(found.starts), places(found.failure)["chunk"]
-    counted = index.expand_as(own)
+def _of_tokens(found: _Rotated, own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield positions that are those of other tokens, or of one axis."""
+    index, chunk = found.failure.positions, places(found.failure)["chunk"]
+    first = found.of_rows(found.firsts, index)
+    image, counted = first >= 0, index.expand_as(own)
     if bool(image.any()):
         yield "positions have one axis: every token is at its place in the sequence", counted
     else:
         yield "positions do not restart after an image: text goes on at its place in the sequence", counted
-    yield "the parts of an image are numbered one after the other", (first + index - found.starts).where(image, own)
-    yield "every part of an image is at the position of its first", first.where(image, own)
+    yield "the parts of an image are numbered one after the other", (found.at(first) + index - first).where(image, own)
+    yield "every part of an image is at the position of its first", found.at(first).where(image, own)
     yield "positions restart in every step: the chunk's offset is forgotten", found.at(chunk)
-    begins_inside = image & (index - chunk > found.starts)
+    begins_inside = image & (index - chunk > first)
     yield (
         "a chunk that begins inside of an image begins at the image's first position",
-        found.at(torch.where(begins_inside, found.starts + chunk, index)),
+        found.at(torch.where(begins_inside, first + chunk, index)),
     )
     for offset in (1, -1):
         yield f"positions are off by one ({offset:+d})", own + offset
+
+
+def _firsts(kinds: torch.Tensor) -> torch.Tensor:
+    """[T] int64: the first token of the image that a token is a part of, by the kinds of the tokens; -1 for text."""
+    firsts = torch.full_like(kinds, -1)
+    for token in kinds.nonzero()[:, 0].tolist():
+        firsts[token] = firsts[token - 1] if token and kinds[token - 1] else token
+    return firsts
 
 
 def _sizes(axes: torch.Tensor) -> list[int]:
@@ -178,12 +151,11 @@ def _sections(sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the axis of each pair [P] under every layout of the sections."""
     number = torch.arange(len(sizes))
     for order in sorted(set(permutations(sizes))):
-        counts = torch.tensor(order)
-        yield "one after the other", number.repeat_interleave(counts)
+        yield "one after the other", number.repeat_interleave(torch.tensor(order))
         in_turn = torch.zeros(sum(sizes), dtype=torch.int64)
         for axis, size in list(enumerate(order))[1:]:  # as Qwen3-VL: what is left is the first axis's
             in_turn[axis : size * len(order) : len(order)] = axis
         yield "in turn", in_turn
 
 
-EXPLANATIONS: tuple[Callable[[Failure], Any], ...] = (along_axes,)
+EXPLANATIONS = (along_axes,)
