@@ -342,7 +342,7 @@ class _Batch:
             self._poisoned(forward, decoder),
             handing(self._hf, cells),
             watching(self._hf, attention=self._attention) as watch,
-            watch.showing(_Choosing(recorder)),
+            watch.showing(recorder),
         ):
             decoder.feed(forward.ids, **options)
             assert decoder.logits is not None
@@ -482,19 +482,7 @@ def _sees_history(hf: HFModel) -> bool:
     return keeps_tokens or any(operation.kind is Kind.ATTENTION for operation in hf.graph)
 
 
-class _Choosing(Seeing):
-    """Shows values and choices to a recorder."""
-
-    def __init__(self, recorder: "_Recorder") -> None:
-        super().__init__(recorder.see)
-        self._recorder = recorder
-
-    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
-        """See `Watcher.choose`."""
-        self._recorder.choose(source, scores, chosen)
-
-
-class _Recorder:
+class _Recorder(Seeing):
     """Writes the taps of one forward: the rows of tokens that are a request's own."""
 
     def __init__(
@@ -506,6 +494,7 @@ class _Recorder:
         dtypes: dict[str, torch.dtype],
         padding: Sequence[int],
     ) -> None:
+        super().__init__(self.write)
         self._dtypes, self._padding = dtypes, padding
         self._sources, self._forward, self._writer = sources, forward, writer
         self._kept = torch.tensor(forward.kept, device=hf.device)
@@ -518,9 +507,9 @@ class _Recorder:
         if shown is not None and shown.operation.among_tokens:
             padding = torch.tensor(self._padding, device=chosen.device)[:, None, None]
             chosen = (chosen_positions(chosen, scores, shown.operation.shape[0]) - padding).clamp(min=-1)
-        self.see(source, chosen)
+        self.write(source, chosen)
 
-    def see(self, source: str, value: torch.Tensor) -> None:
+    def write(self, source: str, value: torch.Tensor) -> None:
         """Write one value, if it is a tap."""
         shown = self._sources.get(source)
         if shown is None:

@@ -87,9 +87,11 @@ def test_what_a_request_needs_beside_its_image_is_asked_for(qwen: Subject) -> No
         check_inputs(qwen.oracle, request(mm_token_type_ids=None))  # HF would go on with positions of one axis
     assert caught.value.code is Code.BAD_INPUTS
     assert caught.value.expected == "mm_token_type_ids"
+    fewer = request(
+        input_ids=torch.tensor([[5 if token == 250 and at > 8 else token for at, token in enumerate(tokens)]])
+    )
     with pytest.raises(HarnessError, match="Image features and image tokens do not match") as caught:
-        fewer = torch.tensor([[5 if token == 250 and at > 8 else token for at, token in enumerate(tokens)]])
-        check_inputs(qwen.oracle, request(input_ids=fewer))
+        check_inputs(qwen.oracle, fewer)
     assert caught.value.code is Code.BAD_INPUTS
 
 
