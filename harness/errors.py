@@ -142,6 +142,7 @@ class Code(StrEnum):
     TOOL_CALL_DIFFERS = "H256"
     MASK_DIFFERS = "H257"
     BAD_SCHEMA = "H258"
+    BAD_INPUTS = "H259"
     # LoRA
     BAD_LORA = "H119"
     # Suites

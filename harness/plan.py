@@ -14,6 +14,7 @@ from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
 from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
+from harness.oracle.images import keep_inputs
 from harness.oracle.requests import Prompt
 
 
@@ -273,10 +274,12 @@ def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[Prompt, ...]:
         elif request.messages is not None:
             token_ids = checkpoint.tokenizer.chat(request.messages, request.tools)
         assert token_ids is not None
+        inputs = None if request.inputs is None else keep_inputs(request.inputs)
         if request.continuation is not None:
             fed = (*token_ids, *request.continuation)
-            return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids))
-        return Prompt(token_ids=tuple(token_ids), max_new_tokens=request.max_new_tokens or case.max_new_tokens)
+            return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids), inputs=inputs)
+        num_new = request.max_new_tokens or case.max_new_tokens
+        return Prompt(token_ids=tuple(token_ids), max_new_tokens=num_new, inputs=inputs)
 
     return tuple(prompt(index, request) for index, request in enumerate(case.requests))
 

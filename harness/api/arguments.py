@@ -60,7 +60,8 @@ def requests_of(prompts: Prompts | None) -> list[RequestSpec]:
     """Return prompts as requests; none for None.
 
     Args:
-        prompts: a text, or several texts, lists of token ids (tensors, too) or lists of chat messages.
+        prompts: a text, or several texts, lists of token ids (tensors, too), lists of chat messages, or what HF's
+            processor returns for one request (`input_ids`, `pixel_values`, ...).
 
     Raises:
         HarnessError: EMPTY_PROMPT, or BAD_OPTION for what is none of these.
@@ -83,6 +84,8 @@ def _request(where: str, prompt: Any) -> RequestSpec:
             hint = "give some text"
             raise HarnessError(Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(prompt), hint=hint)
         return RequestSpec(prompt=prompt)
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        return _processed(where, prompt)
     if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         return RequestSpec(messages=[dict(message) for message in prompt])
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -92,6 +95,19 @@ def _request(where: str, prompt: Any) -> RequestSpec:
         hint = "give at least one token"
         raise HarnessError(Code.EMPTY_PROMPT, "the prompt has no token", where=where, actual="[]", hint=hint)
     return RequestSpec(token_ids=list(ids))
+
+
+def _processed(where: str, prompt: Mapping[str, Any]) -> RequestSpec:
+    """Return the request that HF's processor has made tensors of."""
+    from safetensors.torch import save
+
+    from harness.oracle.images import keep_bytes
+
+    ids, others = prompt["input_ids"], {**prompt}
+    if getattr(ids, "ndim", 0) != 2 or len(ids) != 1:
+        _refuse_prompt(f"{where}: input_ids", getattr(ids, "shape", ids))
+    others = {name: x.contiguous() for name, x in others.items() if name not in ("input_ids", "attention_mask")}
+    return RequestSpec(token_ids=ids[0].tolist(), inputs=keep_bytes(save(others)) if others else None)
 
 
 def _refuse_prompt(where: str, actual: object) -> NoReturn:

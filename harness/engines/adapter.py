@@ -169,6 +169,8 @@ class Capabilities:
     """What its adapter has set in it, for the report."""
     sources: Mapping[str, TapSource] = field(default_factory=dict)
     """Where its taps are in it, as far as that is known."""
+    takes_images: bool = False
+    """Whether it takes requests with images (`RequestInfo.inputs`)."""
     has_decode: bool = True
     """Whether it computes tokens after a prompt; a check of one that does not requires no decode step, and says so."""
 

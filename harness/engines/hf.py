@@ -28,9 +28,10 @@ from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.oracle.caches import new_cache
 from harness.oracle.decode import HFDecoder, Snapshot
+from harness.oracle.images import DecoderInputs, decoder_inputs, handing
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
-from harness.oracle.rows import as_rows
+from harness.oracle.rows import as_rows, chosen_positions
 from harness.oracle.watch import Seeing, watching
 from harness.results.settings import ModelSettings
 
@@ -95,6 +96,8 @@ class _Forward:
     """Indices into the kept rows."""
     lanes: list[int] = field(default_factory=list)
     """Row of the batch of each of them."""
+    owners: list[list[int]] = field(default_factory=list)
+    """[batch, tokens] ids of the requests whose rows they are; those of padding do not matter."""
     columns: list[int] = field(default_factory=list)
     """Column of each of them, counted from the end: -1 is the last one."""
 
@@ -114,7 +117,7 @@ class HFEngine:
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
         schedules = ("plain", "chunked", "batched", "prefix-hit", "rewound", "speculative")
-        self.capabilities = Capabilities(schedules=schedules, keeps_states=True)
+        self.capabilities = Capabilities(schedules=schedules, keeps_states=True, takes_images=True)
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
@@ -140,10 +143,11 @@ class HFEngine:
         together = workload.schedule.is_batched and (not is_padded or self._masks_padding)
         alone = workload.requests if workload.schedule.is_batched else [one for (one,) in workload.batches]
         groups = [list(workload.requests)] if together else [[request] for request in alone]
-        known: dict[tuple[int, ...], Snapshot] = {}
+        known: dict[tuple[object, ...], Snapshot] = {}
+        images = {each.id: decoder_inputs(self._hf, each) for each in workload.all_requests if each.inputs is not None}
         dtypes: dict[str, torch.dtype] = {}
         for group in groups:
-            batch = _Batch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes)
+            batch = _Batch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes, images)
             if workload.schedule.has_drafts:
                 batch.run_with_drafts(workload)
             elif workload.schedule.is_repeated:
@@ -181,8 +185,10 @@ class _Batch:
         writer: RecordingWriter,
         poison: Poison | None,
         dtypes: dict[str, torch.dtype],
+        images: Mapping[int, DecoderInputs],
     ) -> None:
         self._hf, self._attention, self._sources, self._writer = hf, attention, sources, writer
+        self._images = images
         self._poison = poison
         self._longest = max(request.prompt_length for request in requests)
         self._lanes = [_Lane(request, self._longest - request.prompt_length) for request in requests]
@@ -200,22 +206,23 @@ class _Batch:
                 self._forward(self._next_forward(columns), decoder)
                 self._read_back_finished(decoder)
 
-    def run_on_prefix(self, known: dict[tuple[int, ...], Snapshot]) -> None:
+    def run_on_prefix(self, known: dict[tuple[object, ...], Snapshot]) -> None:
         """Compute one request, from where the cache holds its prompt without the last token.
 
         Args:
-            known: what the cache held after the prompts so far; this one's is added.
+            known: what the cache held after the prompts and images so far; this one's is added.
         """
         (lane,) = self._lanes
-        prefix = tuple(lane.request.token_ids[: lane.request.prompt_length - 1])
+        length = lane.request.prompt_length - 1
+        prefix = (lane.request.inputs, *lane.request.token_ids[:length])
         with HFDecoder(self._hf) as decoder:
             if prefix in known:
                 decoder.restore(known[prefix])
-                lane.num_fed, self._mask[0] = len(prefix), [1] * len(prefix)
-                self._write_states([(0, lane.request.id, len(prefix) - 1)], decoder)
+                lane.num_fed, self._mask[0] = length, [1] * length
+                self._write_states([(0, lane.request.id, length - 1)], decoder)
             for positions in _pieces(lane.request, lane.num_fed):
                 self._forward_of([(lane.request, positions)], lane, decoder)
-                if lane.num_fed == len(prefix):
+                if lane.num_fed == length:
                     with engine_refusals("transformers", "--schedule prefix-hit"):
                         known[prefix] = decoder.snapshot()
             self._read_back_finished(decoder)
@@ -264,11 +271,34 @@ class _Batch:
 
     def _columns(self, chunk_size: int | None) -> Iterator[int]:
         """Yield the width of each forward: the padded prompts, whole or in chunks, then one column at a time."""
-        size = chunk_size or self._longest
-        for at in range(0, self._longest, size):
-            yield min(size, self._longest - at)
+        at, size = 0, chunk_size or self._longest
+        while at < self._longest:
+            end = min(at + size, self._longest)
+            while any(self._sees_ahead(lane, end - lane.num_padding) for lane in self._lanes):
+                end += 1
+            yield end - at
+            at = end
         for _ in range(max(len(lane.request.token_ids) - lane.request.prompt_length for lane in self._lanes)):
             yield 1
+
+    def _sees_ahead(self, lane: _Lane, position: int) -> bool:
+        """Whether attention looks from before a position to after it: a part of an image sees all of it (Gemma 3)."""
+        images = self._images.get(lane.request.id)
+        if images is None or not images.is_seen_whole or not 0 < position < lane.request.prompt_length:
+            return False
+        return any(bool(types[position - 1] and types[position]) for types in images.types.values())
+
+    def _token_types(self) -> dict[str, torch.Tensor]:
+        """Return what the forward is told of the kinds of its tokens, and of all before them, padding included."""
+        found = {}
+        for name in {name for images in self._images.values() for name in images.types}:
+            table = torch.zeros(len(self._lanes), len(self._mask[0]), dtype=torch.int64, device=self._hf.device)
+            for line, lane in zip(table, self._lanes, strict=True):
+                if (images := self._images.get(lane.request.id)) is not None:
+                    own = images.types[name][: len(line) - lane.num_padding]
+                    line[lane.num_padding : lane.num_padding + len(own)] = own
+            found[name] = table
+        return found
 
     def _forward(self, forward: _Forward, decoder: HFDecoder) -> None:
         prompts = {lane.request.id: lane.request.prompt_length for lane in self._lanes}
@@ -293,7 +323,7 @@ class _Batch:
 
     def _compute(self, forward: _Forward, decoder: HFDecoder) -> torch.Tensor:
         is_padded = any(lane.num_padding for lane in self._lanes)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = dict(self._token_types())
         if self._takes_positions:
             options["position_ids"] = torch.tensor(forward.positions, device=self._hf.device)
         if is_padded:
@@ -302,11 +332,17 @@ class _Batch:
             options["attention_mask"] = torch.tensor([row[begin:] for row in self._mask], device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = max((-column for column in forward.columns), default=1)
-        recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes)
+        padding = [lane.num_padding for lane in self._lanes]
+        recorder = _Recorder(self._hf, self._sources, forward, self._writer, self._dtypes, padding)
+        cells = [
+            [(self._images.get(owner), at) for owner, at in zip(*line, strict=True)]
+            for line in zip(forward.owners, forward.positions, strict=True)
+        ]
         with (
             self._poisoned(forward, decoder),
+            handing(self._hf, cells),
             watching(self._hf, attention=self._attention) as watch,
-            watch.showing(Seeing(recorder.see)),
+            watch.showing(recorder),
         ):
             decoder.feed(forward.ids, **options)
             assert decoder.logits is not None
@@ -343,7 +379,7 @@ class _Batch:
 
     def _add(self, forward: _Forward, lane: _Lane, index: int, parts: Sequence[Part], num_padding: int = 0) -> None:
         """Add rows of a lane, after its padding; a request that is done is fed zeros, and its output is ignored."""
-        ids, positions = [0] * num_padding, [0] * num_padding
+        ids, positions, owners = [0] * num_padding, [0] * num_padding, [-1] * num_padding
         num_columns = num_padding + sum(len(part) for _, part in parts)
         for request, part in parts:
             own = request.token_ids[part.start : part.stop]
@@ -357,6 +393,8 @@ class _Batch:
             forward.columns += range(first_column, first_column + num_sampled)
             ids += own + [0] * (len(part) - len(own))
             positions += part
+            owners += [request.id] * len(own) + [-1] * (len(part) - len(own))
+        forward.owners.append(owners)
         forward.ids.append(ids)
         forward.positions.append(positions)
         self._mask[index] += [0] * num_padding + [1] * (num_columns - num_padding)
@@ -444,7 +482,7 @@ def _sees_history(hf: HFModel) -> bool:
     return keeps_tokens or any(operation.kind is Kind.ATTENTION for operation in hf.graph)
 
 
-class _Recorder:
+class _Recorder(Seeing):
     """Writes the taps of one forward: the rows of tokens that are a request's own."""
 
     def __init__(
@@ -454,14 +492,24 @@ class _Recorder:
         forward: _Forward,
         writer: RecordingWriter,
         dtypes: dict[str, torch.dtype],
+        padding: Sequence[int],
     ) -> None:
-        self._dtypes = dtypes
+        super().__init__(self.write)
+        self._dtypes, self._padding = dtypes, padding
         self._sources, self._forward, self._writer = sources, forward, writer
         self._kept = torch.tensor(forward.kept, device=hf.device)
         self._head = hf.graph.head
         self._shape = len(forward.ids), len(forward.ids[0])
 
-    def see(self, source: str, value: torch.Tensor) -> None:
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Write a choice, one among the tokens so far by their positions: columns of the cache without the padding."""
+        shown = self._sources.get(source)
+        if shown is not None and shown.operation.among_tokens:
+            padding = torch.tensor(self._padding, device=chosen.device)[:, None, None]
+            chosen = (chosen_positions(chosen, scores, shown.operation.shape[0]) - padding).clamp(min=-1)
+        self.write(source, chosen)
+
+    def write(self, source: str, value: torch.Tensor) -> None:
         """Write one value, if it is a tap."""
         shown = self._sources.get(source)
         if shown is None:

@@ -54,6 +54,9 @@ class RequestSpec(BaseModel):
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of functions, for the chat template."""
     token_ids: list[int] | None = None
+    inputs: _Path | None = None
+    """Safetensors file with all that the model is given beside the tokens, as HF's processor returns it for this
+    request: `pixel_values`, `image_grid_thw`, `mm_token_type_ids`, ..."""
     max_new_tokens: _Count | None = None
     continuation: Annotated[list[int], Field(min_length=1)] | None = None
     """Token ids that follow the prompt in the place of HF's own greedy ones; max_new_tokens then says nothing."""
@@ -293,7 +296,11 @@ def load_case(path: Path) -> Case:
             what = f"{name}: no case file says this"
             raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and give {option.name}")
     model = path.parent / case.model
-    return case.model_copy(update={"model": str(model)}) if exists(model) else case
+    requests = [
+        each if each.inputs is None else each.model_copy(update={"inputs": path.parent / each.inputs})
+        for each in case.requests
+    ]
+    return case.model_copy(update={"model": str(model) if exists(model) else case.model, "requests": requests})
 
 
 def read_case_file(kind: type[_Model], path: Path, name: str) -> _Model:

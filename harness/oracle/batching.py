@@ -16,12 +16,16 @@ _LEAST_TOKENS = 512
 
 
 def batch_requests(hf: HFModel, requests: Sequence[RequestInfo]) -> list[list[RequestInfo]]:
-    """Group requests, in their order, so that the activations of a group fit into memory beside one layer."""
+    """Group requests, in their order, so that the activations of a group fit into memory beside one layer.
+
+    A request with images is alone.
+    """
     groups: list[list[RequestInfo]] = []
     longest = 0
     for request in requests:
         longest = max(longest, len(request.token_ids))
-        if groups and longest * (len(groups[-1]) + 1) <= batch_tokens(hf):
+        is_alone = bool(groups) and (request.inputs or groups[-1][-1].inputs)
+        if groups and not is_alone and longest * (len(groups[-1]) + 1) <= batch_tokens(hf):
             groups[-1].append(request)
         else:
             groups.append([request])

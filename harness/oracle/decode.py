@@ -9,7 +9,9 @@ from typing import Any, Self
 
 import torch
 
+from harness.formats.recording import RequestInfo
 from harness.oracle.caches import cache_argument, caches_of, held_states, keeps_states, new_cache
+from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.parts import all_parts_held
 
@@ -40,6 +42,9 @@ class HFDecoder:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(all_parts_held(self._hf))
+        for module in self._hf.model.modules():
+            if getattr(module, "rope_deltas", None) is not None:  # HF keeps those of the latest request with an image
+                module.rope_deltas = None
         cache = new_cache(self._hf)
         name = cache_argument(self._hf.model.forward)
         self.cache = {} if cache is None or name is None else {name: cache}
@@ -109,9 +114,20 @@ class HFDecoder:
             cache.crop(-num_tokens)
 
 
-def greedy_continuation(hf: HFModel, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """Return so many greedy tokens of HF in the engine's dtype; an end-of-text token does not end it."""
+def greedy_continuation(hf: HFModel, token_ids: Sequence[int], num_tokens: int, inputs: str | None = None) -> list[int]:
+    """Return so many greedy tokens of HF in the engine's dtype; an end-of-text token does not end it.
+
+    After a prompt with images each token takes a forward over all of them: HF's decode then has the truth's positions.
+    """
     feed, tokens = list(token_ids), list[int]()
+    if inputs is not None:
+        with all_parts_held(hf), torch.no_grad():
+            for _ in range(num_tokens):
+                request = RequestInfo(id=0, token_ids=[*feed, *tokens], prompt_length=len(feed), inputs=inputs)
+                ids = torch.tensor([request.token_ids], device=hf.device)
+                logits = hf.run(input_ids=ids, use_cache=False, **inputs_of(hf, request, ids.shape[1])).logits
+                tokens.append(int(logits[0, -1].argmax()))
+        return tokens
     with HFDecoder(hf) as decoder:
         for _ in range(num_tokens):
             feed = [int(decoder.feed([feed])[0].argmax())]

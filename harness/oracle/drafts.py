@@ -18,7 +18,9 @@ def draft_requests(requests: Sequence[RequestInfo], schedule: Schedule) -> list[
     Each begins with its request's own tokens, up to the position `prompt_length`. There stands a wrong token. None is
     longer than its request, and what a request goes back over is shorter. The same requests have the same drafts.
     """
-    tokens = sorted({token for request in requests for token in request.token_ids})
+    # Drafts hold no token that stands for a part of an image.
+    known = [each.token_ids[0 if each.inputs is None else each.prompt_length :] for each in requests]
+    tokens = sorted({token for ids in known for token in ids})
     first, drafts = 1 + max(request.id for request in requests), list[RequestInfo]()
     for request in requests:
         random = Random(f"{request.id} {request.token_ids} {schedule}")
@@ -32,6 +34,7 @@ def draft_requests(requests: Sequence[RequestInfo], schedule: Schedule) -> list[
                     id=first + len(drafts),
                     token_ids=[*request.token_ids[:begin], *drafted],
                     prompt_length=begin,
+                    inputs=request.inputs,
                     draft_of=request.id,
                 )
             )

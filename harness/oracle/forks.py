@@ -18,9 +18,9 @@ def _fork(request: RequestInfo, golden: Golden) -> Prompt:
     num_fed = request.prompt_length + 1
     num_new = len(request.token_ids) - request.prompt_length + 1
     if num_new == 1:
-        return Prompt(token_ids=tuple(request.token_ids), max_new_tokens=1)
+        return Prompt(token_ids=tuple(request.token_ids), max_new_tokens=1, inputs=request.inputs)
     tokens = (*request.token_ids[:num_fed], _runner_up(request, num_fed - 1, golden))
-    return Prompt(token_ids=tokens, max_new_tokens=max(1, num_new - 2))
+    return Prompt(token_ids=tokens, max_new_tokens=max(1, num_new - 2), inputs=request.inputs)
 
 
 def _runner_up(request: RequestInfo, position: int, golden: Golden) -> int:

@@ -51,6 +51,7 @@ class _OperationEntry(BaseModel):
     token_dim: Annotated[int, Field(ge=0, le=2)] = 1
     sampled_only: bool = False
     is_head: bool = False
+    among_tokens: bool = False
     window: int | None = None
 
 

@@ -50,8 +50,9 @@ def _named(hf: UntracedModel, seen: ForwardTrace) -> Graph:
             kind=_kind(each),
             inputs=each.origin.sources,
             source=each.source,
-            shape=tuple(each.rows.shape[1:]),
+            shape=tuple(each.rows.shape[1:]) if each.num_chosen is None else (each.num_chosen,),
             token_dim=each.token_dim,
+            among_tokens=each.num_chosen is not None,
         )
         for each in seen.shown.values()
     ]

@@ -23,6 +23,7 @@ from harness.formats.recording import ModelInfo, Producer, RecordingWriter, Requ
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
+from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
 from harness.oracle.parts import parts_kept
@@ -30,7 +31,7 @@ from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.version import __version__
 
-ORACLE_VERSION = 6
+ORACLE_VERSION = 7
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
 
 
@@ -125,6 +126,7 @@ def make_golden(
             CHECKPOINT_CHANGED.
     """
     report = progress or (lambda _label, _done, _total: None)
+    hf.has_images = any(prompt.inputs for prompt in prompts)
     for index, prompt in enumerate(prompts):
         check_prompt(hf, prompt, index)
     try:
@@ -146,9 +148,9 @@ def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, repo
     with parts_kept(hf):
         for index, prompt in enumerate(prompts):
             report("continuation", index, len(prompts))
-            fed = (*prompt.token_ids, *greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens)[:-1])
-            prompt_length = prompt.prompt_length or len(prompt.token_ids)
-            requests.append(RequestInfo(id=index, token_ids=list(fed), prompt_length=prompt_length))
+            new = greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens, prompt.inputs)[:-1]
+            length, fed = prompt.prompt_length or len(prompt.token_ids), [*prompt.token_ids, *new]
+            requests.append(RequestInfo(id=index, token_ids=fed, prompt_length=length, inputs=prompt.inputs))
     noise: dict[str, list[torch.Tensor]] = defaultdict(list)
     with _writer(hf, requests, folder) as writer:
         groups = batch_requests(hf, requests)
@@ -194,7 +196,15 @@ def _record(
     positions = sorted({position for request in requests for position in sampled_positions(request)})
     with Workers[None](min(1, num_spare_threads(hf.device))) as disk:  # one: the taps are written in their order
         observer = _Dump(hf, rows, writer, noise, disk)
-        run_pair(hf, padded(requests), observer, truth_dtype=dtype, logit_positions=positions, progress=report)
+        run_pair(
+            hf,
+            ids := padded(requests),
+            observer,
+            truth_dtype=dtype,
+            logit_positions=positions,
+            progress=report,
+            inputs=inputs_of(hf, requests[0], ids.shape[1]),
+        )
         observer.finish()
     writer.end_step(observer.choices)
 

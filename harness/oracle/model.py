@@ -11,7 +11,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.inspect.config import against_config
+from harness.formats.inspect.config import against_config, auto_class
 from harness.formats.taps import Graph
 from harness.oracle.patches import check_is_unpatched
 from harness.oracle.quiet import quiet_transformers
@@ -68,11 +68,15 @@ def load_model(
 def _other_kind(config: Mapping[str, Any]) -> str | None:
     """Return transformers' class of an encoder, a reward model, a model of images, ...; None of a decoder's."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     named = config.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    if set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    served = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    if set(names) & {name for each in served for name in each.values()}:
         return None
     return next((name for name in names if hasattr(transformers, name)), None)
 
@@ -93,18 +97,24 @@ def _loaded(checkpoint: Checkpoint, dtype: torch.dtype, where: torch.device, *, 
 
 def _skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the model without its parameters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     try:
         with quiet_transformers(), warnings.catch_warnings(), parameters_on_meta():
             warnings.simplefilter("ignore")
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            model = _with_attention(AutoModelForCausalLM.from_config, config, dtype=dtype)
+            config, auto = _config_and_class(folder)
+            model = _with_attention(auto.from_config, config, dtype=dtype)
     except Exception as error:
         raise _loading_error(folder, error) from error
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return model.eval()
+
+
+def _config_and_class(folder: Path) -> tuple[Any, Any]:
+    """Return HF's configuration of a checkpoint, and the class that loads it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config, auto_class(config.model_type) or AutoModelForCausalLM
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
@@ -160,13 +170,11 @@ def _leave_sdpa_if_scores_are_capped(model: Any) -> None:
 
 
 def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
     try:
         with quiet_transformers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model, loading = _with_attention(
-                AutoModelForCausalLM.from_pretrained,
+                _config_and_class(folder)[1].from_pretrained,
                 folder,
                 dtype=dtype,
                 local_files_only=True,

@@ -11,10 +11,11 @@ shows the operations of the running forward to its `_Side`, which hands them to 
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from harness.oracle.precision import (
     upcast_parameters,
     without_tf32,
 )
-from harness.oracle.rows import as_rows, from_rows
+from harness.oracle.rows import as_rows, choice_of_positions, chosen_positions, from_rows
 from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
 
 
@@ -101,6 +102,7 @@ def run_pair(
     logit_positions: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     use_cache: bool = False,
+    inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[Any, Any]:
     """Run both forwards over some requests and show every operation to the observer.
 
@@ -114,11 +116,12 @@ def run_pair(
         logit_positions: positions whose logits are computed; None for all.
         progress: told how many of how many parts of the model were run.
         use_cache: whether the model fills a cache of its own.
+        inputs: what the forward takes beside the tokens, the images of the only request.
     """
     ids = ids.to(hf.device)
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
         logit_positions = None
-    of_control, of_truth = (_Forward(hf, ids, logit_positions, use_cache=use_cache) for _ in range(2))
+    of_control, of_truth = (_Forward(hf, ids, logit_positions, inputs, use_cache=use_cache) for _ in range(2))
     _ = hf.graph  # traced now: later two forwards are under way
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
@@ -142,9 +145,17 @@ def run_pair(
 class _Forward:
     """One forward of the model, and the cache that it leaves."""
 
-    def __init__(self, hf: HFModel, ids: torch.Tensor, positions: Sequence[int] | None, *, use_cache: bool) -> None:
+    def __init__(
+        self,
+        hf: HFModel,
+        ids: torch.Tensor,
+        positions: Sequence[int] | None,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        use_cache: bool,
+    ) -> None:
         self.cache: Any = None
-        self._hf, self._options = hf, {"input_ids": ids, "use_cache": use_cache}
+        self._hf, self._options = hf, {**inputs, "input_ids": ids, "use_cache": use_cache}
         if positions is not None and "logits_to_keep" in inspect.signature(hf.model.forward).parameters:
             self._options["logits_to_keep"] = torch.tensor(list(positions), device=ids.device)
 
@@ -252,14 +263,19 @@ class _Side:
         return self._see(source, chosen, scores)
 
     def _see(self, source: str, value: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:
+        call, self._call = self._call, None
         operation = self._operations.get(source)
         if operation is None:
             return None
+        if operation.among_tokens and scores is not None:
+            shown = chosen_positions(value, scores, operation.shape[0])
+            rows, scores = (as_rows(each, 1, self._num_requests, self._num_tokens) for each in (shown, scores))
+            other = self._show(Value(operation=operation, rows=rows, scores=scores))
+            return None if other is None else choice_of_positions(other, value, self._num_tokens)
         dim, places, num_tokens = operation.token_dim, None, self._num_tokens
         if self._kept is not None and value.shape[dim] == len(self._kept):
             places, num_tokens = self._places(), len(self._kept)
         rows = as_rows(value, dim, self._num_requests, num_tokens)
-        call, self._call = self._call, None
         if scores is not None:
             scores = as_rows(scores, dim, self._num_requests, num_tokens)
         other = self._show(Value(operation=operation, rows=rows, places=places, call=call, scores=scores))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RequestInfo
+from harness.oracle.images import check_inputs
 from harness.oracle.model import HFModel
 
 
@@ -16,6 +17,8 @@ class Prompt:
     max_new_tokens: int
     prompt_length: int | None = None
     """Tokens after the first so many are forced, and each chooses a token too; None: all are the prompt's."""
+    inputs: str | None = None
+    """See `RequestInfo.inputs`."""
 
 
 def check_prompt(hf: HFModel, prompt: Prompt, index: int) -> None:
@@ -36,6 +39,10 @@ def check_prompt(hf: HFModel, prompt: Prompt, index: int) -> None:
             expected=f"0 to {hf.vocab_size - 1}",
             actual=outside[0],
         )
+    info = RequestInfo(
+        id=index, token_ids=list(prompt.token_ids), prompt_length=len(prompt.token_ids), inputs=prompt.inputs
+    )
+    check_inputs(hf, info)
     length = len(prompt.token_ids) + prompt.max_new_tokens
     if hf.max_positions is not None and length > hf.max_positions:
         raise HarnessError(

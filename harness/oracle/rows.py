@@ -34,6 +34,24 @@ def as_rows(tensor: torch.Tensor, dim: int, num_requests: int, num_tokens: int) 
     return tensor.reshape(num_requests * num_tokens, *rest)
 
 
+def chosen_positions(chosen: torch.Tensor, scores: torch.Tensor, width: int) -> torch.Tensor:
+    """Return which of the tokens so far were chosen, [..., width]: -1 for what is masked, and where there are too few.
+
+    Args:
+        chosen: [..., k] indices.
+        scores: [..., n] by which they were chosen.
+        width: what k is where there are enough tokens.
+    """
+    is_masked = scores.gather(-1, chosen) <= torch.finfo(scores.dtype).min / 2
+    return torch.nn.functional.pad(chosen.masked_fill(is_masked, -1), (0, width - chosen.shape[-1]), value=-1)
+
+
+def choice_of_positions(positions: torch.Tensor, like: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return positions [..., width] as indices of the shape of `like`: one of the row's own in the place of -1."""
+    rows = positions.sort(dim=-1, descending=True).values[..., : like.shape[-1]].reshape(like.shape)
+    return torch.where(rows < 0, rows[..., :1], rows).clamp(0, num_tokens - 1)
+
+
 def from_rows(rows: torch.Tensor, like: torch.Tensor, dim: int) -> torch.Tensor:
     """Return rows in the shape of the tensor that they were made of by `as_rows`."""
     if dim != 2:

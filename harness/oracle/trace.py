@@ -38,6 +38,8 @@ class Shown:
     token_dim: int
     rows: torch.Tensor
     """[rows, ...]."""
+    num_chosen: int | None = None
+    """Of a choice among the tokens so far: how many are chosen where there are enough."""
 
     @property
     def width(self) -> int:
@@ -61,7 +63,7 @@ class ForwardTrace:
 
     def note(self, flow: Flow, source: str, value: torch.Tensor) -> None:
         """Take a value in."""
-        dim, origin = token_dim(value, self.num_requests, self.num_tokens), flow.of(value)
+        dim, origin = _token_dim(source, value, self.num_requests, self.num_tokens), flow.of(value)
         if dim is None or (source.endswith(":input") and not origin.sources):  # masks and positions
             return
         rows = as_rows(value, dim, self.num_requests, self.num_tokens)
@@ -86,7 +88,7 @@ def trace(hf: UntracedModel) -> ForwardTrace:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, hf.vocab_size, (num_requests, more), generator=generator)
     ids[1, : few - 1] = ids[0, : few - 1]  # the first two of the first run differ in their last token only
-    return _without_other_rows(_watched(hf, ids[:, :few]), _row_shapes(hf, ids))
+    return _without_other_rows(_with_choices(hf, _watched(hf, ids[:, :few])), _row_shapes(hf, ids))
 
 
 def _watched(hf: UntracedModel, ids: torch.Tensor) -> ForwardTrace:
@@ -94,10 +96,28 @@ def _watched(hf: UntracedModel, ids: torch.Tensor) -> ForwardTrace:
     with ExitStack() as stack:
         flow = stack.enter_context(following())
         stack.enter_context(_activations_noted(hf, flow))
-        watcher = _show_run(hf, ids, lambda source, value: seen.note(flow, source, value))
+        merged = _merged(hf)
+
+        def note(source: str, value: torch.Tensor) -> None:
+            if source == merged:
+                flow.mark(value, flow.of(value) | Origin((), ("merge",)))
+            seen.note(flow, source, value)
+
+        watcher = _show_run(hf, ids, note)
     seen.windows = {path: window_of(call) for path, call in watcher.calls.items()}
     seen.num_scores = watcher.num_scores
     return seen
+
+
+def _merged(hf: UntracedModel) -> str | None:
+    """Return the source of the rows into which images were put: over text alone they are the embedding's."""
+    if not hf.has_images:
+        return None
+    return next(f"{path}:input" for path in hf.parts if path.startswith(f"{hf.decoder_path}.") and _is_layer(path))
+
+
+def _is_layer(path: str) -> bool:
+    return path.rpartition(".")[2].isdecimal()
 
 
 def _row_shapes(hf: UntracedModel, ids: torch.Tensor) -> dict[str, _RowShape]:
@@ -105,12 +125,30 @@ def _row_shapes(hf: UntracedModel, ids: torch.Tensor) -> dict[str, _RowShape]:
     shapes: dict[str, torch.Size] = {}
 
     def note(source: str, value: torch.Tensor) -> None:
-        dim = token_dim(value, *ids.shape)
+        dim = _token_dim(source, value, *ids.shape)
         if dim is not None:
             shapes[source] = as_rows(value, dim, *ids.shape).shape[1:]
 
     watcher = _show_run(hf, ids, note)
     return {source: (shape, watcher.num_scores.get(source)) for source, shape in shapes.items()}
+
+
+def _token_dim(source: str, value: torch.Tensor, num_requests: int, num_tokens: int) -> int | None:
+    """Return what `token_dim` does; of a choice among the tokens so far, which may be all of them, the first one."""
+    is_choice = CHOICE in source and value.dim() == 3 and value.shape[:2] == (num_requests, num_tokens)
+    return 1 if is_choice else token_dim(value, num_requests, num_tokens)
+
+
+def _with_choices(hf: UntracedModel, seen: ForwardTrace) -> ForwardTrace:
+    """Note how many tokens each choice among those so far takes, by the setting of the module that chooses."""
+    found = {}
+    for source, each in seen.shown.items():
+        if CHOICE in source and seen.num_scores.get(source) == seen.num_tokens:
+            settings = vars(hf.module(source.partition(CHOICE)[0]))
+            num = next((n for name, n in settings.items() if name.endswith("topk") and type(n) is int), None)
+            if num is not None and each.rows.shape[1:] == (min(num, seen.num_tokens),):
+                found[source] = replace(each, num_chosen=num)
+    return replace(seen, shown=seen.shown | found)
 
 
 def _show_run(hf: UntracedModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Seeing:
@@ -142,15 +180,13 @@ def unmistakable_sizes(hf: UntracedModel) -> tuple[int, tuple[int, int]]:
 def _without_other_rows(seen: ForwardTrace, shapes: Mapping[str, _RowShape]) -> ForwardTrace:
     """Leave out values whose rows are not the tokens in their order, and rows as wide as the history is long.
 
-    So is a choice among the tokens so far: an engine numbers them by the places of its own cache.
-
     What a tensor's sizes say may be chance, or rows may be in another order: only the last row may see the last token.
     In a run of another length the rows have the same shape.
     """
     kept = {
         source: each
         for source, each in seen.shown.items()
-        if shapes.get(source) == (each.rows.shape[1:], seen.num_scores.get(source))
+        if (each.num_chosen or shapes.get(source) == (each.rows.shape[1:], seen.num_scores.get(source)))
         and _is_causal(each.rows, seen.num_tokens)
         and not _is_mask(each.rows)
     }

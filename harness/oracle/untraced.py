@@ -35,6 +35,8 @@ class UntracedModel:
     """Of the engine, and so of the weights."""
     device: torch.device
     weights: Weights = field(default_factory=ResidentWeights)
+    has_images: bool = False
+    """Whether requests have images: then what the first decoder layer is given is an operation of its own."""
     lora_hash: str | None = None
     """Digest of the LoRA adapter that was put into the model; None without one."""
 
@@ -47,6 +49,14 @@ class UntracedModel:
     def quantised_source(self) -> QuantisedSource | None:
         """The quantised checkpoint that the weights come from; None of any other model."""
         return read_quantised_source(self.folder)
+
+    @cached_property
+    def decoder_path(self) -> str | None:
+        """Path of the text decoder in a model that reads images, too; None of a model of text alone."""
+        if self.model.config.get_text_config() is self.model.config:
+            return None
+        decoder = self.model.get_decoder()
+        return next((path for path, module in self.model.named_modules() if module is decoder), None)
 
     @property
     def config(self) -> Any:

@@ -293,6 +293,25 @@ def _input_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | 
     return None
 
 
+class _NameOf(str):
+    """A name in HF's registry that HF's code takes for another, too: some families leave keys out for that one only."""
+
+    def __new__(cls, own: str, other: str) -> "_NameOf":
+        name = super().__new__(cls, own)
+        name.other = other
+        return name
+
+    other: str
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) or self.other == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 @contextmanager
 def _attention_shown(hf: UntracedModel, watch: Watch, attention: str | None) -> Iterator[None]:
     """Register an attention function that shows queries, keys, values and context of the new tokens.
@@ -303,7 +322,8 @@ def _attention_shown(hf: UntracedModel, watch: Watch, attention: str | None) -> 
     from transformers import AttentionInterface, AttentionMaskInterface
 
     before = hf.config._attn_implementation
-    name, attention = f"harness_watch_{next(_REGISTRATIONS)}", attention or before or "sdpa"
+    attention = attention or before or "sdpa"
+    name = f"harness_watch_{next(_REGISTRATIONS)}"
     chosen = None if attention == "eager" else AttentionInterface()[attention]
     paths = {module: path for path, module in hf.model.named_modules()}
 
@@ -333,11 +353,19 @@ def _attention_shown(hf: UntracedModel, watch: Watch, attention: str | None) -> 
         if attention in AttentionMaskInterface._global_mapping:  # an attention of the user's may do without
             AttentionMaskInterface.register(name, AttentionMaskInterface()[attention])
         _set_attention(hf, name)
+        _rename_attention(hf, name, _NameOf(name, attention))
         yield
     finally:
+        _rename_attention(hf, name, name)  # HF leaves a name as it is that is equal to the new one
         _set_attention(hf, before)
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _rename_attention(hf: UntracedModel, name: str, other: str) -> None:
+    for module in hf.model.modules():
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == name:
+            module.config._attn_implementation = other
 
 
 def _set_attention(hf: UntracedModel, name: str) -> None:

@@ -54,16 +54,16 @@ def against_config(folder: Path, config: Mapping[str, Any], actual: Mapping[str,
 def _meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":
     """Build the model that the config describes, without memory for its tensors."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     where = folder / CONFIG_NAME
     kind, num_layers = config.get("model_type"), config.get("num_hidden_layers")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         what = "transformers does not know this model_type"
         _refuse(Code.UNSUPPORTED_ARCHITECTURE, what, where, kind, hint="upgrade transformers, or correct config.json")
-    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    auto = auto_class(kind)
+    if auto is None:
         what = "transformers has no causal language model of this model_type"
         _refuse(Code.UNSUPPORTED_ARCHITECTURE, what, where, kind, hint="inspect its safetensors files one by one")
     if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
@@ -72,11 +72,30 @@ def _meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":
     try:
         with torch.device("meta"):
             settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            return AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+            return auto.from_config(settings, trust_remote_code=False)
     except Exception as error:  # any value of the config may be the one that transformers fails on
         what = "transformers cannot build the model that the config describes"
         reason = f"{type(error).__name__}: {str(error)[:300]}"
         _refuse(Code.BAD_CONFIG, what, where, reason, hint="correct config.json, or download the checkpoint again")
+
+
+def auto_class(kind: str) -> Any:
+    """Return transformers' class that loads a model_type as a decoder, with what reads images before it, if need be.
+
+    None for an encoder, and for what is no language model.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    config = CONFIG_MAPPING[kind]
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    is_decoder = config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
+    return AutoModelForImageTextToText if is_decoder else None
 
 
 def _is_converted(model: "PreTrainedModel") -> bool:

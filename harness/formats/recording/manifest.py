@@ -69,6 +69,8 @@ class RequestInfo(_Model):
     token_ids: list[_TokenId] = Field(min_length=1)
     """The tokens fed to the model: the prompt and its continuation without the last sampled token."""
     prompt_length: int = Field(ge=1)
+    inputs: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Digest of what the model is given beside the tokens, its images; absent: text alone."""
     draft_of: int | None = Field(default=None, ge=0, lt=2**31)
     """Request for which the tokens from `prompt_length` on were computed and then given up; absent: they were kept.
 

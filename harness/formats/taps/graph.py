@@ -40,6 +40,8 @@ class Operation:
     """Whether an engine may compute it only for the rows it samples from."""
     is_head: bool = False
     """Whether HF computes it only for the positions whose logits it is asked for."""
+    among_tokens: bool = False
+    """Whether it is a choice among the tokens so far, by their positions; -1 stands where there are too few."""
     window: int | None = None
     """Of attention: latest tokens that a query sees; None for all of them."""
 

@@ -83,6 +83,7 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.ROTARY: KindTraits(
         error_model=ErrorModel(roundings=3),
         causes=(
+            "rotary.axes",
             "rotary.frequencies",
             "rotary.positions",
             "rotary.pairs",
@@ -122,13 +123,14 @@ KINDS: Mapping[Kind, KindTraits] = {
         error_model=ErrorModel(roundings=0), causes=("cache.entries", "cache.quantised", "cache.content")
     ),
     Kind.STATE: KindTraits(error_model=None, causes=("states.kept",)),
-    Kind.CHOICE: KindTraits(error_model=None, causes=("experts.choice",)),
+    Kind.CHOICE: KindTraits(error_model=None, causes=("attention.chosen_tokens", "experts.choice")),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
     Kind.OTHER: KindTraits(
         error_model=None,
         causes=(
             "products.lora",
             "layer.embedding",
+            "layer.images",
             "experts.router",
             "experts.experts",
             "experts.shared_expert",

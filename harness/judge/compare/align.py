@@ -245,22 +245,25 @@ def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = Fa
 
 def _original(request: RequestInfo, candidates: Iterable[RequestInfo]) -> int | None:
     tokens = list(request.token_ids)
-    return next((other.id for other in candidates if list(other.token_ids[: len(tokens)]) == tokens), None)
+    same = (other for other in candidates if other.inputs == request.inputs)
+    return next((other.id for other in same if list(other.token_ids[: len(tokens)]) == tokens), None)
 
 
 def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) -> None:
     pairs = zip(expected.token_ids, actual.token_ids, strict=False)
     differing = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-    if differing is None and len(expected.token_ids) == len(actual.token_ids):
+    if differing is None and len(expected.token_ids) == len(actual.token_ids) and expected.inputs == actual.inputs:
         return
-    if differing is None:
+    if differing is None and expected.inputs != actual.inputs:
+        values = (f"inputs {expected.inputs or 'of text alone'}", f"inputs {actual.inputs or 'of text alone'}")
+    elif differing is None:
         values = (f"{len(expected.token_ids)} tokens", f"{len(actual.token_ids)} tokens")
     else:
         values = (f"token {expected.token_ids[differing]}", f"token {actual.token_ids[differing]}")
         where += f", position {differing}"
     raise HarnessError(
         Code.DIFFERENT_PROMPTS,
-        f"request {expected.id} holds different tokens",
+        f"request {expected.id} holds different {'tokens' if expected.inputs == actual.inputs else 'images'}",
         where=where,
         expected=values[0],
         actual=values[1],

@@ -27,7 +27,9 @@ class PaddedBatch:
     def __init__(self, recording: Recording, sequences: Sequence[RowSequence]) -> None:
         self.recording, self.sequences = recording, sequences
         lengths = _rotary_lengths(recording)
-        self.num_tokens = max(max(len(each), lengths.get(each.request.id, 0)) for each in sequences)
+        whole = {each.request.id: len(each.request.token_ids) for each in sequences if each.request.inputs}
+        lengths_run = {**whole, **lengths}
+        self.num_tokens = max(max(len(each), lengths_run.get(each.request.id, 0)) for each in sequences)
         self._step = self._padded([sequence.step for sequence in sequences], NOWHERE)
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
         self.is_own = self._padded([_is_judged(recording, sequence, lengths) for sequence in sequences], False)
@@ -45,7 +47,8 @@ class PaddedBatch:
         """[sequences, tokens] int64; padding is token 0, which no row of a sequence sees."""
         ids = torch.zeros(len(self.sequences), self.num_tokens, dtype=torch.int64)
         for line, sequence in zip(ids, self.sequences, strict=True):
-            line[: len(sequence)] = torch.tensor(sequence.token_ids)
+            tokens = sequence.token_ids if sequence.request.inputs is None else sequence.request.token_ids
+            line[: len(tokens)] = torch.tensor(tokens)
         return ids
 
     @property
@@ -118,10 +121,14 @@ def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
 
 
 def make_batches(recording: Recording, sequences: Sequence[RowSequence], max_tokens: int) -> list[PaddedBatch]:
-    """Group sequences of similar lengths so that a batch has at most so many tokens, padding included."""
+    """Group sequences of similar lengths so that a batch has at most so many tokens, padding included.
+
+    One with images is alone.
+    """
     groups: list[list[RowSequence]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
-        if groups and len(groups[-1][0]) * (len(groups[-1]) + 1) <= max_tokens:
+        is_alone = bool(groups) and (sequence.request.inputs or groups[-1][-1].request.inputs)
+        if groups and not is_alone and len(groups[-1][0]) * (len(groups[-1]) + 1) <= max_tokens:
             groups[-1].append(sequence)
         else:
             groups.append([sequence])

@@ -19,6 +19,7 @@ from harness.judge.compare.replay import DecidedError, Replay
 from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
 from harness.oracle.batching import batch_tokens
+from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import truth_dtype
@@ -66,6 +67,7 @@ def local_errors(
                     truth_dtype=precision,
                     logit_positions=watcher.logit_positions,
                     progress=report,
+                    inputs=inputs_of(hf, batch.sequences[0].request, batch.num_tokens),
                 )
     return judge.judgement()
 

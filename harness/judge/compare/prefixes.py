@@ -22,8 +22,9 @@ class Prefixes:
         self.table = torch.full((len(ordered), length), -1, dtype=torch.int64)
         """[requests in ascending order of id, positions] int64: the number of each prefix; -1 past the end."""
         numbers: dict[tuple[int, int], int] = {}
+        images = list(dict.fromkeys([None, *(request.inputs for request in ordered)]))
         for row, request in enumerate(ordered):
-            parent, chain = -1, []
+            parent, chain = -1 - images.index(request.inputs), []
             for token in request.token_ids:
                 parent = numbers.setdefault((parent, token), len(numbers))
                 chain.append(parent)

@@ -227,7 +227,7 @@ def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _usable_rows(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torch.Tensor:
     """Return the recorded rows, HF's own choice in the place of indices that do not exist."""
-    if value.scores is None:
+    if value.scores is None or value.operation.among_tokens:
         return recorded.rows
     possible = are_indices(recorded.rows, value.scores.shape[-1])
     if bool(possible.all()):

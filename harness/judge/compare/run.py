@@ -131,6 +131,8 @@ def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
         refuse_part(recording)
     refuse_other_dtype(expected.recording, actual)
     aliases = match_requests(expected.recording, actual, is_pool=expected.is_pool)
+    if hf is not None:
+        hf.has_images = any(request.inputs for request in expected.recording.manifest.requests)
     graph = expected.graph if hf is None else hf.graph
     for recording in (actual, expected.recording):
         recording.with_names(graph.aliases)

@@ -34,6 +34,14 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE: it cannot follow one that was asked for.
     """
+    if any(prompt.inputs for prompt in plan.prompts) and not engine.capabilities.takes_images:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            f"engine {plan.case.engine!r} takes no images",
+            where="inputs",
+            expected="requests of text alone",
+            hint="--engine hf",
+        )
     offered = engine.capabilities.schedules
     others = [schedule for schedule in plan.schedules if schedule.name not in offered]
     if others and not plan.has_default_schedules:

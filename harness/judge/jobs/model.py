@@ -14,6 +14,8 @@ def planned_model(plan: Plan) -> HFModel:
         HarnessError: as `load_adapted`.
     """
     dtype = getattr(torch, plan.case.dtype)
-    return load_adapted(
+    hf = load_adapted(
         plan.checkpoint, dtype=dtype, device=plan.case.device, lora=plan.case.lora, others=plan.case.other_loras
     )
+    hf.has_images = any(prompt.inputs for prompt in plan.prompts)
+    return hf

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.oracle.rows import as_rows, from_rows, token_dim
+from harness.oracle.rows import as_rows, choice_of_positions, chosen_positions, from_rows, token_dim
 
 SHAPES = [
     ((2, 11, 6), 1, (22, 6)),
@@ -62,3 +62,13 @@ def test_several_rows_for_each_token_are_one_row():
     rows = as_rows(x, 0, 1, 11)
     assert rows.tolist() == x.view(11, 6).tolist()
     assert torch.equal(from_rows(rows, x, 0), x)
+
+
+def test_a_choice_among_tokens_leaves_out_what_is_masked() -> None:
+    scores = torch.tensor([[3.0, 1.0, -torch.inf, -torch.inf], [1.0, 2.0, 4.0, 3.0]])
+    chosen = scores.topk(3).indices
+
+    positions = chosen_positions(chosen, scores, 5)
+
+    assert positions.tolist() == [[0, 1, -1, -1, -1], [2, 3, 1, -1, -1]]
+    assert choice_of_positions(positions, chosen, 4).sort(dim=1).values.tolist() == [[0, 1, 1], [1, 2, 3]]

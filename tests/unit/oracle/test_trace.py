@@ -186,11 +186,13 @@ def test_what_latent_attention_caches(tiny):
 
 
 @pytest.mark.parametrize("num_keys", [3, 12, 40])
-def test_chosen_keys_are_no_tap(num_keys):
-    """An engine numbers them by the places of its cache. As few as there are always; in one of the runs; in none."""
+def test_chosen_keys_are_a_tap_as_wide_as_the_setting(num_keys):
+    """By their positions. As few as there are always; in one of the runs; in none."""
     graph = hf_of(tiny_model("axk2", index_topk=num_keys)).graph
-    assert f"{PREFIX}self_attn.indexer.k_norm" in graph
-    assert f"{PREFIX}self_attn.indexer.topk" not in graph
+    chosen = graph[f"{PREFIX}self_attn.indexer.topk"]
+    assert (chosen.kind, chosen.among_tokens, chosen.shape) == (Kind.CHOICE, True, (num_keys,))
+    assert set(chosen.inputs) == {f"{PREFIX}self_attn.indexer.{name}" for name in ("wq_b", "k_norm", "weights_proj")}
+    assert not any(op.among_tokens for op in graph if op.tap != chosen.tap and "indexer" not in op.tap)
 
 
 # Parts of it by hand.

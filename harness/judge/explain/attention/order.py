@@ -22,6 +22,8 @@ def mask_otherwise(failure: Failure) -> Iterator[Hypothesis]:
     """Masked scores take part in the softmax: the mask comes after it, or lowers them by too little."""
     if not any(bool((view.is_computed & ~view.visible()).any()) for view in failure.views):
         return
+    if any(bool((view.visible() & ~view.is_computed).any()) for view in failure.views):
+        return  # of an image that is seen whole the rest was not there: that is another mistake
     yield _hypothesis(
         failure, "the mask is applied after the softmax", lambda view: _computed(view).softmax(dim=-1) * view.visible()
     )

@@ -65,7 +65,16 @@ def mask_misaligned(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def wrong_window(failure: Failure) -> Iterator[Hypothesis]:
-    """The sliding window is off by one, ignored, or one where there should be none."""
+    """The sliding window is off by one, ignored, or one where there should be none; or an image is not seen whole."""
+    if any(view.seen is not None and bool((view.seen & (view.distance < 0)).any()) for view in failure.views):
+        both_ways: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
+            "a part of an image does not see the parts after it": lambda view: view.visible() & (view.distance >= 0),
+            "a step ends inside of an image: its parts do not see those of later steps": (
+                lambda view: view.visible() & view.is_computed
+            ),
+        }
+        yield from _masked(failure, both_ways)
+        return
     window = failure.views[0].window
     if window is not None:
         sizes = {window - 1: "off by one (too narrow)", window + 1: "off by one (too wide)"}

@@ -36,23 +36,25 @@ def explain_count(operation: Operation, recording: Recording) -> Explanation | N
 
 def other_choice(failure: Failure) -> Iterator[Hypothesis]:
     """The indices are those of other scores, or not of the best ones."""
+    if failure.operation.among_tokens:  # no experts
+        return
     scores, count = failure.inputs[0].flatten(1), failure.expected.shape[1]
     order = scores.argsort(dim=1, descending=True)
-    yield _choice(failure, "the experts with the lowest scores are chosen", order.flip(1)[:, :count])
+    yield choice(failure, "the experts with the lowest scores are chosen", order.flip(1)[:, :count])
     if order.shape[1] > count:
-        yield _choice(
+        yield choice(
             failure, "the best expert is passed over: the choice begins at the second", order[:, 1 : count + 1]
         )
-    yield _choice(failure, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
+    yield choice(failure, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
     if _is_one_choice(failure):
-        yield _choice(
+        yield choice(
             failure, "every row is sent to the same experts", failure.actual[:1].long().expand(len(scores), -1)
         )
-    yield _choice(failure, "the numbers of the experts are one too high", order[:, :count] + 1)
-    yield _choice(failure, "the numbers of the experts are one too low", order[:, :count] - 1)
+    yield choice(failure, "the numbers of the experts are one too high", order[:, :count] + 1)
+    yield choice(failure, "the numbers of the experts are one too low", order[:, :count] - 1)
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         coarse = rounded(scores, dtype).argsort(dim=1, descending=True, stable=True)[:, :count]
-        yield _choice(failure, f"the experts are chosen by scores in {name}", coarse)
+        yield choice(failure, f"the experts are chosen by scores in {name}", coarse)
 
 
 def _is_one_choice(failure: Failure) -> bool:
@@ -65,7 +67,7 @@ def _is_one_choice(failure: Failure) -> bool:
 
 def choice_by_other_scores(failure: Failure) -> Iterator[Hypothesis]:
     """The choice forgets what the model adds to the scores, or the groups that it is made in."""
-    logits = logits_of(failure)
+    logits = None if failure.operation.among_tokens else logits_of(failure)
     if logits is None:
         return
     count = failure.expected.shape[1]
@@ -74,19 +76,19 @@ def choice_by_other_scores(failure: Failure) -> Iterator[Hypothesis]:
         plain = score(logits)
         if bias is not None:
             cause = "the router's bias is left out of the choice, or its groups are"
-            yield _choice(failure, cause, plain.topk(count).indices)
+            yield choice(failure, cause, plain.topk(count).indices)
             if len(failure.operation.shape) > 1:  # the best of each group
                 groups, each = failure.operation.shape[-2:]
                 best = plain.unflatten(1, (groups, -1)).topk(each).indices.flatten(1)
-                yield _choice(failure, "the router's bias is left out of the choice", best)
+                yield choice(failure, "the router's bias is left out of the choice", best)
             for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
                 biased = plain + sign * bias
-                yield _choice(failure, f"the router chooses by {name} {which}", biased.topk(count).indices)
+                yield choice(failure, f"the router chooses by {name} {which}", biased.topk(count).indices)
 
 
 def choice_of_another_row(failure: Failure) -> Iterator[Hypothesis]:
     """The indices are those of the row before or after."""
-    if not failure.operation.inputs:
+    if failure.operation.among_tokens or not failure.operation.inputs:
         return
     tap, count = failure.operation.inputs[0], failure.expected.shape[1]
     for shift in (-1, 1):
@@ -94,10 +96,10 @@ def choice_of_another_row(failure: Failure) -> Iterator[Hypothesis]:
         logits = gathered(failure.locator, tap, replace(failure.rows, position=at))
         if logits is not None:
             cause = f"the experts are those of another row, {shift:+d} positions away"
-            yield _choice(failure, cause, logits.topk(count).indices)
+            yield choice(failure, cause, logits.topk(count).indices)
 
 
-def _choice(failure: Failure, cause: str, chosen: torch.Tensor) -> Hypothesis:
+def choice(failure: Failure, cause: str, chosen: torch.Tensor) -> Hypothesis:
     """Return a hypothesis about indices [R, C], whose order is free."""
     is_same = (chosen.sort(dim=1).values == failure.actual.sort(dim=1).values).all(dim=1, keepdim=True)
     return Hypothesis(
