@@ -24,7 +24,7 @@ def test_another_first_hypothesis_is_a_mismatch(harness, url):
     fp8, fp32 = ran.json["hypotheses"]
     assert fp8["is_excluded_by_logprobs"]
     assert not fp8["fits"]
-    assert 0 < fp32["needed"]["fp8"] <= 400
+    assert 0 < fp32["needed"]["fp8"] < 2000
 
 
 def test_nothing_is_claimed_where_two_cannot_be_told(url):
@@ -41,10 +41,10 @@ def test_nothing_is_claimed_where_two_cannot_be_told(url):
 def test_none_is_claimed_where_another_is_served(harness, url):
     """The server's are none of these weights: what is nearest is said, and not claimed."""
     pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
-    options = ["--dtype", "float32", "--tokens", 300, "--hypotheses", "fp8,q4"]
+    options = ["--dtype", "float32", "--tokens", 400, "--hypotheses", "fp8,q4"]
     ran = harness("audit", "--endpoint", url, *options)
     assert ran.status == 5, ran.out
-    assert "no claim: nearest is fp8; every other hypothesis is excluded, but its log prob" in ran.out
+    assert "no claim: nearest is fp8; every other hypothesis is excluded, but its log prob" in " ".join(ran.out.split())
 
 
 @pytest.mark.parametrize(

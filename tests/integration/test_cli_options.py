@@ -35,6 +35,8 @@ OPTIONS = {
               "--local-files-only"],
     "sampler": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--device", "--truth",
                 "--dtype", "--draws", "--seed", "--order", "--only", "--local-files-only", "--format"],
+    "audit": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--device", "--truth",
+              "--hypotheses", "--dtype", "--tokens", "--ask", "--seed", "--local-files-only", "--format"],
     "tokens": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--conversations",
                "--seed", "--local-files-only", "--format"],
     "load": ["--endpoint", "--served-model", "--concurrency", "--request-timeout", "--model", "--device", "--truth",
@@ -79,6 +81,7 @@ FORMATS = {
     "rollout": ["human", "markdown", "json"],
     "weights": ["human", "markdown", "json"],
     "sampler": ["human", "markdown", "json"],
+    "audit": ["human", "markdown", "json"],
     "load": ["human", "markdown", "json"],
     "tokens": ["human", "markdown", "json"],
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.campaigns.audit.tokens import DEVIATIONS
 from harness.campaigns.audit.views import View
 from harness.campaigns.endpoint.judge import bounds
 from harness.results.sampler import DefinitionResult
@@ -75,7 +76,7 @@ def is_excluded(own: Reading, others: Sequence[Reading], given: Given, alpha: fl
 
 
 def num_needed(served: Reading, other: Reading, given: Given, alpha: float, num_readings: int) -> float | None:
-    """Return how many requests exclude a reading if another one is served; None: no number does, for rounding is more.
+    """Return how many requests exclude a reading in 99 of 100 audits if another one is served; None: no number does.
 
     The error is taken to be as large as HF's own.
     """
@@ -83,7 +84,8 @@ def num_needed(served: Reading, other: Reading, given: Given, alpha: float, num_
     if not distance.sum() > 0:
         return None
     share = float((distance + noise).square().mean().sqrt() / distance.mean())
-    return (share * _threshold(alpha, num_readings)) ** 2 if 2 * noise.sum().abs() < distance.sum() else None
+    sum_needed = _threshold(alpha, num_readings) + DEVIATIONS  # its own deviation is about one
+    return (share * sum_needed) ** 2 if 2 * noise.sum().abs() < distance.sum() else None
 
 
 def _threshold(alpha: float, num_directions: int) -> float:

@@ -16,7 +16,7 @@ import torch
 from harness.campaigns.audit.views import View
 from harness.campaigns.sampler.evidence import NOISE_MARGIN
 
-_DEVIATIONS = 2.33
+DEVIATIONS = 2.33
 """In 99 of 100 audits a sum of log ratios is at least its mean, less so many standard deviations."""
 
 
@@ -60,7 +60,7 @@ def num_needed(served: View, other: View, alpha: float, num_hypotheses: int) -> 
         return None
     mean, variance = _moments(served, other)
     threshold = math.log(2 * max(1, num_hypotheses - 1) / alpha)
-    root = _DEVIATIONS * math.sqrt(variance)
+    root = DEVIATIONS * math.sqrt(variance)
     return ((root + math.sqrt(root**2 + 4 * mean * threshold)) / (2 * mean)) ** 2
 
 

@@ -201,6 +201,25 @@ def test_a_stream_that_hangs_up(plan, server, end):
     assert not any(findings.values())
 
 
+def test_a_server_that_never_ends_its_streams_is_not_asked_for_them(plan, server):
+    """As transformers' own server does: the probe goes on, and says it."""
+    app, url = server
+
+    async def spoil(app_, scope, receive, send, body):
+        if not body.get("stream"):
+            await app_(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'data: {"choices": [{"index": 0, "text": " a"}]}\n\n'})
+
+    app.spoil, app.spoils_all = spoil, True
+    result = check_endpoint(plan, Address(url=url, retries=0), num_again=1)
+    (streaming,) = [each for each in result.capabilities if each.name == "streaming"]
+    assert not streaming.is_there
+    assert "without [DONE]" in streaming.detail
+    assert "streamed" not in [run.schedule for run in result.runs]
+
+
 def endless(part, pause_s):
     """Send a part of a body again and again."""
 

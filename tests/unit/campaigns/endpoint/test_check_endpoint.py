@@ -56,7 +56,7 @@ def test_what_the_probe_finds(folder, server):
     assert {each.name for each in result.capabilities if each.is_there} == {
         "/health", "/v1/models", "token id prompts", "logprobs", "return_token_ids", "return_tokens_as_token_ids",
         "ignore_eos", "repetition_penalty", "prompt logprobs", "streaming", "/tokenize",
-        "temperature", "top_k", "top_p", "min_p", "seed", "stop",
+        "temperature", "top_k", "top_k of -1", "top_p", "min_p", "seed", "stop",
     }  # fmt: skip
     assert not [each.name for each in result.capabilities if each.is_ignored]
 

@@ -33,13 +33,27 @@ class HotSpoilt:
         async def again():
             return left.pop() if left else await receive()
 
-        if body.get("temperature") != 1.5:
+        answer = self.answer_to(body)
+        if answer is None:
             await self.app(scope, again, send)
             return
-        status, own = self.answer
+        status, own = answer
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(own)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": own})
+
+    def answer_to(self, body):
+        """Return status and body; None: the sound server answers."""
+        return self.answer if body.get("temperature") == 1.5 else None
+
+
+class TextAlone(HotSpoilt):
+    """An application that refuses token ids and a `top_k` of -1, as mlx-lm's server does."""
+
+    def answer_to(self, body):
+        if isinstance(body.get("prompt"), list):
+            return 404, b'{"error": "text input must be of type `str`"}'
+        return (400, b'{"error": "top_k must be at least 0"}') if body.get("top_k", 0) < 0 else None
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +130,17 @@ def test_defaults_of_the_server_are_a_note_and_no_finding(address, monkeypatch):
     assert result.settings[0].findings == result.findings == ()
     assert result.outcome is Outcome.NOTHING
     assert result.notes
+
+
+def test_a_server_of_text_alone_whose_tokenizer_begins_each_text():
+    """Its prompts must begin with the same token, or no text becomes them."""
+    with (
+        LLMEngine(FOLDER, EngineConfig(dtype="float32")) as engine,
+        serving(TextAlone(build_app(engine, Text(FOLDER), model="tiny"))) as url,
+    ):
+        result = check_sampler(plan_of(), Address(url=url, timeout_s=600), num_draws=60, only=["top_k", "hot"])
+    assert result.outcome is Outcome.PASS
+    assert [setting.num_draws for setting in result.settings] == [60, 60]
+    bodies = [setting.body for setting in result.settings]
+    assert [body["top_k"] for body in bodies] == [0, 3]
+    assert all(isinstance(body["prompt"], str) for body in bodies)

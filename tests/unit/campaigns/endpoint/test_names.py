@@ -1,0 +1,16 @@
+"""What tokens are called."""
+
+from pathlib import Path
+
+from harness.campaigns.endpoint.names import TokenNames
+from harness.formats.checkpoint import Checkpoint
+
+FOLDER = Path(__file__).parents[4] / "cases" / "checkpoints" / "qwen3-tiny"
+
+
+def test_tokens_are_spelled_after_the_one_that_begins_a_text():
+    names = TokenNames(Checkpoint(FOLDER), vocab_size=256)
+    assert names.text_of((20, 30, 40)) is None
+    assert names.spelled((20, 30, 40)) == (1, 20, 30, 40)
+    assert names.text_of((1, 20, 30, 40)) == "di don fou"
+    assert names.spelled((20, 2, 40)) is None, "no text has an end of text in it"
