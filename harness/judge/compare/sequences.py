@@ -120,7 +120,7 @@ class _Computed:
     def _inherited(self, request: RequestInfo, rows: list[tuple[int, int, int]]) -> torch.Tensor:
         """[tokens, 2]: what others with the same tokens computed, in the place of rows that the request left out.
 
-        It left out those before its first row, and where it was preempted and found more in the cache than it had
+        Of a copy, what its original computed, else what was computed first. It left out those before its first row, and where it was preempted and found more in the cache than it had
         computed, those before the row that it went on with.
         """
         table = torch.full((len(request.token_ids), 2), NOWHERE, dtype=torch.int64)
@@ -129,11 +129,18 @@ class _Computed:
             if position > reached:
                 found = self._first[self._prefixes.up_to(request.id, position)][reached:]
                 found[found[:, 0] > step] = NOWHERE
-                if request.draft_of is not None:
-                    self._take_latest(request.draft_of, range(reached, position), step, found)
+                for source in (self._original_of(request), request.draft_of):
+                    if source is not None:
+                        self._take_latest(source, range(reached, position), step, found)
                 table[reached:position] = found
             reached = max(reached, position + 1)
         return table
+
+    def _original_of(self, request: RequestInfo) -> int | None:
+        """Return the first request with the same tokens, if there is one before this."""
+        own = request.token_ids, request.inputs
+        first = next(each for each in self._recording.manifest.requests if (each.token_ids, each.inputs) == own)
+        return first.id if first.id < request.id else None
 
     def _take_latest(self, request: int, positions: range, step: int, found: torch.Tensor) -> None:
         """Put in what a request computed last of some positions: its cache may have computed them more than once."""

@@ -100,6 +100,22 @@ def test_a_request_that_found_more_than_it_had_computed(tmp_path):
     assert found[0] == (1, expected(1, {0: 0, 1: 0, 4: 2, 5: 2}), values)
 
 
+def test_a_copy_found_what_its_original_computed(tmp_path):
+    """Rows of the same content differ by their rounding: an engine that keeps whole prompts gives back their own."""
+    requests = {1: [7] * 3, 5: [7] * 5, 9: [7] * 5}
+    steps = [[(1, 0), (1, 1), (1, 2)], [(5, at) for at in range(5)], [(9, 4)]]
+    found = epochs(record(tmp_path / "r", steps, requests=requests))
+    assert found[-1] == (9, expected(9, {4: 2}), expected(5, {0: 1, 1: 1, 2: 1, 3: 1}) | expected(9, {4: 2}))
+
+
+def test_a_copy_found_what_its_original_had_found(tmp_path):
+    requests = {1: [7] * 3, 5: [7] * 5, 9: [7] * 5}
+    steps = [[(1, 0), (1, 1), (1, 2)], [(5, 3), (5, 4)], [(9, 4)]]
+    found = epochs(record(tmp_path / "r", steps, requests=requests))
+    values = expected(1, {0: 0, 1: 0, 2: 0}) | expected(5, {3: 1}) | expected(9, {4: 2})
+    assert found[-1] == (9, expected(9, {4: 2}), values)
+
+
 TWINS = {1: [7] * 20, 5: [7] * 20, 9: [8] * 20}
 
 
