@@ -1,10 +1,13 @@
 """SGLang without its kernels on a CPU: every tap passes under six schedules, and bugs put into it are named."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.vllm_families import write_checkpoint
 
 pytest.importorskip("sglang", reason="needs SGLang: docs/adapters/README.md")
 
@@ -47,6 +50,22 @@ def check(model, *, dtype="float32", bug="", schedules=("plain",)):
 def test_sglang_passes_with_every_tap(checkpoints, model, dtype):
     lines = check(checkpoints / model, dtype=dtype, schedules=EVERY)
     assert lines[::2] == [f"{schedule}|pass|0|" for schedule in EVERY]
+
+
+def test_what_sglang_does_not_show_of_granite_is_a_gap(tmp_path):
+    write_checkpoint("granite", tmp_path)
+    outcome, _ = check(tmp_path, dtype="bfloat16")
+    assert outcome == "plain|pass|0|model.embed_tokens|lm_head|"
+
+
+def test_the_soft_cap_of_gemma2_is_left_out_on_a_cpu(tmp_path):
+    """SGLang 0.5.23: its backend `torch_native` never reads `logit_cap`; reports/cpu/sglang.md."""
+    write_checkpoint("gemma2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": config["hidden_activation"]}))
+    outcome, first = check(tmp_path)
+    assert outcome == "plain|mismatch|0|lm_head|"
+    assert first == "model.layers.0.attention: the soft cap of the scores is left out"
 
 
 def test_the_tied_head_of_a_mixture_is_not_loaded(checkpoints):

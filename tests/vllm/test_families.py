@@ -23,6 +23,7 @@ NOT_SHOWN = {
     "granite": {"lm_head"},
     "opt": {"self_attn.query", "model.decoder.embed_positions"},
     "qwen2_moe": {"mlp.gate.1", "mlp.experts"},
+    "exaone_moe": {"mlp.experts", "mlp.gate.1", "mlp.gate.topk", "mlp.gate.topk@2", "mlp.gate.topk@3"},
     "mamba2": {"mixer.norm.input"},
     "gpt2": {"attn.c_attn"},
 }

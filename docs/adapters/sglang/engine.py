@@ -15,10 +15,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from harness.engines import Capabilities
+from harness.engines.adapter import engine_refusals
 from harness.engines.torch_modules import ForwardBatch, PagedCache, StepWatcher, find_table
 
-ROUTING = ("mlp.gate.topk", "mlp.gate.1")
-"""Which experts a row takes, and their weights: the table does not know the module that chooses them."""
 RESERVE = 4
 """Slots beyond those of the longest request that its scheduler wants to be free."""
 
@@ -60,12 +59,12 @@ class Engine:
             max_running_requests=64, mem_fraction_static=0.1, log_level="error", **arguments,
         )  # fmt: skip
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
-        self.scheduler = LoneScheduler(arguments, PortArgs.init_new(arguments))
+        with engine_refusals("SGLang", folder):
+            self.scheduler = LoneScheduler(arguments, PortArgs.init_new(arguments))
         self.runner = self.scheduler.tp_worker.model_runner
 
     def match_taps(self, graph):
-        unsupported = ROUTING if any(operation.site in ROUTING for operation in graph) else ()
-        self.capabilities = replace(self.capabilities, unsupported_taps=unsupported)
+        self.graph = graph
         self.table = find_table(self.runner.model, graph, fused_sizes=attrgetter("output_partition_sizes"))
 
     def run(self, workload, writer):
@@ -78,6 +77,7 @@ class Engine:
         requests, caches = workload.all_requests, list(self.caches())
         model, sampler = self.runner.model, self.runner.sampler
         with Watcher(model, sampler, self.table, requests, writer, caches=caches, begins=model.model) as watcher:
+            self.capabilities = replace(self.capabilities, unsupported_taps=watcher.unsupported_taps(self.graph))
             for batch in workload.batches:
                 for request in batch:
                     scheduler._add_request_to_queue(greedy(request, shares=schedule.trigger == "prefix_hit"))

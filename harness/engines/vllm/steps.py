@@ -91,9 +91,11 @@ def _slot_mapping(attending: Collection[str], num_rows: int) -> torch.Tensor | N
 
 
 def _routers(model: nn.Module, graph: Graph) -> dict[str, Any]:
+    """Return routers by the tap of their choice; where HF's first choice is one within groups, they do not show it."""
     routers = ((path, getattr(module, "router", None)) for path, module in model.named_modules())
     taps = ((f"{path.rpartition('.')[0]}.gate.topk", router) for path, router in routers)
-    return {tap: router for tap, router in taps if tap in graph and hasattr(router, "set_capture_fn")}
+    shown = ((tap, router) for tap, router in taps if tap in graph and len(graph[tap].shape) == 1)
+    return {tap: router for tap, router in shown if hasattr(router, "set_capture_fn")}
 
 
 def keeps_readable_cache(runner: Any) -> bool:
