@@ -82,7 +82,8 @@ class _Table:
         if "ParallelLMHead" in kinds:
             return None  # it is the logits processor that applies it
         if "VocabParallelEmbedding" in kinds:
-            return Entry(module=path, token_ids=0, output=self._returned(path, path) if self._calls else None)
+            shows = self._calls is not None and self._is_first(path)
+            return Entry(module=path, token_ids=0, output=self._returned(path, path) if shows else None)
         if any(kind.endswith("Norm") for kind in kinds):
             return self._norm(path)
         if "LinearBase" in kinds:
@@ -92,6 +93,10 @@ class _Table:
         if path.endswith(".experts"):
             return Entry(module=path, output=self._experts(path, module))
         return None
+
+    def _is_first(self, path: str) -> bool:
+        """Whether HF's graph begins with a module: of a further embedding it may scale what these engines scale later."""
+        return self._graph.canonical(self._hf_name(path)) == next(iter(self._graph)).tap
 
     def _norm(self, path: str) -> Entry:
         """Return what a norm shows: its result, and what HF's norm is given.

@@ -101,6 +101,15 @@ def test_every_tap_of_a_model_is_found_once(graph):
     assert ModuleRecorder(model, table).unsupported_taps(graph) == ()
 
 
+def test_a_further_embedding_is_a_gap(graph):
+    """HF's own may scale what it looks up, as Gemma 4's does, where these engines scale it afterwards."""
+    model = fake_model(len(graph.layers))
+    model.model.embed_more = VocabParallelEmbedding()
+    more = Operation(tap="model.embed_more", kind=Kind.OTHER, shape=(128,))
+    table = find_table(model, Graph((*graph, more)), calls_of(graph, model__embed_more=call((31, 128))))
+    assert "model.embed_more" not in {tap for entry in table for tap in entry.taps}
+
+
 def test_norms_of_queries_and_keys_that_come_before_their_product(checkpoints):
     """As in SGLang's Qwen3: what such a norm is given is the product's, and no residual."""
     graph = load_model(checkpoints / "qwen3-tiny", dtype=torch.float32).graph
