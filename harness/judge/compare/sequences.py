@@ -120,8 +120,9 @@ class _Computed:
     def _inherited(self, request: RequestInfo, rows: list[tuple[int, int, int]]) -> torch.Tensor:
         """[tokens, 2]: what others with the same tokens computed, in the place of rows that the request left out.
 
-        Of a copy, what its original computed, else what was computed first. It left out those before its first row, and where it was preempted and found more in the cache than it had
-        computed, those before the row that it went on with.
+        Of a copy, what its original computed, else what was computed first. It left out those before its first row, and
+        where it was preempted and found more in the cache than it had computed, those before the row that it went on
+        with.
         """
         table = torch.full((len(request.token_ids), 2), NOWHERE, dtype=torch.int64)
         reached = 0
