@@ -95,7 +95,7 @@ class _Table:
         return None
 
     def _is_first(self, path: str) -> bool:
-        """Whether HF's graph begins with a module. What a further embedding gives, HF may scale, and these engines later."""
+        """Whether HF's graph begins with a module. What a further one gives HF may scale, and engines later."""
         return self._graph.canonical(self._hf_name(path)) == next(iter(self._graph)).tap
 
     def _norm(self, path: str) -> Entry:
