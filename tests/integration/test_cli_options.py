@@ -1,6 +1,7 @@
 """The names of commands and options: what scripts rely on changes here first."""
 
 import re
+from importlib.util import find_spec
 from inspect import signature
 
 import pytest
@@ -54,7 +55,8 @@ OPTIONS = {
     "faults": ["--only", "--category", "--seeds", "--format"],
     "quant": ["--model", "--types", "--file", "--engine-option", "--text-file", "--tokens", "--sequences", "--seed",
               "--pad", "--out", "--local-files-only", "--format"],
-    "estimate": ["--model", "--gpu", "--dtype", "--cache-dtype", "--requests", "--context", "--format"],
+    "estimate": ["--model", "--gpu", "--dtype", "--cache-dtype", "--requests", "--context", "--block-size", "--profile",
+                 "--format"],
     "rollout": ["rollouts", "--model", "--trainer", "--layout", "--engine", "--engine-option", "--previous",
                 "--engine-weights", "--head", "--weight-version", "--rows", "--dtype", "--device", "--truth",
                 "--local-files-only", "--history", "--out", "--format"],
@@ -161,10 +163,11 @@ def test_help_of_a_command_explains_every_option(harness, name):
 
 def test_help_names_the_installed_engines(harness, install):
     install("", name="mine")
+    libraries = {"llamacpp": "llama_cpp", "mlx": "mlx_lm", "onnxruntime": "onnxruntime_genai", "openvino": "openvino"}
+    there = [name for name, library in {**libraries, "vllm": "vllm"}.items() if find_spec(library) is not None]
+    expected = f"Engines installed here: {', '.join(sorted([*there, 'hf', 'mine', 'reference']))}."
     for name in ("check", "run"):
-        assert "hf, llamacpp, mine, mlx, onnxruntime, openvino, reference" in " ".join(
-            harness(name, "--help").out.split()
-        )
+        assert expected in " ".join(harness(name, "--help").out.split())
 
 
 def test_no_command_shows_the_help_and_fails(harness):
