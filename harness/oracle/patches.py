@@ -14,6 +14,8 @@ from torch import nn
 
 from harness.errors import Code, HarnessError
 
+_HOLDERS = ("fget", "__func__", "func", "_torchdynamo_inline")
+"""Where properties, class methods, cached properties and scripted functions keep the function they were made of."""
 _LIBRARIES = tuple(package.__path__[0] for package in (torch, transformers))
 
 
@@ -46,7 +48,7 @@ def _replaced(file: ModuleType) -> Iterator[tuple[str, Any]]:
         found: Any = file
         for name in names:
             found = inspect.getattr_static(found, name, None)
-        for wrapped in ("fget", "__func__", "func"):  # of properties, class methods, cached properties
+        for wrapped in _HOLDERS:
             found = getattr(found, wrapped, None) or found
         if not _is_of_the_library(found):
             yield ".".join(names), found

@@ -115,9 +115,11 @@ class _Table:
             return None  # HF's product is fused, too, often head by head; here all queries come first
         if name not in self._fused or is_product_of_hf:
             return self._returned(path, path)
-        names = (f"{parent}.{part}" for part in self._fused[name])
-        sizes = zip(names, self._fused_sizes(getattr(module, "base_layer", module)), strict=True)
-        return Split({self._tap(each) or each: size for each, size in sizes})
+        names = [f"{parent}.{part}" for part in self._fused[name]]
+        sizes = self._fused_sizes(getattr(module, "base_layer", module))
+        if len(names) != len(sizes):  # which part is what is not said: Lfm2-MoE's in_proj has three parts and one name
+            return None
+        return Split({self._tap(each) or each: size for each, size in zip(names, sizes, strict=True)})
 
     def _attention(self, path: str) -> Entry:
         parent = path.rpartition(".")[0]

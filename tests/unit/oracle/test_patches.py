@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -43,6 +44,14 @@ def test_a_patched_library_cannot_say_what_is_right(checkpoints, monkeypatch, ow
     assert caught.value.code is Code.ORACLE_PATCHED
     assert f".{name}" in str(caught.value.where)
     assert "test_patches" in str(caught.value.actual) or name == "forward"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+@pytest.mark.parametrize(("function", "is_theirs"), [(llama.rotate_half, True), (own_rotary, False)])
+def test_a_scripted_function_is_whose_code_it_is(checkpoints, monkeypatch, function, is_theirs):
+    monkeypatch.setattr(llama, "rotate_half", torch.jit.script(function))
+    with nullcontext() if is_theirs else pytest.raises(HarnessError, match="H009"):
+        load_model(checkpoints / "llama-tiny", dtype=torch.float32)
 
 
 def test_a_large_model_is_looked_at_too(checkpoints, monkeypatch):

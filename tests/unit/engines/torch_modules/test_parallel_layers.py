@@ -101,6 +101,17 @@ def test_every_tap_of_a_model_is_found_once(graph):
     assert ModuleRecorder(model, table).unsupported_taps(graph) == ()
 
 
+def test_a_fused_product_whose_parts_have_no_names_is_a_gap(graph):
+    """As Lfm2-MoE's `in_proj` in vLLM: three parts, and one name."""
+    model = fake_model(len(graph.layers))
+    model.packed_modules_mapping = {"in_proj": ["in_proj"]}
+    model.model.layers[0].short_conv = nn.Module()
+    model.model.layers[0].short_conv.in_proj = LinearBase(64, 64, 64)
+    shown = call((31, 192), None)
+    table = find_table(model, graph, calls_of(graph, model__layers__0__short_conv__in_proj=shown))
+    assert all("short_conv" not in entry.module for entry in table)
+
+
 def test_a_further_embedding_is_a_gap(graph):
     """HF's own may scale what it looks up, as Gemma 4's does, where these engines scale it afterwards."""
     model = fake_model(len(graph.layers))
