@@ -41,7 +41,7 @@ class Ops:
     def rotary(self, x_TNH: torch.Tensor, positions_T: torch.Tensor, theta: float) -> torch.Tensor:
         """Rotate with the default frequencies."""
         rope = RopeConfig(rope_type="default", theta=theta, parameters={})
-        config: Any = SimpleNamespace(rope=rope, head_dim=x_TNH.shape[-1])
+        config: Any = SimpleNamespace(rope=rope, rotary_dim=x_TNH.shape[-1])
         return apply_rotary(x_TNH, *RotaryEmbedding(config, x_TNH.device, x_TNH.dtype)(positions_T))
 
     def rms_norm(self, x_TX: torch.Tensor, weight_X: torch.Tensor, eps: float) -> torch.Tensor:
