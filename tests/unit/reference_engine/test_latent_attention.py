@@ -163,6 +163,7 @@ def test_what_latent_attention_is_not_served_with_is_refused(checkpoint: Checkpo
         pass
     with pytest.raises(ConfigError, match=r"adapters are not served with this.*latent attention"):
         LLMEngine(checkpoint.folder, adapters={"one": "nowhere"})
+    pytest.importorskip("reference_engine.fast")
     with pytest.raises(ConfigError, match=r"backend cpp does not serve.*latents, which are both.*paged, contiguous"):
         LLMEngine(checkpoint.folder, EngineConfig(attention_backend="cpp"))
 
