@@ -17,6 +17,7 @@ from harness.campaigns.endpoint.run import eos_of
 from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_sampler
 from harness.campaigns.sampler.draws import draws_of, read_draws
 from harness.campaigns.sampler.evidence import Draw, Evidence
+from harness.campaigns.sampler.grammar import bound_draws
 from harness.campaigns.sampler.judge import (
     FALSE_ALARM,
     Levels,
@@ -28,6 +29,7 @@ from harness.campaigns.sampler.judge import (
 )
 from harness.campaigns.sampler.logprobs import LogprobEvidence
 from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, chosen_settings, draw_requests
+from harness.campaigns.structured.automaton import Automaton
 from harness.errors import Code, HarnessError
 from harness.judge.jobs.model import planned_model
 from harness.oracle.model import HFModel
@@ -67,6 +69,8 @@ def check_sampler(
     report = progress or no_progress
     settings = chosen_settings(only)
     asked_for = [each for each in settings if not each.lacking(order)]
+    is_bound = any(each.schema is not None for each in asked_for)
+    automaton = Automaton(plan.checkpoint.tokenizer.hf) if is_bound else None
     report("model", 0, 1)
     hf = planned_model(plan)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
@@ -84,7 +88,9 @@ def check_sampler(
         )
     )
     answered = time.perf_counter()
-    judged = _Judged(hf, asked, Chain(steps=order), eos=tuple(sorted(eos)), seed=seed, truth=plan.case.truth)
+    judged = _Judged(
+        hf, asked, Chain(steps=order), eos=tuple(sorted(eos)), seed=seed, truth=plan.case.truth, automaton=automaton
+    )
     judged.run(report)
     return judged.result(plan, address, settings, server_s=answered - begin, truth_s=time.perf_counter() - answered)
 
@@ -93,7 +99,15 @@ class _Judged:
     """All answers, held against the truth."""
 
     def __init__(
-        self, hf: HFModel, asked: AskedSampler, chain: Chain, *, eos: tuple[int, ...], seed: int, truth: str
+        self,
+        hf: HFModel,
+        asked: AskedSampler,
+        chain: Chain,
+        *,
+        eos: tuple[int, ...],
+        seed: int,
+        truth: str,
+        automaton: Automaton | None,
     ) -> None:
         self._hf, self._asked, self._eos, self._truth, self._chain = hf, asked, eos, truth, chain
         self._evidence = {request.setting.name: Evidence(chain=chain, eos=eos, seed=seed) for request in asked.requests}
@@ -103,15 +117,24 @@ class _Judged:
         self._num_without = 0
         """Draws without a log probability."""
         self._refused = dict(self._refusals())
-        self._draws = {
-            place: (request, draw)
-            for request in asked.requests
-            if request.setting.name not in self._refused and isinstance(answer := self._answer(request), Completion)
-            for place, draw in draws_of(request, answer, eos)
-        }
+        self._draws = dict(self._drawn(automaton))
 
     def _answer(self, request: DrawRequest) -> Completion | HarnessError:
         return self._asked.answers[request.number]
+
+    def _drawn(self, automaton: Automaton | None) -> Iterator[tuple[tuple[int, int], tuple[DrawRequest, Draw]]]:
+        """Yield the draws of all answers that can be judged, by their place."""
+        answered = [
+            (request, list(draws_of(request, answer, self._eos)))
+            for request in self._asked.requests
+            if request.setting.name not in self._refused and isinstance(answer := self._answer(request), Completion)
+        ]
+        for setting in {request.setting.name: request.setting for request, _ in answered}.values():
+            requests, answers = zip(*(own for own in answered if own[0].setting is setting), strict=True)
+            if setting.schema is not None and automaton is not None:
+                answers = tuple(bound_draws(answers, setting.schema, automaton))
+            for request, places in zip(requests, answers, strict=True):
+                yield from ((place, (request, draw)) for place, draw in places)
 
     def _refusals(self) -> Iterator[tuple[str, str]]:
         """Yield settings that cannot be judged, with the reason."""
@@ -132,6 +155,8 @@ class _Judged:
         self._evidence[request.setting.name].add(draw, logits, control)
         answer = self._answer(request)
         assert isinstance(answer, Completion)
+        if request.setting.schema is not None:  # servers differ in whether they show what a mask has left
+            return
         given = (answer.logprobs or ())[draw.step : draw.step + 1]
         for own in given:
             self._logprobs.add(draw, own, logits, control, len(request.prompt) + draw.step)
