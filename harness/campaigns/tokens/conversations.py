@@ -9,8 +9,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["WORST", "Conversation", "Feature", "conversations", "hard_conversations", "samples", "with_arguments"]
-
 _MOST_TURNS = 3
 
 

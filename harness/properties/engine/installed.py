@@ -25,8 +25,6 @@ from harness.formats.recording.reader import Step
 from harness.formats.schedule import Schedule
 from harness.properties.engine.adapter import OPTIONS, Taps
 
-__all__ = ["installed_engine"]
-
 _LIMITS = {
     "block_size": "block_size",
     "num_blocks": "num_blocks",

@@ -7,8 +7,6 @@ import torch
 
 from harness.base.metrics import rounding_unit, row_metrics
 
-__all__ = ["RandomRows", "closeness_lines", "worst_row"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomRows:
