@@ -1,12 +1,11 @@
 """The content that a case is checked with: `--resume` keeps a result only while all of it is the same."""
 
-import hashlib
-import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from harness.base.json_text import json_digest
 from harness.campaigns.suite.fingerprint import Installation, installed_digest
 from harness.campaigns.suite.preflight import installed_in
 from harness.campaigns.suite.task import Environment, SuiteCase
@@ -42,7 +41,7 @@ def with_inputs(
     def changed(case: SuiteCase) -> SuiteCase:
         model, files = contents[case.case.model, case.case.hf], _files_of_options(case)
         told = [model, files, places.get(case.environment) or _unknown()]
-        return case.model_copy(update={"model_digest": model, "inputs": _digest(told)})
+        return case.model_copy(update={"model_digest": model, "inputs": json_digest(told)})
 
     return [changed(case) for case in cases]
 
@@ -52,7 +51,7 @@ def _model_digest(model: str, hf: str | None, local_files_only: bool) -> str:
     try:
         folder = resolve(model, local_files_only=local_files_only, hf=hf)
         origin = resolve(hf, local_files_only=local_files_only) if hf else None
-        return _digest([folder_digest(folder), origin and folder_digest(origin)])
+        return json_digest([folder_digest(folder), origin and folder_digest(origin)])
     except (HarnessError, OSError):
         return _unknown()
 
@@ -68,10 +67,6 @@ def _files_of_options(case: SuiteCase) -> list[tuple[str, str]]:
             except (OSError, ValueError):
                 found.append((text, _unknown()))
     return found
-
-
-def _digest(document: object) -> str:
-    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def _unknown() -> str:

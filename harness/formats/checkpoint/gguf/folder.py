@@ -5,7 +5,6 @@ streamed, hashed and run by HF's own code. The folder lies in the cache and is m
 the weights come from and in which type each was.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.base.json_text import json_digest
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import Checkpoint
 from harness.formats.checkpoint.dequantised import made_once, write_shards
@@ -78,7 +78,7 @@ def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
     if hf is not None:
         paths += sorted(file for file in hf.folder.iterdir() if file.is_file())
     stamps = [FileStamp.of(path) for path in paths]
-    return hashlib.sha256(json.dumps([VERSION, hf is None, stamps]).encode()).hexdigest()[:32]
+    return json_digest([VERSION, hf is None, stamps])[:32]
 
 
 def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
