@@ -43,10 +43,7 @@ class Estimate:
 def plan_parts(windows: Iterable[Window], seconds: Mapping[ProfileRequests, float], num_runs: int) -> dict[str, float]:
     """Return the seconds that each part will take.
 
-    Args:
-        windows: of the phases.
-        seconds: of one plain run of each load.
-        num_runs: plain runs of each load for the latencies.
+    `seconds` are those of one plain run of each load, of which there are `num_runs` for the latencies.
     """
     windows = tuple(windows)
     parts = {f"timing {number}": num_runs * seconds[load] for number, load in enumerate(seconds)}

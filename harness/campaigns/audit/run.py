@@ -46,14 +46,9 @@ def run_audit(
 ) -> AuditResult:
     """Find out which of some hypotheses a server serves.
 
-    Args:
-        plan: checkpoint, dtype of the server, and precision of the truth; its prompts are not used.
-        address: of the server.
-        names: of the hypotheses; the first is the one that is said to be served.
-        num_tokens: to ask for, at least.
-        ask: parameters of the sampler to ask for, as NAME=VALUE.
-        seed: of prompts and requests.
-        progress: told what is being done.
+    The plan says checkpoint, dtype of the server, and precision of the truth; its prompts are not used. The first of
+    the `names` is the hypothesis that is said to be served; `ask` has parameters of the sampler, as NAME=VALUE; at
+    least `num_tokens` are asked for.
 
     Raises:
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.

@@ -37,11 +37,8 @@ def check_endpoint(
 ) -> EndpointResult:
     """Check a server against HF.
 
-    Args:
-        plan: model, adapter, prompts, dtype of the server, and precision of the truth.
-        address: of the server.
-        num_again: prompts that are sent again in other ways; 0 for none.
-        progress: told what is being done.
+    The plan says model, adapter, prompts, dtype of the server, and precision of the truth. `num_again` prompts are sent
+    again in other ways.
 
     Raises:
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
@@ -95,9 +92,7 @@ def eos_of(hf: HFModel) -> frozenset[int]:
 def eos_ids(folder: Path, config: object) -> frozenset[int]:
     """Return the tokens that end a text, those of generation_config.json if it is there.
 
-    Args:
-        folder: of the checkpoint.
-        config: `eos_token_id` of its config: a number, a list, or None.
+    `config` is the `eos_token_id` of its config: a number, a list, or None.
     """
     from transformers import GenerationConfig
 
@@ -132,13 +127,7 @@ def judged(
 ) -> ScheduleResult:
     """Judge the answers of one way.
 
-    Args:
-        run: the answers.
-        first: those of the first way, along which the truth goes.
-        prompts: of all requests.
-        truth: rows by the number of the request.
-        eos: tokens that end a text.
-        promised: what each answer must have.
+    The truth goes along the answers of the `first` way; it has rows by the number of the request.
     """
     cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos, promised)) is not None]
     judgement = judge(cases) if cases else None

@@ -118,10 +118,7 @@ class Poisoner:
     def poison(self, schedule: Schedule, requests: Sequence[RequestInfo], *, victim: int) -> None:
         """Run one schedule without poison, twice, and then with each.
 
-        Args:
-            schedule: to follow.
-            requests: to compute.
-            victim: the request whose states are poisoned where that is another's memory.
+        The states of the request `victim` are poisoned where that is another's memory.
 
         Raises:
             HarnessError: as `run`.

@@ -55,11 +55,7 @@ def search_workloads(
 ) -> FuzzResult:
     """Search workloads that the plan's engine gets wrong.
 
-    Args:
-        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
-        options: how to search.
-        out: folder that gets files which repeat the findings.
-        progress: told what is being done.
+    The plan's prompts and schedules are not looked at. The folder `out` gets files that repeat the findings.
 
     Raises:
         HarnessError: the input cannot be used, or the engine serves no workload. Findings are results, not errors.
@@ -99,10 +95,7 @@ def search_workloads(
 def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | None = None) -> InvarianceResult:
     """Find which changes of schedule change the bits of the plan's engine.
 
-    Args:
-        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
-        options: how long, and the seed of the prompts.
-        progress: told what is being done.
+    The plan's prompts and schedules are not looked at.
 
     Raises:
         HarnessError: the input cannot be used.
@@ -130,10 +123,7 @@ def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | 
 def poison_memory(plan: Plan, options: FuzzOptions, *, progress: Progress | None = None) -> PoisonResult:
     """Fill memory that no live row may depend on, and find the operations of the plan's engine that let it in.
 
-    Args:
-        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
-        options: how long, and the seed of the prompts.
-        progress: told what is being done.
+    The plan's prompts and schedules are not looked at.
 
     Raises:
         HarnessError: the input cannot be used; RUNS_DIFFER: the engine's bits are others in each run.

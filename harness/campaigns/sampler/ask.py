@@ -46,14 +46,8 @@ async def ask_sampler(
 ) -> AskedSampler:
     """Probe a server, and send it all requests.
 
-    Args:
-        address: of the server.
-        names: tokens of the model's checkpoint.
-        prompt: for the probe.
-        make_requests: returns the requests for what the probe found.
-        fallback_model: name to ask for, where the server lists none and none is given.
-        num_again: requests that are sent again, where the server takes seeds.
-        progress: told what is being done.
+    `make_requests` returns the requests for what the probe found. `fallback_model` is the name to ask for, where the
+    server lists none and none is given; `num_again` requests are sent again, where it takes seeds.
 
     Raises:
         HarnessError: as `probe`.

@@ -33,13 +33,7 @@ def draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> It
 def read_draws(hf: HFModel, draws: Draws, read: ReadDraw, *, truth: str, progress: Progress, label: str) -> None:
     """Run a model along all answers, and show the logits of each draw's row.
 
-    Args:
-        hf: the model in the server's dtype.
-        draws: the draws.
-        read: is given each of them once.
-        truth: `float64`, `float32` or `auto`.
-        progress: told how many are read.
-        label: what is being done.
+    `read` is given each draw once, and `progress` the `label` of what is being done.
     """
     walks: dict[int, tuple[list[int], list[int]]] = {}
     for (number, position), (request, draw) in draws.items():

@@ -52,14 +52,8 @@ def check_sampler(
 ) -> SamplerResult:
     """Check a server's sampler against the exact distributions of HF's logits.
 
-    Args:
-        plan: model, dtype of the server, and precision of the truth; its prompts are not used.
-        address: of the server.
-        num_draws: of each setting, at least.
-        seed: of prompts and requests.
-        order: the steps that the server claims.
-        only: names of settings; empty: all.
-        progress: told what is being done.
+    The plan says model, dtype of the server, and precision of the truth; its prompts are not used. Of each setting, or
+    `only` of those named, at least `num_draws` are asked for; `order` has the steps that the server claims.
 
     Raises:
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.

@@ -24,13 +24,7 @@ def with_inputs(
     """Return the cases with digests of what they name: the model, the files of their options, the interpreter.
 
     What this machine does not have (another machine's model or environment) has a digest that no other run gives: its
-    cases are run again.
-
-    Args:
-        cases: of the suite.
-        environments: by their names in the cases.
-        installed: what some of the environments have, as far as it was looked for.
-        local_files_only: never ask the hub.
+    cases are run again. `installed` is what some of the environments have, as far as it was looked for.
     """
     models = {(case.case.model, case.case.hf) for case in cases}
     contents = {named: _model_digest(*named, local_files_only) for named in models}

@@ -19,10 +19,7 @@ class LocalPool:
     def __init__(self, num_workers: int, *, num_gpus: int = 0) -> None:
         """Use at most so many processes.
 
-        Args:
-            num_workers: processes that run tasks at once; tasks together have as many CPUs, and never fewer than the
-                machine has.
-            num_gpus: GPUs of this machine.
+        Tasks together have as many CPUs, and never fewer than the machine has.
         """
         if num_workers < 1:
             raise HarnessError(Code.BAD_OPTION, "there must be a process", where="--jobs", actual=num_workers)

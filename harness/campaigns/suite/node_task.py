@@ -44,11 +44,7 @@ class Look(BaseModel):
 def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], store: str, probe: str) -> str:
     """Return a `Look` as JSON.
 
-    Args:
-        models: those of the suite.
-        environments: by name, each as the fields of an `Environment`.
-        store: URL.
-        probe: digest of a file that the driver has put into the store.
+    Each environment is given as its fields; `probe` is the digest of a file that the driver has put into the store.
     """
     found = Look(
         name=node_name(),

@@ -68,11 +68,7 @@ class RayPool:
     ) -> None:
         """Connect to a cluster and look at its nodes.
 
-        Args:
-            address: HOST:PORT of the head, or `auto` for the cluster of this machine.
-            cases: those of the suite.
-            environments: by name, those of the matrix.
-            store: URL that all nodes reach.
+        The address is HOST:PORT of the head, or `auto` for the cluster of this machine; all nodes reach the store.
 
         Raises:
             HarnessError: NO_CLUSTER; STORE_FAILED; NODES_DIFFER; NOT_A_CHECKPOINT: no node has a model of the suite;

@@ -111,9 +111,7 @@ def hard_conversations(features: Set[Feature], special: Sequence[str]) -> Iterat
 def conversations(features: Set[Feature], special: Sequence[str]) -> SearchStrategy[Conversation]:
     """Return a strategy for conversations.
 
-    Args:
-        features: that they may have.
-        special: texts of special tokens, which users may write.
+    `special` are texts of special tokens, which users may write.
     """
     return _conversations(frozenset(features), tuple(special))
 

@@ -40,9 +40,7 @@ def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
 def folder_digest(place: Path, suffixes: tuple[str, ...] = ("",)) -> str:
     """Return a digest of a file, or of all files in a folder with their names; hidden ones are left out.
 
-    Args:
-        place: the file or folder; where it is missing, that is what the digest says.
-        suffixes: ends of the names that count.
+    Where the place is missing, that is what the digest says. Names with one of the `suffixes` count.
 
     Raises:
         OSError: a file cannot be read.

@@ -55,14 +55,9 @@ def time_against(
 ) -> dict[str, PhaseTime]:
     """Time the engine and the work of a profile against another version of the engine.
 
-    Args:
-        against: a revision of git, a wheel, or a folder that holds the packages.
-        profile: a `profile.json`.
-        length: when to stop.
-        tolerance: slowdown that is worth an alarm.
-        repository: whose revision it is; None: the checkout that the engine is imported from.
-        packages: top-level packages that the two versions differ in; empty: those of the engine's adapter.
-        progress: is told how far the timing is.
+    `against` is a revision of git, a wheel, or a folder that holds the packages; of a revision the repository is None
+    for the checkout that the engine is imported from. The two versions differ in the top-level `packages`; empty: those
+    of the engine's adapter. A slowdown of `tolerance` is worth an alarm.
 
     Returns:
         The ratio of each phase.

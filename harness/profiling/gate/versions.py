@@ -69,11 +69,8 @@ def stored_version(
 ) -> Iterator[Version]:
     """Lay out the version that is named; what is made for it is gone afterwards.
 
-    Args:
-        against: a revision of git, a wheel, or a folder that holds the packages.
-        packages: top-level packages of the engine.
-        now: the version that is judged.
-        repository: whose revision it is; None: the checkout that `now` lies in.
+    `against` is a revision of git, a wheel, or a folder that holds the packages; of a revision the repository is None
+    for the checkout that `now` lies in.
 
     Raises:
         HarnessError: BAD_OPTION: no such revision, no repository, or the packages are not in it.

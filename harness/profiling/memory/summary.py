@@ -74,9 +74,8 @@ class _History:
     def __init__(self, events: Sequence[Event], used: Mapping[int, _Piece]) -> None:
         """Walk through the events.
 
-        Args:
-            events: the allocator's, in order. A ring of them may have lost its beginning, never its end.
-            used: what is in use after them, by address.
+        Events are in order; a ring of them may have lost its beginning, never its end. `used` is what is in use after
+        them, by address.
         """
         self._events = [event for event in events if event.action in _CHANGES]
         self._before = self._in_use_before(used)

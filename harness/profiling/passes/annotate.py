@@ -23,10 +23,7 @@ _FLOW = "next step"
 def annotate(path: Path, steps: Sequence[StepShape], *, kv_bytes_per_token: int) -> None:
     """Rewrite a gzipped trace of these steps.
 
-    Args:
-        path: of the trace.
-        steps: that it shows, in order of time.
-        kv_bytes_per_token: K and V of one token in all layers.
+    Steps are in order of time; `kv_bytes_per_token` are those of one token in all layers.
     """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         document = json.load(file)

@@ -50,12 +50,7 @@ class _Layer:
 
 
 def tables(events: TraceEvents, names: Collection[str]) -> PhaseTables:
-    """Build the tables of a trace.
-
-    Args:
-        events: of the trace.
-        names: of all operations that have a span.
-    """
+    """Build the tables of a trace."""
     layer_names = {layer for name in names if (layer := layer_of(name)) is not None}
     nodes = [node for step in events.steps for node in step.walk()]
     wall_us = sum(step.duration for step in events.steps)

@@ -23,13 +23,8 @@ def trace(
 ) -> tuple[Path, ...]:
     """Write one Chrome trace for each cycle of the window's schedule, and return their paths.
 
-    Args:
-        session: the engine.
-        window: the steps to capture.
-        folder: where the traces go, `<worker>.<ns>.pt.trace.json.gz`.
-        worker: the name under which viewers show them.
-        device: of the engine.
-        about: what is written into the trace's metadata.
+    Traces go to the folder as `<worker>.<ns>.pt.trace.json.gz`, and viewers show the `worker`; `about` is written into
+    their metadata.
 
     Raises:
         HarnessError: RECORDER_RUNNING, PROFILER_FAILED, STEPS_DIFFER. What was written before stays, and the engine

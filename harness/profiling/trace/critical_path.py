@@ -47,11 +47,8 @@ class _Place:
 def critical_path(trace: Trace, path: str, *, within: re.Pattern[str] | None = None, instance: int = 0) -> CriticalPath:
     """Return the chain of a trace, or of one of its steps with the kernels that the step launched.
 
-    Args:
-        trace: that was read.
-        path: of the trace.
-        within: what the name of the step matches; None: the whole trace.
-        instance: which of the events that match, in order of time.
+    The name of the step matches `within`; None: the whole trace. Of the events that match, in order of time, `instance`
+    says which.
 
     Raises:
         HarnessError: BAD_OPTION: no such step.

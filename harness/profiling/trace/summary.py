@@ -30,10 +30,8 @@ _LAYER = re.compile(r"^model\.layers\.\d+$")
 def summarize(path: Path, phase_pattern: re.Pattern[str] | None = None) -> TraceSummary:
     """Read a trace and sum it up.
 
-    Args:
-        path: of the trace.
-        phase_pattern: what names of events are steps; its first group is the phase, or the whole match. None: what
-            the annotations say.
+    Events whose names match `phase_pattern` are steps; its first group is the phase, or the whole match. None: what the
+    annotations say.
 
     Raises:
         HarnessError: as `read_trace`.

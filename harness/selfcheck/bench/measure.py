@@ -75,18 +75,9 @@ def run_bench(
 ) -> BenchResult:
     """Benchmark an engine and its peers on a model of a shape.
 
-    Args:
-        shape_name: of the model, or how the user named the checkpoint.
-        checkpoint: of the user's own; None: random weights of the shape.
-        dtype: of weights and activations.
-        device: where it runs.
-        repeats: times that everything is timed.
-        seed: of weights and prompts.
-        peer_names: peers; empty: all.
-        num_requests: in place of the shape's own number of requests of the uneven workload.
-        engine_options: of the engine.
-        progress: told what is being done.
-        engine: the engine that is timed.
+    Without a checkpoint the weights of the shape are random; `shape_name` is then its name, and else the user's name of
+    the checkpoint. Without peer names all are timed; `num_requests` stands in place of the shape's own number for the
+    uneven workload.
 
     Raises:
         HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.

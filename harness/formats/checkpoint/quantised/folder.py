@@ -91,9 +91,7 @@ def is_quantised(folder: Path) -> bool:
 def checkpoint_of_quantised(folder: Path, cache: Path) -> Path:
     """Return the folder with a checkpoint's weights dequantised, made first where the cache does not have it.
 
-    Args:
-        folder: of the quantised checkpoint.
-        cache: folder that keeps such folders.
+    `cache` keeps such folders.
 
     Raises:
         HarnessError: as `QuantisedCheckpoint`; BAD_SCALE, TOO_LARGE_TO_DEQUANTISE, TENSORS_CONTRADICT_CONFIG,
