@@ -73,11 +73,11 @@ def shift(numbers: Sequence[float]) -> float:
 class SettingJudgement:
     """The verdict on the draws of one setting."""
 
-    num_outside: int
-    shift: float
-    shift_bound: float
-    follows: str | None
-    findings: tuple[Finding, ...]
+    num_outside: int = 0
+    shift: float = 0.0
+    shift_bound: float = 0.0
+    follows: str | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 def all_totals(evidence: Mapping[str, Evidence]) -> dict[str, float]:
