@@ -1,7 +1,5 @@
 """The duration of a profile, estimated from its first plain runs, for the progress line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A phase and its operations under the machine's two roofs (Williams et al. 2009)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Does a profile need more than its baseline? Counts are exact, amounts may move a little, times are no part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

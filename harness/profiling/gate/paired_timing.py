@@ -6,8 +6,6 @@ noise is left. Not one A of a block over its other: the first follows an A and t
 caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

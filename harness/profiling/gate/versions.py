@@ -4,8 +4,6 @@ A version is a folder that is put ahead on a worker's path. It is made of a revi
 that is there already.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import subprocess

@@ -1,7 +1,5 @@
 """Allocations paired with their frees, and what each was for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """Sums up a memory snapshot: what is in use, what was at the peak, what came and stayed, what did not fit."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Memory over the captured steps, and its peak."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from harness.profiling.memory.allocations import Allocation

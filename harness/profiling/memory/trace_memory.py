@@ -1,7 +1,5 @@
 """The memory of any program's trace: the `[memory]` events of torch's profiler (`profile_memory=True`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

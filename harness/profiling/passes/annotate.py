@@ -5,8 +5,6 @@ and all within it twice. Here spans become user annotations. Tracks of counters 
 V that they hold, and arrows lead from each step to the next.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The trace pass: torch.profiler over the captured steps of one phase, with a span for each layer and operation."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence

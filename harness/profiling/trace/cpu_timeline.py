@@ -1,7 +1,5 @@
 """The activity of each CPU thread at every moment: its innermost operator, or call of the device's runtime."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

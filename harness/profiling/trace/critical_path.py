@@ -6,8 +6,6 @@ for; everything else on the CPU follows from what its thread did before. Each mo
 links add up to the duration.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

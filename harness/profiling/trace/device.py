@@ -4,8 +4,6 @@ Definitions are those of HolisticTraceAnalysis where it has them, so that figure
 stream, between one kernel and the next, and launch delay is from the end of the launching call to the kernel.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ A trace of 200 MB holds some 600,000 events. As dicts they take gigabytes; here 
 decoded a batch at a time into columns of a few bytes each.
 """
 
-from __future__ import annotations
-
 import gzip
 import stat
 import zlib

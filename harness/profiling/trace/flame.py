@@ -1,7 +1,5 @@
 """The stacks of a trace, added up: what calls what, and how long."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

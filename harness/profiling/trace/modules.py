@@ -4,8 +4,6 @@ Modules are named by their classes and a number (`nn.Module: Linear_7`). Rolled 
 are one row.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The nesting of a trace's events."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

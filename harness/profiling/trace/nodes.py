@@ -1,7 +1,5 @@
 """The events of a trace that we have just written, as a tree on the thread that ran the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +25,12 @@ class Node:
     category: str
     start: float
     duration: float
-    parent: Node | None = None
-    children: list[Node] = field(default_factory=list)
+    parent: "Node | None" = None
+    children: "list[Node]" = field(default_factory=list)
     device_us: float = 0.0
     """Of the kernels launched by this very event."""
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> "Iterator[Node]":
         """Yield the event and everything in it, in order of time."""
         pending = [self]
         while pending:
@@ -40,7 +38,7 @@ class Node:
             yield node
             pending.extend(reversed(node.children))
 
-    def around(self, time_us: float) -> Iterator[Node]:
+    def around(self, time_us: float) -> "Iterator[Node]":
         """Yield the event and those that it is nested in, as far as they last beyond `time_us`, the innermost first.
 
         A span that begins in one Python function and ends in another is nested in what has ended before it has.

@@ -1,7 +1,5 @@
 """Matrix products of a trace by their shapes, with what they reach: on a GPU by the time of their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Chrome trace of torch, counted and summed up by phase, operation and operator."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
