@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -101,13 +100,16 @@ def run_bench(
             assert checkpoint is not None
             folder = checkpoint.folder
             num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
-        setting = _setting(
-            folder,
-            temporary,
-            sizes,
-            workloads,
+        setting = BenchConfig(
+            folder=folder,
+            scratch=temporary,
+            hidden_size=sizes.hidden_size,
             dtype=dtype,
             device=device,
+            num_threads=torch.get_num_threads(),
+            max_request_len=max(max(own.request_lens) for own in workloads),
+            max_total_len=max(sum(own.request_lens) for own in workloads),
+            max_requests=max(len(own.prompts) for own in workloads),
             engine=engine,
             engine_options=engine_options,
         )
@@ -166,35 +168,6 @@ def _workloads(sizes: Sizes, seed: int, num_requests: int) -> list[BenchWorkload
     ]
     uneven = replace(sizes.uneven, num_requests=num_requests)
     return [*even, uneven_workload(uneven, vocab_size=sizes.vocab_size, seed=seed)]
-
-
-def _setting(
-    folder: Path,
-    scratch: Path,
-    sizes: Sizes,
-    workloads: Sequence[BenchWorkload],
-    *,
-    dtype: str,
-    device: str,
-    engine: str,
-    engine_options: Mapping[str, str],
-) -> BenchConfig:
-    lens = [
-        [len(prompt) + length for prompt, length in zip(own.prompts, own.output_lens, strict=True)] for own in workloads
-    ]
-    return BenchConfig(
-        folder=folder,
-        scratch=scratch,
-        hidden_size=sizes.hidden_size,
-        dtype=dtype,
-        device=device,
-        num_threads=torch.get_num_threads(),
-        max_request_len=max(map(max, lens)),
-        max_total_len=max(map(sum, lens)),
-        max_requests=max(map(len, lens)),
-        engine=engine,
-        engine_options=engine_options,
-    )
 
 
 def _run_groups(
