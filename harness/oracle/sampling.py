@@ -45,6 +45,8 @@ class SamplingSettings:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each with what is added to its logit."""
+    grammar: tuple[int, ...] = ()
+    """The tokens that a grammar allows in this place; empty: all."""
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -67,11 +69,11 @@ class Past:
         return Counter(token_id for part in parts[over] for token_id in part)
 
 
-_PENALTIES = ("logit_bias", "repetition", "presence")
+_FIRST = ("grammar", "logit_bias", "repetition", "presence")
 ORDERS = {
-    "transformers": (*_PENALTIES, "temperature", "top_k", "top_p", "min_p", "typical_p"),
-    "vllm": (*_PENALTIES, "temperature", "min_p", "top_k", "top_p"),
-    "llamacpp": (*_PENALTIES, "top_k", "typical_p", "top_p", "min_p", "temperature"),
+    "transformers": (*_FIRST, "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    "vllm": (*_FIRST, "temperature", "min_p", "top_k", "top_p"),
+    "llamacpp": (*_FIRST, "top_k", "typical_p", "top_p", "min_p", "temperature"),
 }
 """The steps of known engines by their documentation, the first step first."""
 
@@ -112,7 +114,8 @@ class Chain:
     def _applied(
         self, steps: Sequence[str], logits: torch.Tensor, settings: SamplingSettings, past: Past | None, slack: float
     ) -> "_State":
-        state = _State(chain=self, settings=settings, past=past or Past(), scores=logits.to(torch.float64), slack=slack)
+        scores = logits.to(torch.float64)
+        state = _State(chain=self, settings=settings, past=past or Past(), logits=scores, scores=scores, slack=slack)
         for step in steps:
             STEPS[step](state)
         return state
@@ -125,6 +128,7 @@ class _State:
     chain: Chain
     settings: SamplingSettings
     past: Past
+    logits: torch.Tensor = field(repr=False)
     scores: torch.Tensor = field(repr=False)
     slack: float
 
@@ -142,6 +146,15 @@ class _State:
 def _counted(prompt: tuple[int, ...], answer: tuple[int, ...], over: Over) -> tuple[torch.Tensor, torch.Tensor]:
     counts = Past(prompt=prompt, answer=answer).counts(over)
     return torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values()), dtype=torch.float64)
+
+
+def _grammar(state: _State) -> None:
+    if state.settings.grammar:
+        is_allowed = torch.zeros_like(state.scores, dtype=torch.bool)
+        is_allowed[list(state.settings.grammar)] = True
+        if not (state.scores[is_allowed] > -math.inf).any():  # an earlier step left none: as if it had not been
+            state.scores = state.logits
+        state.keep(is_allowed)
 
 
 def _logit_bias(state: _State) -> None:
@@ -225,6 +238,7 @@ def _mass_above(key: torch.Tensor, p: torch.Tensor, margin: float, *, tilt: floa
 
 
 STEPS: dict[str, Callable[[_State], None]] = {
+    "grammar": _grammar,
     "logit_bias": _logit_bias,
     "repetition": _repetition,
     "presence": _presence,

@@ -16,7 +16,7 @@ from random import Random
 
 from harness.cli.main import run
 
-from .targets import Target, cache_at
+from .target import Target, cache_at
 
 STATUSES = {0, 1, 2, 4, 5}
 LIMIT_S, WAITING_LIMIT_S = 30, 600

@@ -25,7 +25,7 @@ from harness.errors import HarnessError
 from harness.formats.recording import Recording
 from harness.oracle.golden import open_golden
 
-from .targets import CHECKPOINTS, WORKLOAD
+from .target import CHECKPOINTS, WORKLOAD
 
 MODEL = ("--model", str(CHECKPOINTS / "qwen2-tiny"))
 COMMANDS = {

@@ -6,9 +6,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,37 +16,10 @@ from harness.oracle.golden import INFO_FILE, NOISE_FILE, GoldenInfo
 
 from ..unit.lora_adapter import write_adapter
 from .mutate import Mutation, damaged, damaged_header, damaged_json
+from .target import CHECKPOINTS, WORKLOAD, Target, cache_at
+from .user_files import user_targets, write_user_files
 
-CHECKPOINTS = Path(__file__).parents[2] / "cases" / "checkpoints"
-WORKLOAD = ("--token-ids", "1,4,5,6,7", "--token-ids", "1,9", "--max-new-tokens", "2")
 _SMALL_PROFILE = ("--prompt-tokens", "4", "--max-new-tokens", "2", "--runs", "1")
-
-
-@contextmanager
-def cache_at(folder: Path) -> Iterator[None]:
-    """Keep goldens and hashes in this folder during the block."""
-    before = os.environ.get("HARNESS_CACHE")
-    os.environ["HARNESS_CACHE"] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop("HARNESS_CACHE") if before is None else os.environ.update(HARNESS_CACHE=before)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """One kind of file."""
-
-    name: str
-    file: str
-    """Of the template's folder: what is damaged."""
-    mutations: Sequence[Mutation]
-    command: Callable[[Path], Sequence[object]]
-    """The arguments, given the folder with the damaged file."""
-    repair: Callable[[Path], None] = lambda _folder: None
-    """Puts right what depends on the damaged file, for half of the inputs."""
-    seconds: float = 0.1
-    """What one input costs, roughly: dear targets get fewer of them."""
 
 
 class Templates:
@@ -73,6 +45,7 @@ class Templates:
         memory = [{**place, "ts": 2 + at, "args": args} for at, args in enumerate(sizes)]
         operator = {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1, "dur": 9, "args": {}}
         (folder / "memory.json").write_text(json.dumps({"traceEvents": [operator, *memory]}))
+        write_user_files(folder)
         (folder / "case.toml").write_text(
             'schema_version = 1\ndescription = "a case"\nmodel = "model"\nengine = "reference"\ndtype = "float32"\n'
             'schedules = ["plain", "chunked:3"]\nmax_new_tokens = 4\nrequire = ["decode"]\nisolate = false\n'
@@ -97,8 +70,8 @@ def targets(templates: Templates) -> list[Target]:
         Target(name="index", file="model/model.safetensors.index.json", mutations=text, command=_inspect),
         Target(name="config", file="model/config.json", mutations=text, command=_inspect),
         Target(name="weights", file="model/model-00001-of-00002.safetensors", mutations=header, command=_inspect),
-        Target(name="case", file="case.toml", mutations=[damaged], command=lambda at: (
-            "check", "--case", at / "case.toml", "--device", "cuda:99")),
+        Target(name="case", file="case.toml", mutations=[damaged], sound="2 H016",
+            command=lambda at: ("check", "--case", at / "case.toml", "--device", "cuda:99")),
         Target(name="trace", file="trace.json", mutations=text, command=lambda at: (
             "trace", "diff", at / "trace.json", at / "trace.json")),
         Target(name="gzipped trace", file="trace.json.gz", mutations=[damaged], command=lambda at: (
@@ -119,7 +92,7 @@ def targets(templates: Templates) -> list[Target]:
         Target(name="adapter's config", file="lora/adapter_config.json", mutations=text, seconds=1.0, command=_adapted),
         Target(name="adapter", file="lora/adapter_model.safetensors", mutations=header, seconds=1.0, command=_adapted),
     ]  # fmt: skip
-    return [*found, *_of_a_golden(templates, text), *_in_the_cache(text, header)]
+    return [*found, *user_targets(), *_of_a_golden(templates, text), *_in_the_cache(text, header)]
 
 
 def _of_a_golden(templates: Templates, mutations: Sequence[Mutation]) -> Iterator[Target]:

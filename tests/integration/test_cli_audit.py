@@ -55,6 +55,7 @@ def test_none_is_claimed_where_another_is_served(harness, url):
         (["--endpoint", "http://h", "--hypotheses", "bf16,bf16"], "at least two different hypotheses are needed"),
         (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+warmth=2"], "this is no parameter of a sampler"),
         (["--endpoint", "http://h", "--hypotheses", "bf16,q4", "--ask", "top_k=x"], "this is no parameter"),
+        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+grammar=3"], "this is no parameter of a sampler"),
     ],
 )
 def test_options_that_make_no_sense(harness, options, says):

@@ -51,7 +51,8 @@ def parse_settings(parts: Sequence[str], settings: SamplingSettings, *, where: s
     Raises:
         HarnessError: BAD_OPTION.
     """
-    known = [name for name in SamplingSettings.__dataclass_fields__ if name != "logit_bias"]
+    fields = SamplingSettings.__dataclass_fields__
+    known = [name for name, own in fields.items() if isinstance(own.default, int | float)]
     for part in parts:
         name, _, value = part.partition("=")
         try:

@@ -103,7 +103,7 @@ def _moved(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
         steps = [step for step in chain.steps if step in (*steps, "repetition")]
     for first, second in combinations(steps, 2):
         pair = {first, second}
-        if "temperature" in pair and (settings.temperature == 1 or pair & {"top_k", "repetition"}):
+        if "temperature" in pair and (settings.temperature == 1 or pair & {"grammar", "top_k", "repetition"}):
             continue  # a step that takes no notice of a factor
         if not pair & {*_SETS, "temperature"}:
             continue  # two penalties: their order hardly shows

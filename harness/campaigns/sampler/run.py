@@ -14,6 +14,7 @@ from harness.campaigns.endpoint.probed import failure, words
 from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_draws
 from harness.campaigns.sampler.draws import drawn, read_draws
 from harness.campaigns.sampler.evidence import Draw, Evidence
+from harness.campaigns.sampler.grammar import within_schemas
 from harness.campaigns.sampler.judge import (
     FALSE_ALARM,
     Levels,
@@ -26,6 +27,7 @@ from harness.campaigns.sampler.judge import (
 )
 from harness.campaigns.sampler.logprobs import LogprobEvidence
 from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, chosen_settings
+from harness.campaigns.structured.automaton import Automaton
 from harness.errors import Code, HarnessError
 from harness.oracle.sampling import Chain
 from harness.plan import Plan
@@ -57,9 +59,11 @@ def check_sampler(
     report = progress or no_progress
     settings = chosen_settings(only)
     asked_for = [each for each in settings if not each.lacking(order)]
+    is_bound = any(each.schema is not None for each in asked_for)
+    automaton = Automaton(plan.checkpoint.tokenizer.hf) if is_bound else None
     asked = ask_draws(plan, address, asked_for, num_draws, seed=seed, progress=report)
     begin = time.perf_counter()
-    judged = _Judged(asked, Chain(steps=order), seed=seed, truth=plan.case.truth)
+    judged = _Judged(asked, Chain(steps=order), seed=seed, truth=plan.case.truth, automaton=automaton)
     judged.run(report)
     return judged.result(plan, address, settings, truth_s=time.perf_counter() - begin)
 
@@ -67,7 +71,9 @@ def check_sampler(
 class _Judged:
     """All answers, held against the truth."""
 
-    def __init__(self, asked: AskedSampler, chain: Chain, *, seed: int, truth: str) -> None:
+    def __init__(
+        self, asked: AskedSampler, chain: Chain, *, seed: int, truth: str, automaton: Automaton | None
+    ) -> None:
         self._asked, self._truth, self._chain = asked, truth, chain
         names = dict.fromkeys(request.setting.name for request in asked.requests)
         self._evidence = {name: Evidence(chain=chain, eos=asked.eos, seed=seed) for name in names}
@@ -78,6 +84,8 @@ class _Judged:
         """Draws without a log probability."""
         self._refused = dict(self._refusals())
         self._draws = drawn(asked, left_out=self._refused)
+        if automaton is not None:
+            self._draws = within_schemas(self._draws, automaton)
 
     def _answer(self, request: DrawRequest) -> Completion | HarnessError:
         return self._asked.answers[request.number]
@@ -100,6 +108,8 @@ class _Judged:
         self._evidence[request.setting.name].add(draw, logits, control)
         answer = self._answer(request)
         assert isinstance(answer, Completion)
+        if request.setting.schema is not None:  # servers differ in whether they show what a mask has left
+            return
         given, position = answer.logprobs_at(draw.step), len(request.prompt) + draw.step
         if draw.step < len(answer.token_ids) and draw.token_ids[0] not in (given or {}):
             self._num_without += 1

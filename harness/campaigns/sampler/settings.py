@@ -1,8 +1,8 @@
 """What a server's sampler is asked: a few settings, each with many prompts that are asked once."""
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.campaigns.endpoint.dialect import Dialect
@@ -40,10 +40,14 @@ class Setting:
     is_bare: bool = False
     """Whether no other parameter than the temperature is sent, so that the server's own defaults show. A penalty of
     repetitions that the probe switches off stays off."""
+    schema: Mapping[str, Any] | None = field(default=None, hash=False)
+    """JSON schema that the answer must have. Such a setting is judged only where it is named: a server may ignore
+    `response_format` in completions without having promised it."""
 
     def lacking(self, order: Sequence[str]) -> list[str]:
         """Return the steps that this setting needs and an order does not have."""
         names = [*self.settings.changed, *(["logit_bias"] if self.is_biased else [])]
+        names += [] if self.schema is None else ["grammar"]
         return sorted({_STEPS.get(name, name) for name in names} - set(order))
 
 
@@ -64,6 +68,11 @@ SETTINGS = (
     _of("frequency_penalty", temperature=1.1, frequency_penalty=2.0),
     Setting(name="logit_bias", settings=SamplingSettings(temperature=1.3), is_biased=True),
     _of("together", temperature=1.4, top_k=12, top_p=0.8, min_p=0.03, repetition_penalty=1.2),
+    Setting(
+        name="json_schema",
+        settings=SamplingSettings(temperature=1.5, top_k=20),
+        schema={"type": "array", "items": {"enum": [*range(1, 100)]}, "minItems": TOKENS},
+    ),
 )
 
 
@@ -74,7 +83,8 @@ def chosen_settings(only: Sequence[str]) -> tuple[Setting, ...]:
     if unknown:
         what, expected = "there is no such setting", ", ".join(names)
         raise HarnessError(Code.BAD_OPTION, what, where="--only", expected=expected, actual=unknown[0])
-    return tuple(setting for setting in SETTINGS if not only or setting.name in only)
+    default = [setting.name for setting in SETTINGS if setting.schema is None]
+    return tuple(setting for setting in SETTINGS if setting.name in (only or default))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +105,9 @@ class DrawRequest:
         if not self.setting.is_bare:
             body |= {name: value for name, value in _NEUTRAL.items() if probed.has(name)}
             body |= {"top_k": -1} if probed.has(ALL_TOKENS) else {}
+        if self.setting.schema is not None:
+            schema = {"name": self.setting.name, "schema": self.setting.schema}
+            body |= {"response_format": {"type": "json_schema", "json_schema": schema}}
         return body | _fields(self.settings, probed.dialect) | ({} if self.seed is None else {"seed": self.seed})
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,19 @@ class Automaton:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._tokens.vocab_size].astype(bool)
 
+    def num_taken(self, schema: Mapping[str, Any], spacing: str, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens follow the schema; raises HarnessError as `allowed`."""
+        known = list(takewhile(lambda own: own < self._tokens.vocab_size, token_ids))
+        taken: int = self._opened(json.dumps(schema), spacing).deep_copy().validate_tokens(known)
+        return taken
+
     def _open(self, schema: str, spacing: str) -> Any:
         # Where the text is certain, llguidance would allow the tokenizer's own tokens of it alone.
         spaced = json.dumps({**json.loads(schema), "x-guidance": SPACING[spacing]})
         lark = f'%llguidance {{"no_forcing": true}}\nstart: %json {spaced}'
         try:
-            matcher = self._library.LLMatcher(self._tokens, self._library.LLMatcher.grammar_from_lark(lark))
+            grammar = self._library.LLMatcher.grammar_from_lark(lark)
+            matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0)
             refusal = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             refusal = str(error)

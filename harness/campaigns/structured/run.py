@@ -56,7 +56,7 @@ class Job:
             model=model,
             counts={"mask": self._num_masks, "schema": len({repr(own) for own in examples})},
             differences=smallest if self._hang is None else [self._hang],
-            not_judged={"the distribution inside of the mask": "a mask has none; that of a server was not drawn from"},
+            not_judged={"the distribution inside of the mask": "a mask has none: harness sampler --only json_schema"},
             notes=(f"whitespace: {spacing}, the convention that fits best",),
         )
 

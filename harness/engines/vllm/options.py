@@ -51,6 +51,7 @@ def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict
         "disable_log_stats": True,
         "block_size": 32,
         "kv_cache_memory_bytes": 1 << 28,
+        "gpu_memory_utilization": 0.01,  # with the bytes given, only what must be free at the start
         "worker_extension_cls": EXTENSION,
     }
     with engine_refusals("vLLM", folder):

@@ -5,10 +5,16 @@ import pytest
 
 @pytest.fixture(scope="session")
 def json_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("json")
+    write_json_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def write_json_tokenizer(folder):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("json")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [('"', ":"), ('"', ","), ('"', "}"), ("{", '"'), ("t", "r"), ("\\", '"'), ("1", "2"), ("\u0120", '"')]
     merges += [("\u0120", "\u0120"), ("e", "}"), ("]", "}"), ("\u00c3", "\u00a9"), ("\\", "u"), ("a", '"')]
@@ -22,5 +28,3 @@ def json_folder(tmp_path_factory):
         tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1], clean_up_tokenization_spaces=False
     )
     wrapped.save_pretrained(folder)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return folder

@@ -1,0 +1,139 @@
+"""Files that a user brings: logs of training, snapshots, dumps, GGUF, quantised checkpoints, conversations, runs."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.report.suite.json import SUITE_NAME, suite_json
+from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
+
+from ..quantised_checkpoints import write_quantised
+from ..unit.formats.gguf.test_header import SOUND
+from .mutate import Mutation, damaged, damaged_header, damaged_json
+from .target import Target
+
+_TOKEN_IDS = [1, 4, 5, 6, 7]
+_ONE_STEP = ("--token-ids", ",".join(map(str, _TOKEN_IDS)), "--max-new-tokens", "1")
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_ROLLOUT = {
+    "prompt_ids": [1, 4, 5], "response_ids": [6, 7], "engine_logprobs": [-1.5, -2.5], "trainer_logprobs": [-1.4, -2.6],
+    "temperature": 0.9, "top_p": 0.8, "weight_version": "3", "response_mask": [1, 1],
+}  # fmt: skip
+_GAP = {
+    "mean": 0.001, "mean_abs": 0.002, "rms": 0.004, "max_abs": 0.02, "k1": -0.001, "k3": 8e-6, "max_ratio": "inf",
+    "effective_samples": 0.9999,
+}  # fmt: skip
+_TERM = {
+    "kind": "rest", "side": "both", "detail": "", "mean": 0.001, "mean_abs": 0.002, "rms": 0.004, "floor_rms": 0.008,
+    "is_rounding": True, "explains": 0.0, "remedy": "", "worst_row": 0, "worst_token": 3,
+}  # fmt: skip
+_MONITORED = {"step": 3, "verdict": "pass", "gap": _GAP, "terms": [_TERM], "seconds": 1.5, "share": 0.031}
+
+
+def write_user_files(folder: Path) -> None:
+    """Write sound files of every kind beside the folder's `model`."""
+    model = folder / "model"
+    for kind in ("gptq", "nvfp4"):
+        write_quantised(model, folder / kind, kind)
+    shutil.copytree(model, folder / "talking")
+    (folder / "talking" / "chat_template.jinja").write_text(_TEMPLATE)
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
+    (folder / "chat.json").write_text(json.dumps({"messages": talk}))
+    (folder / "rollouts.jsonl").write_text(json.dumps(_ROLLOUT))
+    (folder / "monitor.jsonl").write_text(json.dumps(_MONITORED))
+    (folder / "requests.jsonl").write_text(json.dumps({"prompt_token_ids": _TOKEN_IDS, "max_tokens": 2, "at": 0.0}))
+    (folder / "snapshot.pickle").write_bytes(pickle.dumps(_snapshot()))
+    (folder / "model.gguf").write_bytes(SOUND)
+    _dump(model, folder / "dump")
+    (folder / "nights" / "one").mkdir(parents=True)
+    (folder / "nights" / "one" / SUITE_NAME).write_text(json.dumps(suite_json(_night())))
+
+
+def user_targets() -> list[Target]:
+    """Return a target for each of the files."""
+    text: Sequence[Mutation] = [damaged, damaged_json, damaged_json]
+    header: Sequence[Mutation] = [damaged, damaged_header, damaged_header]
+    found = [
+        Target(name="rollouts", file="rollouts.jsonl", mutations=text, seconds=1.0, command=lambda at: (
+            "rollout", at / "rollouts.jsonl", "--model", at / "model")),
+        Target(name="monitor's history", file="monitor.jsonl", mutations=text, command=lambda at: (
+            "rollout", "--history", at / "monitor.jsonl")),
+        Target(name="requests", file="requests.jsonl", mutations=text, seconds=1.0, command=lambda at: (
+            "profile", "--model", at / "model", "--requests", at / "requests.jsonl", "--runs", "1", "--out",
+            at / "out")),
+        Target(name="snapshot", file="snapshot.pickle", mutations=[damaged], command=lambda at: (
+            "memory", "summary", at / "snapshot.pickle")),
+        Target(name="GGUF", file="model.gguf", mutations=[damaged], command=lambda at: ("inspect", at / "model.gguf")),
+        Target(name="runs of a suite", file=f"nights/one/{SUITE_NAME}", mutations=text, command=lambda at: (
+            "suite", "history", at / "nights")),
+        Target(name="config of an estimate", file="model/config.json", mutations=text, command=lambda at: (
+            "estimate", "--model", at / "model")),
+        Target(name="compared weights", file="talking/model-00001-of-00002.safetensors", mutations=header,
+               command=lambda at: ("weights", at / "model", at / "talking")),
+        Target(name="tensor in figures", file="talking/model-00001-of-00002.safetensors", mutations=header,
+               command=lambda at: ("inspect", at / "talking", "--tensor", "model.embed_tokens.weight")),
+        Target(name="conversation", file="chat.json", mutations=text, seconds=1.0, command=_talk),
+        Target(name="chat template", file="talking/chat_template.jinja", mutations=[damaged], seconds=1.0,
+               command=_talk),
+        Target(name="dump in numpy", file="dump/logits.npy", mutations=[damaged], seconds=1.0, command=_judge_dump),
+        Target(name="dump in torch", file="dump/hidden.pt", mutations=[damaged], seconds=1.0, command=_judge_dump),
+    ]  # fmt: skip
+    for kind in ("gptq", "nvfp4"):
+        command = _golden_of(kind)
+        found += [
+            Target(name=f"config of {kind}", file=f"{kind}/config.json", mutations=text, seconds=1.0, command=command),
+            Target(name=f"weights in {kind}", file=f"{kind}/model.safetensors", mutations=header, seconds=1.0,
+                   command=command),
+        ]  # fmt: skip
+    return found
+
+
+def _talk(at: Path) -> Sequence[object]:
+    return "golden", "--model", at / "talking", "--chat", at / "chat.json", "--max-new-tokens", "1", "--out", at / "out"
+
+
+def _judge_dump(at: Path) -> Sequence[object]:
+    return "check", "--model", at / "model", "--tensors", at / "dump", *_ONE_STEP
+
+
+def _golden_of(kind: str) -> Callable[[Path], Sequence[object]]:
+    return lambda at: ("golden", "--model", at / kind, *_ONE_STEP, "--out", at / "out")
+
+
+def _snapshot() -> dict[str, object]:
+    """Return what `torch.cuda.memory._dump_snapshot` writes of two allocations, one of them freed."""
+    frames = [{"filename": "a.py", "line": 3, "name": "f"}]
+    events = [
+        {"action": "segment_alloc", "addr": 0, "size": 100, "time_us": 1, "frames": [], "stream": 0},
+        {"action": "alloc", "addr": 10, "size": 5, "time_us": 2, "frames": frames, "stream": 0},
+        {"action": "alloc", "addr": 20, "size": 7, "time_us": 3, "frames": frames, "stream": 0},
+        {"action": "free_requested", "addr": 10, "size": 5, "time_us": 4, "frames": frames, "stream": 0},
+        {"action": "free_completed", "addr": 10, "size": 5, "time_us": 5, "frames": frames, "stream": 0},
+    ]
+    block = {"address": 20, "size": 7, "requested_size": 7, "state": "active_allocated", "frames": frames}
+    segment = {
+        "address": 0, "total_size": 100, "allocated_size": 7, "active_size": 7, "stream": 0, "device": 0,
+        "segment_type": "small", "blocks": [block],
+    }  # fmt: skip
+    return {"segments": [segment], "device_traces": [events]}
+
+
+def _dump(model: Path, folder: Path) -> None:
+    """Write what a forward of the model computes, in two files."""
+    folder.mkdir()
+    own = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, dtype=torch.float32)
+    with torch.no_grad():
+        made = own(torch.tensor([_TOKEN_IDS]), output_hidden_states=True)
+    np.save(folder / "logits.npy", made.logits[0].numpy())
+    torch.save({f"hidden.{at}": each[0] for at, each in enumerate(made.hidden_states)}, folder / "hidden.pt")
+
+
+def _night() -> SuiteResult:
+    case = CaseResult(name="a[x]", verdict=CaseVerdict.PASS, labels={"case": "a"}, seconds=1.0)
+    return SuiteResult(cases=(case,), label="v1", begun_at="2026-11-24T00:00:00+00:00")
