@@ -1,5 +1,9 @@
-"""JSON that others wrote: what Python's own reader takes, but for nestings that would end whoever walks over them."""
+"""JSON that others wrote: what Python's own reader takes, but for nestings that would end whoever walks over them.
 
+And the digest of a value by its JSON.
+"""
+
+import hashlib
 import json
 from typing import Any
 
@@ -21,6 +25,11 @@ def parse_json(text: str | bytes) -> Any:
     if sum(map(text.count, brackets)) > MOST_NESTED:  # type: ignore[arg-type]
         _check_depth(value)
     return value
+
+
+def json_digest(value: Any) -> str:
+    """Return the sha256 of a value as JSON, in hexadecimal; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_depth(value: Any) -> None:

@@ -303,26 +303,25 @@ def load_case(path: Path) -> Case:
     return case.model_copy(update={"model": str(model) if exists(model) else case.model, "requests": requests})
 
 
-def read_case_file(kind: type[_Model], path: Path, name: str) -> _Model:
+def read_case_file(kind: type[_Model], path: Path, name: str, *, code: Code = Code.BAD_CASE) -> _Model:
     """Read a TOML file that says what to run.
 
     Raises:
-        HarnessError: BAD_CASE: as `load_case`.
+        HarnessError: of `code`: as `load_case`.
     """
     try:
         return kind.model_validate(tomllib.loads(read_text(path)))
     except FileNotFoundError:
-        raise HarnessError(Code.BAD_CASE, f"there is no such {name} file", where=path) from None
+        raise HarnessError(code, f"there is no such {name} file", where=path) from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or f"the {name}"
-        actual = _shown(first["input"])
-        raise HarnessError(Code.BAD_CASE, f"{field}: {first['msg']}", where=path, actual=actual) from error
+        raise HarnessError(code, f"{field}: {first['msg']}", where=path, actual=_shown(first["input"])) from error
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no TOML, a number of too many digits
-        raise HarnessError(Code.BAD_CASE, f"the {name} cannot be read: {error}", where=path) from error
+        raise HarnessError(code, f"the {name} cannot be read: {error}", where=path) from error
     except HarnessError as error:
         what = f"{error.where}: {error.what}"
-        raise HarnessError(Code.BAD_CASE, what, where=path, expected=error.expected, actual=error.actual) from error
+        raise HarnessError(code, what, where=path, expected=error.expected, actual=error.actual) from error
 
 
 def _shown(value: object) -> str:

@@ -7,7 +7,6 @@ those of the steps) and of itself. One golden serves every schedule.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.base.files import read_bytes
+from harness.base.json_text import json_digest
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, RequestInfo
@@ -244,4 +244,4 @@ def _damaged(path: Path, what: str, *, expected: object = None, actual: object =
 
 def key_name(key: Mapping[str, Any]) -> str:
     """Return the name under which a golden is cached: a digest of all that its numbers depend on."""
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return json_digest(dict(key))[:32]

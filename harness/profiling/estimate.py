@@ -1,7 +1,5 @@
 """The duration of a profile, estimated from its first plain runs, for the progress line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -43,10 +41,7 @@ class Estimate:
 def plan_parts(windows: Iterable[Window], seconds: Mapping[ProfileRequests, float], num_runs: int) -> dict[str, float]:
     """Return the seconds that each part will take.
 
-    Args:
-        windows: of the phases.
-        seconds: of one plain run of each load.
-        num_runs: plain runs of each load for the latencies.
+    `seconds` are those of one plain run of each load, of which there are `num_runs` for the latencies.
     """
     windows = tuple(windows)
     parts = {f"timing {number}": num_runs * seconds[load] for number, load in enumerate(seconds)}

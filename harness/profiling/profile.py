@@ -1,7 +1,5 @@
 """A whole profile: the four passes over each phase of an engine, one after another, so that none distorts another."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import closing

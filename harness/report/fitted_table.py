@@ -1,7 +1,5 @@
 """Tables of names and numbers for a terminal of any width: names stay whole, and number columns go."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tabulate import tabulate

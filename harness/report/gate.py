@@ -1,7 +1,5 @@
 """A gate's result, for a terminal and for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model needs, from its config alone, as plain data for the reports. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Results of a gate, as plain data for the reports. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,7 +35,7 @@ class GateChange:
     """Of an operator: the functions that dispatch it more or less often now: `package.module.Class.function`."""
 
     @property
-    def subject(self) -> Quantity:
+    def subject(self) -> "Quantity":
         """Memory for bytes and allocations, counts for everything else."""
         return Quantity.MEMORY if self.measure in _OF_MEMORY else Quantity.COUNTS
 

@@ -1,7 +1,5 @@
 """Contents of memory snapshots, and changes between two, as plain data for the reports. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Contents of a trace, and changes between two, as plain data for the reports. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -99,7 +97,7 @@ class FlameFrame:
     name: str
     count: int = 0
     total_us: float = 0.0
-    children: dict[str, FlameFrame] = field(default_factory=dict)
+    children: "dict[str, FlameFrame]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,9 +70,7 @@ def parse_settings(parts: Sequence[str], settings: SamplingSettings, *, where: s
 def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Hypothesis, ...]:
     """Return what the names stand for.
 
-    Args:
-        names: at least two.
-        asked: parameters that are asked for.
+    Of the names there are at least two; `asked` are the sampler's parameters where a name says nothing.
 
     Raises:
         HarnessError: BAD_OPTION.
@@ -94,11 +92,7 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Hyp
 def load_hypothesis(hypothesis: Hypothesis, plan: Plan, scratch: Path, *, vocab_size: int | None) -> HFModel:
     """Load a hypothesis's model.
 
-    Args:
-        hypothesis: what is meant.
-        plan: the checkpoint that dtypes and types are of, and the dtype of the server.
-        scratch: folder for files that are made.
-        vocab_size: that it must have; None: any.
+    `vocab_size` is the vocabulary that it must have; None: any.
 
     Raises:
         HarnessError: as `make_file`, `load_model` and `add_adapter`; BAD_OPTION: another vocabulary.

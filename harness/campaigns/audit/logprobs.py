@@ -61,11 +61,7 @@ def _flat(values: Mapping[int, list[float]]) -> torch.Tensor:
 def is_excluded(own: Reading, others: Sequence[Reading], given: Given, alpha: float) -> bool:
     """Whether the values are another hypothesis's rather than those of one reading.
 
-    Args:
-        own: the reading.
-        others: readings of other hypotheses.
-        given: the server's.
-        alpha: a true one is excluded with this probability at most.
+    `others` are readings of other hypotheses. A true one is excluded with a probability of at most `alpha`.
     """
     threshold = _threshold(alpha, len(others))
     for other in others:

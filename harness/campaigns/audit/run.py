@@ -1,6 +1,5 @@
 """The job: ask a server for draws, run every hypothesis along them, exclude."""
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,11 @@ from harness.campaigns.audit.hypotheses import Hypothesis, load_hypothesis, pars
 from harness.campaigns.audit.views import Given, View, named
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
-from harness.campaigns.endpoint.names import TokenNames
-from harness.campaigns.endpoint.plain_ids import plain_ids
-from harness.campaigns.endpoint.run import eos_of
-from harness.campaigns.sampler.ask import AskedSampler, ask_sampler
-from harness.campaigns.sampler.draws import Draws, draws_of, read_draws
+from harness.campaigns.sampler.ask import AskedSampler, ask_draws
+from harness.campaigns.sampler.draws import Draws, drawn, read_draws
 from harness.campaigns.sampler.evidence import Draw
-from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, draw_requests
+from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting
 from harness.errors import Code, HarnessError
-from harness.judge.jobs.model import planned_model
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import Plan
 from harness.results.audit import AuditResult, HypothesisResult
@@ -46,42 +41,22 @@ def run_audit(
 ) -> AuditResult:
     """Find out which of some hypotheses a server serves.
 
-    Args:
-        plan: checkpoint, dtype of the server, and precision of the truth; its prompts are not used.
-        address: of the server.
-        names: of the hypotheses; the first is the one that is said to be served.
-        num_tokens: to ask for, at least.
-        ask: parameters of the sampler to ask for, as NAME=VALUE.
-        seed: of prompts and requests.
-        progress: told what is being done.
+    The plan says checkpoint, dtype of the server, and precision of the truth; its prompts are not used. The first of
+    the `names` is the hypothesis that is said to be served; `ask` has parameters of the sampler, as NAME=VALUE; at
+    least `num_tokens` are asked for.
 
     Raises:
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
     """
     report, asked = progress or no_progress, parse_settings(ask, SamplingSettings(), where="--ask")
     hypotheses = parse_hypotheses(names, asked)
-    report("model", 0, 1)
-    hf = planned_model(plan)
-    token_names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    eos = sorted(filter(token_names.has, eos_of(hf)))
-    ids, setting = plain_ids(hf, frozenset(eos)), Setting(name="audit", settings=asked)
-    begin = time.perf_counter()
-    answers = asyncio.run(
-        ask_sampler(
-            address,
-            token_names,
-            ids[:8],
-            lambda probed: list(draw_requests([setting], num_tokens, token_names, ids, probed, seed=seed)),
-            fallback_model=plan.case.model,
-            num_again=0,
-            progress=report,
-        )
-    )
-    answered = time.perf_counter()
-    draws, failed = _draws(answers, eos)
+    setting = Setting(name="audit", settings=asked)
+    answers = ask_draws(plan, address, [setting], num_tokens, seed=seed, num_again=0, progress=report)
+    vocab_size, begin = answers.hf.vocab_size, time.perf_counter()
+    draws, failed = _draws(answers)
     given = [_given(answers, request, draw) for request, draw in draws.values()]
-    every = max(1, ceil(2 * len(draws) * hf.vocab_size * len(hypotheses) / _MOST_KEPT))
-    views = _views(plan, hypotheses, draws, given, vocab_size=hf.vocab_size, every=every, progress=report)
+    every = max(1, ceil(2 * len(draws) * vocab_size * len(hypotheses) / _MOST_KEPT))
+    views = _views(plan, hypotheses, draws, given, vocab_size=vocab_size, every=every, progress=report)
     judged = _Judged(hypotheses=hypotheses, views=views, given=_table(draws, given))
     return AuditResult(
         url=address.url,
@@ -95,12 +70,12 @@ def run_audit(
         false_claim=FALSE_CLAIM,
         hypotheses=tuple(judged.results()),
         notes=(f"{failed} requests failed",) if failed else (),
-        server_s=answered - begin,
-        truth_s=time.perf_counter() - answered,
+        server_s=answers.seconds,
+        truth_s=time.perf_counter() - begin,
     )
 
 
-def _draws(asked: AskedSampler, eos: Sequence[int]) -> tuple[Draws, int]:
+def _draws(asked: AskedSampler) -> tuple[Draws, int]:
     """Return the draws, and the number of requests that failed.
 
     Raises:
@@ -110,12 +85,7 @@ def _draws(asked: AskedSampler, eos: Sequence[int]) -> tuple[Draws, int]:
     untold = [each for each in errors if each.code is Code.ENDPOINT_CANNOT]
     if untold or len(errors) == len(asked.answers):
         raise (untold or errors)[0]
-    draws = {
-        place: (request, draw)
-        for request in asked.requests
-        if isinstance(answer := asked.answers[request.number], Completion)
-        for place, draw in draws_of(request, answer, eos)
-    }
+    draws = drawn(asked)
     if not draws:
         raise HarnessError(Code.ENDPOINT_CANNOT, "no answer has a token", where="--endpoint")
     return draws, len(errors)
@@ -124,7 +94,7 @@ def _draws(asked: AskedSampler, eos: Sequence[int]) -> tuple[Draws, int]:
 def _given(asked: AskedSampler, request: DrawRequest, draw: Draw) -> Given:
     answer = asked.answers[request.number]
     assert isinstance(answer, Completion)
-    return dict(next(iter((answer.logprobs or ())[draw.step : draw.step + 1]), {}))
+    return dict(answer.logprobs_at(draw.step) or {})
 
 
 def _table(draws: Draws, given: Sequence[Given]) -> logprobs.Given | None:

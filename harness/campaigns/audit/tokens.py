@@ -23,11 +23,8 @@ DEVIATIONS = 2.33
 def excluded_after(views: Sequence[View], alpha: float) -> list[int | None]:
     """Return after how many draws each hypothesis is excluded; None: it is not.
 
-    A rival that is within rounding of a hypothesis is none: it would be evidence of rounding.
-
-    Args:
-        views: of the hypotheses, on the same draws.
-        alpha: a true one is excluded with this probability at most.
+    A rival that is within rounding of a hypothesis is none: it would be evidence of rounding. The views are of the same
+    draws. A true hypothesis is excluded with a probability of at most `alpha`.
     """
     own_HN = torch.stack([view.own for view in views]).cumsum(dim=-1)
     found: list[int | None] = []

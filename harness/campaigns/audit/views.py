@@ -50,12 +50,8 @@ class View:
     def add(self, at: int, draw: Draw, given: Given, logits: torch.Tensor, control: torch.Tensor) -> None:
         """Add one draw.
 
-        Args:
-            at: its number.
-            draw: what was drawn.
-            given: what the server says of its row.
-            logits: [V] float64, the truth's.
-            control: [V] float64, by HF in the server's dtype.
+        `given` is what the server says of its row; `logits` are the truth's and `control` those of HF in the server's
+        dtype, both [V] float64.
         """
         chain, ids = Chain(), list(draw.token_ids)
         exact, noisy = logits.log_softmax(dim=-1), control.log_softmax(dim=-1)

@@ -33,3 +33,7 @@ class Completion:
     text: str | None = None
     seconds: float = 0.0
     """From the request to the end of the answer."""
+
+    def logprobs_at(self, step: int) -> Mapping[int, float | None] | None:
+        """Return the log probabilities of one new token; None if there are none."""
+        return self.logprobs[step] if self.logprobs is not None and step < len(self.logprobs) else None

@@ -46,14 +46,8 @@ async def ask(
 ) -> Asked:
     """Probe a server, and send all that it can take.
 
-    Args:
-        plan: model and prompts.
-        address: of the server.
-        num_again: prompts that are sent again in other ways.
-        eos: tokens that end a text.
-        vocab_size: of the model.
-        add_walks: is given the walks of a block of prompts, by number, when nothing more is sent of them.
-        progress: told what is being done.
+    `num_again` prompts are sent again in other ways. `add_walks` is given the walks of a block of prompts, by number,
+    when nothing more is sent of them.
     """
     progress("probe", 0, 1)
     names = TokenNames(plan.checkpoint, vocab_size=vocab_size)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.truth import TruthRow
+from harness.errors import Code
+from harness.results.check import Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,10 @@ class JudgedCompletion:
     def lengths(self) -> tuple[int, int]:
         """New tokens of the answer, and of the walk."""
         return len(self.answer.token_ids), len(self.walked)
+
+    def finding(self, message: str, position: int | None = None, code: Code = Code.ENDPOINT_LOGPROBS) -> Finding:
+        """Return a finding about this answer."""
+        return Finding(code=code, message=message, request=self.request, position=position)
 
     def row(self, at: int) -> TruthRow | None:
         """Return the row that gives the new token of a number; None after the end of the walk."""

@@ -85,13 +85,9 @@ class _Tokens:
                 self.ties += 1
             elif num_said < _MOST_FINDINGS:
                 num_said += 1
-                yield Finding(
-                    code=Code.TOKENS_DIFFER,
-                    message=f"token {at} is {token_id}, expected {row.top[0]}: its logit is {margin:.3g} below the "
-                    f"best, noise allows {self.threshold:.3g}",
-                    request=case.request,
-                    position=len(case.prompt) + at,
-                )
+                what = f"its logit is {margin:.3g} below the best, noise allows {self.threshold:.3g}"
+                message = f"token {at} is {token_id}, expected {row.top[0]}: {what}"
+                yield case.finding(message, len(case.prompt) + at, Code.TOKENS_DIFFER)
 
 
 def _end(case: JudgedCompletion, threshold: float) -> Iterator[Finding]:
@@ -102,7 +98,7 @@ def _end(case: JudgedCompletion, threshold: float) -> Iterator[Finding]:
         what = f"the answer stops after {num} tokens, where the model does not end"
     for each in (what, *_miscounted(case)):
         if each is not None:
-            yield Finding(code=Code.ENDPOINT_TOKENS, message=each, request=case.request)
+            yield case.finding(each, code=Code.ENDPOINT_TOKENS)
 
 
 def wrong_length(num: int, num_asked: int, reason: str | None) -> str | None:

@@ -46,12 +46,8 @@ def _lacking(
     num_given = sum(given)
     if num_given < num_expected:
         at = next((at for at, is_given in enumerate(given) if not is_given), len(given))
-        yield Finding(
-            code=Code.ENDPOINT_LOGPROBS,
-            message=f"{num_given or 'none'} of {num_expected} log probabilities {kind} are there; the probe got them",
-            request=case.request,
-            position=begin + at,
-        )
+        what = f"{num_given or 'none'} of {num_expected} log probabilities {kind} are there; the probe got them"
+        yield case.finding(what, begin + at)
 
 
 def _too_few(case: JudgedCompletion) -> Iterator[Finding]:
@@ -61,24 +57,16 @@ def _too_few(case: JudgedCompletion) -> Iterator[Finding]:
         likeliest = row.top[: case.promised.num_top] if row is not None else ()
         num_expected = sum(case.promised.is_named_alone(token) for token in likeliest)
         if num_named < num_expected:
-            yield Finding(
-                code=Code.ENDPOINT_LOGPROBS,
-                message=f"{num_named or 'none'} of the {num_expected} likeliest tokens are named; the probe got them",
-                request=case.request,
-                position=len(case.prompt) + at,
-            )
+            what = f"{num_named or 'none'} of the {num_expected} likeliest tokens are named; the probe got them"
+            yield case.finding(what, len(case.prompt) + at)
             return
 
 
 def _of_others(case: JudgedCompletion) -> Iterator[Finding]:
     for at, (own, token_id) in enumerate(zip(case.answer.logprobs_of, case.answer.token_ids, strict=False)):
         if own not in (None, token_id):
-            yield Finding(
-                code=Code.ENDPOINT_TOKENS,
-                message=f"the log probabilities of token {at} are of {own}, the answer has {token_id}",
-                request=case.request,
-                position=len(case.prompt) + at,
-            )
+            what = f"the log probabilities of token {at} are of {own}, the answer has {token_id}"
+            yield case.finding(what, len(case.prompt) + at, Code.ENDPOINT_TOKENS)
             return
 
 
@@ -89,12 +77,8 @@ def strange(
     for token_id, value in given.items():
         what = _strangeness(value, row.logprobs.get(token_id, -math.inf))
         if what is not None:
-            yield Finding(
-                code=Code.NOT_FINITE if value is not None and math.isnan(value) else Code.ENDPOINT_LOGPROBS,
-                message=f"the log probability of token {token_id} is {what}",
-                request=case.request,
-                position=position,
-            )
+            code = Code.NOT_FINITE if value is not None and math.isnan(value) else Code.ENDPOINT_LOGPROBS
+            yield case.finding(f"the log probability of token {token_id} is {what}", position, code)
             return
 
 
@@ -119,10 +103,8 @@ def left_out(
     last = min([row.logprobs[row.top[num_top - 1]], *named[num_top - 1 :]])
     better = next((token for token in row.top if token not in known and case.promised.is_named_alone(token)), None)
     if better is not None and row.logprobs[better] - last > threshold:
-        yield Finding(
-            code=Code.ENDPOINT_LOGPROBS,
-            message=f"token {better} is not among the {num_top} likeliest ones, and is likelier than the last of "
-            f"them by {row.logprobs[better] - last:.3g}, noise allows {threshold:.3g}",
-            request=case.request,
-            position=position,
+        yield case.finding(
+            f"token {better} is not among the {num_top} likeliest ones, and is likelier than the last of them by "
+            f"{row.logprobs[better] - last:.3g}, noise allows {threshold:.3g}",
+            position,
         )

@@ -14,13 +14,7 @@ def read_answer(
 ) -> Completion:
     """Return the only choice of a completion.
 
-    Args:
-        body: JSON of the answer.
-        prompt: the tokens that were sent.
-        names: what tokens are called.
-        where: named in errors.
-        is_echoed: whether the prompt was asked for as well.
-        seconds: how long the answer took.
+    `is_echoed` says whether the prompt was asked for as well, `seconds` how long the answer took; errors name `where`.
 
     Raises:
         HarnessError: ENDPOINT_UNREADABLE: it is no completion; ENDPOINT_CANNOT: its tokens cannot be told;

@@ -33,11 +33,8 @@ _LOGPROBS: tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = (
 async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fallback_model: str) -> Probed:
     """Find out what a server can do.
 
-    Args:
-        client: of the server.
-        prompt: its first tokens are sent.
-        names: tokens of the model's checkpoint.
-        fallback_model: name to ask for, where the server lists none and none is given.
+    The first tokens of the prompt are sent. `fallback_model` is the name to ask for, where the server lists none and
+    none is given.
 
     Raises:
         HarnessError: as `Client.post`, where not even a plain completion is answered; ENDPOINT_CANNOT: the answer to

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from harness.campaigns.endpoint.dialect import Dialect
 from harness.errors import Code, HarnessError
+from harness.results.check import Finding
 from harness.results.endpoint import Capability
 
 FATAL = (Code.ENDPOINT_UNREACHABLE, Code.ENDPOINT_TIMED_OUT, Code.ENDPOINT_HUNG_UP)
@@ -35,3 +36,8 @@ class Probed:
 def words(error: HarnessError) -> str:
     """Return what a server says in the place of an answer."""
     return error.what if error.actual is None else f"{error.what}: {error.actual}"
+
+
+def failure(number: int, error: HarnessError) -> Finding:
+    """Return the finding of a request that was not answered."""
+    return Finding(code=error.code, message=words(error), request=number)

@@ -16,7 +16,7 @@ from harness.campaigns.endpoint.judge import judge
 from harness.campaigns.endpoint.logprobs import is_number
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.parameters import note_ignore_eos
-from harness.campaigns.endpoint.probed import Probed
+from harness.campaigns.endpoint.probed import Probed, failure
 from harness.campaigns.endpoint.schedules import ScheduledRequests, Sent, Way
 from harness.campaigns.endpoint.truth import Rows
 from harness.errors import Code, HarnessError
@@ -24,7 +24,6 @@ from harness.judge.jobs.model import planned_model
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
-from harness.results.check import Finding, TokenResult
 from harness.results.endpoint import EndpointResult, ScheduleResult
 
 
@@ -37,11 +36,8 @@ def check_endpoint(
 ) -> EndpointResult:
     """Check a server against HF.
 
-    Args:
-        plan: model, adapter, prompts, dtype of the server, and precision of the truth.
-        address: of the server.
-        num_again: prompts that are sent again in other ways; 0 for none.
-        progress: told what is being done.
+    The plan says model, adapter, prompts, dtype of the server, and precision of the truth. `num_again` prompts are sent
+    again in other ways.
 
     Raises:
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
@@ -95,9 +91,7 @@ def eos_of(hf: HFModel) -> frozenset[int]:
 def eos_ids(folder: Path, config: object) -> frozenset[int]:
     """Return the tokens that end a text, those of generation_config.json if it is there.
 
-    Args:
-        folder: of the checkpoint.
-        config: `eos_token_id` of its config: a number, a list, or None.
+    `config` is the `eos_token_id` of its config: a number, a list, or None.
     """
     from transformers import GenerationConfig
 
@@ -132,28 +126,22 @@ def judged(
 ) -> ScheduleResult:
     """Judge the answers of one way.
 
-    Args:
-        run: the answers.
-        first: those of the first way, along which the truth goes.
-        prompts: of all requests.
-        truth: rows by the number of the request.
-        eos: tokens that end a text.
-        promised: what each answer must have.
+    The truth goes along the answers of the `first` way; it has rows by the number of the request.
     """
     cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos, promised)) is not None]
-    judgement = judge(cases) if cases else None
-    failures = [_failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]
+    judgement = judge(cases)
+    failures = [failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]
     return ScheduleResult(
         schedule=run.way.value,
         num_requests=len(run.sent),
         num_failed=len(failures),
         num_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
-        tokens=judgement.tokens if judgement else TokenResult(),
-        logprobs=judgement.logprobs if judgement else (),
-        num_parted=judgement.num_parted if judgement else 0,
+        tokens=judgement.tokens,
+        logprobs=judgement.logprobs,
+        num_parted=judgement.num_parted,
         max_difference=None if run is first else _difference(run, first, prompts),
         seconds=run.seconds,
-        findings=(*failures, *(judgement.findings if judgement else ())),
+        findings=(*failures, *judgement.findings),
     )
 
 
@@ -179,11 +167,6 @@ def _case(
         eos=eos,
         promised=promised,
     )
-
-
-def _failure(number: int, error: HarnessError) -> Finding:
-    words = "" if error.actual is None else f": {error.actual}"
-    return Finding(code=error.code, message=f"{error.what}{words}", request=number)
 
 
 def _difference(run: ScheduledRequests, first: ScheduledRequests, prompts: Sequence[Prompt]) -> float | None:

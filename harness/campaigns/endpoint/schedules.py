@@ -75,10 +75,7 @@ class Sender:
     ) -> ScheduledRequests:
         """Send numbered prompts in one way. A request that fails keeps no other from its answer.
 
-        Args:
-            way: how.
-            prompts: with their numbers.
-            on_sent: shown every request as soon as it is answered or has failed.
+        `on_sent` is shown every request as soon as it is answered or has failed.
         """
         asked = list(prompts)
         if way is Way.REVERSED:

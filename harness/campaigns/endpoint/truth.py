@@ -66,11 +66,7 @@ def walk_truth(
 ) -> list[Rows]:
     """Run truth and control over all walks.
 
-    Args:
-        hf: the model in the server's dtype.
-        walks: at least one.
-        truth: `float64`, `float32` or `auto`.
-        check: called at every operation; what it raises ends the run.
+    There is at least one walk. `truth` and `check` are those of `walk_logits`.
     """
     found: list[Rows] = [{} for _ in walks]
 

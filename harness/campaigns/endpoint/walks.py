@@ -11,11 +11,8 @@ from harness.oracle.requests import Prompt
 def walk_of(prompt: Prompt, all_sent: Sequence[Sent], *, eos: Set[int], num_top: int) -> Walk | None:
     """Return the walk of one prompt.
 
-    Args:
-        prompt: the prompt.
-        all_sent: every request for it; the first is of the first run, whose answer the truth goes along.
-        eos: tokens that end a text.
-        num_top: likeliest tokens that the server gives.
+    The first of `all_sent` is of the first run, whose answer the truth goes along; the server gives `num_top` likeliest
+    tokens.
 
     Returns:
         None if the first request failed: there is nothing to go along.

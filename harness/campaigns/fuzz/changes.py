@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.campaigns.fuzz.pool import SequencePool
 from harness.formats.recording import RequestInfo
@@ -66,7 +66,7 @@ class RunSetting:
         return requests[::-1] if self.is_reversed else requests
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Variation:
     """Two runs, and in words what is different."""
 
@@ -77,42 +77,19 @@ class Variation:
 
 
 _ALONE, _TOGETHER = RunSetting(schedule="plain"), RunSetting(schedule="batched")
+_AGAIN, _REVERSED = replace(_ALONE, number=1), replace(_TOGETHER, is_reversed=True)
+_AMONG_SHORT, _AMONG_LONG = replace(_TOGETHER, company="short"), replace(_TOGETHER, company="long")
 
 CHANGES = (
-    Variation(
-        name="repetition", before="alone", after="alone, again", runs=(_ALONE, RunSetting(schedule="plain", number=1))
-    ),
-    Variation(name="batch mates", before="alone", after="in one batch", runs=(_ALONE, _TOGETHER)),
-    Variation(
-        name="order",
-        before="in one batch",
-        after="in one batch, the last first",
-        runs=(_TOGETHER, RunSetting(schedule="batched", is_reversed=True)),
-    ),
-    Variation(
-        name="KV length",
-        before="beside short requests",
-        after="beside long ones",
-        runs=(RunSetting(schedule="batched", company="short"), RunSetting(schedule="batched", company="long")),
-    ),
-    Variation(
-        name="chunk", before="prompts whole", after="in chunks of 7", runs=(_ALONE, RunSetting(schedule="chunked:7"))
-    ),
-    Variation(
-        name="decode", before="prompts whole", after="token by token", runs=(_ALONE, RunSetting(schedule="chunked:1"))
-    ),
-    Variation(name="mixed", before="alone", after="chunks beside decodes", runs=(_ALONE, RunSetting(schedule="mixed"))),
-    Variation(
-        name="prefix hit",
-        before="computed",
-        after="found in the cache",
-        runs=(_ALONE, RunSetting(schedule="prefix-hit")),
-    ),
-    Variation(name="fork", before="alone", after="forked", runs=(_ALONE, RunSetting(schedule="forked"))),
-    Variation(
-        name="preemption", before="in one batch", after="preempted", runs=(_TOGETHER, RunSetting(schedule="preempted"))
-    ),
-    Variation(
-        name="ranks", before="one rank", after="two ranks", runs=(_TOGETHER, RunSetting(schedule="tensor-parallel:2"))
-    ),
+    Variation("repetition", "alone", "alone, again", (_ALONE, _AGAIN)),
+    Variation("batch mates", "alone", "in one batch", (_ALONE, _TOGETHER)),
+    Variation("order", "in one batch", "in one batch, the last first", (_TOGETHER, _REVERSED)),
+    Variation("KV length", "beside short requests", "beside long ones", (_AMONG_SHORT, _AMONG_LONG)),
+    Variation("chunk", "prompts whole", "in chunks of 7", (_ALONE, RunSetting(schedule="chunked:7"))),
+    Variation("decode", "prompts whole", "token by token", (_ALONE, RunSetting(schedule="chunked:1"))),
+    Variation("mixed", "alone", "chunks beside decodes", (_ALONE, RunSetting(schedule="mixed"))),
+    Variation("prefix hit", "computed", "found in the cache", (_ALONE, RunSetting(schedule="prefix-hit"))),
+    Variation("fork", "alone", "forked", (_ALONE, RunSetting(schedule="forked"))),
+    Variation("preemption", "in one batch", "preempted", (_TOGETHER, RunSetting(schedule="preempted"))),
+    Variation("ranks", "one rank", "two ranks", (_TOGETHER, RunSetting(schedule="tensor-parallel:2"))),
 )

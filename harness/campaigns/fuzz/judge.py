@@ -21,7 +21,7 @@ from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.results.check import Outcome, RunResult
-from harness.results.fuzz import SentWorkload
+from harness.results.fuzz import FuzzFinding, SentWorkload
 
 SCHEDULE = "searched"
 _NOT_SERVED = (Code.ENGINE_CANNOT_SERVE, Code.BAD_OPTION, Code.PROMPT_TOO_LONG)
@@ -59,6 +59,21 @@ class WorkloadJudgement:
             return str(Code.NOTHING_CHECKED)
         finding = self.run.findings[0]
         return f"{finding.code}: {site_of(finding.tap)}" if finding.tap else str(finding.code)
+
+    def finding(
+        self, workload: SentWorkload, signature: str, *, found: SentWorkload, found_s: float, shrunk_s: float = 0.0
+    ) -> FuzzFinding:
+        """Return the finding of a workload that is wrong; `found`: the same before it was shrunk."""
+        return FuzzFinding(
+            signature=signature,
+            workload=workload,
+            run=self.run,
+            error=None if self.error is None else str(self.error),
+            found_s=found_s,
+            shrunk_s=shrunk_s,
+            num_rows_found=found.num_rows,
+            num_requests_found=len(found.requests),
+        )
 
 
 def _first_words(error: HarnessError) -> str:

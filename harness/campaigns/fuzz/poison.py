@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -52,16 +52,6 @@ class Change:
     """Inputs of the operation that are not recorded."""
 
 
-@dataclass(slots=True)
-class _Total:
-    """One kind of memory so far."""
-
-    num_filled: int = 0
-    num_rows: int = 0
-    num_rounded: int = 0
-    schedules: dict[str, None] = field(default_factory=dict)
-
-
 @dataclass(kw_only=True)
 class Poisoner:
     """An engine, and what it has let in."""
@@ -80,7 +70,9 @@ class Poisoner:
     def __post_init__(self) -> None:
         offered = self.engine.capabilities.schedules
         self._schedules = [each for each in map(parse_schedule, SCHEDULES) if each.name in offered]
-        self._totals = {memory: _Total() for memory in Memory}
+        self._totals = {
+            memory: PoisonedMemory(memory=memory, num_filled=0, schedules=(), num_rows=0) for memory in Memory
+        }
         self._leaks: dict[tuple[Memory, str], Leak] = {}
         self._refusals: dict[str, str] = {}
         self.failures: list[FailedRun] = []
@@ -121,24 +113,12 @@ class Poisoner:
 
     def memories(self) -> tuple[PoisonedMemory, ...]:
         """Return what was filled."""
-        return tuple(
-            PoisonedMemory(
-                memory=memory,
-                num_filled=total.num_filled,
-                schedules=tuple(total.schedules),
-                num_rows=total.num_rows,
-                num_rounded=total.num_rounded,
-            )
-            for memory, total in self._totals.items()
-        )
+        return tuple(self._totals.values())
 
     def poison(self, schedule: Schedule, requests: Sequence[RequestInfo], *, victim: int) -> None:
         """Run one schedule without poison, twice, and then with each.
 
-        Args:
-            schedule: to follow.
-            requests: to compute.
-            victim: the request whose states are poisoned where that is another's memory.
+        The states of the request `victim` are poisoned where that is another's memory.
 
         Raises:
             HarnessError: as `run`.
@@ -190,10 +170,13 @@ class Poisoner:
             self.failures.append(failed)
             return
         if poison.num_filled:
-            total.num_filled += poison.num_filled
-            total.num_rows += sum(int((~_is_of(step, excluded)).sum()) for step in clean.steps)
-            total.num_rounded += bool(pair.rounded)
-            total.schedules[schedule] = None
+            self._totals[poison.memory] = replace(
+                total,
+                num_filled=total.num_filled + poison.num_filled,
+                num_rows=total.num_rows + sum(int((~_is_of(step, excluded)).sum()) for step in clean.steps),
+                num_rounded=total.num_rounded + bool(pair.rounded),
+                schedules=tuple(dict.fromkeys([*total.schedules, schedule])),
+            )
         if change is not None:
             self._note(change, poison, value, schedule)
 
@@ -205,15 +188,10 @@ class Poisoner:
             return
         self._leaks[key] = Leak(
             memory=poison.memory,
-            tap=change.tap,
-            request=change.request,
-            position=change.position,
-            step=change.step,
-            phase=change.phase,
             schedule=schedule,
             values=(value,),
             poisoned_request=poison.victim,
-            unrecorded=change.unrecorded,
+            **asdict(change),
         )
 
 

@@ -67,11 +67,8 @@ class SequencePool:
 def make_pool(seed: int, *, vocab_size: int, max_positions: int | None, window: int | None) -> SequencePool:
     """Draw a pool.
 
-    Args:
-        seed: the same gives the same tokens.
-        vocab_size: of the model.
-        max_positions: of the model, None for no limit; one is left for a token that is made and never fed.
-        window: smallest sliding window of the model: sequences are longer, as far as that is affordable.
+    Of `max_positions` (None: no limit) one is left for a token that is made and never fed. Beyond the smallest sliding
+    `window` of the model sequences go as far as that is affordable.
 
     Raises:
         HarnessError: PROMPT_TOO_LONG: the model has too few positions for any workload.

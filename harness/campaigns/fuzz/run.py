@@ -1,16 +1,17 @@
 """`harness fuzz`: from a plan to what a search, or one workload run again, has found."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.base.progress import Progress
 from harness.base.threads import limit_threads
 from harness.campaigns.fuzz.files import write_findings
 from harness.campaigns.fuzz.invariance import Comparer
-from harness.campaigns.fuzz.judge import WorkloadJudge, WorkloadJudgement
+from harness.campaigns.fuzz.judge import WorkloadJudge
 from harness.campaigns.fuzz.poison import Poisoner
 from harness.campaigns.fuzz.pool import SequencePool, make_pool
 from harness.campaigns.fuzz.search import Search
@@ -27,7 +28,7 @@ from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.untraced import frequencies_follow_length
 from harness.plan import Plan
-from harness.results.fuzz import FuzzFinding, FuzzResult, SentWorkload
+from harness.results.fuzz import FuzzResult, SentWorkload
 from harness.results.invariance import InvarianceResult
 from harness.results.poison import PoisonResult
 
@@ -54,11 +55,7 @@ def search_workloads(
 ) -> FuzzResult:
     """Search workloads that the plan's engine gets wrong.
 
-    Args:
-        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
-        options: how to search.
-        out: folder that gets files which repeat the findings.
-        progress: told what is being done.
+    The plan's prompts and schedules are not looked at. The folder `out` gets files that repeat the findings.
 
     Raises:
         HarnessError: the input cannot be used, or the engine serves no workload. Findings are results, not errors.
@@ -82,8 +79,9 @@ def search_workloads(
         findings = search.found()
         if out is not None:
             findings = write_findings(findings, plan, out, planted=options.planted, fault=options.fault)
-    return subject.result(
-        findings,
+    return FuzzResult(
+        **subject.described(),
+        findings=findings,
         golden_s=golden_s,
         num_workloads=search.num_workloads,
         num_rows=search.num_rows,
@@ -97,10 +95,7 @@ def search_workloads(
 def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | None = None) -> InvarianceResult:
     """Find which changes of schedule change the bits of the plan's engine.
 
-    Args:
-        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
-        options: how long, and the seed of the prompts.
-        progress: told what is being done.
+    The plan's prompts and schedules are not looked at.
 
     Raises:
         HarnessError: the input cannot be used.
@@ -118,26 +113,17 @@ def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | 
         )
         was_interrupted = comparer.run(options.seconds, options.seed)
     return InvarianceResult(
-        engine=plan.case.engine,
-        model=plan.case.model,
-        dtype=plan.case.dtype,
-        device=plan.case.device,
-        seed=options.seed,
+        **subject.described(),
         num_rounds=comparer.num_rounds,
         changes=comparer.changes(),
-        elapsed_s=subject.elapsed_s(),
         was_interrupted=was_interrupted,
-        notes=plan.notes,
     )
 
 
 def poison_memory(plan: Plan, options: FuzzOptions, *, progress: Progress | None = None) -> PoisonResult:
     """Fill memory that no live row may depend on, and find the operations of the plan's engine that let it in.
 
-    Args:
-        plan: engine, model, dtype and device; its prompts and schedules are not looked at.
-        options: how long, and the seed of the prompts.
-        progress: told what is being done.
+    The plan's prompts and schedules are not looked at.
 
     Raises:
         HarnessError: the input cannot be used; RUNS_DIFFER: the engine's bits are others in each run.
@@ -156,19 +142,13 @@ def poison_memory(plan: Plan, options: FuzzOptions, *, progress: Progress | None
         )
         was_interrupted = poisoner.run(options.seconds, options.seed)
     return PoisonResult(
-        engine=plan.case.engine,
-        model=plan.case.model,
-        dtype=plan.case.dtype,
-        device=plan.case.device,
-        seed=options.seed,
+        **subject.described(),
         num_rounds=poisoner.num_rounds,
         memories=poisoner.memories(),
         leaks=poisoner.leaks,
         failures=tuple(poisoner.failures),
         refusals=poisoner.refusals,
-        elapsed_s=subject.elapsed_s(),
         was_interrupted=was_interrupted,
-        notes=plan.notes,
     )
 
 
@@ -190,29 +170,15 @@ def run_again(
     if judged.is_rejected:
         assert judged.error is not None
         raise judged.error
-    return subject.result(
-        _finding(judged, workload, subject.elapsed_s()),
+    signature, found_s = judged.signature, subject.elapsed_s()
+    return FuzzResult(
+        **subject.described(),
+        findings=(judged.finding(workload, signature, found=workload, found_s=found_s),) if signature else (),
         golden_s=golden_s,
         num_workloads=1,
         num_rows=workload.num_rows,
         coverage=dict.fromkeys(judged.conditions, 1),
     )
-
-
-def _finding(judged: WorkloadJudgement, workload: SentWorkload, found_s: float) -> tuple[FuzzFinding, ...]:
-    if judged.signature is None:
-        return ()
-    finding = FuzzFinding(
-        signature=judged.signature,
-        workload=workload,
-        run=judged.run,
-        error=None if judged.error is None else str(judged.error),
-        found_s=found_s,
-        shrunk_s=0.0,
-        num_rows_found=workload.num_rows,
-        num_requests_found=len(workload.requests),
-    )
-    return (finding,)
 
 
 def _refuse_nothing(plan: Plan, search: Search) -> None:
@@ -317,33 +283,15 @@ class _Subject:
             planted=self.options.planted,
         )
 
-    def result(
-        self,
-        findings: Sequence[FuzzFinding],
-        *,
-        golden_s: float,
-        num_workloads: int,
-        num_rows: int,
-        coverage: Mapping[str, int],
-        rejected: Mapping[str, int] | None = None,
-        was_interrupted: bool = False,
-        unreached: tuple[str, ...] = (),
-    ) -> FuzzResult:
-        """Put the result together."""
-        return FuzzResult(
-            engine=self.plan.case.engine,
-            model=self.plan.case.model,
-            dtype=self.plan.case.dtype,
-            device=self.plan.case.device,
-            seed=self.options.seed,
-            findings=tuple(findings),
-            num_workloads=num_workloads,
-            num_rows=num_rows,
-            rejected=rejected or {},
-            coverage=coverage,
-            golden_s=golden_s,
-            elapsed_s=self.elapsed_s(),
-            was_interrupted=was_interrupted,
-            unreached=unreached,
-            notes=self.plan.notes,
-        )
+    def described(self) -> dict[str, Any]:
+        """Return the fields that the results of all searches have."""
+        case = self.plan.case
+        return {
+            "engine": case.engine,
+            "model": case.model,
+            "dtype": case.dtype,
+            "device": case.device,
+            "seed": self.options.seed,
+            "elapsed_s": self.elapsed_s(),
+            "notes": self.plan.notes,
+        }

@@ -154,16 +154,8 @@ class Search:
         sent = self.translator.sent(workload)
         judged = self.judge.judge(sent, explain=True)
         note = "" if judged.signature == signature else "; a second run of the same workload did not show it"
-        return FuzzFinding(
-            signature=signature + note,
-            workload=sent,
-            run=judged.run,
-            error=None if judged.error is None else str(judged.error),
-            found_s=found_s,
-            shrunk_s=shrunk_s,
-            num_rows_found=sum(request.num_fed for request in found.requests),
-            num_requests_found=len(found.requests),
-        )
+        before = self.translator.sent(found)
+        return judged.finding(sent, signature + note, found=before, found_s=found_s, shrunk_s=shrunk_s)
 
     def found(self) -> tuple[FuzzFinding, ...]:
         """Return the findings with the numbers of workloads that failed like each, in the order of the search."""

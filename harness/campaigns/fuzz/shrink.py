@@ -22,11 +22,8 @@ def shrink(
 ) -> Searched:
     """Return the smallest workload found that fails.
 
-    Args:
-        workload: one that fails.
-        translator: makes what is smaller possible again.
-        fails: whether a workload fails in the same way; it is asked once about each.
-        is_time_up: whether to be content with what there is.
+    `fails` says whether a workload fails in the same way, and is asked once about each; `is_time_up` whether to be
+    content with what there is.
     """
     known = {workload}
     is_smaller = True

@@ -60,13 +60,7 @@ def run_load(
 ) -> LoadResult:
     """Put a load on a server, and judge what it answers.
 
-    Args:
-        plan: model and dtype of the server, precision of the truth; its prompts are not used.
-        hf: the model.
-        address: of the server; so many requests as it says are under way at most.
-        requests: what is sent, by time.
-        options: what is judged and counted.
-        progress: told what is being done.
+    The plan's prompts are not used. So many requests as the address says are under way at most.
 
     Raises:
         HarnessError: a prompt does not fit the model; the server is not there, cannot stream, or answers nothing.

@@ -85,13 +85,7 @@ def drawn_requests(
 ) -> list[LoadRequest]:
     """Return requests with prompts of random tokens, which no server has in its prefix cache.
 
-    Args:
-        number: of requests.
-        prompt_tokens: draws the length of a prompt.
-        new_tokens: draws the length of an answer.
-        arrivals: when they are sent.
-        ids: tokens that prompts are made of.
-        seed: of all that is drawn.
+    `prompt_tokens` and `new_tokens` draw the lengths of a prompt and of an answer; prompts are made of `ids`.
     """
     rng = random.Random(seed)
     times = arrivals.times(number, rng)
@@ -116,15 +110,9 @@ def read_requests(
     """Return the requests of a file of JSON lines.
 
     Each line has `prompt`, `prompt_token_ids`, or a number of random `prompt_tokens`, and may have `max_tokens` and
-    `at`, the seconds after the first.
-
-    Args:
-        path: of the file.
-        tokenize: returns the tokens of a prompt that is text.
-        arrivals: when requests without `at` are sent.
-        ids: tokens that random prompts are made of.
-        seed: of all that is drawn.
-        max_tokens: draws the length of an answer, where a line says nothing of it.
+    `at`, the seconds after the first. `tokenize` returns the tokens of a prompt that is text; random prompts are made
+    of `ids`. Requests without `at` are sent as `arrivals` says, and `max_tokens` draws the length of an answer where a
+    line says nothing of it.
 
     Raises:
         HarnessError: BAD_OPTION: the file cannot be read, or a line cannot be understood.

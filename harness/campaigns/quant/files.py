@@ -54,11 +54,7 @@ def check_type(name: str) -> str:
 def make_file(hf: HFModel, name: str, folder: Path, importance: Callable[[], Importance]) -> Path:
     """Write the model in a type; llama.cpp puts rows that are no whole number of its blocks in another one.
 
-    Args:
-        hf: the original.
-        name: a type of GGUF.
-        folder: where to write; the float32 file is kept there for the next type.
-        importance: called for a type that needs it.
+    The float32 file is kept in the folder for the next type; `importance` is called for a type that needs it.
 
     Raises:
         HarnessError: PACKAGE_MISSING, UNSUPPORTED_ARCHITECTURE, or ENGINE_FAILED: the quantiser refuses.
@@ -73,11 +69,7 @@ def make_file(hf: HFModel, name: str, folder: Path, importance: Callable[[], Imp
 def quantise(source: Path, path: Path, name: str, importance: Importance | None = None) -> Path:
     """Write a GGUF file in a type, by llama.cpp's own quantiser.
 
-    Args:
-        source: the file, in float32.
-        path: of the file to write.
-        name: a type that is not plain.
-        importance: of the inputs of each weight, by GGUF's name.
+    The source is in float32, and the type is not plain; `importance` is of the inputs of each weight, by GGUF's name.
 
     Raises:
         HarnessError: PACKAGE_MISSING, or ENGINE_FAILED: the quantiser refuses.
@@ -111,12 +103,7 @@ def _entries(library: Any, importance: Importance) -> Any:
 
 
 def note_on(name: str, tensors: Iterable[GGUFTensor]) -> str:
-    """Say how many matrices are in another type than the one that was asked for, since their rows do not fit it.
-
-    Args:
-        name: of the type.
-        tensors: of the file that was made.
-    """
+    """Say how many matrices are in another type than the one that was asked for, since their rows do not fit it."""
     main = _MIXTURES.get(name, name)
     block_size = BY_NAME[main][1].block_size
     matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]

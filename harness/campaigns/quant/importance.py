@@ -22,9 +22,7 @@ Importance = Mapping[str, torch.Tensor]
 def importance_of(hf: HFModel, sequences: Sequence[Sequence[int]]) -> Importance:
     """Return the mean square of each input of each linear layer over some tokens.
 
-    Args:
-        hf: the original.
-        sequences: token ids; other ones than those that the cost is measured on.
+    The token ids are other ones than those that the cost is measured on.
     """
     sums: dict[str, torch.Tensor] = {}
     with _watched(hf, sums):

@@ -21,9 +21,7 @@ class Distance:
 def distance(truth: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> Distance:
     """Return the KL from the truth, in nats.
 
-    Args:
-        truth: logarithms of probabilities, [tokens, vocabulary] of each sequence.
-        actual: the same of what is measured.
+    Both are logarithms of probabilities, [tokens, vocabulary] of each sequence.
     """
     kl = torch.cat([_kl(ours, theirs) for ours, theirs in zip(truth, actual, strict=True)])
     pairs = zip(truth, actual, strict=True)

@@ -41,15 +41,9 @@ def measure_types(
 ) -> QuantResult:
     """Measure each type against the original.
 
-    Args:
-        hf: the original, in float32.
-        types: names of types, which are made here, GGUF files, and folders with a checkpoint of transformers.
-        sequences: the tokens.
-        model: how the user named it.
-        text: where the tokens come from.
-        options: of llama.cpp.
-        seed: of the text that the sequences are; an importance matrix is made on that of the next one.
-        progress: told what is being done.
+    The original is in float32. Types are names, GGUF files, and folders with a checkpoint of transformers. `model` and
+    `text` say where model and tokens come from; `seed` is that of the text, and an importance matrix is made on the
+    text of the next one.
 
     Raises:
         HarnessError: as `make_file`, `checkpoint_of_gguf` and `load_model`; BAD_OPTION: another vocabulary.

@@ -29,11 +29,7 @@ def split_text(token_ids: Sequence[int], hf: HFModel, num_tokens: int) -> Sequen
 def sample_text(hf: HFModel, *, num_sequences: int, num_tokens: int, seed: int) -> Sequences:
     """Let the model say something: its own distribution, without cut or temperature.
 
-    Args:
-        hf: the model.
-        num_sequences: how many.
-        num_tokens: of each.
-        seed: of the choices, and of the first tokens where the model has none of its own.
+    The seed is of the choices, and of the first tokens where the model has none of its own.
     """
     num_tokens = min(num_tokens, hf.max_positions or num_tokens)
     generator = torch.Generator().manual_seed(seed)

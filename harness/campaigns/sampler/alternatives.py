@@ -38,13 +38,7 @@ class Alternative:
 
 @lru_cache(maxsize=1024)
 def alternatives(chain: Chain, settings: SamplingSettings, eos: tuple[int, ...]) -> list[Alternative]:
-    """Return what the server may do in the place of a chain: one difference each.
-
-    Args:
-        chain: that is claimed.
-        settings: of the request.
-        eos: tokens that end a text.
-    """
+    """Return what the server may do in the place of a chain: one difference each."""
     found = [
         *_ignored(chain, settings),
         *_otherwise(chain, settings),

@@ -1,8 +1,10 @@
 """All that a server's sampler is asked: every setting by turns, and some requests again with the same seed."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness.base.progress import Progress
 from harness.campaigns.endpoint.address import Address
@@ -11,10 +13,15 @@ from harness.campaigns.endpoint.client import Client
 from harness.campaigns.endpoint.dialect import COMPLETIONS
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.parse import read_answer
+from harness.campaigns.endpoint.plain_ids import plain_ids
 from harness.campaigns.endpoint.probe import probe
 from harness.campaigns.endpoint.probed import Probed
-from harness.campaigns.sampler.settings import DrawRequest
+from harness.campaigns.endpoint.run import eos_of
+from harness.campaigns.sampler.settings import DrawRequest, Setting, draw_requests
 from harness.errors import HarnessError
+from harness.judge.jobs.model import planned_model
+from harness.oracle.model import HFModel
+from harness.plan import Plan
 
 Answers = dict[int, Completion | HarnessError]
 """By the number of the request."""
@@ -24,40 +31,61 @@ Answers = dict[int, Completion | HarnessError]
 class AskedSampler:
     """The requests to a sampler, and its answers."""
 
+    hf: HFModel
     probed: Probed
     names: TokenNames
+    eos: tuple[int, ...]
+    """Tokens that end a text."""
     requests: tuple[DrawRequest, ...]
     answers: Answers
     alone: Answers
     """Some of them again, one after the other; none if the server takes no seeds."""
     again: Answers
     """The same ones at once, in the opposite order."""
+    seconds: float
+    """Of the server."""
 
 
-async def ask_sampler(
+def ask_draws(
+    plan: Plan,
+    address: Address,
+    settings: Sequence[Setting],
+    num_draws: int,
+    *,
+    seed: int,
+    num_again: int = 16,
+    progress: Progress,
+) -> AskedSampler:
+    """Load a plan's model, and ask a server for draws of some settings, at least `num_draws` of each.
+
+    Where the server takes seeds, `num_again` requests are sent again.
+
+    Raises:
+        HarnessError: as `planned_model`, `probe` and `draw_requests`.
+    """
+    progress("model", 0, 1)
+    hf, begin = planned_model(plan), time.perf_counter()
+    names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
+    eos = sorted(filter(names.has, eos_of(hf)))
+    ids = plain_ids(hf, frozenset(eos))
+
+    def requests(probed: Probed) -> list[DrawRequest]:
+        return list(draw_requests(settings, num_draws, names, ids, probed, seed=seed))
+
+    answered = asyncio.run(_ask(address, names, ids[:8], requests, plan.case.model, num_again, progress))
+    return AskedSampler(hf=hf, names=names, eos=tuple(eos), seconds=time.perf_counter() - begin, **answered)
+
+
+async def _ask(
     address: Address,
     names: TokenNames,
     prompt: Sequence[int],
     make_requests: Callable[[Probed], Sequence[DrawRequest]],
-    *,
     fallback_model: str,
-    num_again: int = 16,
+    num_again: int,
     progress: Progress,
-) -> AskedSampler:
-    """Probe a server, and send it all requests.
-
-    Args:
-        address: of the server.
-        names: tokens of the model's checkpoint.
-        prompt: for the probe.
-        make_requests: returns the requests for what the probe found.
-        fallback_model: name to ask for, where the server lists none and none is given.
-        num_again: requests that are sent again, where the server takes seeds.
-        progress: told what is being done.
-
-    Raises:
-        HarnessError: as `probe`.
-    """
+) -> dict[str, Any]:
+    """Probe a server, and send it all requests; return the fields of `AskedSampler` that follow from its answers."""
     progress("probe", 0, 1)
     async with Client(address) as client:
         spelled = names.spelled(prompt) if names.is_there else None
@@ -85,4 +113,4 @@ async def ask_sampler(
         chosen = chosen[:num_again] if probed.has("seed") else []
         alone = {request.number: await answer(request) for request in chosen}
         again = await all_at_once(chosen[::-1])
-    return AskedSampler(probed=probed, names=names, requests=requests, answers=answers, alone=alone, again=again)
+    return {"probed": probed, "requests": requests, "answers": answers, "alone": alone, "again": again}

@@ -1,12 +1,13 @@
 """The draws of a sampler's answers, and the logits of the rows that they are drawn from."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 
 from harness.base.progress import Progress
 from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.truth import WalkRows, walk_logits
+from harness.campaigns.sampler.ask import AskedSampler
 from harness.campaigns.sampler.evidence import Draw
 from harness.campaigns.sampler.settings import TOKENS, DrawRequest
 from harness.oracle.model import HFModel
@@ -18,13 +19,23 @@ ReadDraw = Callable[[DrawRequest, Draw, torch.Tensor, torch.Tensor], None]
 """Is given a draw with the logits of its row, [V] float64: the truth's, and those of HF in the server's dtype."""
 
 
-def draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> Iterator[tuple[tuple[int, int], Draw]]:
+def drawn(asked: AskedSampler, left_out: Container[str] = ()) -> Draws:
+    """Return the draws of all answers, but for settings that are left out."""
+    return {
+        place: (request, draw)
+        for request in asked.requests
+        if request.setting.name not in left_out and isinstance(answer := asked.answers[request.number], Completion)
+        for place, draw in _draws_of(request, answer, asked.eos)
+    }
+
+
+def _draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> Iterator[tuple[tuple[int, int], Draw]]:
     """Yield the draws of an answer by their place, an end of text that the server does not name among them."""
-    drawn: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
+    tokens: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
     is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(each,) for each in eos]
-    if is_hidden and eos and len(drawn) < TOKENS:
-        drawn.append(tuple(eos))
-    for step, token_ids in enumerate(drawn):
+    if is_hidden and eos and len(tokens) < TOKENS:
+        tokens.append(tuple(eos))
+    for step, token_ids in enumerate(tokens):
         past = Past(prompt=request.prompt, answer=answer.token_ids[:step])
         draw = Draw(request=request.number, step=step, settings=request.settings, past=past, token_ids=token_ids)
         yield (request.number, len(request.prompt) + step - 1), draw
@@ -33,13 +44,7 @@ def draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> It
 def read_draws(hf: HFModel, draws: Draws, read: ReadDraw, *, truth: str, progress: Progress, label: str) -> None:
     """Run a model along all answers, and show the logits of each draw's row.
 
-    Args:
-        hf: the model in the server's dtype.
-        draws: the draws.
-        read: is given each of them once.
-        truth: `float64`, `float32` or `auto`.
-        progress: told how many are read.
-        label: what is being done.
+    `read` is given each draw once, and `progress` the `label` of what is being done.
     """
     walks: dict[int, tuple[list[int], list[int]]] = {}
     for (number, position), (request, draw) in draws.items():

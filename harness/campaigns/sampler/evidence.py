@@ -116,10 +116,7 @@ class Evidence:
     def add(self, draw: Draw, logits: torch.Tensor, control: torch.Tensor) -> None:
         """Add one draw.
 
-        Args:
-            draw: what was drawn.
-            logits: [V] float64, the truth's.
-            control: [V] float64, by HF in the server's dtype.
+        `logits` are the truth's and `control` those of HF in the server's dtype, both [V] float64.
         """
         slack = max(NOISE_MARGIN * float((logits - control).abs().max()), RESOLUTION)
         p = self.chain.probabilities(logits, draw.settings, draw.past)

@@ -51,9 +51,8 @@ class Levels:
     def shift(self, num: int, noise: float) -> float:
         """Return the distance of distribution functions that a sound sampler does not reach (Massart 1990).
 
-        Args:
-            num: numbers, independent and uniform for a sound sampler.
-            noise: the mean total variation that rounding makes.
+        The `num` numbers are independent and uniform for a sound sampler; `noise` is the mean total variation that
+        rounding makes.
         """
         return math.sqrt(math.log(2 * self.num_tests / self.false_alarm) / (2 * max(1, num))) + _NOISE * noise
 
@@ -74,11 +73,11 @@ def shift(numbers: Sequence[float]) -> float:
 class SettingJudgement:
     """The verdict on the draws of one setting."""
 
-    num_outside: int
-    shift: float
-    shift_bound: float
-    follows: str | None
-    findings: tuple[Finding, ...]
+    num_outside: int = 0
+    shift: float = 0.0
+    shift_bound: float = 0.0
+    follows: str | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 def all_totals(evidence: Mapping[str, Evidence]) -> dict[str, float]:
@@ -93,11 +92,7 @@ def all_totals(evidence: Mapping[str, Evidence]) -> dict[str, float]:
 def judge_setting(name: str, evidence: Evidence, levels: Levels, over_all: Mapping[str, float]) -> SettingJudgement:
     """Judge the draws of one setting, of which there is one at least.
 
-    Args:
-        name: of the setting.
-        evidence: its draws.
-        levels: of this run.
-        over_all: ratios over all settings, which choose between alternatives that fit this one.
+    The ratios `over_all` settings choose between alternatives that fit this one.
     """
     draws = evidence.draws
     noise = sum(draw.noise for draw in draws) / len(draws)
@@ -175,10 +170,7 @@ class Pooled:
 def judge_pooled(evidence: Mapping[str, Evidence], levels: Levels, *, is_named: bool) -> Pooled:
     """Judge each alternative over all settings that it changes, and say what so many draws find.
 
-    Args:
-        evidence: by setting.
-        levels: of this run.
-        is_named: whether a setting is wrong: what is wrong is then said there.
+    `is_named` says whether a setting is wrong: what is wrong is then said there.
     """
     powers, totals = dict[str, Power](), all_totals(evidence)
     for own in evidence.values():
@@ -204,12 +196,8 @@ def judge_independence(
     """Judge the random numbers of all draws together, and whether neighbouring draws share one.
 
     Two draws of one random number come from numbers that lie in both spans. Independent ones come from them with the
-    product of the probabilities: the ratio of both has the mean 1 for a sound sampler, whatever came before.
-
-    Args:
-        evidence: by setting.
-        levels: of this run.
-        follows: the chain that each setting follows; draws of those that are as asked are judged.
+    product of the probabilities: the ratio of both has the mean 1 for a sound sampler, whatever came before. `follows`
+    names the chain of each setting; draws of those that are as asked are judged.
     """
     draws = [draw for name, own in evidence.items() if follows[name] == _AS_ASKED for draw in own.draws]
     noise = sum(draw.noise for draw in draws) / max(1, len(draws))
@@ -248,10 +236,8 @@ def _log_shared(own: JudgedDraw, after: JudgedDraw, order: int) -> float:
 def judge_seeds(counts: Mapping[str, int], noise: Sequence[float], levels: Levels) -> tuple[int, list[Finding]]:
     """Judge how many requests drew other tokens with the same seed.
 
-    Args:
-        counts: of such requests, by the way they were sent.
-        noise: for each of these requests, the sum of the probabilities that rounding changes a draw.
-        levels: of this run.
+    The counts are by the way the requests were sent. `noise` is for each of them the sum of the probabilities that
+    rounding changes a draw.
 
     Returns:
         How many may differ, and findings.

@@ -1,6 +1,5 @@
 """The job: ask a server for draws, run the truth along them, judge."""
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,16 +10,15 @@ from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.client import refused_with
 from harness.campaigns.endpoint.judge import wrong_length
-from harness.campaigns.endpoint.names import TokenNames
-from harness.campaigns.endpoint.plain_ids import plain_ids
-from harness.campaigns.endpoint.run import eos_of
-from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_sampler
-from harness.campaigns.sampler.draws import draws_of, read_draws
+from harness.campaigns.endpoint.probed import failure, words
+from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_draws
+from harness.campaigns.sampler.draws import drawn, read_draws
 from harness.campaigns.sampler.evidence import Draw, Evidence
-from harness.campaigns.sampler.grammar import bound_draws
+from harness.campaigns.sampler.grammar import within_schemas
 from harness.campaigns.sampler.judge import (
     FALSE_ALARM,
     Levels,
+    SettingJudgement,
     all_totals,
     judge_independence,
     judge_pooled,
@@ -28,11 +26,9 @@ from harness.campaigns.sampler.judge import (
     judge_setting,
 )
 from harness.campaigns.sampler.logprobs import LogprobEvidence
-from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, chosen_settings, draw_requests
+from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, chosen_settings
 from harness.campaigns.structured.automaton import Automaton
 from harness.errors import Code, HarnessError
-from harness.judge.jobs.model import planned_model
-from harness.oracle.model import HFModel
 from harness.oracle.sampling import Chain
 from harness.plan import Plan
 from harness.results.check import Finding
@@ -54,14 +50,8 @@ def check_sampler(
 ) -> SamplerResult:
     """Check a server's sampler against the exact distributions of HF's logits.
 
-    Args:
-        plan: model, dtype of the server, and precision of the truth; its prompts are not used.
-        address: of the server.
-        num_draws: of each setting, at least.
-        seed: of prompts and requests.
-        order: the steps that the server claims.
-        only: names of settings; empty: all.
-        progress: told what is being done.
+    The plan says model, dtype of the server, and precision of the truth; its prompts are not used. Of each setting, or
+    `only` of those named, at least `num_draws` are asked for; `order` has the steps that the server claims.
 
     Raises:
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
@@ -71,70 +61,34 @@ def check_sampler(
     asked_for = [each for each in settings if not each.lacking(order)]
     is_bound = any(each.schema is not None for each in asked_for)
     automaton = Automaton(plan.checkpoint.tokenizer.hf) if is_bound else None
-    report("model", 0, 1)
-    hf = planned_model(plan)
-    names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    eos = frozenset(filter(names.has, eos_of(hf)))
-    ids = plain_ids(hf, eos)
+    asked = ask_draws(plan, address, asked_for, num_draws, seed=seed, progress=report)
     begin = time.perf_counter()
-    asked = asyncio.run(
-        ask_sampler(
-            address,
-            names,
-            ids[:8],
-            lambda probed: list(draw_requests(asked_for, num_draws, names, ids, probed, seed=seed)),
-            fallback_model=plan.case.model,
-            progress=report,
-        )
-    )
-    answered = time.perf_counter()
-    judged = _Judged(
-        hf, asked, Chain(steps=order), eos=tuple(sorted(eos)), seed=seed, truth=plan.case.truth, automaton=automaton
-    )
+    judged = _Judged(asked, Chain(steps=order), seed=seed, truth=plan.case.truth, automaton=automaton)
     judged.run(report)
-    return judged.result(plan, address, settings, server_s=answered - begin, truth_s=time.perf_counter() - answered)
+    return judged.result(plan, address, settings, truth_s=time.perf_counter() - begin)
 
 
 class _Judged:
     """All answers, held against the truth."""
 
     def __init__(
-        self,
-        hf: HFModel,
-        asked: AskedSampler,
-        chain: Chain,
-        *,
-        eos: tuple[int, ...],
-        seed: int,
-        truth: str,
-        automaton: Automaton | None,
+        self, asked: AskedSampler, chain: Chain, *, seed: int, truth: str, automaton: Automaton | None
     ) -> None:
-        self._hf, self._asked, self._eos, self._truth, self._chain = hf, asked, eos, truth, chain
-        self._evidence = {request.setting.name: Evidence(chain=chain, eos=eos, seed=seed) for request in asked.requests}
+        self._asked, self._truth, self._chain = asked, truth, chain
+        names = dict.fromkeys(request.setting.name for request in asked.requests)
+        self._evidence = {name: Evidence(chain=chain, eos=asked.eos, seed=seed) for name in names}
         self._logprobs = LogprobEvidence(chain=chain)
         self._repeated = LogprobEvidence(chain=chain)
         """Log probabilities of requests that were sent again, and drew the same tokens."""
         self._num_without = 0
         """Draws without a log probability."""
         self._refused = dict(self._refusals())
-        self._draws = dict(self._drawn(automaton))
+        self._draws = drawn(asked, left_out=self._refused)
+        if automaton is not None:
+            self._draws = within_schemas(self._draws, automaton)
 
     def _answer(self, request: DrawRequest) -> Completion | HarnessError:
         return self._asked.answers[request.number]
-
-    def _drawn(self, automaton: Automaton | None) -> Iterator[tuple[tuple[int, int], tuple[DrawRequest, Draw]]]:
-        """Yield the draws of all answers that can be judged, by their place."""
-        answered = [
-            (request, list(draws_of(request, answer, self._eos)))
-            for request in self._asked.requests
-            if request.setting.name not in self._refused and isinstance(answer := self._answer(request), Completion)
-        ]
-        for setting in {request.setting.name: request.setting for request, _ in answered}.values():
-            requests, answers = zip(*(own for own in answered if own[0].setting is setting), strict=True)
-            if setting.schema is not None and automaton is not None:
-                answers = tuple(bound_draws(answers, setting.schema, automaton))
-            for request, places in zip(requests, answers, strict=True):
-                yield from ((place, (request, draw)) for place, draw in places)
 
     def _refusals(self) -> Iterator[tuple[str, str]]:
         """Yield settings that cannot be judged, with the reason."""
@@ -144,12 +98,11 @@ class _Judged:
             untold = [each for each in errors if each.code is Code.ENDPOINT_CANNOT]
             refused = [each for each in errors if refused_with(each, _REFUSALS)]
             if untold or len(refused) == len(answers):  # a draw that cannot be told is no draw at random
-                error = (untold or refused)[0]
-                yield name, error.what if error.actual is None else f"{error.what}: {error.actual}"
+                yield name, words((untold or refused)[0])
 
     def run(self, report: Progress) -> None:
         """Run the truth along all answers."""
-        read_draws(self._hf, self._draws, self._read, truth=self._truth, progress=report, label="truth")
+        read_draws(self._asked.hf, self._draws, self._read, truth=self._truth, progress=report, label="truth")
 
     def _read(self, request: DrawRequest, draw: Draw, logits: torch.Tensor, control: torch.Tensor) -> None:
         self._evidence[request.setting.name].add(draw, logits, control)
@@ -157,20 +110,20 @@ class _Judged:
         assert isinstance(answer, Completion)
         if request.setting.schema is not None:  # servers differ in whether they show what a mask has left
             return
-        given = (answer.logprobs or ())[draw.step : draw.step + 1]
-        for own in given:
-            self._logprobs.add(draw, own, logits, control, len(request.prompt) + draw.step)
-        if draw.step < len(answer.token_ids) and not any(draw.token_ids[0] in own for own in given):
+        given, position = answer.logprobs_at(draw.step), len(request.prompt) + draw.step
+        if draw.step < len(answer.token_ids) and draw.token_ids[0] not in (given or {}):
             self._num_without += 1
-        for others in (self._asked.alone, self._asked.again) if given else ():
+        if given is None:
+            return
+        self._logprobs.add(draw, given, logits, control, position)
+        for others in (self._asked.alone, self._asked.again):
             other = others.get(request.number)
             if isinstance(other, Completion) and other.token_ids == answer.token_ids:
-                own = next(iter((other.logprobs or ())[draw.step : draw.step + 1]), {answer.token_ids[draw.step]: None})
-                self._repeated.add(draw, own, logits, control, len(request.prompt) + draw.step)
+                own = other.logprobs_at(draw.step)
+                own = {answer.token_ids[draw.step]: None} if own is None else own
+                self._repeated.add(draw, own, logits, control, position)
 
-    def result(
-        self, plan: Plan, address: Address, settings: Sequence[Setting], *, server_s: float, truth_s: float
-    ) -> SamplerResult:
+    def result(self, plan: Plan, address: Address, settings: Sequence[Setting], *, truth_s: float) -> SamplerResult:
         """Judge everything."""
         evidence = {name: own for name, own in self._evidence.items() if own.draws}
         bare = {setting.name for setting in settings if setting.is_bare}
@@ -209,7 +162,7 @@ class _Judged:
             no_change=pooled.no_change,
             findings=tuple(findings),
             notes=tuple(_notes(results)),
-            server_s=server_s,
+            server_s=self._asked.seconds,
             truth_s=truth_s,
         )
 
@@ -222,17 +175,17 @@ class _Judged:
         requests = [request for request in self._asked.requests if request.setting.name == setting.name]
         evidence = self._evidence[setting.name]
         failures = () if setting.name in self._refused else tuple(self._failures(requests))
-        judged = judge_setting(setting.name, evidence, levels, over_all) if evidence.draws else None
-        wrong = judged.findings if judged is not None and not setting.is_bare else ()
+        judged = judge_setting(setting.name, evidence, levels, over_all) if evidence.draws else SettingJudgement()
+        wrong = () if setting.is_bare else judged.findings
         return SettingResult(
             name=setting.name,
             settings=requests[0].settings.changed,
             num_requests=len(requests),
             num_draws=len(evidence.draws),
-            num_outside=judged.num_outside if judged else 0,
-            shift=judged.shift if judged else 0.0,
-            shift_bound=judged.shift_bound if judged else 0.0,
-            follows=judged.follows if judged else None,
+            num_outside=judged.num_outside,
+            shift=judged.shift,
+            shift_bound=judged.shift_bound,
+            follows=judged.follows,
             not_judged=self._refused.get(setting.name),
             is_claimed=not setting.is_bare,
             body=requests[0].body(self._asked.probed, self._asked.names),
@@ -243,12 +196,11 @@ class _Judged:
         for request in requests:
             answer = self._answer(request)
             if isinstance(answer, HarnessError):
-                words = "" if answer.actual is None else f": {answer.actual}"
-                yield Finding(code=answer.code, message=f"{answer.what}{words}", request=request.number)
+                yield failure(request.number, answer)
                 continue
             num = len(answer.token_ids)
             what = wrong_length(num, TOKENS, answer.finish_reason)
-            if what is None and num < TOKENS and not self._eos:
+            if what is None and num < TOKENS and not self._asked.eos:
                 what = f"the answer stops after {num} tokens, and the model has no end tokens"
             if what is not None:
                 yield Finding(code=Code.ENDPOINT_TOKENS, message=what, request=request.number)

@@ -127,13 +127,7 @@ def draw_requests(
 ) -> Iterator[DrawRequest]:
     """Yield the requests of all settings by turns, so that each batch is a mixture.
 
-    Args:
-        settings: to ask for.
-        num_draws: of each, at least.
-        names: of tokens, for a server of text alone.
-        ids: tokens that prompts are made of.
-        probed: what the server can do.
-        seed: of prompts and requests.
+    Of each setting there are at least `num_draws`; prompts are made of `ids`.
     """
     number = 0
     for turn in range(-(-num_draws // TOKENS)):

@@ -27,12 +27,8 @@ def is_open(before: str, token: str, *, is_allowed: bool) -> bool:
 def name_token(before: str, token: str, *, is_end: bool, is_special: bool, is_allowed: bool) -> str:
     """Return what is wrong about one token.
 
-    Args:
-        before: the text so far.
-        token: its text, with U+FFFD for a part of a character.
-        is_end: whether it ends the answer.
-        is_special: whether it is another special token.
-        is_allowed: whether the mask allows it, and the reference does not; else the other way around.
+    `token` is the text of the token, with U+FFFD for a part of a character. `is_allowed` says that the mask allows it,
+    and the reference does not; else it is the other way around.
     """
     if is_end:
         return "the answer may end before it is whole" if is_allowed else "a whole answer may not end"

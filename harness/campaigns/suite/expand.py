@@ -17,10 +17,7 @@ _AXES = ("model", "engine", "dtype", "schedule", "prompts")
 def expand(files: Sequence[Path], matrix: Matrix | None = None, *, where: object = None) -> list[SuiteCase]:
     """Return the cases of a suite.
 
-    Args:
-        files: case files, and folders of them; without any, the matrix has models and prompts.
-        matrix: what each of them is multiplied by.
-        where: the matrix's file, for errors.
+    Without any case files, the matrix has models and prompts; `where` is its file, for errors.
 
     Raises:
         HarnessError: BAD_SUITE: there is no case, two have one name, or the matrix names what no case has; BAD_CASE.

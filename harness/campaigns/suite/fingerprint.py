@@ -1,7 +1,5 @@
 """Versions and engines of an interpreter: a check's numbers depend on them, so they must be equal on all machines."""
 
-import hashlib
-import json
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -10,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from harness.base.json_text import json_digest
 from harness.engines.adapter import engine_module, engine_names
 from harness.errors import HarnessError
 from harness.formats.checkpoint.digest import folder_digest
@@ -51,7 +50,7 @@ def installed_digest() -> str:
     packages = sorted({(each.metadata["Name"] or "", each.version or "") for each in distributions()})
     engines = {name: _code_digest(name) for name in engine_names()}
     told = [sys.executable, sys.version, packages, engines]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    return json_digest(told)
 
 
 def _code_digest(engine: str) -> str:

@@ -11,9 +11,8 @@ from harness.results.suite import CaseTrend, SuiteHistory, SuiteResult
 def read_history(paths: Sequence[Path]) -> SuiteHistory:
     """Read the runs of a suite.
 
-    Args:
-        paths: of each a `suite.json`, the folder of one, or a folder of such folders. They are taken in the order in
-            which they began, if all say when; else as they are given, folders in a folder by name.
+    Each path is a `suite.json`, the folder of one, or a folder of such folders. Runs are taken in the order in which
+    they began, if all say when; else as they are given, folders in a folder by name.
 
     Raises:
         HarnessError: BAD_SUITE_RESULT.
@@ -34,9 +33,8 @@ def history_of(runs: Sequence[SuiteResult]) -> SuiteHistory:
 def revisions_around(history: SuiteHistory, case: str) -> tuple[str, str]:
     """Return the labels of the last run in which a case passed and the first since which it fails.
 
-    Args:
-        history: runs whose labels are revisions of the engine.
-        case: stem of the case's file; of several cases that were made of it, the one that fails since the latest run.
+    Labels of the runs are revisions of the engine. `case` is the stem of the case's file; of several cases that were
+    made of it, the one counts that fails since the latest run.
 
     Raises:
         HarnessError: BAD_BISECTION: no such case fails, none passed before, or a run has no label.

@@ -1,12 +1,11 @@
 """The content that a case is checked with: `--resume` keeps a result only while all of it is the same."""
 
-import hashlib
-import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from harness.base.json_text import json_digest
 from harness.campaigns.suite.fingerprint import Installation, installed_digest
 from harness.campaigns.suite.preflight import installed_in
 from harness.campaigns.suite.task import Environment, SuiteCase
@@ -25,13 +24,7 @@ def with_inputs(
     """Return the cases with digests of what they name: the model, the files of their options, the interpreter.
 
     What this machine does not have (another machine's model or environment) has a digest that no other run gives: its
-    cases are run again.
-
-    Args:
-        cases: of the suite.
-        environments: by their names in the cases.
-        installed: what some of the environments have, as far as it was looked for.
-        local_files_only: never ask the hub.
+    cases are run again. `installed` is what some of the environments have, as far as it was looked for.
     """
     models = {(case.case.model, case.case.hf) for case in cases}
     contents = {named: _model_digest(*named, local_files_only) for named in models}
@@ -42,7 +35,7 @@ def with_inputs(
     def changed(case: SuiteCase) -> SuiteCase:
         model, files = contents[case.case.model, case.case.hf], _files_of_options(case)
         told = [model, files, places.get(case.environment) or _unknown()]
-        return case.model_copy(update={"model_digest": model, "inputs": _digest(told)})
+        return case.model_copy(update={"model_digest": model, "inputs": json_digest(told)})
 
     return [changed(case) for case in cases]
 
@@ -52,7 +45,7 @@ def _model_digest(model: str, hf: str | None, local_files_only: bool) -> str:
     try:
         folder = resolve(model, local_files_only=local_files_only, hf=hf)
         origin = resolve(hf, local_files_only=local_files_only) if hf else None
-        return _digest([folder_digest(folder), origin and folder_digest(origin)])
+        return json_digest([folder_digest(folder), origin and folder_digest(origin)])
     except (HarnessError, OSError):
         return _unknown()
 
@@ -68,10 +61,6 @@ def _files_of_options(case: SuiteCase) -> list[tuple[str, str]]:
             except (OSError, ValueError):
                 found.append((text, _unknown()))
     return found
-
-
-def _digest(document: object) -> str:
-    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def _unknown() -> str:

@@ -16,9 +16,7 @@ from harness.results.suite import CaseResult, CaseVerdict
 class Ledger:
     """The results so far, by name of the case: those of the journal, and those of this run.
 
-    Args:
-        journal: of the suite.
-        folder: that keeps the cases' own reports.
+    The folder keeps the cases' own reports.
     """
 
     def __init__(self, journal: Journal, folder: Path) -> None:

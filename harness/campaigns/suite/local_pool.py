@@ -9,7 +9,7 @@ from harness.base.scratch import sweep
 from harness.campaigns.suite.fingerprint import node_name
 from harness.campaigns.suite.pool import Ended
 from harness.campaigns.suite.process import ProcessShelf
-from harness.campaigns.suite.task import GIB, Loss, Resources, SuiteCase, Task, TaskResult
+from harness.campaigns.suite.task import GIB, Found, Resources, SuiteCase, Task
 from harness.errors import Code, HarnessError
 
 
@@ -19,17 +19,14 @@ class LocalPool:
     def __init__(self, num_workers: int, *, num_gpus: int = 0) -> None:
         """Use at most so many processes.
 
-        Args:
-            num_workers: processes that run tasks at once; tasks together have as many CPUs, and never fewer than the
-                machine has.
-            num_gpus: GPUs of this machine.
+        Tasks together have as many CPUs, and never fewer than the machine has.
         """
         if num_workers < 1:
             raise HarnessError(Code.BAD_OPTION, "there must be a process", where="--jobs", actual=num_workers)
         self._num_workers = num_workers
         cpus, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._all = Resources(cpus=float(max(num_workers, cpus)), memory_gib=memory / GIB, gpus=float(num_gpus))
-        self._running: dict[Future[TaskResult | Loss], tuple[Task, list[int]]] = {}
+        self._running: dict[Future[Found], tuple[Task, list[int]]] = {}
         self._gpus = list(range(num_gpus))
         self._shelf = ProcessShelf(num_workers)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="suite")

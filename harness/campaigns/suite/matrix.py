@@ -1,15 +1,13 @@
 """A matrix: one TOML file with the models, engines, dtypes, schedules and prompts that cases are multiplied by."""
 
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from harness.base.files import read_text
 from harness.campaigns.suite.task import Environment
 from harness.errors import Code, HarnessError
-from harness.formats.case import RequestSpec
+from harness.formats.case import RequestSpec, read_case_file
 from harness.formats.schedule import parse_schedules
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -87,6 +85,12 @@ class Matrix(BaseModel):
     rules: list[CaseRule] = []
     environments: dict[str, Environment] = {}
 
+    @model_validator(mode="after")
+    def _has_known_schedules(self) -> "Matrix":
+        for schedule in self.schedule:
+            parse_schedules([schedule])
+        return self
+
 
 def load_matrix(path: Path) -> Matrix:
     """Read a matrix file; folders of models become absolute.
@@ -94,28 +98,9 @@ def load_matrix(path: Path) -> Matrix:
     Raises:
         HarnessError: BAD_SUITE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
-    try:
-        matrix = Matrix.model_validate(tomllib.loads(read_text(path)))
-        for schedule in matrix.schedule:
-            parse_schedules([schedule])
-    except FileNotFoundError:
-        raise HarnessError(Code.BAD_SUITE, "there is no such matrix file", where=path) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the matrix"
-        raise HarnessError(Code.BAD_SUITE, f"{field}: {first['msg']}", where=path, actual=_shown(first)) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise HarnessError(Code.BAD_SUITE, f"the matrix cannot be read: {error}", where=path) from error
-    except HarnessError as error:
-        what = f"{error.where}: {error.what}"
-        raise HarnessError(Code.BAD_SUITE, what, where=path, expected=error.expected, actual=error.actual) from error
+    matrix = read_case_file(Matrix, path, "matrix", code=Code.BAD_SUITE)
     _refuse_unknown_environments(matrix, path)
     return matrix.model_copy(update={"model": [_absolute(model, path.parent) for model in matrix.model]})
-
-
-def _shown(error: Any) -> str:
-    text = repr(error["input"])
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _absolute(model: ModelValue, base: Path) -> ModelValue:

@@ -4,7 +4,6 @@ A process of the cluster's lends its place to a process of ours, which has the i
 with it. So time limits and crashes are told apart in one way here and on a cluster.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from harness.campaigns.suite.fingerprint import Installation, installation, node
 from harness.campaigns.suite.preflight import installed_in, missing_models
 from harness.campaigns.suite.process import ProcessShelf
 from harness.campaigns.suite.store import DamagedBlobError, Store
-from harness.campaigns.suite.task import Environment, Loss, Task, TaskResult
+from harness.campaigns.suite.task import FOUND, Environment, Task
 from harness.errors import HarnessError
 
 _shelf = ProcessShelf(1)
@@ -45,11 +44,7 @@ class Look(BaseModel):
 def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], store: str, probe: str) -> str:
     """Return a `Look` as JSON.
 
-    Args:
-        models: those of the suite.
-        environments: by name, each as the fields of an `Environment`.
-        store: URL.
-        probe: digest of a file that the driver has put into the store.
+    Each environment is given as its fields; `probe` is the digest of a file that the driver has put into the store.
     """
     found = Look(
         name=node_name(),
@@ -67,16 +62,10 @@ def _installed_in(environment: Environment) -> Installation | None:
 
 
 def run_on_node(task: str) -> str:
-    """Do a task, as JSON; return its answer or loss, as JSON."""
+    """Do a task, as JSON; return what came of it, as JSON of `FOUND`."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = _shelf.run(Task.model_validate_json(task), {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
-    return json.dumps({"loss" if isinstance(found, Loss) else "answer": found.model_dump(mode="json")})
-
-
-def ended(text: str) -> TaskResult | Loss:
-    """Return what `run_on_node` has written."""
-    said = json.loads(text)
-    return Loss.model_validate(said["loss"]) if "loss" in said else TaskResult.model_validate(said["answer"])
+    return FOUND.dump_json(found).decode()
 
 
 def _store_error(url: str, probe: str) -> str | None:

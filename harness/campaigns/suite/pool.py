@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.campaigns.suite.task import Loss, SuiteCase, Task, TaskResult
+from harness.campaigns.suite.task import Found, SuiteCase, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,7 +11,7 @@ class Ended:
     """A task that is no longer running."""
 
     task: Task
-    found: TaskResult | Loss
+    found: Found
     node: str | None
     """Name of the machine that it ran on, as far as it is known."""
 

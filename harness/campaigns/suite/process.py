@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 
-from harness.campaigns.suite.task import Loss, Task, TaskResult
+from harness.campaigns.suite.task import FOUND, Found, Loss, Task, TaskResult
 from harness.engines.process import EngineProcess
 from harness.errors import Code, HarnessError
 
@@ -85,7 +85,7 @@ class ProcessShelf:
         self._lock = Lock()
         self._is_closed = False
 
-    def run(self, task: Task, more: Mapping[str, str]) -> TaskResult | Loss:
+    def run(self, task: Task, more: Mapping[str, str]) -> Found:
         """Do a task in a process of its setting: one that waits, or a new one."""
         setting = WorkerConfig.of(task, more)
         try:
@@ -104,7 +104,7 @@ class ProcessShelf:
             seconds = time.perf_counter() - begin
             return TaskResult(verdict="error", code=error.code.value, reason=error.what, seconds=seconds)
         self._give_back(process, setting)
-        return Loss.model_validate(said["loss"]) if "loss" in said else TaskResult.model_validate(said["answer"])
+        return FOUND.validate_python(said["found"])
 
     def close(self) -> None:
         """End all processes; tasks that run are lost."""

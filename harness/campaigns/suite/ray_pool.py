@@ -10,11 +10,11 @@ from typing import Any
 from harness.base.scratch import scratch_folder
 from harness.campaigns.suite.fingerprint import fingerprint
 from harness.campaigns.suite.node_checks import connected, refuse_differences, refuse_missing, refuse_store
-from harness.campaigns.suite.node_task import Look, ended, look, run_on_node
+from harness.campaigns.suite.node_task import Look, look, run_on_node
 from harness.campaigns.suite.pool import Ended
 from harness.campaigns.suite.process import START_LIMIT_S
 from harness.campaigns.suite.store import Store
-from harness.campaigns.suite.task import GIB, Environment, Loss, Resources, SuiteCase, Task
+from harness.campaigns.suite.task import FOUND, GIB, Environment, Loss, Resources, SuiteCase, Task
 from harness.errors import Code, HarnessError
 
 _REFRESH_S = 2.0
@@ -68,11 +68,7 @@ class RayPool:
     ) -> None:
         """Connect to a cluster and look at its nodes.
 
-        Args:
-            address: HOST:PORT of the head, or `auto` for the cluster of this machine.
-            cases: those of the suite.
-            environments: by name, those of the matrix.
-            store: URL that all nodes reach.
+        The address is HOST:PORT of the head, or `auto` for the cluster of this machine; all nodes reach the store.
 
         Raises:
             HarnessError: NO_CLUSTER; STORE_FAILED; NODES_DIFFER; NOT_A_CHECKPOINT: no node has a model of the suite;
@@ -156,7 +152,7 @@ class RayPool:
         running.node.running.remove(running.task.case.resources)
         name = running.node.look.name
         try:
-            found = ended(self._ray.get(reference))
+            found = FOUND.validate_json(self._ray.get(reference))
         except self._ray.exceptions.RayError as error:
             found = Loss(reason=_reason(error, name))
         if isinstance(found, Loss) and not found.needs_golden:

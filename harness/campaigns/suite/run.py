@@ -35,12 +35,8 @@ class Progress:
 class Driver:
     """Runs the cases of a suite on a pool.
 
-    Args:
-        cases: a task for each case of the suite.
-        pool: that runs them.
-        ledger: that takes their results, and has those of before.
-        report: is called with the progress whenever something has ended.
-        no_node_patience_s: how long to wait for a machine when none is left that can run the rest.
+    `report` is called with the progress whenever something has ended. `no_node_patience_s` is how long to wait for a
+    machine when none is left that can run the rest.
     """
 
     def __init__(

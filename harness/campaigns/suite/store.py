@@ -29,9 +29,7 @@ class Store:
     def __init__(self, url: str, *, patience_s: float = 60.0) -> None:
         """Use the store at a folder or URL.
 
-        Args:
-            url: a folder, or `s3://bucket/path` and the like.
-            patience_s: how long one file may fail until it is given up.
+        One file may fail for `patience_s` until it is given up.
 
         Raises:
             HarnessError: STORE_FAILED: no protocol of that name is installed.

@@ -1,12 +1,11 @@
 """A task of a suite: a case or a golden, and its needs. All of it travels to other machines."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from harness.base.json_text import json_digest
 from harness.formats.case import Case
 
 GIB = 1 << 30
@@ -66,13 +65,13 @@ class SuiteCase(BaseModel):
     def digest(self) -> str:
         """Return what tells this case from one of the same name that checks something else."""
         told = {"case": self.case.model_dump(mode="json"), "environment": self.environment, "inputs": self.inputs}
-        return _digest(told)
+        return json_digest(told)
 
     def golden_digest(self) -> str:
         """Return what tells its golden from others: engine, schedules and resources do not matter."""
         fields = {"model", "dtype", "device", "truth", "requests", "max_new_tokens"}
         of = {"environment": self.environment, "model_digest": self.model_digest}
-        return _digest({**self.case.model_dump(mode="json", include=fields), **of})
+        return json_digest({**self.case.model_dump(mode="json", include=fields), **of})
 
 
 class StoredGolden(BaseModel):
@@ -156,5 +155,6 @@ class Loss(BaseModel):
     """Whether its golden is gone from the store, and is to be made again first."""
 
 
-def _digest(document: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+Found = TaskResult | Loss
+FOUND: TypeAdapter[Found] = TypeAdapter(Found)
+"""Reads and writes what came of a task, on its way from a process."""

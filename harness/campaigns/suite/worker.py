@@ -13,7 +13,7 @@ from typing import Any
 from harness.campaigns.suite.fingerprint import fingerprint
 from harness.campaigns.suite.shared_golden import fetch_goldens, share_golden
 from harness.campaigns.suite.store import DamagedBlobError, Store
-from harness.campaigns.suite.task import Loss, Task, TaskResult
+from harness.campaigns.suite.task import FOUND, Found, Loss, Task, TaskResult
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
 from harness.report.check.json import check_json_text
@@ -38,11 +38,10 @@ def answer(message: Mapping[str, Any]) -> dict[str, Any]:
         from harness.judge.jobs import check, golden  # noqa: F401  seconds to import, once a process
 
         return {"versions": fingerprint()}
-    found = run_task(Task.model_validate(message["task"]))
-    return {"loss" if isinstance(found, Loss) else "answer": found.model_dump(mode="json")}
+    return {"found": FOUND.dump_python(run_task(Task.model_validate(message["task"])), mode="json")}
 
 
-def run_task(task: Task) -> TaskResult | Loss:
+def run_task(task: Task) -> Found:
     """Do a task; an exception is its outcome."""
     begin = time.perf_counter()
     try:

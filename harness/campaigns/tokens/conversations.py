@@ -9,8 +9,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["WORST", "Conversation", "Feature", "conversations", "hard_conversations", "samples", "with_arguments"]
-
 _MOST_TURNS = 3
 
 
@@ -113,9 +111,7 @@ def hard_conversations(features: Set[Feature], special: Sequence[str]) -> Iterat
 def conversations(features: Set[Feature], special: Sequence[str]) -> SearchStrategy[Conversation]:
     """Return a strategy for conversations.
 
-    Args:
-        features: that they may have.
-        special: texts of special tokens, which users may write.
+    `special` are texts of special tokens, which users may write.
     """
     return _conversations(frozenset(features), tuple(special))
 

@@ -59,9 +59,7 @@ class Renderer:
     def render(self, conversation: Conversation, *, has_prompt: bool = True) -> Rendered | None:
         """Return text and tokens of a conversation; None if the template refuses it.
 
-        Args:
-            conversation: to render.
-            has_prompt: whether the beginning of the assistant's answer ends it.
+        `has_prompt`: whether the beginning of the assistant's answer ends it.
 
         Raises:
             HarnessError: BAD_TEMPLATE: the template does not end, or makes too much.

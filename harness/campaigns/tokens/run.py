@@ -41,12 +41,7 @@ def compare_renderings(
 ) -> TokensResult:
     """Compare a function with HF's tokenizer and chat template.
 
-    Args:
-        render: under test; whatever it raises is a refusal.
-        model: a checkpoint, or its folder.
-        num_conversations: to generate.
-        seed: of the conversations.
-        progress: told what is being done.
+    Whatever `render` raises is a refusal; `model` is a checkpoint, or its folder.
 
     Raises:
         HarnessError: NO_TOKENIZER, NO_CHAT_TEMPLATE, BAD_TEMPLATE.
@@ -91,13 +86,7 @@ def check_tokens(
 ) -> TokensResult:
     """Compare what a server makes of conversations with HF's tokenizer and chat template.
 
-    Args:
-        checkpoint: that is served.
-        address: of the server.
-        model: what the checkpoint is called.
-        num_conversations: to generate.
-        seed: of the conversations.
-        progress: told what is being done.
+    `model` is what the checkpoint is called.
 
     Raises:
         HarnessError: NO_TOKENIZER, NO_CHAT_TEMPLATE, BAD_TEMPLATE; as `Client.post`; ENDPOINT_CANNOT: the server shows

@@ -122,9 +122,7 @@ _CONTENTS = tuple(own for own in WORST if "think" not in own)
 def answers(parts: Sequence[str], marks: Sequence[str]) -> SearchStrategy[Answer]:
     """Return a strategy for answers.
 
-    Args:
-        parts: that they may have, of `samples`.
-        marks: of the format, which arguments may hold.
+    The `parts` are those of `samples`; arguments may hold the format's `marks`.
     """
     return _answers(frozenset(parts), (*_HARD, *marks, *(f"x{own}y" for own in marks)))
 

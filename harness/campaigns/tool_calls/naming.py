@@ -47,10 +47,7 @@ _CHANGES: dict[str, Callable[[str], str]] = {
 def name_difference(expected: Answer, actual: Reading, marks: Sequence[str] | None) -> Named | None:
     """Return name, expected and actual of what differs first; None: it was read as it was written.
 
-    Args:
-        expected: what was written.
-        actual: what was read.
-        marks: of the format; None: of a string it is only said whether characters are lost, as pieces lose any.
+    Without `marks` of the format it is only said of a string whether characters are lost, as pieces lose any.
     """
     if actual.wrong:
         return actual.wrong, _shown(expected.calls), actual.shown

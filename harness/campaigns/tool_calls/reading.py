@@ -101,11 +101,7 @@ def _decoded(text: str) -> Any:
 def pieces_of(text: str, size: int, at: int, whole: Sequence[str]) -> tuple[str, ...]:
     """Cut a text into pieces.
 
-    Args:
-        text: to cut.
-        size: characters of a piece; 0 for two pieces.
-        at: where the first piece ends.
-        whole: parts that stay whole: tokens of their own.
+    Pieces have `size` characters; 0: there are two, and the first ends `at` a place. Tokens in `whole` stay whole.
     """
     ends = {at % (len(text) + 1)} if not size else set(range(at % size, len(text), size))
     for own in whole:

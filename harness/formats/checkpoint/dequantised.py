@@ -19,10 +19,7 @@ _SHARD_BYTES = 1 << 30
 def made_once(folder: Path, marker: str, write: Callable[[Path], None]) -> Path:
     """Return a folder, made first if it is not there.
 
-    Args:
-        folder: its place in the cache.
-        marker: name of a file that a complete one has.
-        write: fills an empty folder.
+    `marker` is the name of a file that a complete one has; `write` fills an empty folder.
 
     Raises:
         HarnessError: CANNOT_WRITE; whatever `write` raises.

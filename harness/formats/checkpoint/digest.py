@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.base.files import write_text
+from harness.base.json_text import json_digest
 from harness.errors import HarnessError
 from harness.formats.checkpoint.locations import cache_dir
 from harness.formats.checkpoint.stamp import FileStamp
@@ -20,7 +21,7 @@ _SETTLED_NS = 2_000_000_000
 
 def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
     """Return the sha256 over the bytes of files in order, in hexadecimal; remembered while the stamps are the same."""
-    memo = cache_dir() / "weights" / hashlib.sha256(json.dumps(list(stamps.values())).encode()).hexdigest()
+    memo = cache_dir() / "weights" / json_digest(list(stamps.values()))
     with suppress(OSError, UnicodeDecodeError):
         known = memo.read_text().strip()
         if _SHA256.fullmatch(known):
@@ -39,9 +40,7 @@ def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
 def folder_digest(place: Path, suffixes: tuple[str, ...] = ("",)) -> str:
     """Return a digest of a file, or of all files in a folder with their names; hidden ones are left out.
 
-    Args:
-        place: the file or folder; where it is missing, that is what the digest says.
-        suffixes: ends of the names that count.
+    Where the place is missing, that is what the digest says. Names with one of the `suffixes` count.
 
     Raises:
         OSError: a file cannot be read.

@@ -53,9 +53,8 @@ class HFTokenizer:
     ) -> list[int]:
         """Return the token ids of a conversation in the chat template, up to where the assistant's answer begins.
 
-        Args:
-            messages: as transformers takes them: `role`, `content` and what the template knows besides.
-            tools: JSON schemas of functions that the assistant may call.
+        Messages are as transformers takes them: `role`, `content` and what the template knows besides. `tools` are JSON
+        schemas of functions that the assistant may call.
 
         Raises:
             HarnessError: NO_CHAT_TEMPLATE: there is none, or it does not take these messages.

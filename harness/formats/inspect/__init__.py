@@ -31,9 +31,8 @@ _SUMMARY = (
 def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Describe what holds tensors, as JSON-able tables.
 
-    Args:
-        path: a safetensors file, a GGUF file with its shards, a checkpoint's folder or embedded name, a recording, a
-            golden, or a folder of dumped tensors.
+    The path is a safetensors file, a GGUF file with its shards, a checkpoint's folder or embedded name, a recording, a
+    golden, or a folder of dumped tensors.
 
     Returns:
         `kind` (`file`, `gguf`, `checkpoint`, `recording`, `golden` or `tensors`) and `path`. Of files and checkpoints

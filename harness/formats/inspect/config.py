@@ -22,11 +22,6 @@ MAX_LAYERS = 4096
 def against_config(folder: Path, config: Mapping[str, Any], actual: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Compare the tensors of a checkpoint with those that its config asks for.
 
-    Args:
-        folder: that holds config.json.
-        config: what is in it.
-        actual: the tensors that are there.
-
     Raises:
         HarnessError: UNSUPPORTED_ARCHITECTURE, BAD_CONFIG.
     """

@@ -70,8 +70,7 @@ def at_hand(path: Path) -> Path:
 def open_source(path: Path) -> Source:
     """Return the tensors of a checkpoint, a GGUF or safetensors file, a recording or golden, or a folder of tensors.
 
-    Args:
-        path: a file, a folder, or an embedded checkpoint's name.
+    The path is a file, a folder, or an embedded checkpoint's name.
 
     Raises:
         HarnessError: as the reader of what lies there.

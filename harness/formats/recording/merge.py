@@ -14,12 +14,8 @@ from harness.formats.taps import Graph
 def merge_ranks(ranks: Sequence[Recording], graph: Graph, writer: RecordingWriter) -> None:
     """Write the steps of all ranks as one: slices are put after one another, what every rank has is written once.
 
-    Which it is, a tap's size says: that of the graph's, or a rank's share of it.
-
-    Args:
-        ranks: recordings of the same steps, in the order of the ranks.
-        graph: of the model.
-        writer: of the merged recording.
+    Which it is, a tap's size says: that of the graph's, or a rank's share of it. The ranks' recordings have the same
+    steps, and come in the order of the ranks.
 
     Raises:
         HarnessError: RANKS_DIFFER: in their steps, or in a tap that every rank has as a whole; ENGINE_FAILED: a tap has

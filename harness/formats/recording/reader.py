@@ -68,8 +68,7 @@ class Recording:
     def with_names(self, aliases: Mapping[str, str]) -> Self:
         """Show taps under other names, from now on; of two taps that get one name the first is shown.
 
-        Args:
-            aliases: the new name of every tap that gets one.
+        `aliases` has the new name of every tap that gets one.
         """
         names: dict[str, str] = {}
         for entry in self.manifest.taps:
@@ -89,9 +88,7 @@ class Recording:
     def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> Self:
         """Open the recording in the folder `path` and check all of it, the digests in the background.
 
-        Args:
-            path: the folder.
-            verify: whether to compute the digests of the step files.
+        `verify` says whether to compute the digests of the step files.
 
         Raises:
             HarnessError: NOT_A_RECORDING, BAD_MANIFEST, UNKNOWN_SCHEMA, STEP_MISSING, STEP_TRUNCATED, STEP_MALFORMED.
@@ -343,11 +340,7 @@ def _read_file(path: Path, entry: StepEntry) -> bytearray:
 def _read_tensor(path: Path, layout: _Layout, name: str, content: bytearray | None = None) -> torch.Tensor:
     """Return one tensor of a step file: read if it is small, else a private mapping that goes when the tensor does.
 
-    Args:
-        path: the file.
-        layout: where its tensors lie.
-        name: of the tensor.
-        content: of the whole file, where it is kept.
+    `content` is that of the whole file, where it is kept.
     """
     entry = layout.tensors[name]
     dtype = TORCH_DTYPES[entry.dtype]

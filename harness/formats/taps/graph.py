@@ -139,12 +139,7 @@ class Graph:
         return frozenset(op.tap for op in self.operations if op.is_head)
 
     def not_shown(self, shown: Collection[str], *, caches: bool = False) -> tuple[str, ...]:
-        """Return what an engine that shows some taps does not: sites, or single taps where another layer has the site.
-
-        Args:
-            shown: full names of taps.
-            caches: whether to name the caches, which are no values of a forward, or all else.
-        """
+        """Return what an engine that shows some taps does not: sites; or taps where another layer has the site."""
         sites = {op.site for op in self.operations if op.tap in shown}
         lost = (op for op in self.operations if op.is_kept is caches and op.tap not in shown)
         return tuple(dict.fromkeys(op.tap if op.site in sites else op.site for op in lost))

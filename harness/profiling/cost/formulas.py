@@ -4,8 +4,6 @@ docs/profiling.md derives them. Bytes are those of operations that are computed 
 its weights once and writes its output once. What an engine fuses moves less.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +27,7 @@ class Cost:
     elementwise_flops: int = 0
     bytes_moved: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: "Cost") -> "Cost":
         """Sum up; the name stays."""
         return Cost(
             site=self.site,

@@ -3,8 +3,6 @@
 Of attention through block tables the lengths say which keys are read; they are on the device, which is waited for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

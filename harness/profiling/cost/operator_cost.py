@@ -4,8 +4,6 @@ FLOPs are those of matrix products and of attention, a multiply-add counting as 
 al. 2022, appendix B). Everything pointwise is counted by itself, one for each element.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A phase and its operations under the machine's two roofs (Williams et al. 2009)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -21,11 +19,9 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure copy bandwidth and the rate of a square matrix product: the best of a few runs of each.
 
-    Args:
-        dtype: of the product's matrices.
-        device: where to measure, with as many threads as torch uses there now.
-        num_bytes: size of the copied tensor; None: larger than the caches of a CPU (128 MiB) or a GPU (1 GiB).
-        matrix_size: rows and columns; None: 1024 on a CPU, 8192 on a GPU.
+    `num_bytes` is the size of the copied tensor; None: larger than the caches of a CPU (128 MiB) or a GPU (1 GiB). The
+    matrices of the product have `matrix_size` rows and columns; None: 1024 on a CPU, 8192 on a GPU. There are as many
+    threads as torch uses now.
     """
     is_cuda = torch.device(device).type == "cuda"
     num_bytes = num_bytes or (1 << 30 if is_cuda else 1 << 27)

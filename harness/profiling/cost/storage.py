@@ -1,7 +1,5 @@
 """Addresses and sizes of tensors, also of those in oneDNN's own layout, which hide their storage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

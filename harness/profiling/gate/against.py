@@ -6,11 +6,9 @@ round has a new pair of processes. Both are forked from one that has imported to
 processes, and start quickly.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +53,9 @@ def time_against(
 ) -> dict[str, PhaseTime]:
     """Time the engine and the work of a profile against another version of the engine.
 
-    Args:
-        against: a revision of git, a wheel, or a folder that holds the packages.
-        profile: a `profile.json`.
-        length: when to stop.
-        tolerance: slowdown that is worth an alarm.
-        repository: whose revision it is; None: the checkout that the engine is imported from.
-        packages: top-level packages that the two versions differ in; empty: those of the engine's adapter.
-        progress: is told how far the timing is.
+    `against` is a revision of git, a wheel, or a folder that holds the packages; of a revision the repository is None
+    for the checkout that the engine is imported from. The two versions differ in the top-level `packages`; empty: those
+    of the engine's adapter. A slowdown of `tolerance` is worth an alarm.
 
     Returns:
         The ratio of each phase.
@@ -74,44 +67,26 @@ def time_against(
     names = packages or engine_packages(profile["engine"])
     now = installed_version(names)
     with stored_version(against, names, now=now, repository=repository) as stored:
-        return time_versions(stored, now, profile, names, length=length, tolerance=tolerance, progress=progress)
+        timing = _Timing(stored, now, _spec(profile, names), length, tolerance, progress)
+        timing.run()
+        return timing.times()
 
 
-def time_versions(
-    before: Version,
-    after: Version,
-    profile: Mapping[str, Any],
-    packages: tuple[str, ...],
-    *,
-    length: TimingLength,
-    tolerance: float,
-    may_be_same: bool = False,
-    progress: Progress = no_progress,
-) -> dict[str, PhaseTime]:
-    """Time two versions; `may_be_same` lets one be timed against itself, to see what noise alone does."""
-    timing = _Timing(before, after, _spec(profile, packages), length, tolerance, may_be_same, progress)
-    timing.run()
-    return timing.times()
-
-
+@dataclass
 class _Timing:
     """Rounds of blocks, each in a pair of processes, until enough is known or the time is up."""
 
-    def __init__(
-        self,
-        before: Version,
-        after: Version,
-        spec: Mapping[str, Any],
-        length: TimingLength,
-        tolerance: float,
-        may_be_same: bool,
-        progress: Progress,
-    ) -> None:
-        self._before, self._after, self._spec = before, after, spec
-        self._length, self._tolerance, self._may_be_same, self._progress = length, tolerance, may_be_same, progress
-        self._rounds: list[list[_Block]] = []
-        self._clock = Clock.CPU
-        self._begin = time.perf_counter()
+    _before: Version
+    _after: Version
+    _spec: Mapping[str, Any]
+    _length: TimingLength
+    _tolerance: float
+    _progress: Progress
+    may_be_same: bool = False
+    """Whether a version may be timed against itself, to see what noise alone does."""
+    _rounds: list[list[_Block]] = field(default_factory=list)
+    _clock: Clock = Clock.CPU
+    _begin: float = field(default_factory=time.perf_counter)
 
     def run(self) -> None:
         while not self._is_done():
@@ -129,7 +104,7 @@ class _Timing:
         with Worker(server, self._before, spec) as old, Worker(server, self._after, spec) as new:
             for worker in (old, new):
                 worker.wait_until_loaded()
-            if not self._may_be_same:
+            if not self.may_be_same:
                 _refuse_same(old, new)
             is_cuda = torch.device(self._spec["device"]).type == "cuda"
             self._clock = Clock.WALL if is_cuda or new.num_threads > 1 else Clock.CPU

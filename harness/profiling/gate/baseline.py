@@ -3,8 +3,6 @@
 A baseline file is read in review, so it is sorted, one count a line, and holds no time: times do not travel.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -59,7 +57,7 @@ class BaselineEntry(BaseModel):
         return tuple(name for name in (*_COUNTS, *_AMOUNTS) if name not in found)
 
     @model_validator(mode="after")
-    def _has_the_phases_of_its_key(self) -> BaselineEntry:
+    def _has_the_phases_of_its_key(self) -> "BaselineEntry":
         expected = [steps.partition("=")[0] for steps in self.key.get("steps", "").split()]
         if sorted(expected) != sorted(self.phases):
             raise ValueError(f"phases {sorted(self.phases)} where the key has {sorted(expected)}")
@@ -78,7 +76,7 @@ class Baseline(BaseModel):
         """Return the entry of this very key."""
         return next((entry for entry in self.entries if entry.key == key), None)
 
-    def with_entry(self, entry: BaselineEntry) -> Baseline:
+    def with_entry(self, entry: BaselineEntry) -> "Baseline":
         """Return the baseline with the entry in the place of that of the same key, or added."""
         others = [other for other in self.entries if other.key != entry.key]
         return Baseline(entries=sorted([*others, entry], key=lambda entry: sorted(entry.key.items())))

@@ -1,7 +1,5 @@
 """Does a profile need more than its baseline? Counts are exact, amounts may move a little, times are no part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +23,8 @@ AMOUNT_TOLERANCE = 0.005
 def run_gate(profile: Path, baseline: Path, *, accept: bool = False, command: str = "--accept") -> GateResult:
     """Hold a profile against a baseline file.
 
-    Args:
-        profile: folder of a profile, or its `profile.json`.
-        baseline: the file; another machine's or other work's entries in it are left alone.
-        accept: make the profile the baseline; the changes are what was accepted.
-        command: what to type to accept.
+    Another machine's or other work's entries in the baseline are left alone. `accept` makes the profile the baseline,
+    and the changes are what was accepted; `command` is what to type to accept.
 
     Raises:
         HarnessError: BAD_PROFILE, BAD_BASELINE, CANNOT_WRITE; unless `accept`, BASELINE_MISSING and OTHER_BASELINE.

@@ -6,8 +6,6 @@ noise is left. Not one A of a block over its other: the first follows an A and t
 caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,11 +26,7 @@ Time = Callable[[], float]
 def time_pairs(before: Time, after: Time, *, num_blocks: int = 30, tolerance: float = 0.03) -> PairedRatio:
     """Time two steps in turn, each warmed up once, and return their ratio.
 
-    Args:
-        before: the reference step.
-        after: the step that is judged.
-        num_blocks: blocks A B B A, at least 5.
-        tolerance: slowdown that is worth an alarm.
+    There are at least 5 blocks A B B A; a slowdown of `tolerance` is worth an alarm.
     """
     before(), after()
     blocks = [(before(), after(), after(), before()) for _ in range(num_blocks)]
@@ -44,11 +38,8 @@ def paired_ratio(
 ) -> PairedRatio:
     """Return the ratio that blocks of seconds, each A B B A, amount to.
 
-    Args:
-        blocks: in order of time.
-        tolerance: slowdown that is worth an alarm.
-        groups: of each block the pair of processes it was timed in; None: one for all. What differs between pairs of
-            processes widens the interval.
+    Blocks are in order of time; a slowdown of `tolerance` is worth an alarm. `groups` says of each block the pair of
+    processes it was timed in; None: one for all. What differs between pairs of processes widens the interval.
 
     Raises:
         ValueError: fewer than 5 blocks.

@@ -4,8 +4,6 @@ A version is a folder that is put ahead on a worker's path. It is made of a revi
 that is there already.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import subprocess
@@ -69,11 +67,8 @@ def stored_version(
 ) -> Iterator[Version]:
     """Lay out the version that is named; what is made for it is gone afterwards.
 
-    Args:
-        against: a revision of git, a wheel, or a folder that holds the packages.
-        packages: top-level packages of the engine.
-        now: the version that is judged.
-        repository: whose revision it is; None: the checkout that `now` lies in.
+    `against` is a revision of git, a wheel, or a folder that holds the packages; of a revision the repository is None
+    for the checkout that `now` lies in.
 
     Raises:
         HarnessError: BAD_OPTION: no such revision, no repository, or the packages are not in it.

@@ -1,7 +1,5 @@
 """One version of an engine in a process of its own, as the process that times it sees it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -40,7 +38,7 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> ForkServer:
+    def __enter__(self) -> "ForkServer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,7 +76,7 @@ class Worker:
         task = {"root": str(version.root), "program": str(_PROGRAM), "arguments": [json.dumps(spec)]}
         self._send(json.dumps(task))
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

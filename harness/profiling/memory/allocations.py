@@ -1,7 +1,5 @@
 """Allocations paired with their frees, and what each was for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -39,10 +37,8 @@ def match(
 ) -> list[Allocation]:
     """Pair each allocation with the free of its address that follows.
 
-    Args:
-        events: in order of time.
-        names: of the operations, whose spans tell what is temporary.
-        frames: returns the stack that an event has happened in.
+    Events are in order of time. The spans of the operations `names` tell what is temporary; `frames` returns the stack
+    that an event has happened in.
     """
     found: list[Allocation] = []
     alive: dict[int, Allocation] = {}
@@ -66,9 +62,7 @@ def match(
 def categorize(allocations: Iterable[Allocation], kv_storages: Mapping[float, Collection[int]]) -> None:
     """Say of each block what it was for.
 
-    Args:
-        allocations: to be marked.
-        kv_storages: for the end of each step, its time and the addresses that K and V are kept at then.
+    `kv_storages` has for the end of each step its time and the addresses that K and V are kept at then.
     """
     for allocation in allocations:
         if any(

@@ -4,8 +4,6 @@ On the CPU they are the profiler's allocation events; on CUDA the allocator's ow
 a GPU yet).
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack

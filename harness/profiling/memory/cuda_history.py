@@ -3,8 +3,6 @@
 Written after torch's schema, and not measured on a GPU yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A snapshot holds what is alive at the end of the captured steps (`segments`) and
 (`device_traces`). The file is a pickle of protocol 4 with plain types only: the viewer reads no later one.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

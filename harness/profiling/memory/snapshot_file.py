@@ -3,8 +3,6 @@
 Source: the schema of `torch.cuda.memory._snapshot` (torch 2.13), as far as it is read here.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence

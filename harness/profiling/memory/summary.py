@@ -1,11 +1,9 @@
 """Sums up a memory snapshot: what is in use, what was at the peak, what came and stayed, what did not fit."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
@@ -20,13 +18,8 @@ _OF_TORCH = re.compile(r"(^|/)torch/")
 _UNKNOWN = "no stack was recorded"
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A block in use."""
-
-    num_bytes: int
-    frames: tuple[Frame, ...]
-    category: str | None
+_Piece = Block | Event
+"""What is in use: as it is now, or by the event that allocated it."""
 
 
 def summarize_memory(path: Path) -> MemorySummary:
@@ -53,7 +46,7 @@ def diff_memory(before: Path, after: Path) -> MemoryDiff:
 
 
 def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
-    used = {block.address: _piece(block) for block in snapshot.blocks if block.state == IN_USE}
+    used: dict[int, _Piece] = {block.address: block for block in snapshot.blocks if block.state == IN_USE}
     history = _History(snapshot.events, used)
     return DeviceMemory(
         device=snapshot.device,
@@ -79,9 +72,8 @@ class _History:
     def __init__(self, events: Sequence[Event], used: Mapping[int, _Piece]) -> None:
         """Walk through the events.
 
-        Args:
-            events: the allocator's, in order. A ring of them may have lost its beginning, never its end.
-            used: what is in use after them, by address.
+        Events are in order; a ring of them may have lost its beginning, never its end. `used` is what is in use after
+        them, by address.
         """
         self._events = [event for event in events if event.action in _CHANGES]
         self._before = self._in_use_before(used)
@@ -102,7 +94,7 @@ class _History:
             first.setdefault(event.address, event)
         untouched = {address: piece for address, piece in used.items() if address not in first}
         freed = {at: event for at, event in first.items() if event.action == FREE}
-        return untouched | {at: _Piece(event.num_bytes, (), event.category) for at, event in freed.items()}
+        return untouched | {at: replace(event, frames=()) for at, event in freed.items()}
 
     def _in_use_after(self, count: int) -> dict[int, _Piece]:
         """Return what was in use after so many events."""
@@ -111,12 +103,8 @@ class _History:
             if event.action == FREE:
                 in_use.pop(event.address, None)
             else:
-                in_use[event.address] = _Piece(event.num_bytes, event.frames, event.category)
+                in_use[event.address] = event
         return in_use
-
-
-def _piece(block: Block) -> _Piece:
-    return _Piece(block.num_bytes, block.frames, block.category)
 
 
 def _places(pieces: Iterable[_Piece]) -> tuple[MemoryPlace, ...]:

@@ -1,7 +1,5 @@
 """Memory over the captured steps, and its peak."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from harness.profiling.memory.allocations import Allocation
@@ -22,12 +20,8 @@ def build_timeline(
 ) -> MemoryTimeline:
     """Add up allocations and frees from `begin` to `end` on top of what was there before.
 
-    Args:
-        allocations: of the whole capture, those before `begin` included.
-        held: what is there all the time.
-        begin: microseconds on the allocations' own clock.
-        end: likewise.
-        max_points: of longer timelines, each stretch keeps its highest and its last point.
+    Times are microseconds on the allocations' own clock, those before `begin` included; what is `held` is there all the
+    time. Of longer timelines than `max_points`, each stretch keeps its highest and its last point.
     """
     stacks: dict[tuple[Frame, ...], int] = {}
     points = list(_points(allocations, held, begin, end, stacks))

@@ -1,7 +1,5 @@
 """The memory of any program's trace: the `[memory]` events of torch's profiler (`profile_memory=True`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -70,7 +68,7 @@ def _growth(trace: Trace, events: Sequence[MemoryEvent]) -> Iterator[StepGrowth]
     in_use = np.cumsum([0, *(each.num_bytes for each in events)])
     ends: dict[str, list[float]] = {}
     for event, phase in phase_spans(trace):
-        ends.setdefault(phase, []).append(float(trace.start_ns[event] + trace.duration_ns[event]) / 1e3)
+        ends.setdefault(phase, []).append(float(trace.end_ns[event]) / 1e3)
     for phase, own in ends.items():
         after = in_use[np.searchsorted(times, own, side="right")]
         yield StepGrowth(phase=phase, num_steps=len(own), first_bytes=int(after[0]), last_bytes=int(after[-1]))

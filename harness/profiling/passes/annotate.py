@@ -5,8 +5,6 @@ and all within it twice. Here spans become user annotations. Tracks of counters 
 V that they hold, and arrows lead from each step to the next.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Sequence
@@ -23,10 +21,7 @@ _FLOW = "next step"
 def annotate(path: Path, steps: Sequence[StepShape], *, kv_bytes_per_token: int) -> None:
     """Rewrite a gzipped trace of these steps.
 
-    Args:
-        path: of the trace.
-        steps: that it shows, in order of time.
-        kv_bytes_per_token: K and V of one token in all layers.
+    Steps are in order of time; `kv_bytes_per_token` are those of one token in all layers.
     """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         document = json.load(file)

@@ -3,8 +3,6 @@
 Counts are the same from run to run and from machine to machine, so that a change of one by one is a finding.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,22 +32,18 @@ from harness.profiling.passes.timing import Stopwatch
 from harness.profiling.span_names import site_of
 from harness.results.profile import OperatorCount, StepShape
 
+_NUMBERS = ("count", "flops", "elementwise_flops", "bytes_moved", "bytes_allocated")
+
 
 @dataclass(slots=True)
 class _Count:
-    count: int = 0
-    flops: int = 0
-    elementwise_flops: int = 0
-    bytes_moved: int = 0
-    bytes_allocated: int = 0
+    """Of one operator: by field of `OperatorCount`, and by the function that has dispatched it."""
+
+    numbers: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: _Count) -> None:
-        self.count += other.count
-        self.flops += other.flops
-        self.elementwise_flops += other.elementwise_flops
-        self.bytes_moved += other.bytes_moved
-        self.bytes_allocated += other.bytes_allocated
+    def add(self, other: "_Count") -> None:
+        self.numbers.update(other.numbers)
         self.places.update(other.places)
 
 
@@ -109,26 +103,22 @@ class _Tally:
         made = storages(tensors(result))
         self.pending[name].add(
             _Count(
-                count=1,
-                flops=flops(name, arguments),
-                elementwise_flops=elementwise_flops(operator, name, arguments, result),
-                bytes_moved=bytes_moved(operator, name, arguments, result),
-                bytes_allocated=sum(size for at, size in made.items() if at and at not in held),
-                places=Counter((_place(),)),
+                Counter(
+                    count=1,
+                    flops=flops(name, arguments),
+                    elementwise_flops=elementwise_flops(operator, name, arguments, result),
+                    bytes_moved=bytes_moved(operator, name, arguments, result),
+                    bytes_allocated=sum(size for at, size in made.items() if at and at not in held),
+                ),
+                Counter((_place(),)),
             )
         )
 
     def computed(self, operator: OperatorCost) -> None:
         """See `OperatorWatcher`."""
         self.kv_bytes_written += operator.kv_bytes
-        self.pending[operator.name].add(
-            _Count(
-                count=1,
-                flops=operator.flops,
-                elementwise_flops=operator.elementwise_flops,
-                bytes_moved=operator.bytes_moved,
-            )
-        )
+        figures = {name: getattr(operator, name) for name in ("flops", "elementwise_flops", "bytes_moved")}
+        self.pending[operator.name].add(_Count(Counter(count=1, **figures)))
 
 
 _NOT_ASKED = ("torch", "harness")
@@ -221,16 +211,9 @@ def _bytes(held: Sequence[torch.Tensor]) -> int:
 def _rows(charged: Mapping[str, Mapping[str, _Count]]) -> Iterator[OperatorCount]:
     for operation, operators in charged.items():
         for operator, found in sorted(operators.items()):
-            yield OperatorCount(
-                operation=operation,
-                operator=operator,
-                count=found.count,
-                flops=found.flops,
-                elementwise_flops=found.elementwise_flops,
-                bytes_moved=found.bytes_moved,
-                bytes_allocated=found.bytes_allocated,
-                places=tuple(sorted(found.places.items())),
-            )
+            numbers = {name: found.numbers[name] for name in _NUMBERS}
+            places = tuple(sorted(found.places.items()))
+            yield OperatorCount(operation=operation, operator=operator, places=places, **numbers)
 
 
 def _count_python_calls(session: Session, window: Window) -> int:

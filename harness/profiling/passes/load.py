@@ -3,8 +3,6 @@
 Every pass runs the same requests again, so the steps that a first run found are those of every later one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

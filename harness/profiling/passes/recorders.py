@@ -1,7 +1,5 @@
 """The process's one profiler and one history of the CUDA allocator: a recorder that is in use already is left alone."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

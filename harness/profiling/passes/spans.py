@@ -4,8 +4,6 @@ An engine says where an operation *ends*, and a span must be named when it begin
 the same steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A trace's times by layer, by operation and by operator; what has no name is a row of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -33,10 +31,13 @@ class _Sum:
     device_us: float = 0.0
 
     def add(self, node: Node, self_us: float) -> None:
-        self.calls += 1
-        self.total_us += node.duration
-        self.self_us += self_us
-        self.device_us += sum(inner.device_us for inner in node.walk())
+        self.join(_Sum(1, node.duration, self_us, sum(inner.device_us for inner in node.walk())))
+
+    def join(self, other: "_Sum") -> None:
+        self.calls += other.calls
+        self.total_us += other.total_us
+        self.self_us += other.self_us
+        self.device_us += other.device_us
 
 
 @dataclass(slots=True)
@@ -50,12 +51,7 @@ class _Layer:
 
 
 def tables(events: TraceEvents, names: Collection[str]) -> PhaseTables:
-    """Build the tables of a trace.
-
-    Args:
-        events: of the trace.
-        names: of all operations that have a span.
-    """
+    """Build the tables of a trace."""
     layer_names = {layer for name in names if (layer := layer_of(name)) is not None}
     nodes = [node for step in events.steps for node in step.walk()]
     wall_us = sum(step.duration for step in events.steps)
@@ -145,10 +141,7 @@ def _layer_rows(
 def _collapsed(layers: list[_Layer], make: _RowMaker) -> TableRow:
     total = _Sum()
     for layer in layers:
-        total.calls += layer.sum.calls
-        total.total_us += layer.sum.total_us
-        total.self_us += layer.sum.self_us
-        total.device_us += layer.sum.device_us
+        total.join(layer.sum)
     times = [layer.sum.total_us for layer in layers]
     last = layers[-1].name.rpartition(".")[2]
     name = layers[0].name if len(layers) == 1 else f"{layers[0].name}-{last}"

@@ -1,7 +1,5 @@
 """Times without a profiler: latencies as users see them, and the wall time of each phase's steps."""
 
-from __future__ import annotations
-
 import resource
 import statistics
 import time
@@ -10,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from harness.engines.stepping import Session
@@ -104,40 +103,32 @@ def measure(
     return latencies
 
 
-@dataclass(frozen=True, slots=True)
-class _Used:
-    """Resources that the process has used so far."""
-
-    cpu_s: float
-    num_switches: int
-
-    @classmethod
-    def now(cls) -> _Used:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(time.process_time(), usage.ru_nivcsw)
+def _used() -> tuple[float, int]:
+    """Return the CPU seconds that the process has used so far, and how often the system took a core away."""
+    return time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _measure_once(session: Session, load: ProfileRequests, device: str, latencies: Latencies) -> None:
     ends: list[float] = []
-    used: list[_Used] = []
+    used: list[tuple[float, int]] = []
     arrivals: dict[int, list[float]] = {}
 
     def take(_index: int) -> Sequence[int]:
         requests = session.step()
         synchronize(device)
         ends.append(time.perf_counter())
-        used.append(_Used.now())
+        used.append(_used())
         for request in requests:
             arrivals.setdefault(request, []).append(ends[-1])
         return requests
 
     synchronize(device)
-    used.append(_Used.now())
+    used.append(_used())
     begin = time.perf_counter()
     run_steps(session, load, take)
     latencies.step_s.append([end - start for start, end in zip([begin, *ends], ends, strict=False)])
-    latencies.cpu_s.append([later.cpu_s - earlier.cpu_s for earlier, later in pairwise(used)])
-    latencies.switches.append([later.num_switches - earlier.num_switches for earlier, later in pairwise(used)])
+    latencies.cpu_s.append([later - earlier for (earlier, _), (later, _) in pairwise(used)])
+    latencies.switches.append([later - earlier for (_, earlier), (_, later) in pairwise(used)])
     latencies.run_s.append(ends[-1] - begin)
     for times in arrivals.values():
         latencies.num_tokens += len(times)
@@ -149,12 +140,5 @@ def _measure_once(session: Session, load: ProfileRequests, device: str, latencie
 
 def percentiles_ms(samples_s: Sequence[float]) -> Percentiles:
     """Return the percentiles of samples in seconds, in milliseconds, interpolated between neighbours."""
-    ordered = sorted(sample * 1e3 for sample in samples_s)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return Percentiles(median=at(0.5), p90=at(0.9), p99=at(0.99), num_samples=len(ordered))
+    median, p90, p99 = np.percentile([sample * 1e3 for sample in samples_s], (50, 90, 99)).tolist()
+    return Percentiles(median=median, p90=p90, p99=p99, num_samples=len(samples_s))

@@ -1,7 +1,5 @@
 """The trace pass: torch.profiler over the captured steps of one phase, with a span for each layer and operation."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +21,8 @@ def trace(
 ) -> tuple[Path, ...]:
     """Write one Chrome trace for each cycle of the window's schedule, and return their paths.
 
-    Args:
-        session: the engine.
-        window: the steps to capture.
-        folder: where the traces go, `<worker>.<ns>.pt.trace.json.gz`.
-        worker: the name under which viewers show them.
-        device: of the engine.
-        about: what is written into the trace's metadata.
+    Traces go to the folder as `<worker>.<ns>.pt.trace.json.gz`, and viewers show the `worker`; `about` is written into
+    their metadata.
 
     Raises:
         HarnessError: RECORDER_RUNNING, PROFILER_FAILED, STEPS_DIFFER. What was written before stays, and the engine

@@ -1,7 +1,5 @@
 """The requests that a profile runs: from three numbers, or prompts of the user's own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ class ProfileWorkload:
     """Empty: random ones, as many and as long as the numbers say."""
 
     @classmethod
-    def of_prompts(cls, prompts: Sequence[Prompt]) -> ProfileWorkload:
+    def of_prompts(cls, prompts: Sequence[Prompt]) -> "ProfileWorkload":
         """Return the workload of prompts that all arrive at once."""
         return cls(
             batch_size=len(prompts),

@@ -1,7 +1,5 @@
 """Estimates what a model needs, and how fast a GPU of some data sheet could run it at best."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """HF's model of a config without its weights: what it would keep and compute, measured on tensors that hold nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The activity of each CPU thread at every moment: its innermost operator, or call of the device's runtime."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,8 +43,8 @@ class ThreadTimeline:
 
 def cpu_timelines(trace: Trace) -> dict[int, ThreadTimeline]:
     """Return the threads that ran operators or calls, by number."""
-    is_operator = np.array([category in _OPERATORS for category, _ in trace.labels], bool)[trace.label]
-    is_call = np.array([bool(LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)[trace.label]
+    is_operator = trace.are(lambda category, _: category in _OPERATORS)
+    is_call = trace.are(lambda category, _: LAUNCH_CATEGORY.match(category))
     events = np.flatnonzero(is_operator | is_call)
     return {
         int(thread): ThreadTimeline(*_pieces(trace, events[trace.thread[events] == thread]), is_call)
@@ -56,7 +54,7 @@ def cpu_timelines(trace: Trace) -> dict[int, ThreadTimeline]:
 
 def _pieces(trace: Trace, events: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where each piece begins and which event is the innermost there: of two that begin together the shorter."""
-    start, end = trace.start_ns[events], trace.start_ns[events] + trace.duration_ns[events]
+    start, end = trace.start_ns[events], trace.end_ns[events]
     order = np.lexsort((-end, start))
     begins, owners = list[int](), list[int]()
     open_events, open_ends = list[int](), list[int]()

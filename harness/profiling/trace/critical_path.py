@@ -6,8 +6,6 @@ for; everything else on the CPU follows from what its thread did before. Each mo
 links add up to the duration.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 
 from harness.errors import Code, HarnessError
 from harness.profiling.trace.cpu_timeline import NO_EVENT, cpu_timelines
-from harness.profiling.trace.device import COMMUNICATION, COPIES, KERNEL_CATEGORIES, QUEUED_NS, launch_of
+from harness.profiling.trace.device import COMMUNICATION, COPIES, KERNEL_CATEGORIES, QUEUED_NS, is_of_device, launch_of
 from harness.profiling.trace.file import Trace
 from harness.results.trace import CriticalPath, LinkKind, PathLink
 
@@ -47,11 +45,8 @@ class _Place:
 def critical_path(trace: Trace, path: str, *, within: re.Pattern[str] | None = None, instance: int = 0) -> CriticalPath:
     """Return the chain of a trace, or of one of its steps with the kernels that the step launched.
 
-    Args:
-        trace: that was read.
-        path: of the trace.
-        within: what the name of the step matches; None: the whole trace.
-        instance: which of the events that match, in order of time.
+    The name of the step matches `within`; None: the whole trace. Of the events that match, in order of time, `instance`
+    says which.
 
     Raises:
         HarnessError: BAD_OPTION: no such step.
@@ -67,13 +62,15 @@ def critical_path(trace: Trace, path: str, *, within: re.Pattern[str] | None = N
 
 
 def _region(trace: Trace, within: re.Pattern[str] | None, instance: int) -> tuple[int, int]:
-    ends = trace.start_ns + trace.duration_ns
     if within is None:
-        is_timed = np.array([category != "Trace" for category, _ in trace.labels], bool)[trace.label]
-        return int(trace.start_ns[is_timed].min(initial=0)), int(ends[is_timed].max(initial=0))
-    matches = [category not in KERNEL_CATEGORIES and bool(within.search(name)) for category, name in trace.labels]
-    is_on_gpu = [category.startswith("gpu_") for category, _ in trace.labels]  # torch repeats annotations there
-    steps = np.flatnonzero((np.array(matches, bool) & ~np.array(is_on_gpu, bool))[trace.label])
+        is_timed = trace.are(lambda category, _: category != "Trace")
+        return int(trace.start_ns[is_timed].min(initial=0)), int(trace.end_ns[is_timed].max(initial=0))
+
+    def is_step(category: str, name: str) -> bool:
+        is_on_gpu = category in KERNEL_CATEGORIES or category.startswith("gpu_")  # torch repeats annotations there
+        return not is_on_gpu and bool(within.search(name))
+
+    steps = np.flatnonzero(trace.are(is_step))
     if not -len(steps) <= instance < len(steps):
         raise HarnessError(
             Code.BAD_OPTION,
@@ -83,11 +80,11 @@ def _region(trace: Trace, within: re.Pattern[str] | None, instance: int) -> tupl
             hint="`harness trace summary` names the phases",
         )
     step = steps[np.argsort(trace.start_ns[steps], kind="stable")][instance]
-    begin, end = int(trace.start_ns[step]), int(ends[step])
-    kernels = np.flatnonzero(np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels])[trace.label])
+    begin, end = int(trace.start_ns[step]), int(trace.end_ns[step])
+    kernels = np.flatnonzero(trace.are(is_of_device))
     launch = launch_of(trace, kernels)
     launched = np.where(launch >= 0, trace.start_ns[launch], -1)
-    return begin, max(end, int(ends[kernels[(launched >= begin) & (launched < end)]].max(initial=0)))
+    return begin, max(end, int(trace.end_ns[kernels[(launched >= begin) & (launched < end)]].max(initial=0)))
 
 
 class _Walk:
@@ -95,15 +92,14 @@ class _Walk:
 
     def __init__(self, trace: Trace, begin_ns: int, end_ns: int) -> None:
         self._trace, self._begin, self._end = trace, begin_ns, end_ns
-        self._ends = trace.start_ns + trace.duration_ns
-        is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
-        kernels = np.flatnonzero(is_kernel)
+        self._ends = trace.end_ns
+        kernels = np.flatnonzero(trace.are(is_of_device))
         self._kernels = kernels[np.argsort(self._ends[kernels], kind="stable")]
         self._kernel_ends = self._ends[self._kernels]
         self._launch = dict(zip(kernels.tolist(), launch_of(trace, kernels).tolist(), strict=True))
         self._before = _previous_of_stream(trace, kernels)
         self._timelines = cpu_timelines(trace)
-        self._is_waiting = np.array([bool(_WAITING.match(name)) for _, name in trace.labels], bool)
+        self._is_waiting = trace.are(lambda _, name: _WAITING.match(name))
 
     def links(self) -> Iterator[_Link]:
         """Yield the links, the last one first; each begins where the next one ends."""
@@ -156,7 +152,7 @@ class _Walk:
         if event == NO_EVENT:
             return _Link(begin, now, LinkKind.HOST, NO_EVENT), None
         kind = LinkKind.RUNTIME if self._timelines[thread].is_call[event] else LinkKind.OPERATOR
-        if self._is_waiting[self._trace.label[event]]:
+        if self._is_waiting[event]:
             waited = self._waited_for(event, now)
             if waited is not None:
                 return _Link(int(self._ends[waited]), now, kind, event), waited
@@ -165,7 +161,7 @@ class _Walk:
     def _waited_for(self, call: int, now: int) -> int | None:
         """Return the kernel that a waiting call ended with; of a copy it is the copy itself."""
         start = max(int(self._trace.start_ns[call]), self._begin)
-        if "Memcpy" not in self._trace.labels[self._trace.label[call]][1]:
+        if "Memcpy" not in self._trace.name_of(call):
             return self._last_kernel(start, now - 1)
         own = [kernel for kernel, launch in self._launch.items() if launch == call] if self._launch else []
         return next((kernel for kernel in own if start < self._ends[kernel] < now), None)
@@ -202,7 +198,7 @@ def _summed(trace: Trace, links: list[_Link]) -> list[PathLink]:
     """Return one sum for each kind and name, the longest first."""
     sums: dict[tuple[LinkKind, str], list[int]] = {}
     for link in links:
-        name = trace.labels[trace.label[link.event]][1] if link.event != NO_EVENT else ""
+        name = trace.name_of(link.event) if link.event != NO_EVENT else ""
         own = sums.setdefault((link.kind, name), [0, 0])
         own[0] += 1
         own[1] += link.end_ns - link.begin_ns

@@ -4,8 +4,6 @@ Definitions are those of HolisticTraceAnalysis where it has them, so that figure
 stream, between one kernel and the next, and launch delay is from the end of the launching call to the kernel.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
@@ -17,6 +15,13 @@ from harness.results.trace import Communication, DeviceActivity, IdleTime, Launc
 
 KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
 """Capitals are of older versions of torch."""
+
+
+def is_of_device(category: str, _name: str) -> bool:
+    """Whether events of this category are work of a device: kernels and copies."""
+    return category in KERNEL_CATEGORIES
+
+
 LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
 """Of any kind of device: `cuda_runtime`, `xpu_runtime`, ..."""
 COMMUNICATION = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
@@ -27,15 +32,14 @@ QUEUED_NS = 30
 
 def device_activity(trace: Trace) -> tuple[DeviceActivity, ...]:
     """Return what each device of a trace did; empty for a trace without kernels."""
-    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
-    kernels = np.flatnonzero(is_kernel)
+    kernels = np.flatnonzero(trace.are(is_of_device))
     process = trace.processes[trace.thread[kernels]] if len(kernels) else kernels
     return tuple(_activity(trace, int(number), kernels[process == number]) for number in np.unique(process))
 
 
 def launch_of(trace: Trace, kernels: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each kernel the call that launched it, -1 where the trace does not show it."""
-    is_launch = np.array([bool(LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)[trace.label]
+    is_launch = trace.are(lambda category, _: LAUNCH_CATEGORY.match(category))
     launches = np.flatnonzero(is_launch & (trace.correlation != NO_CORRELATION))
     found = np.full(len(kernels), -1)
     if len(launches):
@@ -49,7 +53,7 @@ def launch_of(trace: Trace, kernels: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _activity(trace: Trace, number: int, kernels: NDArray[np.int64]) -> DeviceActivity:
-    start, end = trace.start_ns[kernels], trace.start_ns[kernels] + trace.duration_ns[kernels]
+    start, end = trace.start_ns[kernels], trace.end_ns[kernels]
     launch = launch_of(trace, kernels)
     return DeviceActivity(
         device=number,
@@ -95,12 +99,11 @@ def _launches(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64
 
 def _communication(trace: Trace, kernels: NDArray[np.int64]) -> Communication | None:
     """Return how much of the collectives' time some other kernel computes in; None without collectives."""
-    label = trace.label[kernels]
-    is_collective = np.array([bool(COMMUNICATION.search(name)) for _, name in trace.labels], bool)[label]
-    is_copy = np.array([category in COPIES for category, _ in trace.labels], bool)[label]
+    is_collective = trace.are(lambda _, name: COMMUNICATION.search(name))[kernels]
+    is_copy = trace.are(lambda category, _: category in COPIES)[kernels]
     if not is_collective.any():
         return None
-    start, end = trace.start_ns[kernels], trace.start_ns[kernels] + trace.duration_ns[kernels]
+    start, end = trace.start_ns[kernels], trace.end_ns[kernels]
     computing = ~is_collective & ~is_copy
     total = _covered(start[is_collective], end[is_collective])
     compute = _covered(start[computing], end[computing])

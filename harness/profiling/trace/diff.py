@@ -1,7 +1,5 @@
 """Changes between two traces: how often each operator ran, then how long, by phase."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 

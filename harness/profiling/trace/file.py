@@ -4,12 +4,10 @@ A trace of 200 MB holds some 600,000 events. As dicts they take gigabytes; here 
 decoded a batch at a time into columns of a few bytes each.
 """
 
-from __future__ import annotations
-
 import gzip
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -72,6 +70,19 @@ class Trace:
     memory: MemoryColumns
     rank: int | None = None
     """Of the process in a distributed run, where the file says it."""
+
+    @property
+    def end_ns(self) -> NDArray[np.int64]:
+        """Since the first event."""
+        return self.start_ns + self.duration_ns
+
+    def are(self, holds: Callable[[str, str], object]) -> NDArray[np.bool_]:
+        """Return for each event whether this holds of its category and name."""
+        return np.array([bool(holds(*label)) for label in self.labels], bool)[self.label]
+
+    def name_of(self, event: int) -> str:
+        """Return the name of one event."""
+        return str(self.labels[self.label[event]][1])
 
 
 _LONGEST_US = 3e15

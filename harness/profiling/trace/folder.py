@@ -1,7 +1,5 @@
 """Traces that a user names: files, and folders with the files of several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

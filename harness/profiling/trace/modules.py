@@ -4,14 +4,12 @@ Modules are named by their classes and a number (`nn.Module: Linear_7`). Rolled 
 are one row.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.profiling.trace.device import KERNEL_CATEGORIES, launch_of
+from harness.profiling.trace.device import is_of_device, launch_of
 from harness.profiling.trace.file import Trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
 from harness.results.trace import ModuleKernel, TraceModule
@@ -29,7 +27,7 @@ def module_times(trace: Trace) -> tuple[tuple[TraceModule, ...], tuple[ModuleKer
     is_module = np.array([match is not None for match in names], bool)[trace.label]
     if not is_module.any():
         return (), ()
-    is_operator = np.array([category in _OPERATORS for category, _ in trace.labels], bool)[trace.label]
+    is_operator = trace.are(lambda category, _: category in _OPERATORS)
     around = _enclosing(trace, is_module)
     paths: dict[int, str] = {}
     modules = np.flatnonzero(is_module)
@@ -43,12 +41,8 @@ def module_times(trace: Trace) -> tuple[tuple[TraceModule, ...], tuple[ModuleKer
 
 def _enclosing(trace: Trace, is_module: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return for each event of a CPU thread the innermost module that it is in."""
-    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
-    on_cpu = np.flatnonzero(~is_kernel)
-    parent = nest(trace.start_ns[on_cpu], trace.duration_ns[on_cpu], trace.thread[on_cpu])
-    whole = np.full(len(trace.label), NOT_NESTED)
-    whole[on_cpu] = np.where(parent == NOT_NESTED, NOT_NESTED, on_cpu[parent])
-    found = innermost(whole, is_module)
+    is_kernel = trace.are(is_of_device)
+    found = innermost(nest(trace, np.flatnonzero(~is_kernel)), is_module)
     kernels = np.flatnonzero(is_kernel)
     launch = launch_of(trace, kernels)
     found[kernels] = np.where(launch >= 0, found[launch], NOT_NESTED)
@@ -65,7 +59,7 @@ def _summed(
     row_of[events] = own
     inner = events[around[events] != NOT_NESTED]
     inside = np.bincount(row_of[around[inner]], weights=trace.duration_ns[inner], minlength=len(number))
-    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    is_kernel = trace.are(is_of_device)
     charged = np.where(around != NOT_NESTED, row_of[around], -1)
     calls, total = np.bincount(own), np.bincount(own, weights=trace.duration_ns[events])
     operators = np.bincount(charged[is_operator & (charged >= 0)], minlength=len(number))
@@ -86,10 +80,10 @@ def _summed(
 
 def _kernels(trace: Trace, paths: dict[int, str], around: NDArray[np.int64]) -> tuple[ModuleKernel, ...]:
     """Return the kernels by the innermost module that launched them, those that take longest first."""
-    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    is_kernel = trace.are(is_of_device)
     sums: dict[tuple[str, str], list[int]] = {}
     for event in np.flatnonzero(is_kernel & (around != NOT_NESTED)).tolist():
-        own = sums.setdefault((paths[int(around[event])], trace.labels[trace.label[event]][1]), [0, 0])
+        own = sums.setdefault((paths[int(around[event])], trace.name_of(event)), [0, 0])
         own[0] += 1
         own[1] += int(trace.duration_ns[event])
     found = [

@@ -1,19 +1,21 @@
 """The nesting of a trace's events."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
+
+from harness.profiling.trace.file import Trace
 
 NOT_NESTED = -1
 
 
-def nest(start: NDArray[np.int64], duration: NDArray[np.int64], thread: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return for each event the index of the innermost one on its thread that it is nested in, -1 for the outermost.
+def nest(trace: Trace, events: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each event of a trace the innermost of some `events` of its thread that it is nested in, if it is one.
 
-    Of two that begin together the longer one is outside. What lasts beyond the event that it began in is cut off with
-    it: older traces round to microseconds, and the next event may not end up inside of what has ended by then.
+    -1 stands for the outermost of them, and for all that are none. Of two that begin together the longer one is
+    outside. What lasts beyond the event that it began in is cut off with it: older traces round to microseconds, and
+    the next event may not end up inside of what has ended by then.
     """
+    start, duration, thread = trace.start_ns[events], trace.duration_ns[events], trace.thread[events]
     order = np.lexsort((-duration, start, thread))
     parents = []
     open_events, open_ends = list[int](), list[int]()
@@ -21,7 +23,7 @@ def nest(start: NDArray[np.int64], duration: NDArray[np.int64], thread: NDArray[
     rows = zip(
         order.tolist(), start[order].tolist(), (start + duration)[order].tolist(), thread[order].tolist(), strict=True
     )
-    for event, begin, end, own_thread in rows:
+    for place, begin, end, own_thread in rows:
         if own_thread != last_thread:
             open_events, open_ends, last_thread = [], [], own_thread
         while open_ends and open_ends[-1] <= begin:
@@ -29,9 +31,9 @@ def nest(start: NDArray[np.int64], duration: NDArray[np.int64], thread: NDArray[
             open_ends.pop()
         parents.append(open_events[-1] if open_events else NOT_NESTED)
         open_ends.append(min(end, open_ends[-1]) if open_ends else end)
-        open_events.append(event)
-    nested = np.empty(len(start), np.int64)
-    nested[order] = parents
+        open_events.append(int(events[place]))
+    nested = np.full(len(trace.label), NOT_NESTED)
+    nested[events[order]] = parents
     return nested
 
 

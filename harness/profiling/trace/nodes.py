@@ -1,7 +1,5 @@
 """The events of a trace that we have just written, as a tree on the thread that ran the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +25,12 @@ class Node:
     category: str
     start: float
     duration: float
-    parent: Node | None = None
-    children: list[Node] = field(default_factory=list)
+    parent: "Node | None" = None
+    children: "list[Node]" = field(default_factory=list)
     device_us: float = 0.0
     """Of the kernels launched by this very event."""
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> "Iterator[Node]":
         """Yield the event and everything in it, in order of time."""
         pending = [self]
         while pending:
@@ -40,7 +38,7 @@ class Node:
             yield node
             pending.extend(reversed(node.children))
 
-    def around(self, time_us: float) -> Iterator[Node]:
+    def around(self, time_us: float) -> "Iterator[Node]":
         """Yield the event and those that it is nested in, as far as they last beyond `time_us`, the innermost first.
 
         A span that begins in one Python function and ends in another is nested in what has ended before it has.
@@ -88,8 +86,8 @@ def read_events(path: Path) -> TraceEvents:
             trace = read_trace(path)
     except HarnessError as error:
         raise HarnessError(Code.PROFILER_FAILED, f"the trace cannot be read: {error.what}", where=path) from error
-    is_cpu = np.array([_is_on_cpu(category, name) for category, name in trace.labels], bool)[trace.label]
-    is_step = np.array([name == STEP for _, name in trace.labels], bool)[trace.label]
+    is_cpu = trace.are(_is_on_cpu)
+    is_step = trace.are(lambda _, name: name == STEP)
     # A GPU's stream may show the span again, in a category of its own.
     steps = np.flatnonzero(is_cpu & is_step)
     if not len(steps):
@@ -105,7 +103,7 @@ def read_events(path: Path) -> TraceEvents:
 
 def memory_events(trace: Trace) -> list[MemoryEvent]:
     """Return the allocations and frees of all threads of any trace, in order of time."""
-    is_cpu = np.array([category in _CPU_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
+    is_cpu = trace.are(lambda category, _: category in _CPU_CATEGORIES)
     found: list[MemoryEvent] = []
     for thread in np.unique(trace.memory.thread).tolist():
         _tree(trace, np.flatnonzero(is_cpu & (trace.thread == thread)), thread, found)
@@ -154,8 +152,7 @@ def _tree(trace: Trace, events: NDArray[np.int64], thread: int, memory: list[Mem
 def _charge_kernels(trace: Trace, nodes: Iterable[tuple[Node, int]]) -> bool:
     """Give each kernel's time to the call that launched it; whether there is any kernel."""
     launches = {correlation: node for node, correlation in nodes if correlation != NO_CORRELATION}
-    is_kernel = np.array([category in _DEVICE_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
-    kernels = np.flatnonzero(is_kernel)
+    kernels = np.flatnonzero(trace.are(lambda category, _: category in _DEVICE_CATEGORIES))
     for correlation, duration_ns in zip(trace.correlation[kernels].tolist(), trace.duration_ns[kernels], strict=True):
         if correlation in launches:
             launches[correlation].device_us += float(duration_ns) / 1e3

@@ -1,7 +1,5 @@
 """Matrix products of a trace by their shapes, with what they reach: on a GPU by the time of their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.base.json_text import parse_json
-from harness.profiling.trace.device import KERNEL_CATEGORIES, launch_of
+from harness.profiling.trace.device import is_of_device, launch_of
 from harness.profiling.trace.file import Trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
 from harness.results.trace import TraceProduct
@@ -23,14 +21,14 @@ _PRODUCTS = {
 
 def matrix_products(trace: Trace) -> tuple[TraceProduct, ...]:
     """Return the products whose shapes the trace has (`record_shapes=True`), those that take longest first."""
-    is_product = np.array([name in _PRODUCTS for _, name in trace.labels], bool)[trace.label]
+    is_product = trace.are(lambda _, name: name in _PRODUCTS)
     events = np.flatnonzero(is_product & (trace.shape > 0))
     if not len(events):
         return ()
     kernel_ns = _kernel_ns(trace, is_product)
     sums: dict[tuple[str, str], list[float]] = {}
     for event in events.tolist():
-        key = trace.labels[trace.label[event]][1], trace.shapes[trace.shape[event]]
+        key = trace.name_of(event), trace.shapes[trace.shape[event]]
         own = sums.setdefault(key, [0, 0, 0])
         own[0] += 1
         own[1] += int(trace.duration_ns[event])
@@ -42,17 +40,15 @@ def matrix_products(trace: Trace) -> tuple[TraceProduct, ...]:
 
 def _kernel_ns(trace: Trace, is_product: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return for each event the time of the kernels that were launched in it."""
-    is_kernel = np.array([category in KERNEL_CATEGORIES for category, _ in trace.labels], bool)[trace.label]
-    kernels = np.flatnonzero(is_kernel)
+    kernels = np.flatnonzero(trace.are(is_of_device))
     launch = launch_of(trace, kernels)
     kernels, launch = kernels[launch >= 0], launch[launch >= 0]
     found = np.zeros(len(trace.label), np.int64)
     if len(kernels):
         events = np.unique(np.concatenate([np.flatnonzero(is_product), launch]))
-        parent = nest(trace.start_ns[events], trace.duration_ns[events], trace.thread[events])
-        around = innermost(parent, is_product[events])[np.searchsorted(events, launch)]
+        around = innermost(nest(trace, events), is_product)[launch]
         inside = around != NOT_NESTED
-        np.add.at(found, events[around[inside]], trace.duration_ns[kernels[inside]])
+        np.add.at(found, around[inside], trace.duration_ns[kernels[inside]])
     return found
 
 

@@ -1,7 +1,5 @@
 """A Chrome trace of torch, counted and summed up by phase, operation and operator."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +9,8 @@ from numpy.typing import NDArray
 
 from harness.base.garbage import collecting_no_garbage
 from harness.profiling.span_names import SPAN, STEP
-from harness.profiling.trace.device import KERNEL_CATEGORIES, LAUNCH_CATEGORY, device_activity
-from harness.profiling.trace.file import NO_CORRELATION, Trace, read_trace
+from harness.profiling.trace.device import device_activity, is_of_device, launch_of
+from harness.profiling.trace.file import Trace, read_trace
 from harness.profiling.trace.modules import module_times
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
 from harness.profiling.trace.products import matrix_products
@@ -30,10 +28,8 @@ _LAYER = re.compile(r"^model\.layers\.\d+$")
 def summarize(path: Path, phase_pattern: re.Pattern[str] | None = None) -> TraceSummary:
     """Read a trace and sum it up.
 
-    Args:
-        path: of the trace.
-        phase_pattern: what names of events are steps; its first group is the phase, or the whole match. None: what
-            the annotations say.
+    Events whose names match `phase_pattern` are steps; its first group is the phase, or the whole match. None: what the
+    annotations say.
 
     Raises:
         HarnessError: as `read_trace`.
@@ -66,25 +62,20 @@ class _Columns:
 
     def __init__(self, trace: Trace, phase_pattern: re.Pattern[str] | None) -> None:
         self._trace = trace
-        categories = np.array([category for category, _ in trace.labels], dtype=object)
-        is_span = np.array([_is_span(category, name) for category, name in trace.labels], bool)
-        is_operator = np.isin(categories, list(_OPERATOR_CATEGORIES)) & ~is_span
-        is_launch = np.array([bool(LAUNCH_CATEGORY.match(category)) for category, _ in trace.labels], bool)
-        self._is_operator = is_operator[trace.label]
-        self._is_kernel = np.isin(categories, list(KERNEL_CATEGORIES))[trace.label]
-        self._is_launch = is_launch[trace.label]
-        self._is_span = is_span[trace.label]
-        self._is_timed = (categories != "Trace")[trace.label]
+        self._is_span = trace.are(_is_span)
+        self._is_operator = trace.are(lambda category, _: category in _OPERATOR_CATEGORIES) & ~self._is_span
+        self._is_kernel = trace.are(is_of_device)
+        self._is_timed = trace.are(lambda category, _: category != "Trace")
         self._spans = phase_spans(trace) if phase_pattern is None else _matching_spans(trace, phase_pattern)
         self._phase_names = tuple(dict.fromkeys(name for _, name in self._spans))
         self._phase = self._phases_of_events()
-        self._parent = self._nested()
+        self._parent = nest(trace, np.flatnonzero(self._is_operator | self._is_span))
 
     @property
     def duration_us(self) -> float:
         """Time from the first event to the end of the last; the profiler's own span around all of them is left out."""
-        start, duration = self._trace.start_ns[self._is_timed], self._trace.duration_ns[self._is_timed]
-        return float(((start + duration).max() - start.min()) / 1e3) if len(start) else 0.0
+        start, end = self._trace.start_ns[self._is_timed], self._trace.end_ns[self._is_timed]
+        return float((end.max() - start.min()) / 1e3) if len(start) else 0.0
 
     def phases(self) -> Iterator[TracePhase]:
         durations: dict[str, list[int]] = {name: [] for name in self._phase_names}
@@ -94,8 +85,7 @@ class _Columns:
             yield TracePhase(name=name, count=len(found), total_us=sum(found) / 1e3)
 
     def operators(self) -> Iterator[TraceOperator]:
-        starts, durations = self._trace.start_ns, self._trace.duration_ns
-        ends = starts + durations
+        starts, durations, ends = self._trace.start_ns, self._trace.duration_ns, self._trace.end_ns
         calling = innermost(self._parent, self._is_operator)
         called = np.flatnonzero(self._is_operator & (calling != NOT_NESTED))
         inside = np.minimum(ends[called], ends[calling[called]]) - starts[called]
@@ -111,7 +101,7 @@ class _Columns:
         num_operators = np.bincount(inside, minlength=len(around))
         sums: dict[tuple[int, str], list[int]] = {}
         for event in np.flatnonzero(self._is_span).tolist():
-            name = self._trace.labels[self._trace.label[event]][1]
+            name = self._trace.name_of(event)
             if name != STEP and not _LAYER.match(name):
                 total = sums.setdefault((int(self._phase[event]), _LAYER_PREFIX.sub("", name)), [0, 0, 0])
                 total[0] += 1
@@ -125,15 +115,6 @@ class _Columns:
                 num_operators=operators,
                 total_us=total_ns / 1e3,
             )
-
-    def _nested(self) -> NDArray[np.int64]:
-        """Return for each event the operator or span that it is nested in; -1 for all that are neither."""
-        trace = self._trace
-        events = np.flatnonzero(self._is_operator | self._is_span)
-        parent = nest(trace.start_ns[events], trace.duration_ns[events], trace.thread[events])
-        nested = np.full(len(trace.label), NOT_NESTED)
-        nested[events] = np.where(parent == NOT_NESTED, NOT_NESTED, events[parent]) if len(events) else NOT_NESTED
-        return nested
 
     def _grouped(self, events: NDArray[np.int64], self_ns: NDArray[np.float64], device: str) -> Iterator[TraceOperator]:
         """Yield one sum for each phase and name."""
@@ -173,20 +154,10 @@ class _Columns:
             low, high = np.searchsorted(starts, (begin, begin + trace.duration_ns[span]))
             covered = on_cpu[low:high]
             phase[covered[process[covered] == process[span]]] = numbers[name]
-        self._inherit(phase)
+        kernels = np.flatnonzero(self._is_kernel)
+        launch = launch_of(trace, kernels)
+        phase[kernels[launch >= 0]] = phase[launch[launch >= 0]]
         return phase
-
-    def _inherit(self, phase: NDArray[np.int64]) -> None:
-        """Give each kernel the phase of the call that launched it."""
-        correlation = self._trace.correlation
-        launches = np.flatnonzero(self._is_launch & (correlation != NO_CORRELATION))
-        kernels = np.flatnonzero(self._is_kernel & (correlation != NO_CORRELATION))
-        if len(launches) and len(kernels):
-            launches = launches[np.argsort(correlation[launches], kind="stable")]
-            at = np.searchsorted(correlation[launches], correlation[kernels])
-            launch = launches[np.minimum(at, len(launches) - 1)]
-            is_found = correlation[launch] == correlation[kernels]
-            phase[kernels[is_found]] = phase[launch[is_found]]
 
 
 def phase_spans(trace: Trace) -> list[tuple[int, str]]:
@@ -195,12 +166,10 @@ def phase_spans(trace: Trace) -> list[tuple[int, str]]:
     Where some annotations say what a step computes, only these count. Elsewhere every annotation does, without the
     number of the step.
     """
-    is_phase = np.array(
-        [category == "user_annotation" and not _is_span(category, name) for category, name in trace.labels], bool
-    )
-    events = np.flatnonzero(is_phase[trace.label])
+    is_phase = trace.are(lambda category, name: category == "user_annotation" and not _is_span(category, name))
+    events = np.flatnonzero(is_phase)
     events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
-    names = [trace.labels[label][1] for label in trace.label[events]]
+    names = list(map(trace.name_of, events.tolist()))
     stated = [_STATED_PHASE.match(name) for name in names]
     if any(stated):
         return [(int(event), match[1]) for event, match in zip(events, stated, strict=True) if match]
@@ -209,12 +178,12 @@ def phase_spans(trace: Trace) -> list[tuple[int, str]]:
 
 def _matching_spans(trace: Trace, pattern: re.Pattern[str]) -> list[tuple[int, str]]:
     """Return the events of the CPU whose names match, and the phase of each, in order of their start."""
-    matches = [None if category in KERNEL_CATEGORIES else pattern.search(name) for category, name in trace.labels]
-    events = np.flatnonzero(np.array([match is not None for match in matches], bool)[trace.label])
+    is_step = trace.are(lambda category, name: not is_of_device(category, name) and pattern.search(name))
+    events = np.flatnonzero(is_step)
     events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
     found = []
     for event in events.tolist():
-        match = matches[trace.label[event]]
+        match = pattern.search(trace.name_of(event))
         assert match is not None
         found.append((event, (match[1] if pattern.groups else None) or match[0]))
     return found

@@ -9,8 +9,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["KEYWORDS", "OPTIONAL", "AttentionAdapter"]
-
 
 class AttentionAdapter(Protocol):
     """The method that every adapter has. What is optional stands in `KEYWORDS` and `OPTIONAL`.

@@ -10,8 +10,6 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from harness.properties.attention.case import AttentionCase
 
-__all__ = ["FOCUSES", "GARBAGE", "MOST_ROUNDED_SCORE", "Served", "batches"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (8, 16, 2, 3, 32, 64, 80, 128)
 BLOCK_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 32)

@@ -17,8 +17,6 @@ from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 
-__all__ = ["check_read_back", "check_store"]
-
 _WORDS = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
 """Integers as wide as each dtype: equality of bits, NaN and signed zeros among them."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["AttentionCase", "Tensors"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:

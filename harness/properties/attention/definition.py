@@ -26,8 +26,6 @@ import torch
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.attention.case import AttentionCase, Tensors
 
-__all__ = ["Expected", "context_of", "expected_output", "merged_output"]
-
 _ACCUMULATION = 25
 _SCORES = 6
 _PRODUCTS = 4

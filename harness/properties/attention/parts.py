@@ -22,8 +22,6 @@ from harness.properties.attention.suite import worst_head
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 
-__all__ = ["check_merge", "check_padded"]
-
 _PADDING = 100.0
 """The values after the end of a request: finite, as the rows of a padding token are."""
 

@@ -6,8 +6,6 @@ from harness.base.metrics import rounding_unit
 from harness.properties.attention.case import AttentionCase
 from harness.properties.core.falsify import Target
 
-__all__ = ["call_lines", "definition_lines", "program", "tensor_lines"]
-
 
 def program(target: Target, case: AttentionCase, *parts: Iterable[str]) -> str:
     """Join the lines after those that make the adapter and the tensors of a case."""

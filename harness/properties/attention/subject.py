@@ -13,8 +13,6 @@ from harness.properties.attention.program import call_lines, program
 from harness.properties.core.falsify import Target, calling
 from harness.properties.core.findings import Counterexample
 
-__all__ = ["AttentionUnderTest", "not_checked"]
-
 
 class AttentionUnderTest(Target):
     """The object that `--attention` names: a function, or a class or object with a method `attend`.

@@ -21,8 +21,6 @@ from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.core.falsify import falsify
 from harness.properties.core.findings import Counterexample, Rejections
 
-__all__ = ["check_batching", "check_definition", "check_placement", "worst_head"]
-
 
 def check_definition(named: Any, settings: Settings, focus: str = "any") -> Rejections:
     """Hold every head of every row of batches of a kind (a key of `FOCUSES`) to the definition in float64.

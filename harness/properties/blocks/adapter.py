@@ -7,8 +7,6 @@ computed, it notes for each slot of the block table which prefix stands there no
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["OPTIONAL", "REQUIRED", "BlockManagerAdapter"]
-
 
 class BlockManagerAdapter(Protocol):
     """The methods that every adapter has. The optional ones are in `OPTIONAL`.

@@ -7,8 +7,6 @@ from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.subject import Subject
 
-__all__ = ["CacheEntries"]
-
 Place = tuple[int, int, int]
 """A request, a group of layers, and an index in its block table."""
 

@@ -13,8 +13,6 @@ from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.search import Hits
 
-__all__ = ["BlockManagerCalls"]
-
 
 class BlockManagerCalls(CacheRequests):
     """A block manager, and what is known of its requests, tables and cache."""

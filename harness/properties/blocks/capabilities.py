@@ -7,8 +7,6 @@ from typing import Any, Self
 from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import NamedAdapter
 
-__all__ = ["PoolCapabilities"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCapabilities:

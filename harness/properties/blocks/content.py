@@ -8,8 +8,6 @@ their own take blocks from one pool and write other K and V, so that what a slot
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 
-__all__ = ["Content", "ContentOracle"]
-
 Content = tuple[int, int]
 """A group of layers, and the number of a prefix."""
 

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 from harness.properties.blocks.tables import RequestRecord, Tables
 
-__all__ = ["ExpectedHits"]
-
 NEVER = -1
 """Before all that is noted."""
 

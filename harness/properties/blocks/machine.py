@@ -11,8 +11,6 @@ from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Arguments, NotApplicable, action, one_of
 
-__all__ = ["BlockManagerMachine"]
-
 MAX_HOST_BLOCKS = 6
 
 

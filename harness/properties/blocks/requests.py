@@ -14,8 +14,6 @@ from harness.properties.core.machine import Drawn, Machine, NotApplicable, actio
 from harness.properties.core.search import Hits
 from harness.properties.core.subject import Subject
 
-__all__ = ["CacheRequests", "known"]
-
 Record = TypeVar("Record", bound=RequestRecord)
 MAX_TOKENS = 14
 NEW = Drawn(None, lambda machine, _: machine.num_requests)

@@ -12,8 +12,6 @@ from harness.properties.core.adapter import NamedAdapter
 from harness.properties.core.search import SearchReport, not_offered, search_cache
 from harness.properties.core.subject import Subject
 
-__all__ = ["not_checked", "search_block_manager"]
-
 
 def search_block_manager(
     factory: Callable[..., Any], settings: Settings, *, is_first_enough: bool = False

@@ -7,8 +7,6 @@ from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import action, one_of
 
-__all__ = ["Swapping"]
-
 
 class Swapping(BlockManagerCalls):
     """Moves whole requests: `swap_out` and `swap_in` return which block is copied where."""

@@ -9,8 +9,6 @@ from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.subject import Subject
 
-__all__ = ["Owner", "RequestRecord", "Tables"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestRecord:

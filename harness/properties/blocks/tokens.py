@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from harness.properties.core.machine import CHOICES, Drawn, chosen
 
-__all__ = ["prompts", "similar_prompts", "stretch_of", "token_lists"]
-
 SMALL_BLOCK = 4
 """Lists are drawn as for blocks of at most this size, and stretched for larger ones."""
 

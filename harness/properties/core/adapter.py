@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = ["NamedAdapter", "hides_parameters", "takes"]
-
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:

@@ -13,8 +13,6 @@ from harness.properties.core.machine import Machine, NotApplicable, Step
 from harness.properties.core.minimize import smaller_traces
 from harness.properties.core.subject import Call
 
-__all__ = ["Sample", "difference"]
-
 MOST_RUNS = 400
 RUNS_OF_ONE = 4
 """Runs of a shorter example before it counts as giving the same answers."""

@@ -13,8 +13,6 @@ from harness.errors import Code, HarnessError
 from harness.properties.core.adapter import NamedAdapter, hides_parameters, takes
 from harness.properties.core.findings import Counterexample, PropertyError, PropertyFinding, RejectedError, Rejections
 
-__all__ = ["Target", "calling", "falsify"]
-
 Input = TypeVar("Input")
 
 PHASES = (Phase.generate, Phase.shrink)

@@ -7,16 +7,6 @@ from dataclasses import dataclass
 from harness.errors import Code, HarnessError
 from harness.properties.core.invariants import Invariant
 
-__all__ = [
-    "Counterexample",
-    "PropertyError",
-    "PropertyFinding",
-    "RejectedError",
-    "Rejections",
-    "Violation",
-    "raise_all",
-]
-
 Rejections = Counter[str]
 """By an adapter's words: how many inputs it said it does not serve."""
 

@@ -2,8 +2,6 @@
 
 from enum import IntEnum
 
-__all__ = ["Invariant", "Severity"]
-
 
 class Severity(IntEnum):
     """The harm of a broken invariant to the users of an engine, the worst first."""

@@ -16,8 +16,6 @@ from harness.properties.core.findings import Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.subject import Subject
 
-__all__ = ["CHOICES", "Arguments", "Drawn", "Machine", "NotApplicable", "Step", "action", "chosen", "one_of"]
-
 Step = tuple[str, dict[str, Any]]
 """An action's name and its arguments."""
 

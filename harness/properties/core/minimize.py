@@ -13,8 +13,6 @@ from harness.properties.core.findings import RejectedError, Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, NotApplicable, Step
 
-__all__ = ["Smallest", "minimize", "smaller_traces"]
-
 MOST_REPLAYS = 4_000
 LONG = 32
 

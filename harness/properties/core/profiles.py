@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["PROFILES", "Profile"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:

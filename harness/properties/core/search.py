@@ -17,8 +17,6 @@ from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
 from harness.properties.core.watchdog import CALL_LIMIT_S, SHRINKING_LIMIT_S, time_limit
 
-__all__ = ["Hits", "SearchReport", "not_offered", "search", "search_cache"]
-
 SAMPLE_EVERY = 8
 """One of so many examples is run a second time, to see whether it does the same."""
 MOST_SAMPLES = 25

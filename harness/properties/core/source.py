@@ -4,8 +4,6 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-__all__ = ["plain_text", "spell"]
-
 SHORT = 12
 """A list of so many elements is written out."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

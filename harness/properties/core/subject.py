@@ -13,8 +13,6 @@ from harness.properties.core.invariants import Invariant
 from harness.properties.core.source import plain_text, spell
 from harness.properties.core.watchdog import HangError, call_limited
 
-__all__ = ["Call", "Subject"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["CALL_LIMIT_S", "SHRINKING_LIMIT_S", "HangError", "call_limited", "time_limit"]
-
 CALL_LIMIT_S = 10.0
 """CPU seconds for one call while examples are searched."""
 SHRINKING_LIMIT_S = 0.25

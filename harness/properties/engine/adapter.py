@@ -5,8 +5,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["OPTIONAL", "OPTIONS", "EngineAdapter", "Taps"]
-
 Taps = Mapping[str, Mapping[tuple[int, int], torch.Tensor]]
 """By name, then by (index of the prompt, position): one row of an intermediate, in the engine's own dtype."""
 

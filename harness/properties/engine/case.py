@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["RELATIONS", "EngineCase", "Relation", "engine_cases"]
-
 MOST_REQUESTS = 4
 LONGEST_PROMPT = 24
 MOST_NEW_TOKENS = 6

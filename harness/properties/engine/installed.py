@@ -25,8 +25,6 @@ from harness.formats.recording.reader import Step
 from harness.formats.schedule import Schedule
 from harness.properties.engine.adapter import OPTIONS, Taps
 
-__all__ = ["installed_engine"]
-
 _LIMITS = {
     "block_size": "block_size",
     "num_blocks": "num_blocks",
@@ -42,10 +40,7 @@ MAX_MODEL_LEN = 48
 def installed_engine(name: str, model: str | None = None, dtype: str = "float32") -> type:
     """Return an adapter for the engine suite of the installed engine of that name.
 
-    Args:
-        name: of the engine.
-        model: folder, name of an embedded checkpoint, or hub id; None for the embedded qwen3-tiny.
-        dtype: of the engine.
+    `model` is a folder, the name of an embedded checkpoint, or a hub id; None for the embedded qwen3-tiny.
 
     Raises:
         HarnessError: as `resolve` and `open_engine`; ENGINE_LACKS_METHOD: it cannot run requests together.

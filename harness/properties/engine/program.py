@@ -3,8 +3,6 @@
 from harness.properties.core.adapter import NamedAdapter
 from harness.properties.engine.case import EngineCase
 
-__all__ = ["tap_program", "token_program"]
-
 
 def token_program(adapter: NamedAdapter, case: EngineCase) -> str:
     """Return a program that asserts that the tokens of all requests are those of each alone."""

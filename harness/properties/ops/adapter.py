@@ -4,8 +4,6 @@ from typing import Any
 
 from harness.properties.core.falsify import Target
 
-__all__ = ["ATTRIBUTES", "OPTIONAL", "OpsUnderTest", "not_checked"]
-
 OPTIONAL = {
     "rotary": "rotary(x_TNH, positions_T, theta) -> x_TNH: default frequencies theta^(-2i/H), element i with i + H/2",
     "rotary_interleaved": "rotary_interleaved(x_TNH, positions_T, theta) -> x_TNH: element 2i with 2i + 1",

@@ -21,8 +21,6 @@ from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
-__all__ = ["check_loader"]
-
 FILE = "model.safetensors"
 
 

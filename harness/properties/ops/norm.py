@@ -19,8 +19,6 @@ from harness.properties.core.findings import Counterexample, Rejections, raise_a
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
 
-__all__ = ["check_norms"]
-
 _LEVELS = {"float32": 40, "bfloat16": 40, "float16": 13}
 """Powers of two up to which channels go: in float16 their squares are beyond 65504."""
 

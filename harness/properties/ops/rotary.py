@@ -22,8 +22,6 @@ from harness.properties.core.findings import Counterexample, Rejections, raise_a
 from harness.properties.ops.adapter import OpsUnderTest
 from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
 
-__all__ = ["check_rotary"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryCase:

@@ -7,8 +7,6 @@ import torch
 
 from harness.base.metrics import rounding_unit, row_metrics
 
-__all__ = ["RandomRows", "closeness_lines", "worst_row"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomRows:
@@ -40,10 +38,8 @@ class RandomRows:
 def worst_row(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> tuple[int, float, float] | None:
     """Return index, error and bound in roundings of the row that exceeds its bound the most; None: none does.
 
-    Args:
-        actual: [rows, ...] as the operation gave it; the unit is that of its dtype.
-        expected: the same shape, float64.
-        bound: [rows] float64, in roundings.
+    `actual` and `expected` are [rows, ...], the latter float64; roundings are to the dtype of the former. `bound` is
+    [rows] float64.
     """
     error = row_metrics(actual, expected).relative_l2 / rounding_unit(actual.dtype)
     error = error.nan_to_num(nan=math.inf)

@@ -22,8 +22,6 @@ from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
-__all__ = ["SampledRow", "check_frequency", "check_sampling"]
-
 _SLACK = 5e-6
 """In nats: the room for a sum of probabilities in float32 at the edge of top-p or min-p."""
 _NUM_DRAWS = 2000

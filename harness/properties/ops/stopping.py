@@ -15,8 +15,6 @@ from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.ops.adapter import OpsUnderTest
 
-__all__ = ["check_stopping"]
-
 FILE = "generation_config.json"
 MOST_TOKENS = 12
 TOKENS = st.integers(0, 7)

@@ -10,8 +10,6 @@ from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
 from harness.properties.ops.adapter import OpsUnderTest
 
-__all__ = ["check_tokenizer"]
-
 
 def check_tokenizer(named: Any, settings: Settings) -> Rejections:
     """Check that `decode` undoes `encode`, and that pieces of `detokenize` make up the whole; nothing without them.

@@ -7,8 +7,6 @@ the fields of `SchedulerCapabilities`.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-__all__ = ["OPTIONAL", "REQUIRED", "SchedulerAdapter"]
-
 
 class SchedulerAdapter(Protocol):
     """The methods that every adapter has. The optional ones are in `OPTIONAL`.

@@ -20,8 +20,6 @@ from harness.properties.scheduler.limits import SchedulerLimits
 from harness.properties.scheduler.requests import Chunk, ScheduledRequest, ScheduledStep
 from harness.properties.scheduler.reuse import Reuse
 
-__all__ = ["END_OF_SEQUENCE", "MAX_EMPTY_STEPS", "SchedulerCalls"]
-
 MAX_EMPTY_STEPS = 2
 """Steps in a row that may schedule nothing while requests wait."""
 END_OF_SEQUENCE = 2

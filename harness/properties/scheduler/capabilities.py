@@ -7,8 +7,6 @@ from harness.properties.blocks.capabilities import PoolCapabilities
 from harness.properties.blocks.tokens import stretch_of
 from harness.properties.core.adapter import NamedAdapter
 
-__all__ = ["SchedulerCapabilities"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCapabilities(PoolCapabilities):

@@ -8,8 +8,6 @@ from harness.properties.core.invariants import Invariant
 from harness.properties.scheduler.capabilities import SchedulerCapabilities
 from harness.properties.scheduler.requests import Chunk, ScheduledRequest
 
-__all__ = ["SchedulerLimits"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:

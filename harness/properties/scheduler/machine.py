@@ -14,8 +14,6 @@ from harness.properties.core.machine import Arguments, NotApplicable, action, on
 from harness.properties.scheduler.calls import MAX_EMPTY_STEPS, SchedulerCalls
 from harness.properties.scheduler.requests import ScheduledRequest
 
-__all__ = ["SchedulerMachine"]
-
 MAX_TOKENS = 12
 PROMPTS = prompts(MAX_TOKENS)
 SIMILAR_PROMPTS = similar_prompts(MAX_TOKENS)

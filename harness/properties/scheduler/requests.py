@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from harness.properties.blocks.tables import RequestRecord
 
-__all__ = ["Chunk", "ScheduledRequest", "ScheduledStep"]
-
 
 class Chunk(NamedTuple):
     """The part of one request that one step computes: the positions `start` to `stop - 1`."""

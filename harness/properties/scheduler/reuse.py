@@ -7,8 +7,6 @@ from harness.properties.blocks.tables import Tables
 from harness.properties.core.invariants import Invariant
 from harness.properties.scheduler.requests import Chunk, ScheduledRequest, ScheduledStep
 
-__all__ = ["Reuse"]
-
 
 class Reuse:
     """Compares the first chunk of each request with what was computed before, if `is_checked`.

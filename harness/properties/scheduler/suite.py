@@ -16,8 +16,6 @@ from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
 from harness.properties.scheduler.capabilities import SchedulerCapabilities
 from harness.properties.scheduler.machine import SchedulerMachine
 
-__all__ = ["not_checked", "search_scheduler"]
-
 
 def search_scheduler(
     factory: Callable[..., Any], settings: Settings, *, accepted: Collection[int] = (), is_first_enough: bool = False

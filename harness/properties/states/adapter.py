@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from harness.properties.blocks.capabilities import PoolCapabilities
 
-__all__ = ["OPTIONAL", "REQUIRED", "StateCapabilities"]
-
 REQUIRED = {
     "allocate": "allocate(request_id, token_ids) -> int: a state for a new request; how many of its tokens are in it "
     "already, from a snapshot. None: there is no room, and nothing has changed",

@@ -13,8 +13,6 @@ from harness.properties.core.search import Hits
 from harness.properties.states.adapter import OPTIONAL, REQUIRED, StateCapabilities
 from harness.properties.states.snapshots import Snapshots
 
-__all__ = ["StateCacheCalls", "Transfer"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer(RequestRecord):

@@ -12,8 +12,6 @@ from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import CHOICES, Arguments, Drawn, NotApplicable, action, chosen, one_of
 from harness.properties.states.calls import StateCacheCalls, Transfer
 
-__all__ = ["StateCacheMachine"]
-
 MAX_HOST_SLOTS = 4
 CONNECTOR = ("offload", "load", "complete", "fail", "poll")
 ONE_LONGER = Drawn(

@@ -10,8 +10,6 @@ from harness.properties.core.invariants import Invariant
 if TYPE_CHECKING:
     from harness.properties.states.calls import StateCacheCalls
 
-__all__ = ["Snapshots"]
-
 Entry = tuple[tuple[int, ...], int]
 """All tokens up to a snapshot, and the state that it holds."""
 

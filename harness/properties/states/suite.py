@@ -11,8 +11,6 @@ from harness.properties.core.subject import Subject
 from harness.properties.states.adapter import OPTIONAL, REQUIRED, StateCapabilities
 from harness.properties.states.machine import StateCacheMachine
 
-__all__ = ["not_checked", "search_state_cache"]
-
 
 def search_state_cache(
     factory: Callable[..., Any], settings: Settings, *, is_first_enough: bool = False

@@ -1,7 +1,5 @@
 """The page's view of a check, the verdict first."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from harness.report.check.columns import COLUMNS, LABEL, PAGE_COLUMNS, Column, legend

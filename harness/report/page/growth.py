@@ -1,7 +1,5 @@
 """Growth of the error along depth, operation by operation, and along position, token by token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The heat map: operations down, layers across, each cell the error of one operation in roundings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

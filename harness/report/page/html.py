@@ -1,7 +1,5 @@
 """Results as one page: one file that needs no network, and lets nothing from outside become markup."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from functools import cache

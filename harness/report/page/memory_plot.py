@@ -1,7 +1,5 @@
 """Memory over the steps of a phase, by category, and the stacks that a pointer brings up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """One plot: axes, lines, areas and dots, in percent of its area."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

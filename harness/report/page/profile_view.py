@@ -1,7 +1,5 @@
 """The page's view of a profile: latencies, a bar for each phase, time and memory by operation."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

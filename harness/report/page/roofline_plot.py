@@ -1,7 +1,5 @@
 """The roofline: what operations reach, under what the machine can do (Williams, Waterman, Patterson 2009)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from harness.report.check.sentences import number, printable

@@ -1,7 +1,5 @@
 """From values to places on a plot, linear or logarithmic, with round ticks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A profile as JSON: what scripts read from standard output, and the whole of it as a file beside the traces."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A profile for a terminal: latencies, one line a phase, and where the time of each phase goes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from harness.report.fitted_table import fitted_table

@@ -1,7 +1,5 @@
 """A flame graph as one page for a browser, without a network: the callers above, what they call below."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from html import escape
 

@@ -1,7 +1,5 @@
 """Trace summaries and differences for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tabulate import tabulate

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -75,18 +74,9 @@ def run_bench(
 ) -> BenchResult:
     """Benchmark an engine and its peers on a model of a shape.
 
-    Args:
-        shape_name: of the model, or how the user named the checkpoint.
-        checkpoint: of the user's own; None: random weights of the shape.
-        dtype: of weights and activations.
-        device: where it runs.
-        repeats: times that everything is timed.
-        seed: of weights and prompts.
-        peer_names: peers; empty: all.
-        num_requests: in place of the shape's own number of requests of the uneven workload.
-        engine_options: of the engine.
-        progress: told what is being done.
-        engine: the engine that is timed.
+    Without a checkpoint the weights of the shape are random; `shape_name` is then its name, and else the user's name of
+    the checkpoint. Without peer names all are timed; `num_requests` stands in place of the shape's own number for the
+    uneven workload.
 
     Raises:
         HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
@@ -110,13 +100,16 @@ def run_bench(
             assert checkpoint is not None
             folder = checkpoint.folder
             num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
-        setting = _setting(
-            folder,
-            temporary,
-            sizes,
-            workloads,
+        setting = BenchConfig(
+            folder=folder,
+            scratch=temporary,
+            hidden_size=sizes.hidden_size,
             dtype=dtype,
             device=device,
+            num_threads=torch.get_num_threads(),
+            max_request_len=max(max(own.request_lens) for own in workloads),
+            max_total_len=max(sum(own.request_lens) for own in workloads),
+            max_requests=max(len(own.prompts) for own in workloads),
             engine=engine,
             engine_options=engine_options,
         )
@@ -175,35 +168,6 @@ def _workloads(sizes: Sizes, seed: int, num_requests: int) -> list[BenchWorkload
     ]
     uneven = replace(sizes.uneven, num_requests=num_requests)
     return [*even, uneven_workload(uneven, vocab_size=sizes.vocab_size, seed=seed)]
-
-
-def _setting(
-    folder: Path,
-    scratch: Path,
-    sizes: Sizes,
-    workloads: Sequence[BenchWorkload],
-    *,
-    dtype: str,
-    device: str,
-    engine: str,
-    engine_options: Mapping[str, str],
-) -> BenchConfig:
-    lens = [
-        [len(prompt) + length for prompt, length in zip(own.prompts, own.output_lens, strict=True)] for own in workloads
-    ]
-    return BenchConfig(
-        folder=folder,
-        scratch=scratch,
-        hidden_size=sizes.hidden_size,
-        dtype=dtype,
-        device=device,
-        num_threads=torch.get_num_threads(),
-        max_request_len=max(map(max, lens)),
-        max_total_len=max(map(sum, lens)),
-        max_requests=max(map(len, lens)),
-        engine=engine,
-        engine_options=engine_options,
-    )
 
 
 def _run_groups(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 
 import torch
 
@@ -20,29 +21,17 @@ def _engine(name: str, setting: BenchConfig) -> Peer:
     return EnginePeer(name, setting)
 
 
-def _hf_generate(setting: BenchConfig) -> Peer:
-    from harness.selfcheck.bench.hf_generate import HfGeneratePeer
-
-    return HfGeneratePeer(setting)
-
-
-def _hf_continuous(setting: BenchConfig) -> Peer:
-    from harness.selfcheck.bench.hf_continuous import HfContinuousPeer
-
-    return HfContinuousPeer(setting)
-
-
-def _llamacpp(setting: BenchConfig) -> Peer:
-    from harness.selfcheck.bench.llamacpp import LlamaCppPeer
-
-    return LlamaCppPeer(setting)
+def _of_module(module: str, name: str, setting: BenchConfig) -> Peer:
+    """Open a peer by its class, whose module imports what the others need not have."""
+    peer: Peer = getattr(import_module(f"harness.selfcheck.bench.{module}"), name)(setting)
+    return peer
 
 
 PEERS: dict[str, Callable[[BenchConfig], Peer]] = {
     OURS: partial(_engine, OURS),
-    "hf-generate": _hf_generate,
-    "hf-continuous": _hf_continuous,
-    "llamacpp": _llamacpp,
+    "hf-generate": partial(_of_module, "hf_generate", "HfGeneratePeer"),
+    "hf-continuous": partial(_of_module, "hf_continuous", "HfContinuousPeer"),
+    "llamacpp": partial(_of_module, "llamacpp", "LlamaCppPeer"),
 }
 """Engines that are timed by default, by name; every installed engine can be named besides."""
 

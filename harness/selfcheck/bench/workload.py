@@ -24,6 +24,11 @@ class BenchWorkload:
     """Tokens to generate for each prompt; no token ends a request early."""
 
     @property
+    def request_lens(self) -> list[int]:
+        """Tokens of each request at its end."""
+        return [len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True)]
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens that are asked for, all together."""
         return sum(self.output_lens)

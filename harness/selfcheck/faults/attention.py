@@ -100,10 +100,6 @@ def _top_left(num_rows: int, num_keys: int, window: int | None) -> torch.Tensor:
     return torch.ones(num_rows, num_keys, dtype=torch.bool).tril()
 
 
-def _all_of_it(num_rows: int, num_keys: int, window: int | None) -> torch.Tensor:
-    return torch.ones(num_rows, num_keys, dtype=torch.bool)
-
-
 def _padding_attended(single: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda q, k, v, mask: single(q, k, v, None)
 
@@ -126,10 +122,6 @@ def tiled(num_heads: int, num_kv: int) -> torch.Tensor:
 def _scaled(scores: torch.Tensor) -> torch.Tensor:
     scaled: torch.Tensor = scores.softmax(dim=-1) * _HEAD_DIM**-0.5
     return scaled
-
-
-def _over_heads(scores: torch.Tensor) -> torch.Tensor:
-    return scores.softmax(dim=0).nan_to_num(0.0)
 
 
 def _lowered(bias: float, *, is_masked_after: bool = False) -> Any:
@@ -181,10 +173,6 @@ def _merge_in_base_two(outs: list[torch.Tensor], sums: list[torch.Tensor]) -> to
     return (torch.stack(outs) * weights).sum(dim=0)
 
 
-def _merge_without_rescale(outs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(outs).mean(dim=0)
-
-
 _fault = table_of(category=Category.ATTENTION, tap=_ATTENTION, row=SECOND)
 _CHUNKED = FaultConfig(schedule=f"chunked:{CHUNK}")
 WINDOWED = FaultConfig(
@@ -200,7 +188,9 @@ FAULTS = [
     _fault("mask-sees-the-next", "The causal mask is one off: a row sees the token after it.", _chunks(_sees_the_next),
            "sees the next token", row=FIRST),
     _fault("mask-not-itself", "The causal mask is one off: a row does not see itself.", _chunks(_not_itself), "itself"),
-    _fault("mask-missing", "A prefill has no causal mask.", _chunks(_all_of_it), "no causal mask", row=FIRST),
+    _fault("mask-missing", "A prefill has no causal mask.",
+           _chunks(lambda num_rows, num_keys, window: torch.ones(num_rows, num_keys, dtype=torch.bool)),
+           "no causal mask", row=FIRST),
     _fault("mask-top-left", "The mask of a chunk is aligned with the first key instead of the last.",
            _chunks(_top_left), "top-left", row=(0, CHUNK), setting=_CHUNKED),
     _fault("padding-attended", "In a ragged decode batch, shorter requests see the padding.",
@@ -219,8 +209,8 @@ FAULTS = [
            "softmax scale.*hidden size", instance="mlc-llm#3426"),
     _fault("scale-after-softmax", "The probabilities are scaled, and not the scores.",
            everywhere(scale=1.0, softmax=_scaled), "scale is applied after", row=FIRST),
-    _fault("softmax-over-heads", "The softmax runs over the heads.", everywhere(softmax=_over_heads), "over the heads",
-           row=FIRST),
+    _fault("softmax-over-heads", "The softmax runs over the heads.",
+           everywhere(softmax=lambda scores: scores.softmax(dim=0).nan_to_num(0.0)), "over the heads", row=FIRST),
     _fault("mask-of-minus-10", "The mask lowers scores by 10.", _lowered(-10.0), "lowered by 10 ", row=FIRST),
     _fault("mask-after-softmax", "Masked probabilities are set to zero, and the others not normalised again.",
            _lowered(0.0, is_masked_after=True), "mask is applied after", row=FIRST),
@@ -228,7 +218,7 @@ FAULTS = [
     _fault("split-merge-base-two", "The pieces of a split decode are merged with logarithms of base two.",
            split_decode(_merge_in_base_two), "merged in base 2", row=FIRST_DECODE, instance="sglang#40903"),
     _fault("split-merge-without-rescale", "The pieces of a split decode are averaged.",
-           split_decode(_merge_without_rescale), "averaged", row=FIRST_DECODE),
+           split_decode(lambda outs, sums: torch.stack(outs).mean(dim=0)), "averaged", row=FIRST_DECODE),
     _fault("softmax-bf16", "The softmax is computed in bfloat16.", everywhere(softmax=_in_bfloat16),
            "softmax is in bfloat16"),
 ]  # fmt: skip

@@ -236,10 +236,6 @@ def _keeping(kept: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]
     return make
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 def _in_float16(x: torch.Tensor) -> torch.Tensor:
     return x.half().to(x.dtype)
 
@@ -316,7 +312,7 @@ _CONVENTIONS: dict[str, tuple[tuple[str, ...], Callable[[str], Any], Mapping[str
         {"numerics": Numerics(num_ranks=4)},
     ),
     "queries-scaled-first": (
-        _HALF, lambda dtype: patched_attention(scaled_first(getattr(torch, dtype)), _as_it_is), {},
+        _HALF, lambda dtype: patched_attention(scaled_first(getattr(torch, dtype)), lambda x: x), {},
     ),
     "unrounded-sums": (_HALF, lambda dtype: replacing((DecoderLayer, "__call__", _unrounded_sums)), {}),
     "squares-summed-in-order": (_FLOAT32, lambda dtype: edited_layers(norms_in_order()), {}),

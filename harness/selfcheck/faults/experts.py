@@ -57,10 +57,6 @@ def _from_the_second(self: Experts, logits_TE: torch.Tensor) -> Route:
     return _normalised((logits_TE.softmax(dim=-1).gather(-1, chosen_TC), chosen_TC))
 
 
-def _one_expert(self: Experts, logits_TE: torch.Tensor) -> Route:
-    return _normalised(logits_TE.softmax(dim=-1).topk(1, dim=-1))
-
-
 def _softmax_twice(self: Experts, logits_TE: torch.Tensor) -> Route:
     weights_TC, chosen_TC = _best(self, logits_TE)
     return weights_TC.softmax(dim=-1), chosen_TC
@@ -106,32 +102,10 @@ def sum_of(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_T
     return out_TD
 
 
-def _weights_left_out(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return sum_of(self, x_TD, torch.ones_like(weights_TC), chosen_TC)
-
-
-def _weights_twice(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return sum_of(self, x_TD, weights_TC.square(), chosen_TC)
-
-
-def _weights_of_each_other(
-    self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor
-) -> torch.Tensor:
-    return sum_of(self, x_TD, weights_TC.flip(-1), chosen_TC)
-
-
 def _weights_before(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
     ones_T1 = torch.ones_like(weights_TC[:, :1])
     parts = [sum_of(self, x_TD * weights_TC[:, at, None], ones_T1, chosen_TC[:, [at]]) for at in range(self.num_chosen)]
     return sum(parts)
-
-
-def _first_only(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return sum_of(self, x_TD, weights_TC[:, :1], chosen_TC[:, :1])
-
-
-def _off_by_one(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
-    return sum_of(self, x_TD, weights_TC, (chosen_TC + 1) % len(self.experts))
 
 
 def _rank_missing(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_TC: torch.Tensor) -> Any:
@@ -188,7 +162,8 @@ FAULTS = [
            "lowest scores", _CHOICE),
     _fault("router-from-the-second", "The best expert is passed over.", routed(_from_the_second),
            "begins at the second", _CHOICE),
-    _fault("router-one-expert", "One expert is chosen where it should be two.", routed(_one_expert),
+    _fault("router-one-expert", "One expert is chosen where it should be two.",
+           routed(lambda self, logits: _normalised(logits.softmax(dim=-1).topk(1, dim=-1))),
            "has 1 chosen experts, and should have 2", _CHOICE),
     _fault("router-not-normalised", "The weights of a token's experts do not add up to one.", routed(_best),
            "not normalised", _WEIGHTS),
@@ -201,16 +176,20 @@ FAULTS = [
     _fault("router-weights-all-one", "Every chosen expert has the weight one.", routed(_unused), "all one", _WEIGHTS),
     _fault("router-weights-reversed", "The best expert gets the weight of the last one.", routed(_reversed),
            "another order", _WEIGHTS),
-    _fault("experts-without-weights", "The outputs are added without their weights.", mixed(_weights_left_out),
+    _fault("experts-without-weights", "The outputs are added without their weights.",
+           mixed(lambda self, x, weights, chosen: sum_of(self, x, torch.ones_like(weights), chosen)),
            "without the router's weights"),
-    _fault("experts-weighted-twice", "The weights are applied twice.", mixed(_weights_twice), "applied twice"),
+    _fault("experts-weighted-twice", "The weights are applied twice.",
+           mixed(lambda self, x, weights, chosen: sum_of(self, x, weights.square(), chosen)), "applied twice"),
     _fault("experts-weights-exchanged", "The experts of a token get each other's weights.",
-           mixed(_weights_of_each_other), "each other's weights"),
+           mixed(lambda self, x, weights, chosen: sum_of(self, x, weights.flip(-1), chosen)), "each other's weights"),
     _fault("experts-weighted-input", "The weights are applied to the experts' input.", mixed(_weights_before),
            "applied to the experts' input"),
-    _fault("experts-first-only", "Only the best expert's output is added.", mixed(_first_only),
+    _fault("experts-first-only", "Only the best expert's output is added.",
+           mixed(lambda self, x, weights, chosen: sum_of(self, x, weights[:, :1], chosen[:, :1])),
            "only the first of the chosen experts"),
-    _fault("experts-off-by-one", "Every token is sent to the expert after its own.", mixed(_off_by_one),
+    _fault("experts-off-by-one", "Every token is sent to the expert after its own.",
+           mixed(lambda self, x, weights, chosen: sum_of(self, x, weights, (chosen + 1) % len(self.experts))),
            r"numbers of the experts are off by \+1"),
     _fault("experts-rank-missing", "The outputs of another rank's experts are lost.", mixed(_rank_missing),
            "output of experts 1, 6 is not added"),

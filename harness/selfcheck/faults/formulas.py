@@ -30,18 +30,6 @@ def _outside_of_the_root(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return 1 / (_mean_square(x).sqrt() + norm.eps)
 
 
-def _of_the_sum(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    return torch.rsqrt((x.pow(2).sum(-1, keepdim=True) + norm.eps) / x.shape[-1])
-
-
-def _not_divided(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    return torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + norm.eps)
-
-
-def _unbiased(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    return torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / (x.shape[-1] - 1) + norm.eps)
-
-
 def _padded(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     """The mean is over the row as it lies in memory, padded to a multiple of 64."""
     return torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / (-(-x.shape[-1] // 64) * 64) + norm.eps)
@@ -145,10 +133,13 @@ FAULTS = [
     _fault("norm-eps-outside-in-bfloat16", "eps is added outside of the root.", norm_scaled_by(_outside_of_the_root),
            "eps.*outside of the root", _NORM, **_LLAMA, **_BF16, scaled=_SMALL),
     _fault("norm-eps-of-the-sum", "eps is added to the sum of the squares, not to their mean.",
-           norm_scaled_by(_of_the_sum), "eps.*sum", _NORM, **_LLAMA),
-    _fault("norm-not-divided", "The squares are summed up, not averaged.", norm_scaled_by(_not_divided),
+           norm_scaled_by(lambda norm, x: torch.rsqrt((x.pow(2).sum(-1, keepdim=True) + norm.eps) / x.shape[-1])),
+           "eps.*sum", _NORM, **_LLAMA),
+    _fault("norm-not-divided", "The squares are summed up, not averaged.",
+           norm_scaled_by(lambda norm, x: torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + norm.eps)),
            "not divided|sum of the squares", _NORM, **_BF16),
-    _fault("norm-unbiased", "The mean of the squares is over one element less.", norm_scaled_by(_unbiased),
+    _fault("norm-unbiased", "The mean of the squares is over one element less.",
+           norm_scaled_by(lambda norm, x: torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / (x.shape[-1] - 1) + norm.eps)),
            "divided by 95 instead of 96", _NORM),
     _fault("norm-padded", "The mean of the squares is over a padded row.", norm_scaled_by(_padded),
            "divided by 128 instead of 96", _NORM, dtype="float16"),

@@ -22,8 +22,7 @@ class InjectedFault:
 def replaced(*changes: tuple[object, str, Callable[[Any], Any]]) -> Iterator[InjectedFault]:
     """Replace functions by what a callable makes of them, until the block ends.
 
-    Args:
-        changes: owner, name, and the callable that takes the original and returns its replacement.
+    Each change is an owner, a name, and the callable that takes the original and returns its replacement.
     """
     planted = InjectedFault()
     with ExitStack() as stack:

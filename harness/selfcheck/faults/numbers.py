@@ -33,10 +33,6 @@ def _fp8(x: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
     return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
-def _fp8_scaled(x: torch.Tensor) -> torch.Tensor:
-    return _fp8(x, x.float().abs().amax() / _FP8)
-
-
 def _cut_off(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Drop the bits that the dtype has no room for, as a shift does, instead of rounding."""
     bits = {torch.bfloat16: 16, torch.float16: 13}[dtype]
@@ -106,10 +102,6 @@ def _one_bit(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) 
     return k, v, slots
 
 
-def _heads_swapped(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Any:
-    return k.flip(1), v, slots
-
-
 def _gained(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Any:
     """The scale of a quantised cache is applied when keys are written, and not when they are read."""
     return k * 0.5, v, slots
@@ -130,7 +122,8 @@ FAULTS = [
            _weights(lambda w: _int8(w, 1)), "weight is in int8", _DOWN, _BF16),
     _fault("weight-int8-groups", "A weight is in 8 bits, one scale for 32 inputs.", _weights(_int8_in_groups),
            "weight is in int8.*32", _DOWN, _FP16),
-    _fault("weight-fp8", "A weight is in float8, one scale for all of it.", _weights(_fp8_scaled),
+    _fault("weight-fp8", "A weight is in float8, one scale for all of it.",
+           _weights(lambda x: _fp8(x, x.float().abs().amax() / _FP8)),
            "weight is in float8_e4m3fn", _DOWN, _BF16),
     _fault("weight-fp8-unscaled", "A weight is in float8 without a scale.", _weights(_fp8),
            "weight is in float8_e4m3fn", _DOWN, _FP16),
@@ -147,7 +140,8 @@ FAULTS = [
            "cut off.*bfloat16", _K_CACHE, _FP32),
     _fault("cache-one-bit", "One bit of an element of every key is flipped in the cache.", stored(_one_bit),
            "bit", _K_CACHE, _BF16),
-    _fault("cache-heads-swapped", "The KV heads of the keys are stored in the reverse order.", stored(_heads_swapped),
+    _fault("cache-heads-swapped", "The KV heads of the keys are stored in the reverse order.",
+           stored(lambda cache, k, v, slots: (k.flip(1), v, slots)),
            "heads.*another order", _K_CACHE, _BF16),
     _fault("cache-scale-forgotten", "Keys come back at half their size.", stored(_gained), "gain of 0.5", _K_CACHE,
            _FP16),

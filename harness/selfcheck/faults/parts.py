@@ -45,14 +45,6 @@ def _slow_half_zero(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.arange(len(inv_freq)) < len(inv_freq) // 2, inv_freq, 0.0)
 
 
-def _sine_missing(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos
-
-
-def _exchanged(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * sin + rotate_half(x) * cos
-
-
 def _logits_capped(cap: float) -> Any:
     """Put a soft cap after the head's product."""
 
@@ -139,9 +131,11 @@ FAULTS = [
     _fault("frequencies-reversed", _POSITION, "The last pair turns fastest.",
            frequencies_changed(lambda config, inv_freq: inv_freq.flip(0)), "frequencies of the pairs are in another",
            "q_rope", SECOND),
-    _fault("sine-missing", _POSITION, "Only the cosine is applied.", rotary(_sine_missing), "sine is left out",
+    _fault("sine-missing", _POSITION, "Only the cosine is applied.",
+           rotary(lambda x, cos, sin: x * cos), "sine is left out",
            "q_rope", SECOND, **_FP16),
-    _fault("cosine-and-sine-exchanged", _POSITION, "Cosine and sine stand in each other's place.", rotary(_exchanged),
+    _fault("cosine-and-sine-exchanged", _POSITION, "Cosine and sine stand in each other's place.",
+           rotary(lambda x, cos, sin: x * sin + rotate_half(x) * cos),
            "cosine and sine of the rotary table are exchanged", "q_rope", **_BF16),
     _fault("positions-stop", _POSITION, "Rows after the end of a table take its last line.",
            positions_changed(lambda positions, chunks: positions.clamp(max=_LENGTH - 1)), "positions stop at 15",

@@ -55,28 +55,12 @@ def _own_only(mask: torch.Tensor, num_old: int) -> torch.Tensor:
     return mask & (torch.arange(mask.shape[1]) >= num_old)
 
 
-def _old_only(mask: torch.Tensor, num_old: int) -> torch.Tensor:
-    return mask & (torch.arange(mask.shape[1]) < num_old)
-
-
-def _no_mask(mask: torch.Tensor, num_old: int) -> torch.Tensor:
-    return torch.ones_like(mask)
-
-
 def _sees_the_next(mask: torch.Tensor, num_old: int) -> torch.Tensor:
     return torch.ones_like(mask).tril(num_old + 1)
 
 
 def _top_left(mask: torch.Tensor, num_old: int) -> torch.Tensor:
     return torch.ones_like(mask).tril()
-
-
-def _last_old_unseen(mask: torch.Tensor, num_old: int) -> torch.Tensor:
-    return mask & (torch.arange(mask.shape[1]) != num_old - 1)
-
-
-def _first_unseen(mask: torch.Tensor, num_old: int) -> torch.Tensor:
-    return mask & (torch.arange(mask.shape[1]) > 0)
 
 
 def _in_two_parts(merge: Callable[[list[torch.Tensor], list[torch.Tensor]], torch.Tensor]) -> Any:
@@ -138,10 +122,6 @@ def _is_later(chunk: Any) -> bool:
 def _is_resumed(chunk: Any) -> bool:
     """Whether a preempted request is computed anew, which has tokens of its own by now."""
     return chunk.start == 0 and bool(chunk.sequence.sampled_token_ids)
-
-
-def _later_plus_one(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
-    return positions + per_row(chunks, lambda chunk: int(_is_later(chunk)))
 
 
 def _restarting(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
@@ -319,15 +299,19 @@ FAULTS = [
            "only the tokens of its own step", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
     _fault("chunk-own-tokens-only-in-bfloat16", "A later chunk does not see the cache.", _masked(_own_only),
            "only the tokens of its own step", _ATTENTION, _SECOND_CHUNK, _CHUNKED, _BF16),
-    _fault("chunk-old-tokens-only", "A later chunk sees nothing but the cache.", _masked(_old_only),
+    _fault("chunk-old-tokens-only", "A later chunk sees nothing but the cache.",
+           _masked(lambda mask, num_old: mask & (torch.arange(mask.shape[1]) < num_old)),
            "does not see the tokens of its own step", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
-    _fault("chunk-not-causal", "A later chunk has no causal mask.", _masked(_no_mask), "no causal mask", _ATTENTION,
+    _fault("chunk-not-causal", "A later chunk has no causal mask.",
+           _masked(lambda mask, num_old: torch.ones_like(mask)), "no causal mask", _ATTENTION,
            _SECOND_CHUNK, _CHUNKED, _BF16),
     _fault("chunk-sees-the-next", "In a later chunk a row sees the token after it.", _masked(_sees_the_next),
            "sees the next token", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
     _fault("chunk-boundary-unseen", "A later chunk does not see the last token of the chunk before.",
-           _masked(_last_old_unseen), "the last token of the step before", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
-    _fault("chunk-first-unseen", "A later chunk does not see its request's first token.", _masked(_first_unseen),
+           _masked(lambda mask, num_old: mask & (torch.arange(mask.shape[1]) != num_old - 1)),
+           "the last token of the step before", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
+    _fault("chunk-first-unseen", "A later chunk does not see its request's first token.",
+           _masked(lambda mask, num_old: mask & (torch.arange(mask.shape[1]) > 0)),
            "first 1 token", _ATTENTION, _SECOND_CHUNK, _CHUNKED, _BF16),
     _fault("chunk-scale-missing", "A later chunk does not scale its scores.",
            _masked(lambda mask, num_old: mask, scale=1.0), "scale is missing", _ATTENTION, _SECOND_CHUNK, _CHUNKED),
@@ -346,7 +330,8 @@ FAULTS = [
            replacing((reference_engine.attention.paged, "attend_chunk", _wider_window)), "window.*first row",
            _ATTENTION, (0, 16), _CHUNKED, setting=WINDOWED),
     _fault("chunk-position-plus-one", "Positions of later chunks are one too high.",
-           positions_changed(_later_plus_one), r"off by one \(\+1\)", _Q_ROPE, _SECOND_CHUNK, _CHUNKED, _FP16),
+           positions_changed(lambda at, chunks: at + per_row(chunks, lambda chunk: int(_is_later(chunk)))),
+           r"off by one \(\+1\)", _Q_ROPE, _SECOND_CHUNK, _CHUNKED, _FP16),
     _fault("chunk-position-of-the-batch", "The rows before a chunk in its step are added to its positions.",
            positions_changed(_shifted_by_the_batch), "before it in the (batch|step)", _Q_ROPE, (1, 0), _MIXED),
     _fault("chunk-slots-from-zero", "A later chunk is written from its request's first slot on.",

@@ -37,14 +37,6 @@ def _partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat((turned * cos + rotate_half(turned) * sin, kept), dim=-1)
 
 
-def _backwards(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos - rotate_half(x) * sin
-
-
-def _not_at_all(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
 def positions_changed(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
     """Change the positions that rotary sees: `change` gets them and the chunks of the step."""
 
@@ -61,14 +53,6 @@ def positions_changed(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> An
 def per_row(chunks: Any, value: Callable[[Any], int]) -> torch.Tensor:
     """Return a number of each chunk, [T] int64, for every row of it."""
     return torch.tensor([value(chunk) for chunk in chunks for _ in range(chunk.num_tokens)])
-
-
-def _decode_plus_one(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
-    return positions + per_row(chunks, lambda chunk: int(chunk.is_decode))
-
-
-def _decode_minus_one(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
-    return positions - per_row(chunks, lambda chunk: int(chunk.is_decode))
 
 
 def _without_chunk_offset(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
@@ -112,20 +96,23 @@ _fault = table_of(category=Category.POSITION, tap=_Q_ROPE, row=SECOND)
 FAULTS = [
     _fault("rotary-interleaved", "Rotary turns neighbouring pairs instead of the halves of a head.",
            rotary(_interleaved), "interleaved", instance="shainet#111, vllm-metal#44"),
-    _fault("rotary-backwards", "The sine has the wrong sign.", rotary(_backwards), "sign of the sine"),
-    _fault("rotary-skipped", "q and k are not rotated.", rotary(_not_at_all), "not applied"),
+    _fault("rotary-backwards", "The sine has the wrong sign.",
+           rotary(lambda x, cos, sin: x * cos - rotate_half(x) * sin), "sign of the sine"),
+    _fault("rotary-skipped", "q and k are not rotated.", rotary(lambda x, cos, sin: x.clone()), "not applied"),
     _fault("rotary-partial", "Only half of each head is rotated.", rotary(_partial), "partial rotary",
            instance="vllm#29966"),
-    _fault("position-decode-plus-one", "Decode counts the new token twice.", positions_changed(_decode_plus_one),
+    _fault("position-decode-plus-one", "Decode counts the new token twice.",
+           positions_changed(lambda at, chunks: at + per_row(chunks, lambda chunk: int(chunk.is_decode))),
            r"position.*\+1", row=FIRST_DECODE, instance="transformers#43082"),
-    _fault("position-decode-minus-one", "Decode repeats the last position.", positions_changed(_decode_minus_one),
+    _fault("position-decode-minus-one", "Decode repeats the last position.",
+           positions_changed(lambda at, chunks: at - per_row(chunks, lambda chunk: int(chunk.is_decode))),
            "position.*-1", row=FIRST_DECODE),
     _fault("position-chunk-offset", "Every chunk of a prompt starts at position 0.",
            positions_changed(_without_chunk_offset), "chunk", row=(0, CHUNK),
            setting=FaultConfig(schedule=f"chunked:{CHUNK}"), instance="mlx-node#33"),
     _fault("position-constant-plus-one",
            "All positions are one too high: outputs are nearly equal, the rotated keys are not.",
-           positions_changed(lambda positions, chunks: positions + 1), r"position.*\+1", row=FIRST),
+           positions_changed(lambda at, chunks: at + 1), r"position.*\+1", row=FIRST),
     _fault("position-across-batch", "The second request's positions go on from the first one's.",
            positions_changed(_across_the_batch), "batch", row=(1, 0)),
     _fault("rope-scaling-ignored", "The llama3 scaling of the frequencies is not applied.",

@@ -23,8 +23,6 @@ from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 
-__all__ = ["ContiguousSubject", "PagedSubject", "RecomputeSubject", "TritonSubject"]
-
 
 class Backend:
     """Any backend over blocks: they lie as they are given, after its null block."""

@@ -9,8 +9,6 @@ from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 
-__all__ = ["BlockManagerSubject", "PoolAndCache"]
-
 
 class PoolAndCache:
     """Pool, prefix cache and block manager, and what a suite may see of them."""

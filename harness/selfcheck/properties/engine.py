@@ -11,8 +11,6 @@ from harness.formats.checkpoint import embedded_cases
 from harness.properties.engine.adapter import Taps
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo
 
-__all__ = ["EngineSubject", "LlamaEngine", "Qwen2Engine"]
-
 
 class EngineSubject:
     """The reference engine with qwen3-tiny in float32."""

@@ -23,8 +23,6 @@ from reference_engine.requests.tokenizer import Tokenizer
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.sampler import sample
 
-__all__ = ["Ops"]
-
 
 class Ops:
     """Everything that the engine has: it has no LayerNorm, and rotates half-split only."""

@@ -7,8 +7,6 @@ from reference_engine.requests.admission import Admission
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.scheduler import Scheduler as EngineScheduler
 
-__all__ = ["SchedulerSubject"]
-
 
 class SchedulerSubject(PoolAndCache):
     """The reference engine's scheduler, with the admission that stands before it, under the scheduler suite."""

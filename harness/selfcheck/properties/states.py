@@ -11,8 +11,6 @@ from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 from reference_engine.state_cache import StateCache, StateSpec
 
-__all__ = ["StateCacheSubject"]
-
 _SHAPE = DeltaNetShape(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1, kernel_size=1)
 _GIVEN_UP = -1.0
 

@@ -23,12 +23,7 @@ def torchao_models(
 ) -> tuple[Any, HFModel]:
     """Return the quantised model, and the original with the dequantised weights.
 
-    Args:
-        module: that has the configuration's class.
-        config: the name of that class.
-        checkpoint: the original.
-        scratch: not used.
-        options: of the configuration.
+    `config` is the name of a class in `module`, which takes the options; `scratch` is not used.
     """
     from transformers import TorchAoConfig
 
@@ -58,11 +53,8 @@ def compressed_models(
 ) -> tuple[Any, HFModel]:
     """Return the quantised model, and HuggingFace's own dequantised form of it.
 
-    Args:
-        preset: the name that compressed-tensors gives to a scheme.
-        checkpoint: the original.
-        scratch: folder for the compressed checkpoint.
-        group_size: of the weights that share a scale, in place of the preset's.
+    `preset` is the name that compressed-tensors gives to a scheme; `group_size` weights share a scale, in place of the
+    preset's.
     """
     from transformers import CompressedTensorsConfig
 

@@ -88,12 +88,8 @@ def check_against(
 ) -> None:
     """Hold a GGUF model against an HF checkpoint.
 
-    Args:
-        model: the file.
-        own: the HF configuration that the file tells.
-        original: HF's configuration of the checkpoint, from `read_original`.
-        hf: the checkpoint that it was made from.
-        tensors: the file's tensors by HF's names, dequantised, in HF's order.
+    `own` is the HF configuration that the file tells, `original` that of the checkpoint, from `read_original`. The
+    tensors are dequantised, by HF's names and in HF's order.
 
     Raises:
         HarnessError: GGUF_DIFFERS, with the first difference and its cause.

@@ -174,12 +174,8 @@ def hf_config(
 ) -> dict[str, Any]:
     """Return config.json of the HF model with the metadata's sizes.
 
-    Args:
-        metadata: of the file.
-        vocab_size: rows of the embedding.
-        is_tied: whether the file has no head of its own.
-        rope_factors: by what each rotary frequency is divided, where it is.
-        original_rope: the rotary parameters of the checkpoint that the file was made from; the factors may be theirs.
+    `rope_factors` divide each rotary frequency, where they are there. `original_rope` has the rotary parameters of the
+    checkpoint that the file was made from; the factors may be theirs.
 
     Raises:
         HarnessError: UNSUPPORTED_ARCHITECTURE, DAMAGED_GGUF, or UNSUPPORTED_GGUF where the metadata says what is not

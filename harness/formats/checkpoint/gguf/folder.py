@@ -5,7 +5,6 @@ streamed, hashed and run by HF's own code. The folder lies in the cache and is m
 the weights come from and in which type each was.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.base.json_text import json_digest
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import Checkpoint
 from harness.formats.checkpoint.dequantised import made_once, write_shards
@@ -55,11 +55,8 @@ def read_source(folder: Path) -> GGUFSource | None:
 def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None) -> Path:
     """Return the folder of a GGUF model's checkpoint, made first where the cache does not have it.
 
-    Args:
-        path: the GGUF file, or one of its shards.
-        cache: folder that keeps such folders.
-        hf: the HF checkpoint that the file was made from: its configuration and tokenizer are taken, and each of its
-            tensors is held against the file's.
+    The path is the file's, or of one of its shards; `cache` keeps such folders. Of the HF checkpoint `hf` that the file
+    was made from, configuration and tokenizer are taken, and each of its tensors is held against the file's.
 
     Raises:
         HarnessError: DAMAGED_GGUF, UNSUPPORTED_GGUF, UNSUPPORTED_ARCHITECTURE, MISSING_SHARD, PACKAGE_MISSING,
@@ -78,7 +75,7 @@ def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
     if hf is not None:
         paths += sorted(file for file in hf.folder.iterdir() if file.is_file())
     stamps = [FileStamp.of(path) for path in paths]
-    return hashlib.sha256(json.dumps([VERSION, hf is None, stamps]).encode()).hexdigest()[:32]
+    return json_digest([VERSION, hf is None, stamps])[:32]
 
 
 def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
@@ -102,9 +99,7 @@ def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
 def gguf_config(model: GGUFModel, original: Any = None) -> dict[str, Any]:
     """Return the HF configuration that the metadata and the tensors tell.
 
-    Args:
-        model: the file.
-        original: HF's configuration of the checkpoint that it was made from, whose rotary factors it may have.
+    `original` is HF's configuration of the checkpoint that it was made from, whose rotary factors it may have.
 
     Raises:
         HarnessError: as `hf_config`; DAMAGED_GGUF without an embedding.

@@ -201,8 +201,7 @@ class QuantisedCheckpoint:
     def codes(self, name: str) -> Codes:
         """Return a quantised weight, unpacked.
 
-        Args:
-            name: HF's name of the parameter.
+        The name is HF's.
 
         Raises:
             HarnessError: BAD_SCALE: a scale is zero or not finite, or an input has no group.

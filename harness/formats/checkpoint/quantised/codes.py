@@ -78,11 +78,8 @@ def _count(shape: tuple[int, ...]) -> int:
 def unpacked(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return the unsigned codes of integers that each hold several, along a dimension: uint8.
 
-    Args:
-        words: integers; lowest bits come first.
-        bits: of a code; a divisor of the integers' own.
-        dim: along which the codes lie.
-        order: the place among its neighbours of each code of an integer; None for the order of the bits.
+    Codes have `bits`, a divisor of the integers' own, and lie along `dim`, the lowest bits first. `order` is the place
+    among its neighbours of each code of an integer; None for the order of the bits.
     """
     count = 8 * words.dtype.itemsize // bits
     last = words.transpose(dim, -1)

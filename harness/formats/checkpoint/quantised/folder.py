@@ -5,7 +5,6 @@ goldens, hashes, engines. `quantised.json` in it says where the weights come fro
 checkpoint itself, and the judge, which knows its declared arithmetic, find it there.
 """
 
-import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.base.json_text import json_digest
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.dequantised import made_once, write_shards
@@ -91,9 +91,7 @@ def is_quantised(folder: Path) -> bool:
 def checkpoint_of_quantised(folder: Path, cache: Path) -> Path:
     """Return the folder with a checkpoint's weights dequantised, made first where the cache does not have it.
 
-    Args:
-        folder: of the quantised checkpoint.
-        cache: folder that keeps such folders.
+    `cache` keeps such folders.
 
     Raises:
         HarnessError: as `QuantisedCheckpoint`; BAD_SCALE, TOO_LARGE_TO_DEQUANTISE, TENSORS_CONTRADICT_CONFIG,
@@ -111,7 +109,7 @@ def served_folder(folder: Path) -> Path:
 def _identity(folder: Path) -> str:
     """Return a name that changes whenever a file is another, or was written again."""
     stamps = [FileStamp.of(file) for file in sorted(folder.iterdir()) if file.is_file()]
-    return hashlib.sha256(json.dumps([VERSION, stamps]).encode()).hexdigest()[:32]
+    return json_digest([VERSION, stamps])[:32]
 
 
 def _write(folder: Path, made: Path) -> None:

@@ -25,8 +25,8 @@ def answer(message):
         log.write(f"{task['kind']} {name} {os.getpid()}\\n")
     if task["kind"] == "golden":
         if name.startswith("bad-prompt"):
-            return {"answer": {"verdict": "error", "code": "H012", "reason": "the prompt is too long"}}
-        return {"answer": {"verdict": "pass", "seconds": 0.5}}
+            return {"found": {"verdict": "error", "code": "H012", "reason": "the prompt is too long"}}
+        return {"found": {"verdict": "pass", "seconds": 0.5}}
     if name.startswith("crash"):
         os.kill(os.getpid(), signal.SIGSEGV)
     if name.startswith("exit"):
@@ -38,13 +38,13 @@ def answer(message):
     if name.startswith("killed") or (name.startswith("once-killed") and first):
         os.kill(os.getpid(), signal.SIGKILL)
     if name.startswith("gone") and first:
-        return {"loss": {"reason": "its golden did not arrive", "needs_golden": True}}
+        return {"found": {"reason": "its golden did not arrive", "needs_golden": True}}
     if name.startswith("mismatch"):
         place = {"tap": "lm_head", "request": 0, "position": 3, "schedule": "plain", "step": 0, "phase": "prefill",
                  "code": "H040", "local_roundings": 99.0, "cause": "a cause"}
-        return {"answer": {"verdict": "mismatch", "code": "H040", "reason": "out of bounds", "seconds": 0.25,
+        return {"found": {"verdict": "mismatch", "code": "H040", "reason": "out of bounds", "seconds": 0.25,
                            "first_divergence": place}}
-    return {"answer": {"verdict": "pass", "seconds": 0.25, "figures": {"bound_share_max": 0.5}}}
+    return {"found": {"verdict": "pass", "seconds": 0.25, "figures": {"bound_share_max": 0.5}}}
 
 def main():
     serve(answer)

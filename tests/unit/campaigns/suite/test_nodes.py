@@ -10,7 +10,7 @@ from harness.campaigns.suite.node_checks import refuse_differences, refuse_missi
 from harness.campaigns.suite.node_task import Look, look
 from harness.campaigns.suite.ray_pool import ClusterNode, RayPool, _Running
 from harness.campaigns.suite.store import Store
-from harness.campaigns.suite.task import Loss, Resources, Task, TaskResult
+from harness.campaigns.suite.task import FOUND, Loss, Resources, Task, TaskResult
 from harness.errors import Code, HarnessError
 
 
@@ -106,7 +106,7 @@ def test_a_node_that_loses_a_task_gets_no_other_until_it_was_looked_at_again(poo
 
 def test_a_golden_that_is_gone_says_nothing_of_the_node(pool, make_case):
     pool._ray, pool._nodes = StubRay(), {"a": node("a")}
-    gone = json.dumps({"loss": {"reason": "gone", "needs_golden": True}})
+    gone = json.dumps({"reason": "gone", "needs_golden": True})
     run_and_end(pool, Task(kind="case", case=make_case("x")), gone)
     assert place(pool, make_case("y")) == "a"
 
@@ -179,4 +179,4 @@ def test_what_a_node_has_found_comes_back(make_case, monkeypatch):
     for said in (TaskResult(verdict="pass", seconds=2.0), Loss(reason="gone", needs_golden=True)):
         monkeypatch.setattr(node_task._shelf, "run", lambda _task, _more, said=said: said)
         text = node_task.run_on_node(Task(kind="case", case=make_case("x")).model_dump_json())
-        assert node_task.ended(text) == said
+        assert FOUND.validate_json(text) == said
