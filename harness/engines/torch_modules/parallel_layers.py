@@ -52,6 +52,8 @@ class _Table:
     def entries(self) -> Iterator[Entry]:
         """Yield the lines; products come first, since what they make is shown by nothing else as surely.
 
+        Then norms that add to a residual: what comes before such a one returns the stream without its last part, though
+        the first layer may look as if it returned it whole (Mamba-2's hands the embedding through beside it).
         Then layers: the residual stream begins in the first, whatever is done to the embedding before.
         """
         for path, module in sorted(self._modules.items(), key=lambda each: self._rank(*each)):
@@ -62,7 +64,9 @@ class _Table:
                 yield entry
 
     def _rank(self, path: str, module: nn.Module) -> int:
-        return 0 if "LinearBase" in _kinds(module) else 1 if _is_layer(path) else 2
+        call = None if self._calls is None else self._calls.by_path.get(path)
+        adds = call is not None and not call.is_single and any(kind.endswith("Norm") for kind in _kinds(module))
+        return 0 if "LinearBase" in _kinds(module) else 1 if adds else 2 if _is_layer(path) else 3
 
     def _layer(self, path: str) -> Entry | None:
         """Return what a decoder layer shows: the stream that the first is given, and what each returns if that is all.

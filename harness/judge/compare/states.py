@@ -64,7 +64,7 @@ class StateRuns:
 
     def __init__(self, recording: Recording, hf: HFModel, usable: Collection[str], truth_dtype: torch.dtype) -> None:
         self.recording, self._hf, self._truth_dtype = recording, hf, truth_dtype
-        self._judge = _NoJudge(hf.graph, {tap for tap in usable if not hf.graph[tap].is_kept} if usable else set())
+        self._judge = _NoJudge(hf.graph, {tap for tap in usable if tap in hf.graph and not hf.graph[tap].is_kept})
         self._steps = [step for step in recording.steps if not is_readback(step)]
         self._known: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
 

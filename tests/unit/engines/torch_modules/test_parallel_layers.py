@@ -185,11 +185,18 @@ def test_a_value_of_another_shape_is_no_tap(graph):
 
 
 def test_a_layer_that_returns_the_stream_alone_shows_its_output(graph):
-    alone = call((31, 128), hidden_states=(31, 128))
-    model = fake_model(len(graph.layers))
-    table = find_table(model, graph, calls_of(graph, **{"model.layers.1": alone}))
-    (entry,) = (entry for entry in table if entry.module == "model.layers.1")
-    assert entry.taps == ("model.layers.1.output",)
+    alone, path = call((31, 128), hidden_states=(31, 128)), f"model.layers.{len(graph.layers) - 1}"
+    calls = calls_of(graph, **{path: alone, "model.norm": call((31, 128))})
+    (entry,) = (entry for entry in find_table(fake_model(len(graph.layers)), graph, calls) if entry.module == path)
+    assert entry.taps == (f"{path}.output",)
+
+
+def test_a_layer_before_a_norm_that_adds_shows_no_output(graph):
+    """As the first of Mamba-2 in vLLM: it returns its mixer's rows, and beside them the embedding as it was given."""
+    pair = call((31, 128), None, hidden_states=(31, 128))
+    table = find_table(fake_model(len(graph.layers)), graph, calls_of(graph, **{"model.layers.0": pair}))
+    (shown,) = (entry for entry in table if "model.layers.0.output" in entry.taps)
+    assert shown.module == "model.layers.1.input_layernorm"
 
 
 class Experts(nn.Module):

@@ -74,6 +74,12 @@ def test_one_state_is_judged_whatever_it_costs():
     assert _affordable([read(99_999)], one_request(100_000, 10)) == [read(99_999)]
 
 
+def test_a_tap_that_hf_does_not_have_is_no_input():
+    """As the parts of gpt-oss's fused product, which vLLM names otherwise than HF."""
+    runs = StateRuns(recording([]), SimpleNamespace(graph={}), {"model.layers.0.attn.v_proj"}, torch.float64)
+    assert not runs._judge.usable
+
+
 def test_what_was_left_out_is_named_by_position():
     left_out = {read(41), read(43), read(44), read(45), read(7, request=2)}
     assert _in_words(left_out) == ("request 0: 41, 43 to 45", "request 2: 7")
