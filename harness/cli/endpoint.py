@@ -155,5 +155,5 @@ def _refuse_without_client() -> None:
             Code.BAD_OPTION,
             f"the client needs a package that is not installed: {error.name}",
             where="--endpoint",
-            hint="pip install 'inference-harness[serve]'",
+            hint="pip install -e '.[serve]' in the harness's checkout",
         ) from error
