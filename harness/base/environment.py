@@ -97,7 +97,7 @@ def describe_machine(device: str) -> MachineInfo:
 
 
 def own_commit() -> str:
-    """Return the commit that this code is of, as git knows it or the build (`hatch_build.py`) wrote it; else nothing."""
+    """Return the commit that this code is of, as git knows it or hatch_build.py wrote it; nothing if neither did."""
     root = Path(__file__).parents[2]
     if (root / ".git").exists():
         return _described(root)

@@ -127,7 +127,9 @@ def test_a_chat_without_a_template(harness, chat):
 
 def test_a_template_that_refuses_the_message(harness, changed, chat):
     template = "{{ raise_exception('a system message comes first') }}"
-    ran = harness("generate", "--chat", chat, "--model", changed("qwen3-tiny", tokenizer_config={"chat_template": template}))
+    ran = harness(
+        "generate", "--chat", chat, "--model", changed("qwen3-tiny", tokenizer_config={"chat_template": template})
+    )
     assert ran.status == 2
     assert ran.err.startswith(f"{Code.NO_CHAT_TEMPLATE}: the chat template cannot be applied: a system message")
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness.profiling.memory.history import history_timeline
 from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
 from harness.profiling.memory.trace_memory import is_trace, read_trace_memory
 from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
-from harness.results.profile import Frame
+from harness.results.profile import Frame, MemoryTimeline
 
 _AWAITING = ("active_awaiting_free", "active_pending_free")
 _CHANGES = {ALLOC: 1, FREE: -1}
@@ -35,11 +36,15 @@ def summarize_memory(path: Path) -> MemorySummary:
     Raises:
         HarnessError: SNAPSHOT_UNREADABLE, and those of a trace.
     """
-    if is_trace(path):
-        devices = [replace(_device(own), growth=growth) for own, growth in read_trace_memory(path)]
-    else:
-        devices = [_device(each) for each in read_snapshot(path)]
-    return MemorySummary(file=str(path), devices=tuple(devices))
+    return summarize_with_timelines(path)[0]
+
+
+def summarize_with_timelines(path: Path) -> tuple[MemorySummary, tuple[MemoryTimeline | None, ...]]:
+    """Return the same, and the timeline of each device; None where it has no history."""
+    read = read_trace_memory(path) if is_trace(path) else ((each, ()) for each in read_snapshot(path))
+    found = [(replace(_device(own), growth=growth), history_timeline(own)) for own, growth in read]
+    summary = MemorySummary(file=str(path), devices=tuple(device for device, _ in found))
+    return summary, tuple(timeline for _, timeline in found)
 
 
 def diff_memory(before: Path, after: Path) -> MemoryDiff:
