@@ -28,13 +28,16 @@ def summary(
     format: Annotated[str, forms.MEMORY.option()] = "human",
 ) -> int:
     """Show what is in use, what was at the peak, what was allocated and kept, and what did not fit."""
-    from harness.profiling.memory.summary import summarize_with_timelines
+    from harness.profiling.memory.summary import summarize_memory, summarize_with_timelines
+
+    if out is None:
+        forms.MEMORY.show([summarize_memory(file) for file in files], format)
+        return ExitStatus.PASS
     from harness.report.page.html import memory_html
 
     refuse_existing(out)
     read = [summarize_with_timelines(file) for file in files]
-    if out is not None:
-        write_text(out, memory_html(read))
+    write_text(out, memory_html(read))
     forms.MEMORY.show([summary for summary, _ in read], format)
     return ExitStatus.PASS
 

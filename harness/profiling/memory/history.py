@@ -35,13 +35,13 @@ def _of_events(events: list[Event]) -> Iterator[Allocation]:
     for event in events:
         before = latest.get(event.address)
         if event.action == FREE and before is None:
-            before = _allocation(event, EARLIER_US)
+            before = latest[event.address] = _allocation(event, EARLIER_US)
             yield before
         if before is not None and before.freed_us is None:  # an allocation too ends what is at its address
             before.freed_us, before.freed_frames = event.time_us, event.frames
         if event.action == ALLOC:
-            found.append(_allocation(event, event.time_us))
-        latest[event.address] = found[-1] if event.action == ALLOC else before  # type: ignore[assignment]
+            latest[event.address] = _allocation(event, event.time_us)
+            found.append(latest[event.address])
     yield from found
 
 
