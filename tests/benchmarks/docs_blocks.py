@@ -127,7 +127,7 @@ EXPECTED = {
     ("test-your-scheduler", "pytest"): 1,
     ("test-your-state-cache", "pytest"): 1,
 }
-"""Exit statuses that are not 0: a difference that a page shows (2 where `pytest -x` stops its workers at the first one),
+"""Exit statuses that are not 0: a difference that a page shows (2 where `pytest -x` stops its workers at the first),
 checkpoints that differ, a clone without a change. The first that fits counts."""
 
 NOT_RUN = [
