@@ -116,6 +116,7 @@ SERVERS = {
 EXPECTED = {
     ("check-onnxruntime", "harness check"): 1,
     ("README", "--fault wrong-block"): 1,
+    ("faults", "--fault wrong-block"): 1,
     ("fuzz", "--fault copy-on-write-forgotten"): 1,
     ("fuzz", "--poison --engine hf"): 1,
     ("gates", "--against"): 2,
