@@ -98,7 +98,7 @@ BEFORE = {
                                 "pip install -q -e fused"],
     "gates": ["git branch -f main"],
     "profiling": ["echo 'Once upon a time' > prompts.txt"],
-    "scale": ["mkdir few && cp cases/qwen3-float32.toml cases/llama-token-ids.toml few",
+    "scale": ["mkdir few && cp cases/qwen3-float32.toml cases/llama-token-ids.toml few && ln -s ../cases/checkpoints few",
               "printf 'schema_version = 1\\nschedule = [\"plain\", \"batched\"]\\n' > nightly.toml"],
     "traces": ["harness profile --out out/profile"],
     "write-an-adapter": ["harness new-adapter mine --out mine", "pip install -q -e mine"],
