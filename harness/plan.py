@@ -268,20 +268,25 @@ def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[Prompt, ...]:
     """Return the requests of a case in token ids; the tokenizer is loaded only if a request is a text."""
 
     def prompt(index: int, request: RequestSpec) -> Prompt:
-        token_ids = request.token_ids
-        if request.prompt is not None:
-            token_ids = tokenize(request.prompt, checkpoint, where=f"request {index}")
-        elif request.messages is not None:
-            token_ids = checkpoint.tokenizer.chat(request.messages, request.tools)
-        assert token_ids is not None
+        token_ids = prompt_tokens(request, checkpoint, where=f"request {index}")
         inputs = None if request.inputs is None else keep_inputs(request.inputs)
         if request.continuation is not None:
             fed = (*token_ids, *request.continuation)
             return Prompt(token_ids=fed, max_new_tokens=1, prompt_length=len(token_ids), inputs=inputs)
         num_new = request.max_new_tokens or case.max_new_tokens
-        return Prompt(token_ids=tuple(token_ids), max_new_tokens=num_new, inputs=inputs)
+        return Prompt(token_ids=token_ids, max_new_tokens=num_new, inputs=inputs)
 
     return tuple(prompt(index, request) for index, request in enumerate(case.requests))
+
+
+def prompt_tokens(request: RequestSpec, checkpoint: Checkpoint, *, where: str) -> tuple[int, ...]:
+    """Return the token ids of a request's prompt: a text, a conversation or ids."""
+    if request.prompt is not None:
+        return tuple(tokenize(request.prompt, checkpoint, where=where))
+    if request.messages is not None:
+        return tuple(checkpoint.tokenizer.chat(request.messages, request.tools))
+    assert request.token_ids is not None
+    return tuple(request.token_ids)
 
 
 def tokenize(text: str, checkpoint: Checkpoint, *, where: str) -> list[int]:

@@ -3,14 +3,13 @@
 The light recorder imports this module, where nothing but numpy need be installed.
 """
 
-import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from harness.version import __version__
@@ -98,15 +97,12 @@ def describe_machine(device: str) -> MachineInfo:
 
 
 def own_commit() -> str:
-    """Return the commit that this code is of, as git or pip knows it; nothing where neither does."""
+    """Return the commit that this code is of, as git knows it or hatch_build.py wrote it; nothing if neither did."""
     root = Path(__file__).parents[2]
     if (root / ".git").exists():
         return _described(root)
-    try:
-        record = json.loads(distribution("inference-harness").read_text("direct_url.json") or "{}")
-        return str(record["vcs_info"]["commit_id"])[:12]
-    except (PackageNotFoundError, KeyError, TypeError, ValueError):
-        return ""
+    written = root / "harness" / "commit.txt"
+    return written.read_text(encoding="utf-8").strip() if written.is_file() else ""
 
 
 def _described(folder: Path) -> str:

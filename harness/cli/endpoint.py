@@ -100,10 +100,10 @@ class ServerOptions:
             )
             raise HarnessError(Code.BAD_OPTION, what, where="--endpoint", actual=", ".join(named) or None)
         forms.ENDPOINT.chosen(form)
+        address = self.address()  # first: it says which package the client lacks
         from harness.campaigns.endpoint.run import check_endpoint
         from harness.plan import plan_request
 
-        address = self.address()
         if not {"model", "requests"} & given.keys():
             given["requests"] = [RequestSpec(prompt=text) for text in _DEFAULT_PROMPTS]
         plan = plan_request(**given, local_files_only=local_files_only)
@@ -155,5 +155,5 @@ def _refuse_without_client() -> None:
             Code.BAD_OPTION,
             f"the client needs a package that is not installed: {error.name}",
             where="--endpoint",
-            hint="pip install 'inference-harness[serve]'",
+            hint="pip install -e '.[serve]' in the harness's checkout",
         ) from error

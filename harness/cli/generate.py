@@ -15,7 +15,7 @@ from harness.cli.answer import TimedContinuation
 from harness.cli.output import write
 from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.formats.case import load_case
+from harness.formats.case import RequestSpec, load_case
 from harness.formats.checkpoint import Checkpoint, embedded_cases, resolve
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")] = None,
     model: opt.Model = None,
     engine: Annotated[
         str, typer.Option(metavar="NAME", help="Engine that continues it; others than reference: greedily only.")
@@ -41,12 +41,20 @@ def generate(
     engine_option: opt.EngineOption = None,
     lora: opt.Lora = None,
     local_files_only: opt.LocalFilesOnly = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    chat: Annotated[
+        Path | None,
+        typer.Option(
+            "--chat",
+            metavar="FILE",
+            help="JSON file with a conversation in the prompt's place: a list of messages, or messages and tools. The "
+            "checkpoint's chat template makes the prompt.",
+        ),
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     show_stats: Annotated[bool, typer.Option("--show-stats", help="Print counts and times on standard error.")] = False,
     format: Annotated[str, forms.CONTINUATION.option()] = "human",
 ) -> int:
-    """Continue a prompt with the reference engine, or with another that is installed.
+    """Continue a prompt or a conversation with the reference engine, or with another that is installed.
 
     Standard output has the continuation alone. It ends at the model's own end-of-sequence token, or after
     --max-new-tokens.
@@ -55,6 +63,7 @@ def generate(
         raise HarnessError(
             Code.BAD_OPTION, "JSON is written at the end, not streamed", where="--stream", hint="leave one of them away"
         )
+    request = opt.one_request(prompt, chat)
     with progress_bar() as report:
         report("loading", 0, 1)
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
@@ -65,7 +74,7 @@ def generate(
             _refuse_sampling(engine, ask)
             open_source = partial(_engine_source, engine)
         checkpoint = Checkpoint(resolve(model or embedded_model(), local_files_only=local_files_only))
-        token_ids = _token_ids(prompt, checkpoint, chat=chat)
+        token_ids = _token_ids(request, checkpoint)
         source = open_source(checkpoint, token_ids, ask)
     answer = _answer(source, checkpoint, len(token_ids), _show if stream else None)
     if stream:
@@ -157,7 +166,8 @@ def embedded_model() -> str:
     return load_case(embedded_cases() / "default.toml").model
 
 
-def _token_ids(prompt: str, checkpoint: Checkpoint, *, chat: bool) -> list[int]:
+def _token_ids(request: RequestSpec, checkpoint: Checkpoint) -> list[int]:
+    from harness.plan import prompt_tokens
     from reference_engine.requests.tokenizer import has_tokenizer
 
     if not has_tokenizer(checkpoint.folder):
@@ -165,11 +175,7 @@ def _token_ids(prompt: str, checkpoint: Checkpoint, *, chat: bool) -> list[int]:
             Code.NO_TOKENIZER, "the checkpoint has no tokenizer", where=checkpoint.folder, expected="tokenizer.json",
             hint="copy it there: text goes in and comes out",
         )  # fmt: skip
-    if chat:
-        return checkpoint.tokenizer.chat([{"role": "user", "content": prompt}])
-    from harness.plan import tokenize
-
-    return tokenize(prompt, checkpoint, where="--prompt")
+    return list(prompt_tokens(request, checkpoint, where="--prompt"))
 
 
 def open_reference_engine(

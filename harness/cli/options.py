@@ -148,6 +148,21 @@ def _requests(
     return [request.model_copy(update={"continuation": ids}) for request, ids in pairs]
 
 
+def one_request(prompt: str | None, chat: Path | None) -> RequestSpec:
+    """Return the request of a command that takes one: a text, or the file of a conversation.
+
+    Raises:
+        HarnessError: not one of both is given, or it cannot be read.
+    """
+    if (prompt is None) == (chat is None):
+        what, actual = "one request is continued", "neither" if chat is None else "both"
+        raise HarnessError(
+            Code.BAD_OPTION, what, where="--prompt, --chat", expected="one of both", actual=actual,
+            hint="a conversation in the file may end with the prompt",
+        )  # fmt: skip
+    return _requests([] if prompt is None else [prompt], chat=[] if chat is None else [chat])[0]
+
+
 def _read_chat(path: Path) -> RequestSpec:
     expected = 'a list of messages, or {"messages": [...], "tools": [...]}'
     try:

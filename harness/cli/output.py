@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 import typer
@@ -31,6 +32,16 @@ def results_on(stream: IO[str]) -> Iterator[None]:
         yield
     finally:
         _streams.pop()
+
+
+def refuse_existing(out: Path | None) -> None:
+    """Refuse to write over a file that is there.
+
+    Raises:
+        HarnessError: OUTPUT_EXISTS.
+    """
+    if out is not None and out.exists():
+        raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
 
 
 def terminal_width() -> int:

@@ -10,7 +10,7 @@ import typer
 from harness.base.files import write_text
 from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.output import STATUS
+from harness.cli.output import STATUS, refuse_existing
 from harness.cli.progress import progress_bar
 from harness.errors import Code, HarnessError
 
@@ -95,8 +95,7 @@ def _show_history(file: Path, given: Mapping[str, Any]) -> int:
         what, hint = "a history is shown as it is: nothing is compared", f"leave {where} or --history out"
         raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
     out, found = given["out"], read_history(file)
-    if out is not None and out.exists():
-        raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
+    refuse_existing(out)
     if out is not None:
         write_text(out, gap_html(found))
     forms.GAP_HISTORY.show(found, given["format"])

@@ -101,7 +101,7 @@ def _refuse_without_packages() -> None:
     except ImportError as error:
         raise HarnessError(
             Code.BAD_OPTION, f"the server needs a package that is not installed: {error.name}",
-            where="harness serve", hint="pip install 'inference-harness[serve]'",
+            where="harness serve", hint="pip install -e '.[serve]' in the harness's checkout",
         ) from error  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import typer
 
 from harness.cli import forms
 from harness.cli.command import StrictCommand
-from harness.cli.output import write
+from harness.cli.output import refuse_existing, write
 from harness.errors import Code, ExitStatus, HarnessError
 
 app = typer.Typer(name="trace", help="Read Chrome traces of torch.", no_args_is_help=True, rich_markup_mode=None)
@@ -107,8 +107,7 @@ def flame(
     from harness.profiling.trace.flame import flame
     from harness.report.trace.flame_html import flame_html
 
-    if out.exists():
-        raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
+    refuse_existing(out)
     write_text(out, flame_html(flame(file)))
     write(f"{out}")
     return ExitStatus.PASS

@@ -17,5 +17,5 @@ if find_spec("hypothesis") is None:
         Code.NO_HYPOTHESIS,
         "the property suites need Hypothesis",
         where="harness.properties",
-        hint="pip install 'inference-harness[test]'",
+        hint="pip install -e '.[test]' in the harness's checkout",
     )

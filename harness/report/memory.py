@@ -8,6 +8,7 @@ from harness.report.fitted_table import fitted_table
 from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
 
 _MOST_ROWS = 12
+PLACE_HEADERS = ("place", "operation", "category", "blocks", "MiB")
 _DISPENSABLE = ("category", "blocks", "operation")
 
 
@@ -26,36 +27,49 @@ def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
     return printable("\n\n".join(parts))
 
 
-def _device(summary: MemorySummary, device: DeviceMemory, width: int | None) -> Iterator[str]:
+def device_name(device: DeviceMemory) -> str:
+    """Return what a device is called."""
+    return "cpu" if device.device < 0 else f"device {device.device}"
+
+
+def device_lines(device: DeviceMemory) -> list[str]:
+    """Return what is in use, the peak, the growth, and what did not fit."""
     rounding = device.allocated_bytes - device.requested_bytes
-    name = "cpu" if device.device < 0 else f"device {device.device}"
     lines = [
-        f"{summary.file}, {name}",
-        f"  in use {_mib(device.allocated_bytes)} MiB that the trace saw allocated"
+        f"in use {_mib(device.allocated_bytes)} MiB that the trace saw allocated"
         if not device.num_segments
-        else f"  reserved {_mib(device.reserved_bytes)} MiB in {device.num_segments:,} segments: "
+        else f"reserved {_mib(device.reserved_bytes)} MiB in {device.num_segments:,} segments: "
         f"in use {_mib(device.allocated_bytes)} ({_mib(rounding)} of it by rounding up), "
         f"awaiting free {_mib(device.awaiting_free_bytes)}, "
         f"free {_mib(device.free_bytes)}, the largest piece of it {_mib(device.largest_free_bytes)}",
     ]
     if device.peak_bytes is None:
-        lines.append("  no history: torch.cuda.memory._record_memory_history() keeps it")
+        lines.append("no history: torch.cuda.memory._record_memory_history() keeps it")
     else:
         after = f"after {(device.peak_after_us or 0) / 1e3:,.2f} ms"
-        lines.append(f"  peak {_mib(device.peak_bytes)} MiB {after}, in a history of {device.num_events:,} events")
+        lines.append(f"peak {_mib(device.peak_bytes)} MiB {after}, in a history of {device.num_events:,} events")
     for title, kind in (("category", "category"), ("operation or module", "operation")):
         sums = _sums(device.at_peak, kind)
-        lines += [f"  at the peak by {title}, in MiB: {sums}"] if sums else []
+        lines += [f"at the peak by {title}, in MiB: {sums}"] if sums else []
     lines += [
-        f"  growth {_mib(each.added_bytes_per_step, signed=True)} MiB a step over {each.num_steps:,} of {each.phase}, "
+        f"growth {_mib(each.added_bytes_per_step, signed=True)} MiB a step over {each.num_steps:,} of {each.phase}, "
         f"from {_mib(each.first_bytes)} to {_mib(each.last_bytes)} MiB"
         for each in device.growth
     ]
-    yield "\n".join([*lines, *(f"  {_refused(each, device)}" for each in device.out_of_memory)])
+    return [*lines, *(_refused(each, device) for each in device.out_of_memory)]
+
+
+def places_by_title(device: DeviceMemory) -> dict[str, Sequence[MemoryPlace]]:
+    """Return the tables of places, those that hold anything."""
     tables = {"in use now": device.now}
     if device.peak_bytes is not None:
         tables = {"at the peak": device.at_peak, **tables, "allocated in the history, and kept": device.kept}
-    yield from (f"{title}:\n{_places(places, width)}" for title, places in tables.items() if places)
+    return {title: places for title, places in tables.items() if places}
+
+
+def _device(summary: MemorySummary, device: DeviceMemory, width: int | None) -> Iterator[str]:
+    yield "\n  ".join([f"{summary.file}, {device_name(device)}", *device_lines(device)])
+    yield from (f"{title}:\n{_places(places, width)}" for title, places in places_by_title(device).items())
 
 
 def _sums(places: Sequence[MemoryPlace], kind: str) -> str:
@@ -75,14 +89,14 @@ def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:
     return text
 
 
+def place_row(each: MemoryPlace) -> list[str]:
+    """Return the cells of a place, under `PLACE_HEADERS`."""
+    return [each.place, each.operation or "-", each.category or "-", f"{each.num_blocks:,}", _mib(each.num_bytes)]
+
+
 def _places(places: Sequence[MemoryPlace], width: int | None) -> str:
-    rows = [
-        [each.place, each.operation or "-", each.category or "-", f"{each.num_blocks:,}", _mib(each.num_bytes)]
-        for each in places[:_MOST_ROWS]
-    ]
-    table = fitted_table(
-        rows, ["place", "operation", "category", "blocks", "MiB"], width=width, dispensable=_DISPENSABLE
-    )
+    rows = [place_row(each) for each in places[:_MOST_ROWS]]
+    table = fitted_table(rows, PLACE_HEADERS, width=width, dispensable=_DISPENSABLE)
     left = places[_MOST_ROWS:]
     return table + (f"\nand {_mib(sum(each.num_bytes for each in left))} MiB of {len(left):,} more" if left else "")
 

@@ -186,7 +186,7 @@ def test_a_named_peer_that_is_not_installed(harness, monkeypatch):
     llama.cache_clear()  # it may be installed, and in use by now
     ran = harness(*TINY, "--peer", "llamacpp")
     assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
-    assert "inference-harness[llamacpp]" in ran.err
+    assert "pip install -e '.[llamacpp]' in the harness's checkout" in ran.err
 
 
 @pytest.mark.slow

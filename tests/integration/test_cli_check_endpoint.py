@@ -58,4 +58,4 @@ def test_a_missing_client_is_named(harness, monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     ran = harness("check", "--endpoint", "http://h")
     assert ran.status == 2
-    assert "pip install 'inference-harness[serve]'" in ran.err
+    assert "pip install -e '.[serve]' in the harness's checkout" in ran.err

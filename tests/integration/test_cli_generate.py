@@ -102,25 +102,34 @@ def test_the_end_of_sequence_tokens_of_the_generation_config_end_it(generate, ch
     assert (document["token_ids"], document["finish_reason"]) == (first, "eos")
 
 
-def test_a_chat_goes_through_the_template(harness, changed):
+@pytest.fixture
+def chat(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text('[{"role": "user", "content": "shau zen"}, {"role": "user", "content": "shu zei"}]')
+    return path
+
+
+def test_a_chat_goes_through_the_template(harness, changed, chat):
     message = "{% for m in messages %}{{ m.content }} | {% endfor %}"
     template = "{{ bos_token }} " + message + "{% if add_generation_prompt %}shau{% endif %}"
     folder = changed("qwen3-tiny", tokenizer_config={"chat_template": template})
     options = ("--model", folder, "--max-new-tokens", "3", "--format", "json")
-    chat = harness("generate", "--prompt", "shau zen shu zei", "--chat", *options).json
-    plain = harness("generate", "--prompt", "shau zen shu zei | shau", *options).json
-    assert (chat["text"], chat["token_ids"]) == (plain["text"], plain["token_ids"])
+    chatted = harness("generate", "--chat", chat, *options).json
+    plain = harness("generate", "--prompt", "shau zen | shu zei | shau", *options).json
+    assert (chatted["text"], chatted["token_ids"]) == (plain["text"], plain["token_ids"])
 
 
-def test_a_chat_without_a_template(generate):
-    ran = generate("--chat")
+def test_a_chat_without_a_template(harness, chat):
+    ran = harness("generate", "--chat", chat)
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith(f"{Code.NO_CHAT_TEMPLATE}: the tokenizer has no chat template\n")
 
 
-def test_a_template_that_refuses_the_message(generate, changed):
+def test_a_template_that_refuses_the_message(harness, changed, chat):
     template = "{{ raise_exception('a system message comes first') }}"
-    ran = generate("--chat", "--model", changed("qwen3-tiny", tokenizer_config={"chat_template": template}))
+    ran = harness(
+        "generate", "--chat", chat, "--model", changed("qwen3-tiny", tokenizer_config={"chat_template": template})
+    )
     assert ran.status == 2
     assert ran.err.startswith(f"{Code.NO_CHAT_TEMPLATE}: the chat template cannot be applied: a system message")
 
@@ -246,3 +255,11 @@ def test_an_adapter_changes_the_text_and_one_that_is_none_is_refused(generate, t
     refused = generate("--lora", adapter)
     assert (refused.status, refused.out) == (2, "")
     assert "the adapter's weights cannot be read" in refused.err
+
+
+@pytest.mark.parametrize(("options", "given"), [((), "neither"), (("--prompt", "hu", "--chat", "chat.json"), "both")])
+def test_a_prompt_or_a_chat(harness, options, given):
+    ran = harness("generate", *options)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(f"{Code.BAD_OPTION}: one request is continued\n")
+    assert f"actual:   {given}\n" in ran.err

@@ -36,7 +36,7 @@ def test_a_missing_package_is_named(harness):
     ran = harness("quant", "--types", "torchao-int8" if "torchao" in MISSING else "compressed-w8a8")
     assert ran.status == 2
     assert "H103" in ran.err
-    assert "pip install 'inference-harness[quant]'" in ran.err
+    assert "pip install -e '.[quant]' in the harness's checkout" in ran.err
 
 
 def test_what_a_format_costs_needs_no_engine(harness, checkpoints, tmp_path):

@@ -62,7 +62,7 @@ def test_a_missing_package_is_named(harness, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     ran = harness("serve", "--port", 0)
     assert ran.status == 2
-    assert "pip install 'inference-harness[serve]'" in ran.err
+    assert "pip install -e '.[serve]' in the harness's checkout" in ran.err
 
 
 def test_a_model_that_the_engine_cannot_serve_is_refused(harness, tmp_path):

@@ -13,5 +13,5 @@ if find_spec("hypothesis") is None:
         Code.NO_HYPOTHESIS,
         "searching workloads needs Hypothesis",
         where="harness.campaigns.fuzz",
-        hint="pip install 'inference-harness[test]'",
+        hint="pip install -e '.[test]' in the harness's checkout",
     )

@@ -33,7 +33,7 @@ class Automaton:
             import llguidance
             import llguidance.hf
         except ImportError:
-            hint = "pip install 'inference-harness[test]'; for llguidance alone, pip install llguidance"
+            hint = "pip install -e '.[test]' in the harness's checkout; for llguidance alone, pip install llguidance"
             where, what = "harness.structured_output", "the reference automaton is llguidance's, which is not installed"
             raise HarnessError(Code.PACKAGE_MISSING, what, where=where, hint=hint) from None
         self._library = llguidance

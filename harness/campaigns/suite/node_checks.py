@@ -87,7 +87,7 @@ def connected(address: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        hint = "pip install 'inference-harness[ray]', or leave --ray out"
+        hint = "pip install -e '.[ray]' in the harness's checkout, or leave --ray out"
         raise HarnessError(Code.NO_CLUSTER, "Ray is not installed", where="--ray", hint=hint) from error
     _refuse_unreachable(address)
     try:

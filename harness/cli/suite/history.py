@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from harness.cli import forms
-from harness.errors import Code, ExitStatus, HarnessError
+from harness.cli.output import refuse_existing
+from harness.errors import ExitStatus
 
 
 def history(
@@ -26,8 +27,7 @@ def history(
     from harness.campaigns.suite.history import read_history
     from harness.report.suite.html import history_html
 
-    if out is not None and out.exists():
-        raise HarnessError(Code.OUTPUT_EXISTS, "the output exists", where=out, hint="name a new file")
+    refuse_existing(out)
     found = read_history(runs)
     if out is not None:
         write_text(out, history_html(found))

@@ -17,9 +17,10 @@ from torch.profiler import profile, record_function
 from harness.base.scratch import scratch_folder
 from harness.engines.stepping import Session
 from harness.profiling.cost.storage import storages
-from harness.profiling.memory.allocations import MAX_FRAMES, Allocation, categorize, match, stack
-from harness.profiling.memory.cuda_history import read_cuda_blocks, read_cuda_history
+from harness.profiling.memory.allocations import categorize, match, stack
+from harness.profiling.memory.history import EARLIER_US, read_history
 from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot, write_snapshot
+from harness.profiling.memory.snapshot_file import devices_of
 from harness.profiling.memory.timeline import build_timeline
 from harness.profiling.passes.load import Window, run_steps
 from harness.profiling.passes.recorders import activities, profiling, recording_cuda_memory
@@ -125,15 +126,11 @@ def _capture_cuda(
 ) -> MemoryCapture:
     """Record the allocator's own history of the captured steps; its snapshot is written as it is."""
     stopwatch, index = Stopwatch(window, device), torch.device(device).index or 0
-    earlier: list[Allocation] = []
     taken: list[dict[str, Any]] = []
     with ExitStack() as recording:
 
         def take(step: int) -> Sequence[int]:
             if step == len(window.before):
-                earlier.extend(
-                    read_cuda_blocks(torch.cuda.memory._snapshot(), index, {block.address for block in held})
-                )
                 recording.enter_context(recording_cuda_memory(_MAX_CUDA_ENTRIES))
             with stopwatch.step(step):
                 requests = session.step()
@@ -146,7 +143,11 @@ def _capture_cuda(
         gc.collect()
         final = torch.cuda.memory._snapshot()
     write_snapshot(taken[0], path)
-    allocations = read_cuda_history(final, index, MAX_FRAMES, earlier)
-    times = [allocation.time_us for allocation in allocations[len(earlier) :]] or [0.0]
-    timeline = build_timeline(allocations, held, begin=min(times), end=float("inf"))
+    (own,) = (each for each in devices_of(final) if each.device == index)
+    begin = min((event.time_us for event in own.events), default=0.0)
+    addresses = {block.address for block in held}
+    allocations = [each for each in read_history(own) if each.time_us > EARLIER_US or each.address not in addresses]
+    for each in allocations:  # spans are not known here: activations cannot be told from what is temporary
+        each.category = MemoryCategory.ACTIVATIONS if each.time_us > EARLIER_US else MemoryCategory.OTHER
+    timeline = build_timeline(allocations, held, begin=begin, end=float("inf"))
     return MemoryCapture(timeline=timeline, elapsed_s=stopwatch.elapsed_s)

@@ -72,9 +72,14 @@ def read_snapshot(path: Path) -> list[DeviceSnapshot]:
     except Exception as error:  # a damaged pickle raises almost anything
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error
     try:
-        return list(_Reader().devices(snapshot))
+        return devices_of(snapshot)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise _unreadable(path, f"it has not the parts of a snapshot: {type(error).__name__}: {error}") from error
+
+
+def devices_of(snapshot: Any) -> list[DeviceSnapshot]:
+    """Return the devices of what `torch.cuda.memory._snapshot` gives; a part that is missing raises as Python does."""
+    return list(_Reader().devices(snapshot))
 
 
 def _unreadable(path: Path, why: str) -> HarnessError:

@@ -6,10 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from harness.profiling.memory.history import history_timeline
 from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
 from harness.profiling.memory.trace_memory import is_trace, read_trace_memory
-from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
-from harness.results.profile import Frame
+from harness.results.memory import (
+    DeviceMemory,
+    MemoryDiff,
+    MemoryPlace,
+    MemorySummary,
+    OutOfMemory,
+    PlaceChange,
+    StepGrowth,
+)
+from harness.results.profile import Frame, MemoryTimeline
 
 _AWAITING = ("active_awaiting_free", "active_pending_free")
 _CHANGES = {ALLOC: 1, FREE: -1}
@@ -28,11 +37,22 @@ def summarize_memory(path: Path) -> MemorySummary:
     Raises:
         HarnessError: SNAPSHOT_UNREADABLE, and those of a trace.
     """
-    if is_trace(path):
-        devices = [replace(_device(own), growth=growth) for own, growth in read_trace_memory(path)]
-    else:
-        devices = [_device(each) for each in read_snapshot(path)]
-    return MemorySummary(file=str(path), devices=tuple(devices))
+    return _summary(path, _read(path))
+
+
+def summarize_with_timelines(path: Path) -> tuple[MemorySummary, tuple[MemoryTimeline | None, ...]]:
+    """Return the same, and the timeline of each device; None where it has no history."""
+    read = _read(path)
+    return _summary(path, read), tuple(history_timeline(own) for own, _ in read)
+
+
+def _read(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
+    return list(read_trace_memory(path)) if is_trace(path) else [(each, ()) for each in read_snapshot(path)]
+
+
+def _summary(path: Path, read: Iterable[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]) -> MemorySummary:
+    devices = tuple(replace(_device(own), growth=growth) for own, growth in read)
+    return MemorySummary(file=str(path), devices=devices)
 
 
 def diff_memory(before: Path, after: Path) -> MemoryDiff:

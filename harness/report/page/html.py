@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -9,12 +10,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.report.check.sentences import printable
+from harness.report.memory import PLACE_HEADERS
 from harness.report.page.check_view import check_view
 from harness.report.page.gap_plots import gap_plots, styles_of
+from harness.report.page.memory_view import device_views
 from harness.report.page.profile_view import profile_view
 from harness.report.rollout import STEP_HEADERS, history_notes, step_row
 from harness.results.check import CheckResult
-from harness.results.profile import ProfileResult
+from harness.results.memory import MemorySummary
+from harness.results.profile import MemoryTimeline, ProfileResult
 from harness.results.rollout import GapHistory
 
 REPORT_NAME = "report.html"
@@ -32,18 +36,24 @@ def report_html(check: CheckResult | None = None, profile: ProfileResult | None 
     """
     if check is None and profile is None:
         raise ValueError("a report needs a check or a profile")
-    script = _text("script.js")
-    return (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            check=None if check is None else check_view(check),
-            profile=None if profile is None else profile_view(profile),
-            script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-            style=Markup(_text("style.css")),
-        )
+    return _page(
+        check=None if check is None else check_view(check),
+        profile=None if profile is None else profile_view(profile),
+        memory=None,
     )
+
+
+def memory_html(read: Iterable[tuple[MemorySummary, Sequence[MemoryTimeline | None]]]) -> str:
+    """Return the page of memory snapshots: for each device the timeline of its history, and what holds how much."""
+    views = [view for summary, timelines in read for view in device_views(summary, timelines)]
+    return _page(check=None, profile=None, memory=views, headers=PLACE_HEADERS)
+
+
+def _page(**views: object) -> str:
+    script = _text("script.js")
+    views |= {"script": Markup(script), "style": Markup(_text("style.css"))}
+    views["script_hash"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _environment().get_template("report.html.j2").render(views)
 
 
 def gap_html(history: GapHistory) -> str:

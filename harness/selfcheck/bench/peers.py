@@ -98,10 +98,9 @@ def open_peers(group: Sequence[str], setting: BenchConfig, *, required: Sequence
 
 
 def _not_installed(name: str, error: PeerMissingError) -> HarnessError:
-    return HarnessError(
-        Code.BAD_OPTION, f"{name} is not installed: {error}", where="--peer",
-        hint=f"pip install '{error.package or f'inference-harness[{name}]'}'",
-    )  # fmt: skip
+    package = error.package or f"-e '.[{name}]' in the harness's checkout"
+    what = f"{name} is not installed: {error}"
+    return HarnessError(Code.BAD_OPTION, what, where="--peer", hint=f"pip install {package}")
 
 
 def _release(device: str) -> None:

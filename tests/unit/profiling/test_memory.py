@@ -12,7 +12,6 @@ from harness.errors import Code, HarnessError
 from harness.profiling.cost.formulas import kv_bytes
 from harness.profiling.memory.allocations import Allocation
 from harness.profiling.memory.capture import capture_memory
-from harness.profiling.memory.cuda_history import read_cuda_history
 from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot
 from harness.profiling.memory.summary import summarize_memory
 from harness.profiling.memory.timeline import build_timeline
@@ -160,18 +159,3 @@ def test_a_snapshot_holds_what_is_alive_at_its_end():
         ("alloc", 12), ("free_requested", 1), ("free_completed", 1)
     ]  # fmt: skip
     assert snapshot["segments"][1]["blocks"][0]["frames"] == [{"filename": "", "line": 0, "name": "w"}]
-
-
-def test_the_history_of_the_cuda_allocator_is_read():
-    frames = [{"filename": "a.py", "line": 3, "name": "f"}, {"filename": "b.py", "line": 4, "name": "g"}]
-    events = [
-        {"action": "segment_alloc", "addr": 0, "size": 100, "time_us": 1, "frames": []},
-        {"action": "alloc", "addr": 10, "size": 5, "time_us": 2, "frames": frames},
-        {"action": "free_requested", "addr": 10, "size": 5, "time_us": 3, "frames": []},
-        {"action": "free_completed", "addr": 10, "size": 5, "time_us": 4, "frames": []},
-        {"action": "alloc", "addr": 20, "size": 6, "time_us": 5, "frames": []},
-    ]
-    first, second = read_cuda_history({"device_traces": [[], events]}, 1, 1)
-    assert (first.num_bytes, first.time_us, first.freed_us) == (5, 2, 4)
-    assert first.frames == (Frame(filename="a.py", line=3, name="f"),)
-    assert (second.num_bytes, second.freed_us) == (6, None)

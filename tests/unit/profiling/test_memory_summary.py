@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.profiling.memory.summary import diff_memory, summarize_memory
+from harness.profiling.memory.summary import diff_memory, summarize_memory, summarize_with_timelines
 from harness.report.document import files_document
 from harness.report.memory import memory_diff_text, memory_text
 from harness.results.memory import MemoryPlace
@@ -82,6 +82,13 @@ def test_what_a_snapshot_holds(write):
     ]  # fmt: skip
     (refused,) = device.out_of_memory
     assert (refused.requested_bytes, refused.device_free_bytes) == (3 * MIB, MIB)
+
+
+def test_the_timeline_has_the_same_peak(write):
+    summary, (timeline,) = summarize_with_timelines(write(SNAPSHOT))
+    (device,) = summary.devices
+    assert (timeline.peak.allocated_bytes, timeline.peak.time_us) == (device.peak_bytes, device.peak_after_us)
+    assert timeline.points[-1].allocated_bytes == device.allocated_bytes
 
 
 def test_what_did_not_fit_is_told(write):

@@ -147,6 +147,6 @@ def check_package(name: str) -> None:
     package = HF_TYPES[name].package
     if importlib.util.find_spec(package) is None:
         absent = ImportError(f"No module named {package!r}")
-        raise missing_package(package, absent, hint="pip install 'inference-harness[quant]'")
+        raise missing_package(package, absent, hint="pip install -e '.[quant]' in the harness's checkout")
     with quantising(f"--types {name}"):  # torchao says at import which of its CUDA libraries are not there
         importlib.import_module(package)

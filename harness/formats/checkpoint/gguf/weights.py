@@ -29,7 +29,7 @@ def gguf_package() -> Any:
 def missing_package(
     name: str,
     error: ImportError,
-    hint: str = "pip install 'inference-harness[llamacpp]'; for gguf alone, pip install gguf",
+    hint: str = "pip install -e '.[llamacpp]' in the harness's checkout; for gguf alone, pip install gguf",
 ) -> HarnessError:
     """Return the error for an optional package that is not installed."""
     return HarnessError(

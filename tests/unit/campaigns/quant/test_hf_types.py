@@ -105,7 +105,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
         check_package("compressed-w4a16")
     assert caught.value.code is Code.PACKAGE_MISSING
     assert caught.value.where == "compressed_tensors"
-    assert caught.value.hint == "pip install 'inference-harness[quant]'"
+    assert caught.value.hint == "pip install -e '.[quant]' in the harness's checkout"
 
 
 def test_what_a_quantiser_raises_is_said_in_its_words_and_the_log_is_put_back():
