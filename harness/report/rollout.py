@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
-from harness.report.wrapped import wrapped
+from harness.report.lines import wrapped
 from harness.results.check import Outcome
 from harness.results.rollout import GapFigures, GapHistory, GapStep, GapTerm, RolloutResult, SideFigures
 

@@ -44,11 +44,14 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
+def model_name(model: str) -> str:
+    """Return a model's hub id, which says who made it; of a folder on this machine the name."""
+    return PurePath(model).name if model.startswith(("/", ".")) else model
+
+
 def subject(result: CheckResult) -> list[str]:
     """Return what was checked: engine, model, dtype, device."""
-    # A hub id says who made the model; of a folder on this machine only the name does.
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    return [printable(part) for part in (result.engine, model, result.dtype, result.device)]
+    return [printable(part) for part in (result.engine, model_name(result.model), result.dtype, result.device)]
 
 
 def extent(result: CheckResult) -> list[str]:
