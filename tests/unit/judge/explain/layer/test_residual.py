@@ -167,7 +167,9 @@ def test_experts_of_a_sum_are_called_by_their_names():
     assert "the output of mlp.shared_expert is added twice" in causes
     elsewhere = Operation(tap="model.layers.0.output", kind=Kind.ADD, inputs=(routed, shared))
     model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), elsewhere)
-    assert "the residual is not added" in found(residual.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model))
+    assert "the residual is not added" in found(
+        residual.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model)
+    )
 
 
 def test_sides_in_16_bits(tmp_path):
