@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.report.check.sentences import printable
@@ -15,6 +13,7 @@ from harness.report.page.check_view import check_view
 from harness.report.page.gap_plots import gap_plots, styles_of
 from harness.report.page.profile_view import profile_view
 from harness.report.rollout import STEP_HEADERS, history_notes, step_row
+from harness.report.templates import templates
 from harness.results.check import CheckResult
 from harness.results.profile import ProfileResult
 from harness.results.rollout import GapHistory
@@ -36,7 +35,7 @@ def report_html(check: CheckResult | None = None, profile: ProfileResult | None 
         raise ValueError("a report needs a check or a profile")
     script = _text("script.js")
     return (
-        _environment()
+        templates(_TEMPLATES)
         .get_template("report.html.j2")
         .render(
             check=None if check is None else check_view(check),
@@ -55,19 +54,8 @@ def gap_html(history: GapHistory) -> str:
     plots, notes = list(gap_plots(history.steps, styles)), list(history_notes(history))
     given = {"styles": styles, "rows": rows, "plots": plots, "notes": notes, "headers": STEP_HEADERS}
     given |= {"title": printable(history.file), "verdict": history.outcome, "style": Markup(_text("style.css"))}
-    return _environment().get_template("gap.html.j2").render(given)
+    return templates(_TEMPLATES).get_template("gap.html.j2").render(given)
 
 
 def _text(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
