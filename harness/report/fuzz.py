@@ -4,18 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.report.check.json import run_json
-from harness.report.check.sentences import (
-    divergence_place,
-    divergence_size,
-    explanation_lines,
-    model_name,
-    number,
-    printable,
-)
+from harness.report.check.sentences import divergence_lines, model_name, number, printable
 from harness.report.check.table import count
 from harness.report.document import document, plain
 from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
-from harness.results.check import Divergence, Outcome
+from harness.results.check import Outcome
 from harness.results.fuzz import FuzzFinding, FuzzResult, SentRequest, SentWorkload
 
 INDENT = 18
@@ -46,7 +39,8 @@ def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
         for line in finding.error.splitlines():
             yield from wrapped("", printable(line), width, indent=3)
     elif finding.run is not None and finding.run.first_divergence is not None:
-        yield from _divergence(finding.run.first_divergence, width)
+        for label, text in divergence_lines(finding.run.first_divergence):
+            yield from wrapped(label, text, width, indent=INDENT)
     elif finding.run is not None:
         for each in finding.run.findings[:3]:
             yield from wrapped("", f"{each.code}: {printable(each.message)}", width, indent=3)
@@ -94,14 +88,6 @@ def _arrival(request: SentRequest) -> str:
 
 def _end(request: SentRequest) -> str:
     return "aborted" if request.is_aborted else "finished"
-
-
-def _divergence(divergence: Divergence, width: int) -> Iterator[str]:
-    yield from wrapped("First divergence:", printable(divergence.tap), width, indent=INDENT)
-    yield from wrapped("", divergence_place(divergence), width, indent=INDENT)
-    yield from wrapped("", f"{divergence_size(divergence)} ({divergence.code})", width, indent=INDENT)
-    for at, line in enumerate(explanation_lines(divergence.explanation) if divergence.explanation else ()):
-        yield from wrapped("           Cause:" if at == 0 else "", line, width, indent=INDENT)
 
 
 def _history(finding: FuzzFinding) -> str:

@@ -85,6 +85,17 @@ def divergence_size(divergence: Divergence) -> str:
     return "; ".join(parts) or f"verdict {divergence.verdict}"
 
 
+def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
+    """Yield what is told of a divergence, each after its label: first the tap, at the end the cause."""
+    yield "First divergence:", printable(divergence.tap)
+    yield "", divergence_place(divergence)
+    yield "", f"{divergence_size(divergence)} ({divergence.code})"
+    if divergence.explanation:
+        cause, *rest = explanation_lines(divergence.explanation)
+        yield "           Cause:", cause
+        yield from (("", line) for line in rest)
+
+
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
     """Yield what was done wrong, to which rows, how well that fits, and where a wrong place of the cache leads."""
     yield printable(explanation.cause)

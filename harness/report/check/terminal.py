@@ -11,16 +11,7 @@ from itertools import pairwise
 from tabulate import tabulate
 
 from harness.report.check.columns import COLUMNS, LABEL, Column, legend
-from harness.report.check.sentences import (
-    divergence_place,
-    divergence_size,
-    explanation_lines,
-    extent,
-    facts,
-    finding_lines,
-    printable,
-    subject,
-)
+from harness.report.check.sentences import divergence_lines, extent, facts, finding_lines, printable, subject
 from harness.report.check.table import Role, Row, Section, sections
 from harness.report.lines import MIN_WIDTH, blocks_text
 from harness.results.check import CheckResult, Divergence, Outcome
@@ -86,15 +77,9 @@ def _title(section: Section, page: _Page) -> Iterator[str]:
 
 
 def _divergence(divergence: Divergence, page: _Page) -> Iterator[str]:
-    tap = _shortened(printable(divergence.tap), page.width - 19)
-    yield from page.wrap("First divergence:", tap, "bold", "red", indent=18)
-    yield from page.wrap("", divergence_place(divergence), indent=18)
-    yield from page.wrap("", f"{divergence_size(divergence)} ({divergence.code})", indent=18)
-    if divergence.explanation:
-        cause, *rest = explanation_lines(divergence.explanation)
-        yield from page.wrap("           Cause:", cause, "bold", "red", indent=18)
-        for line in rest:
-            yield from page.wrap("", line, indent=18)
+    (first, tap), *rest = divergence_lines(divergence)
+    for label, text in ((first, _shortened(tap, page.width - 19)), *rest):
+        yield from page.wrap(label, text, "bold", "red", indent=18)
 
 
 def _table(rows: Sequence[Row], page: _Page) -> list[str]:
