@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from harness.report.document import document
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedContinuation:
@@ -45,17 +47,10 @@ class TimedContinuation:
 
     def json(self) -> dict[str, Any]:
         """Return everything as JSON-able data."""
-        return {
-            "schema_version": 1,
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": self.num_prompt_tokens,
+        whole = document(self)
+        return whole | {
+            "prompt_tokens": whole.pop("num_prompt_tokens"),
             "generated_tokens": len(self.token_ids),
-            "elapsed_seconds": self.elapsed_seconds,
             "tokens_per_second": self.tokens_per_second,
-            "ttft_ms": self.ttft_ms,
             "tpot_ms": None if math.isnan(self.tpot_ms) else self.tpot_ms,
-            "device": self.device,
-            "dtype": self.dtype,
         }

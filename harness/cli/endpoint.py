@@ -20,11 +20,6 @@ _OF_A_SERVER = {"model", "hf", "dtype", "device", "truth", "requests", "max_new_
 """Fields of a case that say what the server should answer."""
 
 
-_SERVED_MODEL = typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
-_CONCURRENCY = typer.Option(metavar="N", help="Most requests at a time. [default: 8]")
-_REQUEST_TIMEOUT = typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]")
-
-
 @dataclass(frozen=True, slots=True)
 class AddressOptions:
     """The address of a server, for commands that are about nothing else."""
@@ -33,17 +28,37 @@ class AddressOptions:
         str | None,
         typer.Option(metavar="URL", help="Address of the server; the environment's HARNESS_API_KEY is its key."),
     ] = None
-    served_model: Annotated[str | None, _SERVED_MODEL] = None
-    concurrency: Annotated[int | None, _CONCURRENCY] = None
-    request_timeout: Annotated[float | None, _REQUEST_TIMEOUT] = None
+    served_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
+    ] = None
+    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")] = None
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Longest silence of the server in a request. [default: 60]"),
+    ] = None
 
     def address(self) -> "Address":
-        """Return the address; raises HarnessError (BAD_OPTION)."""
-        return server_address(self.endpoint, self.served_model, self.concurrency, self.request_timeout)
+        """Return the address of the server.
+
+        Raises:
+            HarnessError: BAD_OPTION: there is none, a value makes no sense, or the client's package is not installed.
+        """
+        if self.endpoint is None:
+            hint = "add --endpoint http://host:port"
+            raise HarnessError(Code.BAD_OPTION, "no server is named", where="--endpoint", hint=hint)
+        _refuse_without_client()
+        from harness.campaigns.endpoint.address import Address
+
+        for option, value in (("--concurrency", self.concurrency), ("--request-timeout", self.request_timeout)):
+            if value is not None and not 0 < value < math.inf:
+                raise HarnessError(Code.BAD_OPTION, "it must be positive", where=option, actual=value)
+        given = {"concurrency": self.concurrency, "timeout_s": self.request_timeout}
+        known = {name: value for name, value in given.items() if value is not None}
+        return Address(url=self.endpoint, served_model=self.served_model, **known)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptions:
+class ServerOptions(AddressOptions):
     """Options that are about a server, as they were given."""
 
     endpoint: Annotated[
@@ -54,9 +69,6 @@ class ServerOptions:
             "is its key.",
         ),
     ] = None
-    served_model: Annotated[str | None, _SERVED_MODEL] = None
-    concurrency: Annotated[int | None, _CONCURRENCY] = None
-    request_timeout: Annotated[float | None, _REQUEST_TIMEOUT] = None
     again: Annotated[
         int | None,
         typer.Option(
@@ -111,10 +123,6 @@ class ServerOptions:
         forms.ENDPOINT.show(result, form)
         return STATUS[result.outcome]
 
-    def address(self) -> "Address":
-        """Return the address; raises HarnessError (BAD_OPTION)."""
-        return server_address(self.endpoint, self.served_model, self.concurrency, self.request_timeout)
-
     def _again(self) -> int:
         if self.again is not None and self.again < 0:
             raise HarnessError(Code.BAD_OPTION, "it cannot be negative", where="--again", actual=self.again)
@@ -123,28 +131,6 @@ class ServerOptions:
 
 _DEFAULT_PROMPTS = ("hu rin pun | hu", "shau zen shu zei da dan | shau", "dei lou zo ge | dei lou", "vau win to | vau")
 """For the embedded model, which recites."""
-
-
-def server_address(
-    url: str | None, served_model: str | None, concurrency: int | None, timeout_s: float | None
-) -> "Address":
-    """Return the address of a server.
-
-    Raises:
-        HarnessError: BAD_OPTION: there is none, a value makes no sense, or the client's package is not installed.
-    """
-    if url is None:
-        hint = "add --endpoint http://host:port"
-        raise HarnessError(Code.BAD_OPTION, "no server is named", where="--endpoint", hint=hint)
-    _refuse_without_client()
-    from harness.campaigns.endpoint.address import Address
-
-    for option, value in (("--concurrency", concurrency), ("--request-timeout", timeout_s)):
-        if value is not None and not 0 < value < math.inf:
-            raise HarnessError(Code.BAD_OPTION, "it must be positive", where=option, actual=value)
-    given = {"concurrency": concurrency, "timeout_s": timeout_s}
-    known = {name: value for name, value in given.items() if value is not None}
-    return Address(url=url, served_model=served_model, **known)  # type: ignore[arg-type]
 
 
 def _refuse_without_client() -> None:

@@ -83,26 +83,16 @@ CHECKS = Forms(
     markdown=f"{_REPORT}.check.dtypes:checks_markdown",
     json=f"{_REPORT}.check.dtypes:checks_json",
 )
-ENDPOINT = Forms(
-    human=f"{_REPORT}.endpoint.text:endpoint_text", json=f"{_REPORT}.endpoint.json:endpoint_json", is_fenced=True
-)
+ENDPOINT = Forms(human=f"{_REPORT}.endpoint:endpoint_text", json=f"{_REPORT}.endpoint:endpoint_json", is_fenced=True)
 SAMPLER = Forms(human=f"{_REPORT}.sampler:sampler_text", json=_RESULT, is_fenced=True)
 AUDIT = Forms(human=f"{_REPORT}.audit:audit_text", json=_RESULT, is_fenced=True)
 LOAD = Forms(human=f"{_REPORT}.load:load_text", json=_RESULT, is_fenced=True)
 TOKENS = Forms(human=f"{_REPORT}.tokens:tokens_text", json=_RESULT, is_fenced=True)
 FAULTS = Forms(human=f"{_FAULTS}:as_text", markdown=f"{_FAULTS}:as_text", json=f"{_FAULTS}:as_json")
-QUANT = Forms(
-    human=f"{_REPORT}.quant:quant_text",
-    markdown=f"{_REPORT}.quant:quant_text",
-    json=_RESULT,
-)
+QUANT = Forms(human=f"{_REPORT}.quant:quant_text", markdown=f"{_REPORT}.quant:quant_text", json=_RESULT)
 ROLLOUT = Forms(human=f"{_REPORT}.rollout:rollout_text", json=_RESULT, is_fenced=True)
 GAP_HISTORY = Forms(human=f"{_REPORT}.rollout:history_text", json=_RESULT, is_fenced=True)
-WEIGHTS = Forms(
-    human=f"{_REPORT}.weights:weights_text",
-    markdown=f"{_REPORT}.weights:weights_text",
-    json=_RESULT,
-)
+WEIGHTS = Forms(human=f"{_REPORT}.weights:weights_text", markdown=f"{_REPORT}.weights:weights_text", json=_RESULT)
 SUITE = Forms(
     human=f"{_REPORT}.suite.text:suite_text",
     markdown=f"{_REPORT}.suite.markdown:suite_markdown",
@@ -123,11 +113,7 @@ TRACE_DIFF = Forms(human=f"{_REPORT}.trace.text:diff_text", json=f"{_REPORT}.tra
 CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.document:files_document")
 MEMORY = Forms(human=f"{_REPORT}.memory:memory_text", json=f"{_REPORT}.document:files_document")
 MEMORY_DIFF = Forms(human=f"{_REPORT}.memory:memory_diff_text", json=_RESULT)
-ESTIMATE = Forms(
-    human=f"{_REPORT}.estimate:estimate_text",
-    markdown=f"{_REPORT}.estimate:estimate_text",
-    json=_RESULT,
-)
+ESTIMATE = Forms(human=f"{_REPORT}.estimate:estimate_text", markdown=f"{_REPORT}.estimate:estimate_text", json=_RESULT)
 BENCH = Forms(human="harness.selfcheck.bench.table:bench_text", json="harness.selfcheck.bench.results:BenchResult.json")
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
 VALUES = Forms(human="harness.formats.inspect.values:values_text", json=_DOCUMENT)

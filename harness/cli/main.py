@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,18 @@ Environment:
   HARNESS_CACHE      folder of goldens and hashes [default: ~/.cache/inference-harness]
   HARNESS_TRACEBACK  set to 1 to see the traceback of an error
 """
+
+
+_COMMANDS = {
+    "check": True, "golden": False, "run": True, "diff": False, "inspect": False, "map": True, "generate": False,
+    "serve": False, "sampler": False, "audit": False, "tokens": False, "load": False, "profile": True, "gate": False,
+    "fuzz": True, "faults": False, "quant": False, "estimate": False, "rollout": True, "weights": False,
+    "new-adapter": False,
+}  # fmt: skip
+"""Commands in the order of the help, each a function of its module; whether its help names the installed engines."""
+_FUNCTIONS = {"map": "map_taps"}
+"""Functions that are not called as their commands."""
+_GROUPS = ("bench", "suite", "trace", "memory")
 
 
 def main() -> None:
@@ -161,35 +174,7 @@ def error_json(error: HarnessError) -> dict[str, Any]:
 
 
 def build_app() -> typer.Typer:
-    """Put the commands together."""
-    from harness.cli import (
-        audit,
-        bench,
-        check,
-        diff,
-        estimate,
-        faults,
-        fuzz,
-        gate,
-        generate,
-        golden,
-        inspect,
-        load,
-        map,
-        memory,
-        new_adapter,
-        profile,
-        quant,
-        rollout,
-        run,
-        sampler,
-        serve,
-        suite,
-        tokens,
-        trace,
-        weights,
-    )  # only when a command runs
-
+    """Put the commands together; their modules are imported only when a command runs."""
     app = typer.Typer(
         name="harness",
         no_args_is_help=True,
@@ -200,31 +185,12 @@ def build_app() -> typer.Typer:
     app.callback(help=_HELP, epilog=_ENVIRONMENT)(_options)
     names = ", ".join(installed_engine_names())
     engines = f"Engines installed here: {names}. docs/write-an-adapter.md shows how to add one."
-    app.command(cls=StrictCommand, epilog=engines)(check.check)
-    app.command(cls=StrictCommand)(golden.golden)
-    app.command(cls=StrictCommand, epilog=engines)(run.run)
-    app.command(cls=StrictCommand)(diff.diff)
-    app.command(cls=StrictCommand)(inspect.inspect)
-    app.command("map", cls=StrictCommand, epilog=engines)(map.map_taps)
-    app.command(cls=StrictCommand)(generate.generate)
-    app.command(cls=StrictCommand)(serve.serve)
-    app.command(cls=StrictCommand)(sampler.sampler)
-    app.command(cls=StrictCommand)(audit.audit)
-    app.command(cls=StrictCommand)(tokens.tokens)
-    app.command(cls=StrictCommand)(load.load)
-    app.command(cls=StrictCommand, epilog=engines)(profile.profile)
-    app.command(cls=StrictCommand)(gate.gate)
-    app.command(cls=StrictCommand, epilog=engines)(fuzz.fuzz)
-    app.command(cls=StrictCommand)(faults.faults)
-    app.command(cls=StrictCommand)(quant.quant)
-    app.command(cls=StrictCommand)(estimate.estimate)
-    app.command(cls=StrictCommand, epilog=engines)(rollout.rollout)
-    app.command(cls=StrictCommand)(weights.weights)
-    app.command("new-adapter", cls=StrictCommand)(new_adapter.new_adapter)
-    app.add_typer(bench.app)
-    app.add_typer(suite.app)
-    app.add_typer(trace.app)
-    app.add_typer(memory.app)
+    for name, names_engines in _COMMANDS.items():
+        module = import_module(f"harness.cli.{name.replace('-', '_')}")
+        command = getattr(module, _FUNCTIONS.get(name, name.replace("-", "_")))
+        app.command(name, cls=StrictCommand, epilog=engines if names_engines else None)(command)
+    for name in _GROUPS:
+        app.add_typer(import_module(f"harness.cli.{name}").app)
     return app
 
 

@@ -8,13 +8,7 @@ from harness.errors import Code, HarnessError
 
 
 def export_folder(engine: str, options: Mapping[str, str], *, graph: str, command: str) -> Path:
-    """Return the folder of the export that the engine's options name.
-
-    Args:
-        engine: its name.
-        options: of the engine; there is no other.
-        graph: name of the file that must be in it.
-        command: makes an export, for the hint.
+    """Return the folder of the export that the engine's options name, in which there is a file `graph`.
 
     Raises:
         HarnessError: BAD_OPTION: an option is unknown, or there is no such folder.

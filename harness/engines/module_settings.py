@@ -27,11 +27,7 @@ the base of the exponential."""
 
 
 def settings_of_modules(modules: Mapping[str, nn.Module]) -> ModelSettings:
-    """Return what modules show of the settings that they compute with.
-
-    Args:
-        modules: by their paths, as `dict(model.named_modules())`; of a part of a model too.
-    """
+    """Return what modules show of the settings that they compute with."""
     own = list(modules.values())
     attentions, norms = _named(own, "attention"), _named(own, "norm")
     frequencies = distinct(table for module in own for table in _frequencies(module))

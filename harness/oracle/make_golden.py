@@ -114,13 +114,6 @@ def make_golden(
 ) -> Golden:
     """Run the oracle over `prompts` and write the golden to the folder `out`, which must be new or empty.
 
-    Args:
-        hf: the model in the engine's dtype.
-        prompts: what to continue.
-        out: the golden's folder.
-        truth: `float64`, `float32` or `auto`.
-        progress: told what is being done.
-
     Raises:
         HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written;
             CHECKPOINT_CHANGED.

@@ -173,12 +173,7 @@ def run_part(
 ) -> None:
     """Run one part of the model by itself, in float64, which it is held in.
 
-    Args:
-        hf: the model.
-        watch: hooks on it.
-        call: what the part is called with.
-        shape: requests and tokens.
-        show: is shown every operation of the part; returns rows to go on with, or None.
+    Every operation of the part is shown to `show`, which returns rows to go on with, or None.
     """
     args, kwargs = tree_map(_in_float64, (call.args, call.kwargs))
     side = _Side(hf, shape, call.logit_positions, show)

@@ -38,12 +38,6 @@ class StreamedWeights:
     def __init__(self, model: Any, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         """Plan which tensors of the checkpoint make up which part of the model; nothing is read.
 
-        Args:
-            model: an HF model whose parameters are on the meta device.
-            checkpoint: that it is read from.
-            dtype: of the loaded weights.
-            device: where they go.
-
         Raises:
             HarnessError: TENSORS_CONTRADICT_CONFIG: a parameter has no tensor in the checkpoint.
         """
@@ -110,9 +104,6 @@ class StreamedWeights:
     @contextmanager
     def held(self, part: str) -> Iterator[None]:
         """Hold the weights of one part of the model for the duration of the block.
-
-        Args:
-            part: dotted path of a module.
 
         Raises:
             HarnessError: TENSORS_CONTRADICT_CONFIG: a tensor has another shape than its parameter, or is not there.

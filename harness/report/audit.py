@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 
-from tabulate import tabulate
-
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
-from harness.report.endpoint.headline import headline
-from harness.report.endpoint.text import MIN_WIDTH
-from harness.report.wrapped import wrapped
+from harness.report.endpoint import server_headline
+from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines
 from harness.results.audit import AuditResult, HypothesisResult
 
 _HEADERS = ("hypothesis", "nats a token", "log probabilities", "excluded", "tokens needed")
@@ -18,14 +15,9 @@ _ALIGN = ("left", "right", "left", "left", "right")
 def audit_text(result: AuditResult, *, width: int) -> str:
     """Return an audit as lines of at most `width` columns, but for the table."""
     width = max(width, MIN_WIDTH)
-    blocks = [list(_headline(result, width)), _table(result), list(_facts(result, width))]
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
-
-
-def _headline(result: AuditResult, width: int) -> Iterator[str]:
-    drawn = count(result.num_tokens, "token")
-    yield headline(result.outcome, result.server, result.url, result.model, result.dtype, drawn)
-    yield from wrapped("  served", printable(_claim(result)), width)
+    head = [server_headline(result, count(result.num_tokens, "token"))]
+    head += fact_lines([("served", _claim(result))], width)
+    return blocks_text([head, _table(result), fact_lines(_facts(result), width)])
 
 
 def _claim(result: AuditResult) -> str:
@@ -43,12 +35,11 @@ def _claim(result: AuditResult) -> str:
 def _table(result: AuditResult) -> list[str]:
     best = next((each for each in result.hypotheses if not each.is_excluded), result.hypotheses[0])
     rows = [_row(each, best) for each in result.hypotheses]
-    lines = tabulate(rows, _HEADERS, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
     legend = [
         "log probabilities  error over the error of HF's own rounding in the server's dtype",
         f"tokens needed      to exclude the hypothesis in 99 of 100 audits where {printable(best.name)} is served",
     ]
-    return [*(f"  {line}".rstrip() for line in lines), "", *(f"  {line}" for line in legend)]
+    return table_lines(rows, _HEADERS, _ALIGN, legend=legend)
 
 
 def _row(each: HypothesisResult, best: HypothesisResult) -> tuple[str, ...]:
@@ -61,11 +52,10 @@ def _row(each: HypothesisResult, best: HypothesisResult) -> tuple[str, ...]:
     return printable(each.name), f"{each.log_likelihood:.3f}", error, ", ".join(by), number
 
 
-def _facts(result: AuditResult, width: int) -> Iterator[str]:
+def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
     words = f"in less than 1 of {1 / result.false_claim:,.0f} audits, if what is served is among the hypotheses"
-    yield from wrapped("  errors", f"a claim is wrong {words}", width)
+    yield "errors", f"a claim is wrong {words}"
     if not result.num_logprobs:
-        yield from wrapped("  note", "the server gives no log probabilities, which tell with fewer tokens", width)
-    for note in result.notes:
-        yield from wrapped("  note", printable(note), width)
-    yield from wrapped("  timings", f"server {result.server_s:.1f} s, hypotheses {result.truth_s:.1f} s", width)
+        yield "note", "the server gives no log probabilities, which tell with fewer tokens"
+    yield from (("note", note) for note in result.notes)
+    yield "timings", f"server {result.server_s:.1f} s, hypotheses {result.truth_s:.1f} s"

@@ -1,5 +1,7 @@
 """What a model needs, for a terminal and for Markdown."""
 
+from collections.abc import Sequence
+
 from tabulate import tabulate
 
 from harness.errors import printable
@@ -16,19 +18,17 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
     parts = [[part.name, f"{part.num_parameters:,}", _gb(part.num_bytes)] for part in size.parts]
     blocks = [
         "\n".join(_sizes(size)),
-        tabulate(parts, ["weights of", "parameters", "GB"], tablefmt, disable_numparse=True, colalign=_aligned(3)),
+        _table(parts, ["weights of", "parameters", "GB"], tablefmt),
     ]
     if size.cache_parts:
         kept = [[part.name, f"{part.num_tensors:,}", _mb(part.num_bytes)] for part in size.cache_parts]
-        blocks.append(
-            tabulate(kept, ["cache of", "tensors", "MB"], tablefmt, disable_numparse=True, colalign=_aligned(3))
-        )
+        blocks.append(_table(kept, ["cache of", "tensors", "MB"], tablefmt))
     if result.gpus:
         rows = [_row(gpu, result.num_requests) for gpu in result.gpus]
         requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
         blocks += [
             f"{requests} of {size.context:,} tokens; a prefill is of one prompt, a decode step of all:",
-            tabulate(rows, _GPU_HEADER, tablefmt, disable_numparse=True, colalign=_aligned(len(_GPU_HEADER))),
+            _table(rows, _GPU_HEADER, tablefmt),
             "No engine is faster than this. Activations, graphs and the engine's own memory come on top. Dense figures "
             f"of the {', the '.join(dict.fromkeys(gpu.source for gpu in result.gpus))}.",
         ]
@@ -46,7 +46,7 @@ def _measured(measured: Measured, gpus: list[str], tablefmt: str) -> list[str]:
     header = ["phase", "steps", "measured ms", *(f"{name} ms at best" for name in gpus)]
     return [
         f"measured: {measured.engine} on {measured.device}, {measured.model} in {measured.dtype}:",
-        tabulate(rows, header, tablefmt, disable_numparse=True, colalign=_aligned(len(header))),
+        _table(rows, header, tablefmt),
     ]
 
 
@@ -79,8 +79,9 @@ def _row(gpu: GpuEstimate, num_requests: int) -> list[str]:
     ]
 
 
-def _aligned(num_columns: int) -> list[str]:
-    return ["left"] + ["right"] * (num_columns - 1)
+def _table(rows: Sequence[Sequence[str]], header: Sequence[str], tablefmt: str) -> str:
+    align = ["left"] + ["right"] * (len(header) - 1)
+    return tabulate(rows, header, tablefmt, disable_numparse=True, colalign=align)
 
 
 def _mb(num_bytes: int) -> str:

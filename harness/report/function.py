@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from harness.report.check.sentences import printable
+from harness.report.check.sentences import model_name, printable
 from harness.report.check.table import count
-from harness.report.endpoint.headline import headline, not_judged
-from harness.report.wrapped import wrapped
+from harness.report.endpoint import not_judged
+from harness.report.lines import VERDICTS, blocks_text, fact_lines, headline, wrapped
 from harness.results.function import FunctionDifference, FunctionResult
 
 _MOST_WORDS = 400
@@ -14,11 +14,10 @@ _MOST_WORDS = 400
 def function_text(result: FunctionResult, *, width: int) -> str:
     """Return a check of a function as lines of at most `width` columns."""
     extent = [count(num, name) for name, num in result.counts.items() if num]
-    head = [headline(result.outcome, "", result.subject, result.model, *extent)]
-    head += wrapped("  not judged", not_judged(result.not_judged), width)
-    notes = [line for note in result.notes for line in wrapped("  note", printable(note), width)]
-    blocks = [head, *(list(_difference(own, width)) for own in result.differences), notes]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    head = [headline(VERDICTS[result.outcome], result.subject, model_name(result.model), *extent)]
+    head += fact_lines([not_judged(result)], width)
+    notes = fact_lines((("note", note) for note in result.notes), width)
+    return blocks_text([head, *(_difference(own, width) for own in result.differences), notes])
 
 
 def _difference(own: FunctionDifference, width: int) -> Iterator[str]:

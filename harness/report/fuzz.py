@@ -1,39 +1,33 @@
 """A search of workloads: what was found, with its smallest workload, and what was reached."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 from typing import Any
 
-from tabulate import tabulate
-
 from harness.report.check.json import run_json
-from harness.report.check.sentences import divergence_place, divergence_size, explanation_lines, number, printable
+from harness.report.check.sentences import divergence_lines, model_name, number, printable
 from harness.report.check.table import count
-from harness.report.document import SCHEMA_VERSION, plain
-from harness.report.wrapped import wrapped
-from harness.results.check import Divergence, Outcome
+from harness.report.document import document, plain
+from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
+from harness.results.check import Outcome
 from harness.results.fuzz import FuzzFinding, FuzzResult, SentRequest, SentWorkload
 
-MIN_WIDTH = 80
 INDENT = 18
 
 
 def fuzz_text(result: FuzzResult, *, width: int) -> str:
     """Return a search as lines of at most `width` columns (80 at least)."""
     width = max(width, MIN_WIDTH)
-    blocks = [[_headline(result)]]
-    blocks += [list(_finding(at, finding, width)) for at, finding in enumerate(result.findings, start=1)]
-    blocks += [_coverage(result), list(_facts(result, width))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    findings = (_finding(at, finding, width) for at, finding in enumerate(result.findings, start=1))
+    facts = fact_lines(_facts(result), width, indent=13)
+    return blocks_text([[_headline(result)], *findings, _coverage(result), facts])
 
 
 def _headline(result: FuzzResult) -> str:
     words = {Outcome.PASS: "NOTHING FOUND", Outcome.MISMATCH: "FOUND", Outcome.NOTHING: "NOTHING CHECKED"}
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
     found = [count(len(result.findings), "finding")] if result.findings else []
-    parts = [printable(result.engine), printable(model), result.dtype, result.device, *found]
-    parts += [count(result.num_workloads, "workload"), count(result.num_rows, "row")]
-    return f"{words[result.outcome]}  {' · '.join(parts)}"
+    counts = [*found, count(result.num_workloads, "workload"), count(result.num_rows, "row")]
+    subject = (result.engine, model_name(result.model), result.dtype, result.device)
+    return headline(words[result.outcome], *subject, *counts)
 
 
 def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
@@ -45,7 +39,8 @@ def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
         for line in finding.error.splitlines():
             yield from wrapped("", printable(line), width, indent=3)
     elif finding.run is not None and finding.run.first_divergence is not None:
-        yield from _divergence(finding.run.first_divergence, width)
+        for label, text in divergence_lines(finding.run.first_divergence):
+            yield from wrapped(label, text, width, indent=INDENT)
     elif finding.run is not None:
         for each in finding.run.findings[:3]:
             yield from wrapped("", f"{each.code}: {printable(each.message)}", width, indent=3)
@@ -63,11 +58,10 @@ def _workload(workload: SentWorkload) -> list[str]:
         (at, request.prompt_length, request.num_new_tokens, _shared(at, workload), _arrival(request), _end(request))
         for at, request in enumerate(workload.requests)
     ]
-    lines = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
     limits = ", ".join(f"{name}={str(value).lower()}" for name, value in workload.limits.items())
-    return [*lines, *([f"limits: {limits}"] if limits else [])] + (
-        [f"schedule: {printable(workload.schedule)}"] if workload.schedule else []
-    )
+    others = [f"limits: {limits}"] if limits else []
+    others += [f"schedule: {printable(workload.schedule)}"] if workload.schedule else []
+    return [*table_lines(rows, headers, _ALIGN), *others]
 
 
 _ALIGN = ("right", "right", "right", "left", "left", "left")
@@ -96,14 +90,6 @@ def _end(request: SentRequest) -> str:
     return "aborted" if request.is_aborted else "finished"
 
 
-def _divergence(divergence: Divergence, width: int) -> Iterator[str]:
-    yield from wrapped("First divergence:", printable(divergence.tap), width, indent=INDENT)
-    yield from wrapped("", divergence_place(divergence), width, indent=INDENT)
-    yield from wrapped("", f"{divergence_size(divergence)} ({divergence.code})", width, indent=INDENT)
-    for at, line in enumerate(explanation_lines(divergence.explanation) if divergence.explanation else ()):
-        yield from wrapped("           Cause:" if at == 0 else "", line, width, indent=INDENT)
-
-
 def _history(finding: FuzzFinding) -> str:
     text = f"after {number(finding.found_s)} s"
     if finding.shrunk_s:
@@ -117,43 +103,26 @@ def _coverage(result: FuzzResult) -> list[str]:
     """Return the table of what the engine's scheduler did, the commonest first."""
     ordered = sorted(result.coverage.items(), key=lambda pair: (-pair[1], pair[0]))
     rows = [(printable(name), times) for name, times in ordered]
-    return tabulate(rows, ("what the scheduler did", "workloads"), tablefmt="simple").splitlines() if rows else []
+    return table_lines(rows, ("what the scheduler did", "workloads"), ("left", "right")) if rows else []
 
 
-def _facts(result: FuzzResult, width: int) -> Iterator[str]:
+def _facts(result: FuzzResult) -> Iterator[tuple[str, str]]:
     for what, times in result.rejected.items():
-        yield from wrapped("  rejected", f"{count(times, 'workload')}: {printable(what)}", width, indent=13)
-    for note in result.notes:
-        yield from wrapped("  note", printable(note), width, indent=13)
+        yield "rejected", f"{count(times, 'workload')}: {what}"
+    yield from (("note", note) for note in result.notes)
     if result.unreached:
-        text = f"no workload reached {' and '.join(result.unreached)}: give the search more --seconds"
-        yield from wrapped("  note", text, width, indent=13)
+        yield "note", f"no workload reached {' and '.join(result.unreached)}: give the search more --seconds"
     if result.was_interrupted:
-        yield from wrapped("  note", "interrupted: what was found until then", width, indent=13)
-    timings = f"golden {number(result.golden_s)} s, all {number(result.elapsed_s)} s, seed {result.seed}"
-    yield from wrapped("  timings", timings, width, indent=13)
+        yield "note", "interrupted: what was found until then"
+    yield "timings", f"golden {number(result.golden_s)} s, all {number(result.elapsed_s)} s, seed {result.seed}"
 
 
 def fuzz_json(result: FuzzResult) -> dict[str, Any]:
     """Return a search as plain dicts, lists, strings and finite numbers."""
-    document: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "verdict": result.outcome,
-        "engine": result.engine,
-        "model": result.model,
-        "dtype": result.dtype,
-        "device": result.device,
-        "seed": result.seed,
-        "num_workloads": result.num_workloads,
-        "num_rows": result.num_rows,
-        "was_interrupted": result.was_interrupted,
-        "unreached": result.unreached,
-        "coverage": dict(result.coverage),
-        "rejected": dict(result.rejected),
-        "notes": result.notes,
-        "timings_s": {"golden": result.golden_s, "all": result.elapsed_s},
-    }
-    return {**plain(document), "findings": [_finding_document(finding) for finding in result.findings]}
+    whole = document(result)
+    timings = {"golden": whole.pop("golden_s"), "all": whole.pop("elapsed_s")}
+    findings = [_finding_document(finding) for finding in result.findings]
+    return {**whole, "verdict": result.outcome, "timings_s": timings, "findings": findings}
 
 
 def _finding_document(finding: FuzzFinding) -> dict[str, Any]:

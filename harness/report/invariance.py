@@ -2,12 +2,10 @@
 
 import textwrap
 from collections.abc import Iterator
-from pathlib import PurePath
 
-from tabulate import tabulate
-
-from harness.report.check.sentences import number, printable
+from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
+from harness.report.lines import blocks_text, headline, table_lines
 from harness.results.check import Outcome
 from harness.results.invariance import Invariance, InvarianceResult, ScheduleChange
 
@@ -17,23 +15,20 @@ _CELLS = {Invariance.SAME: "same", Invariance.NOISE: "noise", Invariance.BEYOND:
 
 def invariance_text(result: InvarianceResult) -> str:
     """Return the changes that were tried, and what each did to every operation."""
-    blocks = [[_headline(result)], _changes(result), _operations(result), list(_notes(result))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return blocks_text([[_headline(result)], _changes(result), _operations(result), _notes(result)])
 
 
 def _headline(result: InvarianceResult) -> str:
     states = {change.state for change in result.changes}
     word = _HEADLINES.get(result.outcome, "WITHIN ROUNDING" if Invariance.NOISE in states else "INVARIANT")
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    parts = [printable(result.engine), printable(model), result.dtype, result.device]
-    parts.append(f"{count(result.num_rounds, 'set')} of prompts")
-    return f"{word}  {' · '.join(parts)}"
+    sets = f"{count(result.num_rounds, 'set')} of prompts"
+    return headline(word, result.engine, model_name(result.model), result.dtype, result.device, sets)
 
 
 def _changes(result: InvarianceResult) -> list[str]:
     rows = [(change.name, change.before, change.after, *_first(change)) for change in result.changes]
     headers = ("change", "before", "after", "first operation whose bits change", "roundings")
-    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True).splitlines()
+    return table_lines(rows, headers)
 
 
 def _first(change: ScheduleChange) -> tuple[str, str]:
@@ -66,7 +61,7 @@ def _operations(result: InvarianceResult) -> list[str]:
         for site, states in table.items()
     ]
     headers = ("operation", *(change.name.replace(" ", "\n") for change in offered))
-    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True).splitlines()
+    return table_lines(rows, headers)
 
 
 def _notes(result: InvarianceResult) -> Iterator[str]:

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 
-from tabulate import tabulate
-
 from harness.report.check.table import count
-from harness.report.endpoint.headline import headline
-from harness.report.endpoint.text import MIN_WIDTH, findings
-from harness.report.wrapped import wrapped
+from harness.report.endpoint import findings, server_headline
+from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines
 from harness.results.load import LoadResult
 
 _NAMES = {
@@ -21,12 +18,9 @@ _NAMES = {
 def load_text(result: LoadResult, *, width: int) -> str:
     """Return a load test as lines of at most `width` columns, but for the table."""
     width = max(width, MIN_WIDTH)
-    requests = count(result.num_requests, "request")
-    head = headline(
-        result.outcome, result.server, result.url, result.model, result.dtype, f"{requests}, {result.arrivals}"
-    )
-    blocks = [[head], _table(result), list(findings([result.answers], width)), list(_facts(result, width))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    head = server_headline(result, f"{count(result.num_requests, 'request')}, {result.arrivals}")
+    wrong = findings([result.answers], width)
+    return blocks_text([[head], _table(result), wrong, fact_lines(_facts(result), width)])
 
 
 def _table(result: LoadResult) -> list[str]:
@@ -35,31 +29,29 @@ def _table(result: LoadResult) -> list[str]:
         for name, own in result.times_ms.items()
     ]
     headers = ("ms", "mean", "p50", "p90", "p99", "max", "limit")
-    lines = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=("left", *["right"] * 6))
     legend = [f"{name:<9}  {_NAMES[name]}" for name in result.times_ms]
-    return [*(f"  {line}".rstrip() for line in lines.splitlines()), "", *(f"  {line}" for line in legend)]
+    return table_lines(rows, headers, ("left", *["right"] * 6), legend=legend)
 
 
 def _limit(result: LoadResult, name: str) -> str:
     return f"{result.limits_ms[name]:,g}" if name in result.limits_ms else "-"
 
 
-def _facts(result: LoadResult, width: int) -> Iterator[str]:
+def _facts(result: LoadResult) -> Iterator[tuple[str, str]]:
     answered = f"{result.num_answered:,} of {count(result.num_requests, 'request')} in {result.seconds:.2f} s"
     turned_away = f"; {result.num_turned_away:,} turned away (429 or 503)" if result.num_turned_away else ""
-    yield from wrapped("  answered", answered + turned_away, width)
+    yield "answered", answered + turned_away
     rates = (
         f"{result.requests_per_s:.2f} requests/s, {result.new_tokens_per_s:,.1f} new tokens/s; prompts of "
         f"{count(result.num_prompt_tokens, 'token')}"
     )
-    yield from wrapped("  rate", rates, width)
+    yield "rate", rates
     limits = " and ".join(f"{name} <= {limit:g} ms" for name, limit in result.limits_ms.items()) or "no limit given"
     good = f"{result.goodput_per_s:.2f} requests/s, {100 * result.good_share:.1f} % of all: not wrong, {limits}"
-    yield from wrapped("  goodput", good, width)
+    yield "goodput", good
     tokens = result.answers.tokens
     told = f"{count(result.num_judged, 'answer')}, {tokens.equal + tokens.ties:,} of {tokens.compared:,} tokens right"
-    yield from wrapped("  judged", f"{told} ({tokens.ties:,} ties), {result.truth_s:.1f} s", width)
+    yield "judged", f"{told} ({tokens.ties:,} ties), {result.truth_s:.1f} s"
     late = f"p50 {result.late_ms.p50:.1f} ms, p99 {result.late_ms.p99:.1f} ms, at most {result.late_ms.max:.1f} ms"
-    yield from wrapped("  client late", late, width)
-    for note in result.notes:
-        yield from wrapped("  note", note, width)
+    yield "client late", late
+    yield from (("note", note) for note in result.notes)

@@ -1,12 +1,10 @@
 """What poison an engine let in, for people at a terminal: memories, then the operations that let them in."""
 
 from collections.abc import Iterator
-from pathlib import PurePath
 
-from tabulate import tabulate
-
-from harness.report.check.sentences import number, printable
+from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
+from harness.report.lines import blocks_text, headline, table_lines
 from harness.results.check import Outcome
 from harness.results.poison import Leak, Memory, PoisonedMemory, PoisonResult
 
@@ -15,23 +13,22 @@ _HEADLINES = {Outcome.MISMATCH: "POISON LET IN", Outcome.NOTHING: "NOTHING CHECK
 
 def poison_text(result: PoisonResult) -> str:
     """Return what was filled, and which operations let it in."""
-    leaks = [list(_leak(at, leak)) for at, leak in enumerate(result.leaks, start=1)]
-    blocks = [[_headline(result)], _memories(result), *leaks, list(_failures(result)), list(_notes(result))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    leaks = (_leak(at, leak) for at, leak in enumerate(result.leaks, start=1))
+    return blocks_text([[_headline(result)], _memories(result), *leaks, _failures(result), _notes(result)])
 
 
 def _headline(result: PoisonResult) -> str:
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    parts = [printable(result.engine), printable(model), result.dtype, result.device]
-    parts.append(f"{count(result.num_rounds, 'set')} of prompts")
-    return f"{_HEADLINES[result.outcome]}  {' · '.join(parts)}"
+    sets = f"{count(result.num_rounds, 'set')} of prompts"
+    return headline(
+        _HEADLINES[result.outcome], result.engine, model_name(result.model), result.dtype, result.device, sets
+    )
 
 
 def _memories(result: PoisonResult) -> list[str]:
     let_in = {leak.memory for leak in result.leaks}
     rows = [(str(each.memory), *_cells(each, each.memory in let_in)) for each in result.memories]
     headers = ("memory", "elements filled", "rows compared", "let in", "schedules")
-    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True).splitlines()
+    return table_lines(rows, headers)
 
 
 def _cells(each: PoisonedMemory, is_let_in: bool) -> tuple[str, str, str, str]:

@@ -1,62 +1,44 @@
 """A comparison of a trainer with a rollout engine for people at a terminal: the gap, its terms, what was not judged."""
 
-from collections.abc import Iterator
-from pathlib import PurePath
+from collections.abc import Iterable, Iterator
 
-from tabulate import tabulate
-
-from harness.report.check.sentences import number, printable
+from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
-from harness.report.wrapped import wrapped
-from harness.results.check import Outcome
+from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines
 from harness.results.rollout import GapFigures, GapHistory, GapStep, GapTerm, RolloutResult, SideFigures
 
-MIN_WIDTH = 80
 _HEADERS = ("term", "side", "mean", "abs mean", "rms", "floor", "explains", "verdict")
-_WORDS = {Outcome.PASS: "PASS", Outcome.MISMATCH: "MISMATCH", Outcome.NOTHING: "NOTHING CHECKED"}
 STEP_HEADERS = ("step", "verdict", "gap", "k3", "effective", "outside of their floor", "seconds", "share")
 _ALIGN = ("left", "left", "right", "right", "right", "right", "right", "left")
+_LEGEND = (
+    "mean       of the trainer's log probability less the engine's, nats; the terms add up to the gap",
+    "floor      what rounding alone gives of this term",
+    "explains   how much of the gap's abs mean goes if this remedy alone is applied, in a replay of the rows",
+)
 
 
 def rollout_text(result: RolloutResult, *, width: int) -> str:
     """Return a comparison as lines of at most `width` columns, but for the table (about 85)."""
     width = max(width, MIN_WIDTH)
-    blocks = [[_headline(result)], *_measured(result, width), list(_facts(result, width))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return blocks_text([[_headline(result)], *_measured(result, width), fact_lines(_facts(result), width)])
 
 
 def _headline(result: RolloutResult) -> str:
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
     compared = f"{count(result.num_rows, 'row')}, {count(result.tokens.compared, 'token')} compared"
-    parts = [result.rollouts, model, result.dtype, compared]
-    return f"{_WORDS[result.outcome]}  {' · '.join(printable(part) for part in parts)}"
+    return headline(VERDICTS[result.outcome], result.rollouts, model_name(result.model), result.dtype, compared)
 
 
-def _measured(result: RolloutResult, width: int) -> Iterator[list[str]]:
+def _measured(result: RolloutResult, width: int) -> Iterator[Iterable[str]]:
     if result.gap is None:
         return
-    yield [*wrapped("  gap", _gap(result.gap), width)]
+    yield fact_lines([("gap", _gap(result.gap))], width)
     rows = [_row(term, result.gap) for term in result.terms]
-    lines = tabulate(rows, _HEADERS, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
-    legend = [
-        "mean       of the trainer's log probability less the engine's, nats; the terms add up to the gap",
-        "floor      what rounding alone gives of this term",
-        "explains   how much of the gap's abs mean goes if this remedy alone is applied, in a replay of the rows",
-    ]
-    yield [*(f"  {line}".rstrip() for line in lines), "", *(f"  {line}" for line in legend)]
+    yield table_lines(rows, _HEADERS, _ALIGN, legend=_LEGEND)
     if result.remedied is not None:
         left = f"all remedies together leave {number(result.remedied)} of {number(result.gap.mean_abs)} nats"
-        yield [*wrapped("  remedies", left, width)]
-    yield [
-        line
-        for finding in result.findings
-        for line in wrapped(
-            f"  {finding.code}",
-            printable(f"row {finding.request}, token {finding.position}: {finding.message}"),
-            width,
-            indent=8,
-        )
-    ]
+        yield fact_lines([("remedies", left)], width)
+    findings = [(each.code, f"row {each.request}, token {each.position}: {each.message}") for each in result.findings]
+    yield fact_lines(findings, width, indent=8)
 
 
 def _gap(gap: GapFigures) -> str:
@@ -73,21 +55,19 @@ def _row(term: GapTerm, gap: GapFigures) -> tuple[str, ...]:
     return (term.kind, term.side, *figures, explains, "rounding" if term.is_rounding else "outside")
 
 
-def _facts(result: RolloutResult, width: int) -> Iterator[str]:
-    for side in result.sides:
-        yield from wrapped(f"  {side.name}", _side(side), width)
+def _facts(result: RolloutResult) -> Iterator[tuple[str, str]]:
+    yield from ((side.name, _side(side)) for side in result.sides)
     tokens = result.tokens
     parts = {
         "compared": tokens.compared, "of prompts": tokens.prompt, "masked": tokens.masked, "padding": tokens.padding,
         "without a value": tokens.without_value, "left out": tokens.left_out,
     }  # fmt: skip
     shown = " + ".join(f"{value:,} {name}" for name, value in parts.items() if value or name == "compared")
-    yield from wrapped("  tokens", f"{tokens.tokens:,} = {shown}", width)
+    yield "tokens", f"{tokens.tokens:,} = {shown}"
     if result.not_judged:
-        yield from wrapped("  not judged", printable("; ".join(result.not_judged)), width)
-    for note in result.notes:
-        yield from wrapped("  note", printable(note), width)
-    yield from wrapped("  timings", f"{number(result.seconds)} s", width)
+        yield "not judged", "; ".join(result.not_judged)
+    yield from (("note", note) for note in result.notes)
+    yield "timings", f"{number(result.seconds)} s"
 
 
 def _side(side: SideFigures) -> str:
@@ -102,11 +82,9 @@ def history_text(history: GapHistory, *, width: int) -> str:
     """Return the steps of a training run as a table of at most about 100 columns, and what is missing in the file."""
     rows = [step_row(step) for step in history.steps]
     align = ["right", "left", *["right"] * 3, "left", "right", "right"]
-    table = tabulate(rows, STEP_HEADERS, tablefmt="simple", disable_numparse=True, colalign=align) if rows else ""
-    lines = [f"{_WORDS[history.outcome]}  {printable(history.file)} · {count(len(rows), 'step')}", ""]
-    lines += [f"  {line}".rstrip() for line in table.splitlines()]
-    for note in history_notes(history):
-        lines += wrapped("  note", note, max(width, MIN_WIDTH))
+    lines = [headline(VERDICTS[history.outcome], history.file, count(len(rows), "step")), ""]
+    lines += [f"  {line}".rstrip() for line in (table_lines(rows, STEP_HEADERS, align) if rows else ())]
+    lines += fact_lines((("note", note) for note in history_notes(history)), max(width, MIN_WIDTH))
     return "\n".join(lines) + "\n"
 
 

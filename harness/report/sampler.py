@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator
 
-from tabulate import tabulate
-
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
-from harness.report.endpoint.headline import headline, not_judged
-from harness.report.endpoint.request import curl
-from harness.report.endpoint.text import MIN_WIDTH
-from harness.report.wrapped import wrapped
+from harness.report.endpoint import curl, not_judged, server_headline
+from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines, wrapped
 from harness.results.check import Finding
 from harness.results.sampler import SamplerResult, SettingResult
 
@@ -20,29 +16,17 @@ _ALIGN = ("left", "left", "right", "right", "left", "left")
 def sampler_text(result: SamplerResult, *, width: int) -> str:
     """Return a check of a sampler as lines of at most `width` columns, but for the table."""
     width = max(width, MIN_WIDTH)
-    blocks = [
-        list(_headline(result, width)),
-        _table(result),
-        list(_findings(result, width)),
-        list(_facts(result, width)),
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
-
-
-def _headline(result: SamplerResult, width: int) -> Iterator[str]:
-    draws = count(result.num_draws, "draw")
-    yield headline(result.outcome, result.server, result.url, result.model, result.dtype, draws)
-    yield from wrapped("  not judged", not_judged(result.not_judged), width)
+    head = [server_headline(result, count(result.num_draws, "draw")), *fact_lines([not_judged(result)], width)]
+    return blocks_text([head, _table(result), _findings(result, width), fact_lines(_facts(result), width)])
 
 
 def _table(result: SamplerResult) -> list[str]:
     rows = [_row(setting) for setting in result.settings]
-    lines = tabulate(rows, _HEADERS, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
     legend = [
         "outside    drawn tokens that the parameters exclude, and no rounding explains",
         "off by     largest distance of the draws' distribution to the exact one, and the bound",
     ]
-    return [*(f"  {line}".rstrip() for line in lines), "", *(f"  {line}" for line in legend)]
+    return table_lines(rows, _HEADERS, _ALIGN, legend=legend)
 
 
 def _row(setting: SettingResult) -> tuple[str, ...]:
@@ -72,25 +56,23 @@ def _finding(finding: Finding, width: int) -> Iterator[str]:
     yield from wrapped(f"  {finding.code}", printable(place + finding.message), width, indent=8)
 
 
-def _facts(result: SamplerResult, width: int) -> Iterator[str]:
-    order = " → ".join(result.order)
-    yield from wrapped("  order", order, width)
+def _facts(result: SamplerResult) -> Iterator[tuple[str, str]]:
+    yield "order", " → ".join(result.order)
     if result.definitions:
         fitting = [each.name for each in result.definitions if each.fits]
-        yield from wrapped("  logprobs", " or ".join(fitting) or "of no distribution that is known", width)
+        yield "logprobs", " or ".join(fitting) or "of no distribution that is known"
     if result.seeds is not None:
         seeds = result.seeds
         other = f"{seeds.num_alone} differ alone, {seeds.num_again} a second time"
         words = f"of {count(seeds.num_requests, 'request')} with the same seed {other}"
-        yield from wrapped("  seeds", f"{words}; rounding explains {seeds.num_excused}", width)
+        yield "seeds", f"{words}; rounding explains {seeds.num_excused}"
     share = 1 / result.false_alarm
     words = f"a sound server alarms in less than 1 of {share:,.0f} runs, over {result.num_tests:,} tests"
-    yield from wrapped("  errors", words, width)
-    yield from wrapped("  finds", f"in 99 of 100 runs: {'; '.join(result.would_find) or 'nothing'}", width)
+    yield "errors", words
+    yield "finds", f"in 99 of 100 runs: {'; '.join(result.would_find) or 'nothing'}"
     if result.could_miss:
-        yield from wrapped("  may miss", f"more --draws find them: {'; '.join(result.could_miss)}", width)
+        yield "may miss", f"more --draws find them: {'; '.join(result.could_miss)}"
     if result.no_change:
-        yield from wrapped("  untold", f"they change nothing for this model: {'; '.join(result.no_change)}", width)
-    for note in result.notes:
-        yield from wrapped("  note", printable(note), width)
-    yield from wrapped("  timings", f"server {result.server_s:.1f} s, truth {result.truth_s:.1f} s", width)
+        yield "untold", f"they change nothing for this model: {'; '.join(result.no_change)}"
+    yield from (("note", note) for note in result.notes)
+    yield "timings", f"server {result.server_s:.1f} s, truth {result.truth_s:.1f} s"

@@ -3,12 +3,10 @@
 import json
 from collections.abc import Iterator
 
-from harness.report.check.sentences import printable
+from harness.report.check.sentences import model_name, printable
 from harness.report.check.table import count
-from harness.report.endpoint.headline import headline, not_judged
-from harness.report.endpoint.request import curl
-from harness.report.endpoint.text import MIN_WIDTH
-from harness.report.wrapped import wrapped
+from harness.report.endpoint import at_server, curl, not_judged
+from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
 from harness.results.tokens import Difference, TokensResult
 
 _MOST_WORDS = 200
@@ -17,17 +15,12 @@ _MOST_WORDS = 200
 def tokens_text(result: TokensResult, *, width: int) -> str:
     """Return a check of chats as lines of at most `width` columns, but for commands."""
     width = max(width, MIN_WIDTH)
-    blocks = [list(_headline(result, width)), *(list(_difference(each, result, width)) for each in result.differences)]
-    blocks += [[line for each in result.findings for line in wrapped(f"  {each.code}", each.message, width, indent=8)]]
-    blocks += [list(_facts(result, width))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
-
-
-def _headline(result: TokensResult, width: int) -> Iterator[str]:
-    conversations = count(result.num_conversations, "conversation")
-    yield headline(result.outcome, result.server, result.subject, result.model, conversations)
-    yield from wrapped("  by", f"{result.evidence}: {result.proves}", width)
-    yield from wrapped("  not judged", not_judged(result.not_judged), width)
+    where, conversations = at_server(result.server, result.subject), count(result.num_conversations, "conversation")
+    head = [headline(VERDICTS[result.outcome], where, model_name(result.model), conversations)]
+    head += fact_lines([("by", f"{result.evidence}: {result.proves}"), not_judged(result)], width)
+    differences = (_difference(each, result, width) for each in result.differences)
+    findings = (line for each in result.findings for line in wrapped(f"  {each.code}", each.message, width, indent=8))
+    return blocks_text([head, *differences, findings, fact_lines(_facts(result), width)])
 
 
 def _difference(difference: Difference, result: TokensResult, width: int) -> Iterator[str]:
@@ -48,13 +41,12 @@ def _cut(text: str) -> str:
     return printable(text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]}...")
 
 
-def _facts(result: TokensResult, width: int) -> Iterator[str]:
-    yield from wrapped("  with", ", ".join(result.features) or "one message of a user each", width)
+def _facts(result: TokensResult) -> Iterator[tuple[str, str]]:
+    yield "with", ", ".join(result.features) or "one message of a user each"
     if result.num_texts:
-        yield from wrapped("  texts", f"{count(result.num_texts, 'text')} tokenised by /tokenize", width)
+        yield "texts", f"{count(result.num_texts, 'text')} tokenised by /tokenize"
     if result.num_ends:
-        yield from wrapped("  ends", f"{count(result.num_ends, 'end token')} of the model's configuration tried", width)
+        yield "ends", f"{count(result.num_ends, 'end token')} of the model's configuration tried"
     if result.num_answers:
-        yield from wrapped("  answers", f"the text of {count(result.num_answers, 'answer')} judged", width)
-    for note in result.notes:
-        yield from wrapped("  note", printable(note), width)
+        yield "answers", f"the text of {count(result.num_answers, 'answer')} judged"
+    yield from (("note", note) for note in result.notes)

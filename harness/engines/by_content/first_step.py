@@ -30,14 +30,7 @@ class FirstTap:
 def find_first(
     hf: HFModel, ids: Sequence[int], seen: Mapping[Site, torch.Tensor], *, rounding: float
 ) -> dict[str, FirstTap]:
-    """Return the taps among the tensors of a step of many requests of one token.
-
-    Args:
-        hf: the model that the engine should be, in float32.
-        ids: the token of each request.
-        seen: the tensors, in the order of the run.
-        rounding: RMS relative error of one rounding in the engine.
-    """
+    """Return the taps among the tensors of a step of many requests of one token; `hf` is in float32."""
     sites = {site.name: site for site in seen}
     tables = tables_of({site.name: tensor for site, tensor in seen.items()}, len(ids))
     names = TapNames(hf.graph, [site.name for site in seen if site.what == MODULE])

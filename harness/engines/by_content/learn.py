@@ -18,14 +18,7 @@ _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
 def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int]) -> TapMap:
-    """Learn the map of an engine.
-
-    Args:
-        stepper: the engine.
-        hf: the model that it should be, in float32.
-        dtype: of the engine.
-        numbers: of requests that the engine has not seen.
-    """
+    """Learn the map of an engine that should be a model in float32; `numbers` are of requests it has not seen."""
     num_requests, num_tokens = _unmistakable(hf.graph)
     ids, prompt, number = _random_ids(hf, num_requests), _random_ids(hf, num_tokens + 1), next(numbers)
     seen = one_token_steps(stepper, ids, numbers)

@@ -40,10 +40,6 @@ def elsewhere(known: Mapping[int, str], layer: int) -> Iterator[str]:
     """Yield the names that a tensor of one layer may have by those of other layers.
 
     Numbers in a name may grow from layer to layer: the layer's own, a call's, a place in the run.
-
-    Args:
-        known: names by layer.
-        layer: the one whose tensor is looked for.
     """
     for (low, first), (high, second) in combinations(sorted(known.items()), 2):
         if (name := _on_line(low, first, high, second, layer)) is not None:

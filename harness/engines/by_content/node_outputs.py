@@ -18,13 +18,7 @@ class NodeOutputs:
         see: See,
         only: Collection[Site] | None,
     ) -> None:
-        """Take the nodes.
-
-        Args:
-            outputs: in the order of the run, each with what reads it of the step that has just run.
-            see: is shown each output of floating-point numbers.
-            only: sites to show; None for all.
-        """
+        """Take the nodes in the order of the run, each with what reads its output of the step that has just run."""
         self._outputs = {site: read for site, read in outputs.items() if only is None or site in only}
         self._see = see
 

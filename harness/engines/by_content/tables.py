@@ -73,12 +73,7 @@ class TableIndex:
     """The columns of tables; of a table with NaN or infinities, in the rows that have none."""
 
     def __init__(self, tables: Sequence[Table], *, rounding: float) -> None:
-        """Project the tables.
-
-        Args:
-            tables: of one number of rows.
-            rounding: RMS relative error of one rounding in the engine.
-        """
+        """Project the tables."""
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for at, table in enumerate(tables):
             kept = table.rows.isfinite().all(dim=1).nonzero()[:, 0].tolist()

@@ -15,11 +15,6 @@ from harness.oracle.lora import read_adapter
 def write_adapter_file(lora: Path, metadata: Metadata, path: Path) -> Path:
     """Write an adapter in PEFT's format as a GGUF file, in float32.
 
-    Args:
-        lora: the adapter's folder.
-        metadata: of the base model's file.
-        path: of the file to write.
-
     Raises:
         HarnessError: PACKAGE_MISSING, BAD_LORA, or ENGINE_CANNOT_SERVE: it changes a module that GGUF has no name for.
     """

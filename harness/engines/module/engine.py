@@ -107,8 +107,16 @@ class TorchEngine:
             partial_rows=dict.fromkeys(self._heads, last) if last else None,
         )
         start = positions.start if self._has_cache else 0
-        recorder = _Recorder(self._places, self._heads, positions.stop - start, len(positions), bool(last), writer)
-        with showing_values(self._module, recorder.paths, recorder.see):
+
+        def see(shown: str, tensors: tuple[torch.Tensor, ...]) -> None:
+            """Write the new rows; of what has another shape than expected they are missing, and found so."""
+            for place in self._places.get(shown, ()):
+                rows, tap = place.rows(tensors, positions.stop - start), place.operation.tap
+                if rows is not None and (last or tap not in self._heads):
+                    writer.tap(tap, rows[-1:] if tap in self._heads else rows[-len(positions) :])
+
+        paths = dict.fromkeys(shown.partition("@")[0].partition(":")[0] for shown in self._places)
+        with showing_values(self._module, paths, see):
             answer = self._forward(request.token_ids[start : positions.stop], start, cache)
         if last:
             writer.tap(self._logits, answer.logits[-1:])
@@ -143,31 +151,3 @@ class TorchEngine:
             actual="it was not called" if shapes is None else ", ".join(map(str, shapes)) or "no tensor of numbers",
             hint=_NOT_CALLED if shapes is None else _PADDED,
         )
-
-
-class _Recorder:
-    """Writes the taps of one step: of what is computed again, the new rows."""
-
-    def __init__(
-        self,
-        places: Mapping[str, list[Place]],
-        heads: frozenset[str],
-        num_tokens: int,
-        num_new: int,
-        is_sampled: bool,
-        writer: RecordingWriter,
-    ) -> None:
-        self._places, self._heads, self._writer = places, heads, writer
-        self._num_tokens, self._num_new, self._is_sampled = num_tokens, num_new, is_sampled
-        self.paths = list(dict.fromkeys(shown.partition("@")[0].partition(":")[0] for shown in places))
-
-    def see(self, shown: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Write the taps that are in some tensors; what has another shape than expected is missing, and found so."""
-        for place in self._places.get(shown, ()):
-            rows = place.rows(tensors, self._num_tokens)
-            if rows is None:
-                continue
-            if place.operation.tap not in self._heads:
-                self._writer.tap(place.operation.tap, rows[-self._num_new :])
-            elif self._is_sampled:
-                self._writer.tap(place.operation.tap, rows[-1:])

@@ -36,11 +36,6 @@ class ModuleNames:
     def check(self, module: str, paths: Collection[str], graph: Graph) -> None:
         """Refuse entries that are about no module, lead to nothing of HF's, or lead two modules to one place.
 
-        Args:
-            module: what the module is called in messages.
-            paths: of all modules in it.
-            graph: of HF's model.
-
         Raises:
             HarnessError: BAD_OPTION.
         """

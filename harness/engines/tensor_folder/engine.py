@@ -31,12 +31,6 @@ class FolderEngine:
     def __init__(self, folder: Path, checkpoint: Checkpoint, *, dtype: str, token_ids: Sequence[int]) -> None:
         """Take the folder.
 
-        Args:
-            folder: of the tensors.
-            checkpoint: of the model that the engine ran.
-            dtype: of the engine.
-            token_ids: of the prompt.
-
         Raises:
             HarnessError: BAD_OPTION: too few tokens.
         """

@@ -25,6 +25,14 @@ class Rows:
         """Return the rows at the given indices, or where the given mask holds."""
         return Rows(request=self.request[keep], position=self.position[keep], step=self.step[keep])
 
+    def places(self) -> list[tuple[int, int]]:
+        """Return request and position of each row."""
+        return list(zip(self.request.tolist(), self.position.tolist(), strict=True))
+
+    def identities(self) -> list[tuple[int, int, int]]:
+        """Return request, position and step of each row."""
+        return list(zip(self.request.tolist(), self.position.tolist(), self.step.tolist(), strict=True))
+
     def first(self, among: torch.Tensor) -> int:
         """Return the index of the smallest (request, position) where the mask `among` holds."""
         candidates = among.nonzero()[:, 0]
@@ -64,6 +72,11 @@ def step_rows(step: Step, tap: str) -> Rows:
     return Rows(request=request, position=position, step=torch.full_like(request, step.index))
 
 
+def last_index(rows: Rows | Step, request: int, position: int) -> int:
+    """Return the index of the last of some rows that is of this request and position; it must be there."""
+    return int(((rows.request == request) & (rows.position == position)).nonzero()[-1, 0])
+
+
 _CHUNK_ROWS = 2048
 _CHUNK_BYTES = 64 << 20
 
@@ -91,13 +104,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def take(step: Step, tap: str, wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a tap at some of the step's rows, and which of those rows it has (None: all).
-
-    Args:
-        step: the step.
-        tap: a tap the step has.
-        wanted: indices of step rows, or None for all of them.
-    """
+    """Return a tap at some of the step's rows, and which of those rows it has (None: all)."""
     tensor, covered = step.tap(tap), step.rows_of(tap)
     if covered is None:
         return (tensor if wanted is None else tensor[wanted]), None

@@ -33,13 +33,6 @@ def cache_errors(
     the engine's, or in the one that is declared for the cache; a cache of a dtype narrower than that shows as rounding.
     Where no row of these tokens was recorded (a prefix that was taken over, an engine that shows its cache and not
     what it writes), the row is wrong unless it is as near to the golden's as HF's own noise allows.
-
-    Args:
-        locator: of the engine's recording.
-        graph: of the model.
-        usable: recorded taps whose shape and dtype fit.
-        expected: of the golden.
-        noise: HF's own error per tap and row of the golden.
     """
     writes = _Writes(locator)
     for operation in graph:

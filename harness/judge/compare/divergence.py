@@ -15,14 +15,7 @@ from harness.results.check import Divergence, Verdict
 def first_divergence(
     judged: Sequence[TapJudgement], misshapen: Collection[str], graph: Graph, actual: Recording
 ) -> Divergence | None:
-    """Describe the first operation that is wrong: by its values, or by a shape that cannot be judged.
-
-    Args:
-        judged: every tap that was judged, in the order of the run.
-        misshapen: recorded taps whose shape or dtype does not fit.
-        graph: operations of the model.
-        actual: the engine's recording.
-    """
+    """Describe the first operation that is wrong: by its values, or by a shape that cannot be judged."""
     order = {operation.tap: at for at, operation in enumerate(graph)}
     shape = min((tap for tap in misshapen if tap in order), key=order.__getitem__, default=None)
     wrong = _state_before(next((each for each in judged if each.is_wrong), None), judged)

@@ -74,13 +74,7 @@ def spread(items: Sequence[int], count: int) -> list[int]:
 def histories(
     batch: PaddedBatch, call: AttentionCall, places: torch.Tensor
 ) -> tuple[tuple[AttentionContext, ...], torch.Tensor]:
-    """Return the histories behind wrong rows of attention, of some rows of some requests, and the places of these rows.
-
-    Args:
-        batch: the rows.
-        call: of attention, over all of the batch.
-        places: of the wrong rows in the batch.
-    """
+    """Return the histories behind wrong rows of attention, of some rows of some requests, and their places."""
     found, kept = [], []
     lines = places // batch.num_tokens
     for line in spread(lines.unique().tolist(), _MAX_HISTORIES):

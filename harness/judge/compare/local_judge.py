@@ -124,11 +124,13 @@ class LocalJudge:
         totals = self._totals.setdefault(rows.operation.tap, _TapTotals())
         if rows.operation.kind is Kind.CHOICE:
             distances = choice_errors(rows)
+            bound = torch.ones_like(distances)
+            errors = RowErrors(dtype=torch.float32, roundings=distances, bound=bound, expected=rows.expected)
             totals.rows.append(rows.rows)
             totals.roundings.append(distances)
-            totals.bound.append(torch.ones_like(distances))
-            if bool((distances > 1).any()):
-                self._keep_choices(rows, totals, distances)
+            totals.bound.append(bound)
+            if errors.num_bad:
+                self._keep_evidence(rows, totals, errors, errors.bad)
             return
         self._workers.submit(partial(self._measure, rows, totals))
 
@@ -212,7 +214,8 @@ class LocalJudge:
         return (effects, errors) if beyond_control(others, None, allowance=best.allowance) else (others, best)
 
     def _keep_evidence(self, rows: TapRows, totals: _TapTotals, errors: RowErrors, bad: torch.Tensor) -> None:
-        operation = rows.operation
+        """Keep wrong rows; of choices, with the scores that they were to be made by in the place of their inputs."""
+        operation, is_choice = rows.operation, rows.operation.kind is Kind.CHOICE
         if not self._is_kept(operation, totals):
             return
         if operation.kind is Kind.ATTENTION and rows.value.call is not None:
@@ -223,38 +226,19 @@ class LocalJudge:
         else:
             wrong = bad.nonzero()[:, 0]
             found, chosen = (), wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
-            inputs = rows.inputs(rows.places[chosen])
+            inputs = [_scores(rows, rows.places[chosen])] if is_choice else rows.inputs(rows.places[chosen])
         totals.evidence.append(
             Evidence(
                 operation=operation,
                 rows=rows.batch.rows(rows.places[chosen]),
-                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64),
+                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64).flatten(1),
                 inputs=[_kept_input(x) for x in inputs],
                 roundings=errors.roundings[chosen],
                 bound=errors.bound[chosen],
                 dtype=errors.dtype,
                 histories=found,
-                unrecorded=rows.unrecorded,
-                scene=None if rows.part is None else Scene(batch=rows.batch, call=rows.part),
-            )
-        )
-
-    def _keep_choices(self, rows: TapRows, totals: _TapTotals, distances: torch.Tensor) -> None:
-        """Keep wrong choices, with the scores that they were to be made by in the place of their inputs."""
-        if not self._is_kept(rows.operation, totals):
-            return
-        wrong = (distances > 1).nonzero()[:, 0]
-        chosen = wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
-        assert rows.value.scores is not None
-        totals.evidence.append(
-            Evidence(
-                operation=rows.operation,
-                rows=rows.batch.rows(rows.places[chosen]),
-                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64).flatten(1),
-                inputs=[_kept_input(rows.value.scores[rows.places[chosen].to(rows.value.scores.device)])],
-                roundings=distances[chosen],
-                bound=torch.ones(len(chosen), dtype=torch.float64),
-                dtype=torch.float32,
+                unrecorded=() if is_choice else rows.unrecorded,
+                scene=None if is_choice or rows.part is None else Scene(batch=rows.batch, call=rows.part),
             )
         )
 
@@ -310,6 +294,12 @@ def _slope(rows: TapRows, errors: RowErrors) -> torch.Tensor | None:
         return None
     slope = score_slope(rows.value.call).flatten(0, 1)
     return slope[rows.places.to(slope.device)]
+
+
+def _scores(rows: TapRows, places: torch.Tensor) -> torch.Tensor:
+    """Return the truth's scores at some places of the batch, [places, ...]."""
+    assert rows.value.scores is not None
+    return rows.value.scores[places.to(rows.value.scores.device)]
 
 
 def _kept_input(x: torch.Tensor) -> torch.Tensor:

@@ -181,13 +181,7 @@ class _NoJudge:
 
 
 def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> StateJudgement:
-    """Judge every state that was read back, as far as the truth can be afforded.
-
-    Args:
-        runs: of the recording.
-        graph: of the model.
-        usable: recorded taps whose shape and dtype fit.
-    """
+    """Judge every state that was read back, as far as the truth can be afforded."""
     operations = [op for op in graph if op.kind is Kind.STATE and op.tap in usable]
     reads = sorted({each for op in operations for each, _ in states_read(runs.recording, op.tap)})
     if not reads:
@@ -233,8 +227,7 @@ def states_read(recording: Recording, tap: str) -> Iterator[tuple[ReadState, tor
     for step in recording.steps:
         if is_readback(step) and step.has(tap):
             rows = step_rows(step, tap)
-            places = zip(rows.request.tolist(), rows.position.tolist(), strict=True)
-            for (request, position), value in zip(places, step.tap(tap).flatten(1), strict=True):
+            for (request, position), value in zip(rows.places(), step.tap(tap).flatten(1), strict=True):
                 yield ReadState(request, position, step.index), value
 
 

@@ -37,14 +37,7 @@ _SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
 
 
 def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
-    """Return the result with an explanation for each finding that is about wrong numbers of one operation.
-
-    Args:
-        found: what `compare_run` found, and what it kept of the wrong rows.
-        recording: the engine's.
-        expected: the golden that it was compared with.
-        hf: the model.
-    """
+    """Return the result with an explanation for each finding that is about wrong numbers of one operation."""
     run = found.result
     if not any(finding.tap for finding in run.findings):
         return run

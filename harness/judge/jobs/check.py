@@ -137,17 +137,7 @@ def compare_planned(
     require: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare what the plan's engine recorded with a golden, as far as the engine offers it and the plan asks for it.
-
-    Args:
-        plan: what was asked for.
-        capabilities: of the engine, after its run.
-        actual: what it recorded.
-        golden: of its requests.
-        hf: the model that judges every operation by itself.
-        require: triggers that the run must have reached.
-        progress: told what is being done.
-    """
+    """Compare what the plan's engine recorded with a golden, as far as the engine offers it and the plan asks it."""
     return compare_run(
         actual,
         golden,

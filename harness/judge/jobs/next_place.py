@@ -17,13 +17,7 @@ _OWN = ("schedules", "max_new_tokens", "stops_early", "budget_s")
 
 
 def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapSource]) -> NextPlace | None:
-    """Return where to look next: the first divergence of the first run that failed, or its first finding.
-
-    Args:
-        plan: of the check.
-        runs: what came of it.
-        sources: where the engine's taps are in its code, as far as that is known.
-    """
+    """Return where to look next: the first divergence of the first run that failed, or its first finding."""
     run = next((run for run in runs if run.findings), None)
     if run is None:
         return None

@@ -18,11 +18,6 @@ __all__ = ["check", "compare", "describe", "make_sketch", "read_sketch", "sketch
 def check(case_path: Path, golden: Golden, *, command: str) -> None:
     """Compare the golden of a case with the committed sketch.
 
-    Args:
-        case_path: the case's file.
-        golden: what the oracle says today.
-        command: what makes the sketch anew.
-
     Raises:
         HarnessError: SKETCH_MISSING; SKETCH_DIFFERS for the first token or tap; BAD_CASE where the sketch is damaged.
     """

@@ -44,11 +44,14 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
+def model_name(model: str) -> str:
+    """Return a model's hub id, which says who made it; of a folder on this machine the name."""
+    return PurePath(model).name if model.startswith(("/", ".")) else model
+
+
 def subject(result: CheckResult) -> list[str]:
     """Return what was checked: engine, model, dtype, device."""
-    # A hub id says who made the model; of a folder on this machine only the name does.
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    return [printable(part) for part in (result.engine, model, result.dtype, result.device)]
+    return [printable(part) for part in (result.engine, model_name(result.model), result.dtype, result.device)]
 
 
 def extent(result: CheckResult) -> list[str]:
@@ -80,6 +83,17 @@ def divergence_size(divergence: Divergence) -> str:
     if divergence.propagated_ratio is not None:
         parts.append(f"propagated error {number(divergence.propagated_ratio)} times HF's own")
     return "; ".join(parts) or f"verdict {divergence.verdict}"
+
+
+def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
+    """Yield what is told of a divergence, each after its label: first the tap, at the end the cause."""
+    yield "First divergence:", printable(divergence.tap)
+    yield "", divergence_place(divergence)
+    yield "", f"{divergence_size(divergence)} ({divergence.code})"
+    if divergence.explanation:
+        cause, *rest = explanation_lines(divergence.explanation)
+        yield "           Cause:", cause
+        yield from (("", line) for line in rest)
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:

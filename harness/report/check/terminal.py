@@ -4,27 +4,18 @@ A wider terminal earns more columns. Colour only repeats what the words say, so 
 """
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from tabulate import tabulate
 
 from harness.report.check.columns import COLUMNS, LABEL, Column, legend
-from harness.report.check.sentences import (
-    divergence_place,
-    divergence_size,
-    explanation_lines,
-    extent,
-    facts,
-    finding_lines,
-    printable,
-    subject,
-)
+from harness.report.check.sentences import divergence_lines, extent, facts, finding_lines, printable, subject
 from harness.report.check.table import Role, Row, Section, sections
+from harness.report.lines import MIN_WIDTH, blocks_text
 from harness.results.check import CheckResult, Divergence, Outcome
 
-MIN_WIDTH = 80
 MIN_LABEL_WIDTH = 12
 ARROW = "▸"
 NO_BREAK = "\u00a0"
@@ -56,29 +47,28 @@ class _Page:
 def check_text(result: CheckResult, *, width: int, color: bool) -> str:
     """Return a check as lines of at most `width` columns (80 at least), with ANSI colours where `color` is true."""
     page = _Page(max(width, MIN_WIDTH), color)
-    blocks = [_headline(result, page)]
+    blocks: list[Iterable[str]] = [_headline(result, page)]
     parts, key = sections(result), list(_legend(result, page))
     for part in parts:
         if len(parts) > 1:
-            blocks.append(list(_title(part, page)))
+            blocks.append(_title(part, page))
         rows = part.rows()
         if rows and (len(parts) == 1 or part.outcome is not Outcome.PASS):
             blocks += [_table(rows, page), key]
             key = []
         if part.divergence:
-            blocks.append(list(_divergence(part.divergence, page)))
-    blocks += [list(_findings(result, page)), list(_facts(result, page))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+            blocks.append(_divergence(part.divergence, page))
+    return blocks_text([*blocks, _findings(result, page), _facts(result, page)])
 
 
-def _headline(result: CheckResult, page: _Page) -> list[str]:
+def _headline(result: CheckResult, page: _Page) -> Iterator[str]:
     word = result.outcome.upper()
     indent = len(word) + 2
     what = [_shortened(part, page.width - indent - 2) for part in subject(result)]
     *counts, schedules = extent(result)
     solid = [part.replace(" ", NO_BREAK) for part in (*what, *counts)]
     text = f"{NO_BREAK}· ".join([*solid, schedules])
-    return list(page.wrap(word, text, "bold", _OUTCOMES[result.outcome], indent=indent))
+    return page.wrap(word, text, "bold", _OUTCOMES[result.outcome], indent=indent)
 
 
 def _title(section: Section, page: _Page) -> Iterator[str]:
@@ -87,15 +77,9 @@ def _title(section: Section, page: _Page) -> Iterator[str]:
 
 
 def _divergence(divergence: Divergence, page: _Page) -> Iterator[str]:
-    tap = _shortened(printable(divergence.tap), page.width - 19)
-    yield from page.wrap("First divergence:", tap, "bold", "red", indent=18)
-    yield from page.wrap("", divergence_place(divergence), indent=18)
-    yield from page.wrap("", f"{divergence_size(divergence)} ({divergence.code})", indent=18)
-    if divergence.explanation:
-        cause, *rest = explanation_lines(divergence.explanation)
-        yield from page.wrap("           Cause:", cause, "bold", "red", indent=18)
-        for line in rest:
-            yield from page.wrap("", line, indent=18)
+    (first, tap), *rest = divergence_lines(divergence)
+    for label, text in ((first, _shortened(tap, page.width - 19)), *rest):
+        yield from page.wrap(label, text, "bold", "red", indent=18)
 
 
 def _table(rows: Sequence[Row], page: _Page) -> list[str]:

@@ -1,6 +1,6 @@
 """The page's view of a check, the verdict first."""
 
-from dataclasses import dataclass
+from typing import Any
 
 from harness.report.check.columns import COLUMNS, LABEL, PAGE_COLUMNS, Column, legend
 from harness.report.check.merge import merge_taps
@@ -14,81 +14,31 @@ from harness.report.check.sentences import (
     printable,
     subject,
 )
-from harness.report.check.table import Row, Section, sections
+from harness.report.check.table import Section, sections
 from harness.report.page.growth import growth_along_depth, growth_along_position
-from harness.report.page.heat_map import HeatMap, heat_map
-from harness.report.page.plot import Plot
+from harness.report.page.heat_map import heat_map
 from harness.results.check import CheckResult, Outcome
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CulpritView:
-    """The first operation that is wrong."""
-
-    tap: str
-    code: str
-    place: str
-    size: str
-    cause: str | None
-    details: tuple[str, ...]
-    """How well the cause fits the rows, and further facts."""
+View = dict[str, Any]
+"""What a template is given, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableLine:
-    """One row of the table by layer and operation."""
-
-    cells: tuple[str, ...]
-    role: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SectionView:
-    """Schedules that show the same."""
-
-    schedules: str
-    outcome: str
-    culprit: CulpritView | None
-    heat: HeatMap | None
-    depth: Plot | None
-    position: Plot | None
-    lines: tuple[TableLine, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckView:
-    """A check."""
-
-    verdict: str
-    sentence: str
-    subject: tuple[str, ...]
-    extent: tuple[str, ...]
-    sections: tuple[SectionView, ...]
-    findings: tuple[tuple[str, str], ...]
-    more_findings: str | None
-    facts: tuple[tuple[str, str], ...]
-    dtype: str
-    columns: tuple[tuple[str, str], ...]
-    """Header of each column of the tables, and the style of its cells."""
-    legend: str
-
-
-def check_view(result: CheckResult) -> CheckView:
-    """Return the view of a check."""
+def check_view(result: CheckResult) -> View:
+    """Return what the template of a check is given."""
     findings, rest = finding_lines(result)
-    return CheckView(
-        verdict=result.outcome.value,
-        sentence=_sentence(result),
-        subject=tuple(subject(result)),
-        extent=tuple(extent(result)),
-        sections=tuple(_section(section) for section in sections(result)),
-        findings=tuple(findings),
-        more_findings=rest,
-        facts=tuple(facts(result)),
-        dtype=printable(result.dtype),
-        columns=tuple((column.header, _style(column)) for column in PAGE_COLUMNS),
-        legend=" ".join(f"{words}: {meaning}." for words, meaning in legend(printable(result.dtype))),
-    )
+    return {
+        "verdict": result.outcome.value,
+        "sentence": _sentence(result),
+        "subject": tuple(subject(result)),
+        "extent": tuple(extent(result)),
+        "sections": tuple(_section(section) for section in sections(result)),
+        "findings": tuple(findings),
+        "more_findings": rest,
+        "facts": tuple(facts(result)),
+        "dtype": printable(result.dtype),
+        "columns": tuple((column.header, _style(column)) for column in PAGE_COLUMNS),
+        "legend": " ".join(f"{words}: {meaning}." for words, meaning in legend(printable(result.dtype))),
+    }
 
 
 def _style(column: Column) -> str:
@@ -109,34 +59,33 @@ def _sentence(result: CheckResult) -> str:
     }[result.outcome]
 
 
-def _section(section: Section) -> SectionView:
+def _section(section: Section) -> View:
     run = section.runs[0]
     divergence = section.divergence
-    return SectionView(
-        schedules=printable(section.schedules),
-        outcome=section.outcome.value,
-        culprit=_culprit(section),
-        heat=heat_map(merge_taps(section.runs), divergence.tap if divergence else None),
-        depth=growth_along_depth(run),
-        position=growth_along_position(run.positions, divergence.position if divergence else None),
-        lines=tuple(_line(row) for row in section.rows()),
-    )
+    return {
+        "schedules": printable(section.schedules),
+        "outcome": section.outcome.value,
+        "culprit": _culprit(section),
+        "heat": heat_map(merge_taps(section.runs), divergence.tap if divergence else None),
+        "depth": growth_along_depth(run),
+        "position": growth_along_position(run.positions, divergence.position if divergence else None),
+        "lines": [
+            {"cells": [printable(column.cell(row)) for column in PAGE_COLUMNS], "role": row.role.value}
+            for row in section.rows()
+        ],
+    }
 
 
-def _culprit(section: Section) -> CulpritView | None:
+def _culprit(section: Section) -> View | None:
     divergence = section.divergence
     if divergence is None:
         return None
     cause, *details = explanation_lines(divergence.explanation) if divergence.explanation else (None,)
-    return CulpritView(
-        tap=printable(divergence.tap),
-        code=divergence.code.value,
-        place=divergence_place(divergence),
-        size=divergence_size(divergence),
-        cause=cause,
-        details=tuple(detail for detail in details if detail),
-    )
-
-
-def _line(row: Row) -> TableLine:
-    return TableLine(cells=tuple(printable(column.cell(row)) for column in PAGE_COLUMNS), role=row.role.value)
+    return {
+        "tap": printable(divergence.tap),
+        "code": divergence.code.value,
+        "place": divergence_place(divergence),
+        "size": divergence_size(divergence),
+        "cause": cause,
+        "details": tuple(detail for detail in details if detail),
+    }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import CONSEQUENCE_RATIO
@@ -12,42 +12,16 @@ LEVELS = (1.0, 2.0, 4.0, 8.0, 16.0, 100.0, 1e4)
 """Roundings from which the next darker colour begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatCell:
-    """One operation of one layer."""
-
-    style: str
-    """Classes: `level-3`, and `wrong`, `missing`, `culprit` or `downstream` if it is that."""
-    title: str
+View = dict[str, Any]
+"""What a template is given, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatRow:
-    """One operation, over the layers."""
+def heat_map(taps: Sequence[TapResult], culprit: str | None) -> View | None:
+    """Return the heat map of the taps of a run, None if there are none.
 
-    label: str
-    cells: tuple[HeatCell | None, ...]
-    """None if a layer has no such operation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatMap:
-    """All operations that belong to a layer, and those that do not."""
-
-    layers: tuple[int, ...]
-    rows: tuple[HeatRow, ...]
-    outside: tuple[HeatRow, ...]
-    """Of one cell each: embedding, final norm, head."""
-
-    @property
-    def layer_labels(self) -> tuple[str, ...]:
-        """A label for every so many layers, and nothing for those between."""
-        step = max(1, math.ceil(len(self.layers) / 10))
-        return tuple(str(layer) if index % step == 0 else "" for index, layer in enumerate(self.layers))
-
-
-def heat_map(taps: Sequence[TapResult], culprit: str | None) -> HeatMap | None:
-    """Return the heat map of the taps of a run, None if there are none."""
+    A row is an operation over the layers, with None for a layer that has none; `outside` are the rows of one cell:
+    embedding, final norm, head.
+    """
     if not taps:
         return None
     layers = sorted({tap.layer for tap in taps if tap.layer is not None})
@@ -58,11 +32,13 @@ def heat_map(taps: Sequence[TapResult], culprit: str | None) -> HeatMap | None:
     rows, outside = [], []
     for site, found in by_site.items():
         if None in found:
-            outside.append(HeatRow(label=printable(site), cells=(_cell(found[None], culprit, behind),)))
+            outside.append({"label": printable(site), "cells": [_cell(found[None], culprit, behind)]})
         else:
-            cells = tuple(_cell(found[layer], culprit, behind) if layer in found else None for layer in layers)
-            rows.append(HeatRow(label=printable(site), cells=cells))
-    return HeatMap(layers=tuple(layers), rows=tuple(rows), outside=tuple(outside))
+            cells = [_cell(found[layer], culprit, behind) if layer in found else None for layer in layers]
+            rows.append({"label": printable(site), "cells": cells})
+    step = max(1, math.ceil(len(layers) / 10))
+    labels = [str(layer) if index % step == 0 else "" for index, layer in enumerate(layers)]
+    return {"layers": layers, "layer_labels": labels, "rows": rows, "outside": outside}
 
 
 def level(roundings: float | None) -> int:
@@ -79,7 +55,8 @@ def _names_behind(taps: Sequence[TapResult], culprit: str | None) -> set[str]:
     return set(names[names.index(culprit) + 1 :]) if culprit in names else set()
 
 
-def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> HeatCell:
+def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> View:
+    """Return the classes of a cell, `level-3` and what else it is, and its title."""
     styles = [f"level-{level(tap.local_roundings_max)}"]
     if tap.verdict.failure:
         styles.append(tap.verdict.failure)
@@ -88,7 +65,7 @@ def _cell(tap: TapResult, culprit: str | None, behind: set[str]) -> HeatCell:
     ratio = tap.propagated_ratio_max
     if tap.name in behind and ratio is not None and not ratio <= CONSEQUENCE_RATIO:
         styles.append("downstream")
-    return HeatCell(style=" ".join(styles), title=_title(tap))
+    return {"style": " ".join(styles), "title": _title(tap)}
 
 
 def _title(tap: TapResult) -> str:

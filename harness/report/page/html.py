@@ -3,10 +3,8 @@
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.report.check.sentences import printable
@@ -16,6 +14,7 @@ from harness.report.page.gap_plots import gap_plots, styles_of
 from harness.report.page.memory_view import device_views
 from harness.report.page.profile_view import profile_view
 from harness.report.rollout import STEP_HEADERS, history_notes, step_row
+from harness.report.templates import templates
 from harness.results.check import CheckResult
 from harness.results.memory import MemorySummary
 from harness.results.profile import MemoryTimeline, ProfileResult
@@ -53,7 +52,7 @@ def _page(**views: object) -> str:
     script = _text("script.js")
     views |= {"script": Markup(script), "style": Markup(_text("style.css"))}
     views["script_hash"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _environment().get_template("report.html.j2").render(views)
+    return templates(_TEMPLATES).get_template("report.html.j2").render(views)
 
 
 def gap_html(history: GapHistory) -> str:
@@ -63,19 +62,8 @@ def gap_html(history: GapHistory) -> str:
     plots, notes = list(gap_plots(history.steps, styles)), list(history_notes(history))
     given = {"styles": styles, "rows": rows, "plots": plots, "notes": notes, "headers": STEP_HEADERS}
     given |= {"title": printable(history.file), "verdict": history.outcome, "style": Markup(_text("style.css"))}
-    return _environment().get_template("gap.html.j2").render(given)
+    return templates(_TEMPLATES).get_template("gap.html.j2").render(given)
 
 
 def _text(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

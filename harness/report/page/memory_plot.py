@@ -1,7 +1,6 @@
 """Memory over the steps of a phase, by category, and the stacks that a pointer brings up."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,23 +17,12 @@ _MOVING_SHARE = 0.6
 """Least part of the plot's height that is left to what changes, by cutting off what never does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlot:
-    """The plot, and what a pointer over it shows."""
+def memory_plot(timeline: MemoryTimeline) -> dict[str, Any] | None:
+    """Return the plot of a phase's memory, and what a pointer over it shows; None if nothing was recorded.
 
-    plot: Plot
-    categories: tuple[tuple[str, str], ...]
-    """Name, and bytes at the peak, of those that are ever in use."""
-    peak: str
-    floor: str | None
-    """The beginning of the axis, if it is not zero."""
-    peak_stack: tuple[str, ...]
-    data: dict[str, Any]
-    """For the script: `points` [x %, y %, microseconds, bytes, index of the stack], `stacks`, `frames`."""
-
-
-def memory_plot(timeline: MemoryTimeline) -> MemoryPlot | None:
-    """Return the memory of a phase; None if nothing was recorded."""
+    `floor` is the beginning of the axis, if it is not zero. `data` is for the script: `points` [x %, y %, microseconds,
+    bytes, index of the stack], `stacks`, `frames`.
+    """
     if not timeline.points:
         return None
     points = timeline.points
@@ -44,20 +32,20 @@ def memory_plot(timeline: MemoryTimeline) -> MemoryPlot | None:
     areas = _areas(points, used, x, y) if not y.low else _levels(points, used, x, y)
     peak = timeline.peak or max(points, key=lambda point: point.allocated_bytes)
     stacks = [[_frame(frame) for frame in stack[:_MAX_FRAMES]] for stack in timeline.stacks]
-    return MemoryPlot(
-        plot=Plot(
+    return {
+        "plot": Plot(
             x_ticks=x.ticks(lambda value: f"{value / 1e3:g}"),
             y_ticks=_byte_ticks(y),
             x_label="ms",
             y_label="allocated",
             lines=(*areas, Line(path=_steps(points, x, y, None), style="total")),
         ),
-        categories=tuple((_CATEGORIES[index].value, num_bytes(peak.by_category[index])) for index in used),
-        peak=f"{num_bytes(peak.allocated_bytes)} after {peak.time_us / 1e3:.2f} ms",
-        floor=num_bytes(y.low) if y.low else None,
-        peak_stack=tuple(stacks[peak.stack]) if peak.stack is not None else (),
-        data=_data(points, stacks, x, y),
-    )
+        "categories": tuple((_CATEGORIES[index].value, num_bytes(peak.by_category[index])) for index in used),
+        "peak": f"{num_bytes(peak.allocated_bytes)} after {peak.time_us / 1e3:.2f} ms",
+        "floor": num_bytes(y.low) if y.low else None,
+        "peak_stack": tuple(stacks[peak.stack]) if peak.stack is not None else (),
+        "data": _data(points, stacks, x, y),
+    }
 
 
 def num_bytes(value: float) -> str:

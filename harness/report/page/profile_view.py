@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 from urllib.parse import quote
 
-from harness.report.check.sentences import number, printable
+from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
-from harness.report.page.memory_plot import MemoryPlot, memory_plot, num_bytes
-from harness.report.page.plot import Plot
+from harness.report.page.memory_plot import memory_plot, num_bytes
 from harness.report.page.roofline_plot import roofline_plot
 from harness.report.profile.text import bound_text
 from harness.results.profile import Percentiles, PhaseProfile, ProfileResult, TableRow
@@ -28,88 +28,29 @@ class BarPart:
     style: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLine:
-    """One row of a table of times."""
-
-    name: str
-    calls: str
-    total: str
-    own: str
-    share: str
-    percent: float
-    spread: str
-    device: str
+View = dict[str, Any]
+"""What a template is given, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeTable:
-    """A table of times, and whether there is a GPU in it."""
-
-    title: str
-    note: str
-    first: str
-    """Head of the column of names."""
-    lines: tuple[TimeLine, ...]
-    has_own: bool
-    """Whether some self time differs from the time."""
-    has_spread: bool
-    has_device: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseView:
-    """One phase."""
-
-    name: str
-    steps: str
-    wall: str
-    percent: float
-    """Of the longest phase, by time per step."""
-    facts: tuple[tuple[str, str], ...]
-    parts: tuple[BarPart, ...]
-    tables: tuple[TimeTable, ...]
-    roofline: Plot | None
-    memory: MemoryPlot | None
-    links: tuple[tuple[str, str], ...]
-    """Label and address."""
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileView:
-    """A profile."""
-
-    subject: tuple[str, ...]
-    work: str
-    latencies: tuple[tuple[str, str, str], ...]
-    """Name, median, and the other percentiles."""
-    phases: tuple[PhaseView, ...]
-    legend: tuple[BarPart, ...]
-    """Of the bars of all phases."""
-    facts: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-
-
-def profile_view(result: ProfileResult) -> ProfileView:
-    """Return the view of a profile."""
+def profile_view(result: ProfileResult) -> View:
+    """Return what the template of a profile is given."""
     longest = max((_ms_per_step(phase) for phase in result.phases), default=1.0)
-    model = PurePath(result.model).name if result.model.startswith(("/", ".")) else result.model
-    return ProfileView(
-        subject=tuple(printable(part) for part in (result.engine, model, result.dtype, result.device)),
-        work=f"{count(result.batch_size, 'request')} of {result.up_to}{result.num_prompt_tokens:,} tokens, "
+    subject = (result.engine, model_name(result.model), result.dtype, result.device)
+    return {
+        "subject": tuple(map(printable, subject)),
+        "work": f"{count(result.batch_size, 'request')} of {result.up_to}{result.num_prompt_tokens:,} tokens, "
         f"{result.up_to}{result.max_new_tokens:,} new ones each",
-        latencies=(
+        "latencies": (
             *_latency("time to first token", result.ttft_ms),
             *_latency("time per output token", result.tpot_ms),
             *_latency("between two tokens", result.inter_token_ms),
             ("throughput", f"{number(result.tokens_per_second)} tok/s", "prompts included"),
         ),
-        phases=tuple(_phase(phase, result, longest) for phase in result.phases),
-        legend=_legend(result.phases),
-        facts=tuple(_facts(result)),
-        notes=tuple(map(printable, result.notes)),
-    )
+        "phases": tuple(_phase(phase, result, longest) for phase in result.phases),
+        "legend": _legend(result.phases),
+        "facts": tuple(_facts(result)),
+        "notes": tuple(map(printable, result.notes)),
+    }
 
 
 def _legend(phases: Sequence[PhaseProfile]) -> tuple[BarPart, ...]:
@@ -140,16 +81,16 @@ def _ms_per_step(phase: PhaseProfile) -> float:
     return phase.wall_ms / max(1, phase.num_steps)
 
 
-def _phase(phase: PhaseProfile, result: ProfileResult, longest: float) -> PhaseView:
+def _phase(phase: PhaseProfile, result: ProfileResult, longest: float) -> View:
     per_step = _ms_per_step(phase)
-    return PhaseView(
-        name=printable(phase.name),
-        steps=count(phase.num_steps, "step"),
-        wall=f"{number(per_step)} ms",
-        percent=100 * per_step / longest if longest else 0.0,
-        facts=tuple(_phase_facts(phase)),
-        parts=tuple(_parts(phase.operations, _colors(result.phases))),
-        tables=(
+    return {
+        "name": printable(phase.name),
+        "steps": count(phase.num_steps, "step"),
+        "wall": f"{number(per_step)} ms",
+        "percent": 100 * per_step / longest if longest else 0.0,
+        "facts": tuple(_phase_facts(phase)),
+        "parts": tuple(_parts(phase.operations, _colors(result.phases))),
+        "tables": (
             _table("By layer", "layer", "identical layers in one row", phase.layers),
             _table("By operation", "operation", "over all layers", phase.operations),
             *(
@@ -158,11 +99,11 @@ def _phase(phase: PhaseProfile, result: ProfileResult, longest: float) -> PhaseV
                 else []
             ),
         ),
-        roofline=roofline_plot(phase, result.ceilings),
-        memory=memory_plot(phase.memory) if phase.memory else None,
-        links=tuple((PurePath(path).name, quote(path)) for path in (*phase.traces, phase.snapshot) if path),
-        notes=tuple(map(printable, phase.notes)),
-    )
+        "roofline": roofline_plot(phase, result.ceilings),
+        "memory": memory_plot(phase.memory) if phase.memory else None,
+        "links": tuple((PurePath(path).name, quote(path)) for path in (*phase.traces, phase.snapshot) if path),
+        "notes": tuple(map(printable, phase.notes)),
+    }
 
 
 def _phase_facts(phase: PhaseProfile) -> list[tuple[str, str]]:
@@ -206,27 +147,27 @@ def _parts(rows: Sequence[TableRow], colors: Mapping[str, str]) -> list[BarPart]
     return [*parts, BarPart(label="all others", percent=max(0.0, rest), style="part-rest")]
 
 
-def _table(title: str, first: str, note: str, rows: Sequence[TableRow]) -> TimeTable:
-    return TimeTable(
-        title=title,
-        note=note,
-        first=first,
-        lines=tuple(_line(row) for row in rows),
-        has_own=any(row.self_us != row.total_us for row in rows),
-        has_spread=any(row.num_collapsed > 1 for row in rows),
-        has_device=any(row.device_us is not None for row in rows),
-    )
+def _table(title: str, first: str, note: str, rows: Sequence[TableRow]) -> View:
+    return {
+        "title": title,
+        "note": note,
+        "first": first,
+        "lines": tuple(_line(row) for row in rows),
+        "has_own": any(row.self_us != row.total_us for row in rows),
+        "has_spread": any(row.num_collapsed > 1 for row in rows),
+        "has_device": any(row.device_us is not None for row in rows),
+    }
 
 
-def _line(row: TableRow) -> TimeLine:
+def _line(row: TableRow) -> View:
     spread = f"{row.spread[0]:,.0f} to {row.spread[1]:,.0f}" if row.spread and row.num_collapsed > 1 else ""
-    return TimeLine(
-        name=printable(row.name),
-        calls=f"{row.calls:,}",
-        total=f"{row.total_us:,.0f}",
-        own=f"{row.self_us:,.0f}",
-        share=f"{row.share:.1%}",
-        percent=max(0.0, min(100.0, 100 * row.share)),
-        spread=spread,
-        device="" if row.device_us is None else f"{row.device_us:,.0f}",
-    )
+    return {
+        "name": printable(row.name),
+        "calls": f"{row.calls:,}",
+        "total": f"{row.total_us:,.0f}",
+        "own": f"{row.self_us:,.0f}",
+        "share": f"{row.share:.1%}",
+        "percent": max(0.0, min(100.0, 100 * row.share)),
+        "spread": spread,
+        "device": "" if row.device_us is None else f"{row.device_us:,.0f}",
+    }

@@ -1,11 +1,12 @@
 """Changes between two runs of a suite, for people and for programs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
 from harness.report.document import SCHEMA_VERSION, plain
+from harness.report.lines import blocks_text
 from harness.results.suite import CaseResult, Moved, SuiteDiff
 
 
@@ -30,13 +31,11 @@ def diff_text(diff: SuiteDiff) -> str:
     ]
     counts = [f"{count(diff.num_same, 'case')} ended as before"]
     counts += [f"{count(len(diff.added), 'case')} added"] if diff.added else []
-    return "\n\n".join([*(block for block in blocks if block), ", ".join(counts)]) + "\n"
+    return blocks_text([*blocks, [", ".join(counts)]])
 
 
-def _block(title: str, found: Sequence[Any], line: Any) -> str:
-    if not found:
-        return ""
-    return "\n".join([f"{title} ({len(found)})", *(text for each in found for text in line(each))])
+def _block(title: str, found: Sequence[Any], lines_of: Callable[[Any], Iterator[str]]) -> list[str]:
+    return [f"{title} ({len(found)})", *(line for each in found for line in lines_of(each))] if found else []
 
 
 def _pair(pair: tuple[CaseResult, CaseResult]) -> Iterator[str]:

@@ -1,15 +1,12 @@
 """A suite, and a suite over time, as one page each that needs no network."""
 
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from harness.report.check.sentences import printable
 from harness.report.suite.history import LEGEND, case_row, failing_first
 from harness.report.suite.history import headline as headline_of_history
 from harness.report.suite.matrix import matrix_of
 from harness.report.suite.text import facts, headline
+from harness.report.templates import templates
 from harness.results.suite import CaseTrend, CaseVerdict, SuiteHistory, SuiteResult
 
 PAGE_NAME = "suite.html"
@@ -22,7 +19,7 @@ _TEMPLATES = Path(__file__).parent / "template"
 def suite_html(result: SuiteResult) -> str:
     """Return the page; its links hold where it lies in the suite's folder."""
     return (
-        _environment()
+        templates(_TEMPLATES)
         .get_template("suite.html.j2")
         .render(
             headline=headline(result),
@@ -39,7 +36,7 @@ def history_html(history: SuiteHistory) -> str:
     runs = [{"name": history.label_of(at), "begun_at": run.begun_at} for at, run in enumerate(history.runs)]
     given = {"headline": headline_of_history(history), "legend": LEGEND, "runs": runs}
     cases = [_trend(history, trend) for trend in failing_first(history)]
-    return _environment().get_template("history.html.j2").render(**given, cases=cases)
+    return templates(_TEMPLATES).get_template("history.html.j2").render(**given, cases=cases)
 
 
 def _trend(history: SuiteHistory, trend: CaseTrend) -> dict[str, object]:
@@ -54,16 +51,3 @@ def _trend(history: SuiteHistory, trend: CaseTrend) -> dict[str, object]:
     curve = " ".join(f"{_STEP * at:d},{22 - 20 * value / top:.1f}" for at, value in known) if len(known) > 1 else ""
     facts = {"name": name, "since": since, "what": what, "seconds": seconds}
     return {**facts, "cells": cells, "curve": curve, "width": _STEP * len(trend.results)}
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["printable"] = printable
-    return environment

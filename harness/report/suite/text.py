@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
+from harness.report.lines import MIN_WIDTH, blocks_text
 from harness.report.suite.matrix import MatrixCell, matrix_lines
 from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
 
-MIN_WIDTH = 80
 MOST_SHOWN = 20
 """Cases that did not pass; the JSON has all."""
 _CELL_WIDTH = 28
@@ -18,8 +18,7 @@ def suite_text(result: SuiteResult, *, width: int) -> str:
     """Return a suite as lines; those of the list have at most `width` columns (80 at least)."""
     width = max(width, MIN_WIDTH)
     matrix = matrix_lines(result.cases, tablefmt="simple", name=printable, cell=_cell)
-    blocks = [[headline(result)], matrix, list(_failed(result, width)), list(_facts(result))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return blocks_text([[headline(result)], matrix, _failed(result, width), _facts(result)])
 
 
 def headline(result: SuiteResult) -> str:

@@ -24,12 +24,9 @@ def _modules(summary: TraceSummary) -> str:
     """Return the modules as a tree: each under the one that calls it."""
     rows = [
         [
-            _shown("  " * module.path.count("/") + module.path.rpartition("/")[2]),
-            f"{module.count:,}",
-            f"{module.num_operators:,}",
-            f"{module.self_us:,.0f}",
-            f"{module.total_us:,.0f}",
-            *([f"{module.device_us:,.0f}"] if summary.devices else []),
+            *_cells("  " * module.path.count("/") + module.path.rpartition("/")[2], module.count),
+            *_cells(module.num_operators, module.self_us, module.total_us),
+            *(_cells(module.device_us) if summary.devices else []),
         ]
         for module in summary.modules
     ]
@@ -39,7 +36,7 @@ def _modules(summary: TraceSummary) -> str:
 
 def _module_kernels(summary: TraceSummary) -> str:
     rows = [
-        [_shown(_innermost(kernel.path), 40), _shown(kernel.name), f"{kernel.count:,}", f"{kernel.total_us:,.0f}"]
+        _cells(_shown(_innermost(kernel.path), 40), kernel.name, kernel.count, kernel.total_us)
         for kernel in summary.module_kernels
     ]
     return _limited(rows, ["module", "kernel", "count", "GPU us"])
@@ -53,10 +50,7 @@ def _innermost(path: str) -> str:
 def _products(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     rows = [
         [
-            _shown(product.name),
-            _shown(product.shapes),
-            f"{product.count:,}",
-            f"{product.time_us:,.0f}",
+            *_cells(product.name, product.shapes, product.count, product.time_us),
             f"{product.flops_per_s / 1e9:,.1f}",
             *([f"{product.flops_per_s / peak_flops_per_s:.1%}"] if peak_flops_per_s else []),
         ]
@@ -72,42 +66,33 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
     for summary in summaries:
         for found in summary.devices:
             idle_us = [sum(getattr(idle, name) for idle in found.idle) for name in _IDLE]
-            hidden = found.communication
+            launches, hidden = found.launches, found.communication
+            busy = f"{found.busy_us / found.span_us:.1%}" if found.span_us else "-"
+            delay = f"{launches.delay_us_median:,.1f}"
             rows.append(
                 [
-                    "-" if summary.rank is None else str(summary.rank),
-                    f"{found.span_us:,.0f}",
-                    f"{found.busy_us / found.span_us:.1%}" if found.span_us else "-",
-                    *(f"{time_us:,.0f}" for time_us in idle_us),
-                    f"{found.launches.num_launches:,}",
-                    f"{found.launches.delay_us_median:,.1f}",
-                    f"{found.launches.num_shorter_than_launch:,}",
-                    "-" if hidden is None else f"{hidden.total_us:,.0f}",
-                    "-" if hidden is None else f"{hidden.hidden_share:.0%}",
+                    *_cells(None if summary.rank is None else str(summary.rank), found.span_us, busy, *idle_us),
+                    *_cells(launches.num_launches, delay, launches.num_shorter_than_launch),
+                    *(_cells(hidden.total_us, f"{hidden.hidden_share:.0%}") if hidden else ("-", "-")),
                 ]
             )
-    idle = ["host late us", "queued us", "other us"]
-    launches = ["launches", "delay us", "short"]
-    header = ["rank", "GPU span us", "busy", *idle, *launches, "comm us", "hidden"]
+    header = ["rank", "GPU span us", "busy", "host late us", "queued us", "other us"]
+    header += ["launches", "delay us", "short", "comm us", "hidden"]
     return _table(rows, header, num_names=1) if rows else ""
 
 
 def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     parts = [f"{_shown(summary.path, 200)}: {summary.num_events:,} events in {summary.duration_us / 1e3:,.2f} ms"]
     if summary.phases:
-        rows = [[_shown(phase.name), f"{phase.count:,}", f"{phase.total_us:,.0f}"] for phase in summary.phases]
+        rows = [_cells(phase.name, phase.count, phase.total_us) for phase in summary.phases]
         parts.append(_table(rows, ["phase", "steps", "us"], num_names=1))
     if summary.operations:
         operations = [
-            [_shown(row.phase), _shown(row.name), f"{row.count:,}", f"{row.num_operators:,}", f"{row.total_us:,.0f}"]
-            for row in summary.operations
+            _cells(row.phase, row.name, row.count, row.num_operators, row.total_us) for row in summary.operations
         ]
         parts.append(_table(operations, ["phase", "operation", "count", "operators", "us"]))
     parts += [_modules(summary), _module_kernels(summary), _products(summary, peak_flops_per_s)]
-    operators = [
-        [_shown(row.phase), _shown(row.name), f"{row.count:,}", f"{row.self_us:,.0f}", f"{row.total_us:,.0f}"]
-        for row in summary.operators
-    ]
+    operators = [_cells(row.phase, row.name, row.count, row.self_us, row.total_us) for row in summary.operators]
     parts.append(_limited(operators, ["phase", "operator", "count", "self us", "us"]))
     return "\n\n".join(part for part in parts if part)
 
@@ -122,18 +107,12 @@ def critical_path_text(found: CriticalPath) -> str:
     total_us = found.total_us or 1.0
     kinds = sorted(LinkKind, key=found.time_us, reverse=True)
     by_kind = [
-        [kind.value, f"{found.time_us(kind):,.0f}", f"{found.time_us(kind) / total_us:.1%}"]
+        _cells(kind.value, found.time_us(kind), f"{found.time_us(kind) / total_us:.1%}")
         for kind in kinds
         if found.time_us(kind)
     ]
     by_name = [
-        [
-            link.kind.value,
-            _shown(link.name),
-            f"{link.count:,}",
-            f"{link.total_us:,.0f}",
-            f"{link.total_us / total_us:.1%}",
-        ]
+        _cells(link.kind.value, link.name, link.count, link.total_us, f"{link.total_us / total_us:.1%}")
         for link in found.links
     ]
     parts = [
@@ -153,24 +132,13 @@ def diff_text(diff: TraceDiff) -> str:
         if before != after
     ]
     counted = [
-        [
-            _shown(row.phase),
-            _shown(row.name),
-            f"{row.num_operators_before:,}",
-            f"{row.num_operators_after:,}",
-            f"{row.num_operators_after - row.num_operators_before:+,}",
-        ]
+        [*_cells(row.phase, row.name), *_change(row.num_operators_before, row.num_operators_after)]
         for row in diff.operations
         if row.is_of_count
     ]
     parts.append(_limited(counted, ["phase", "operation", "operators", "after", "change"]))
     modules = [
-        [
-            _shown(row.name),
-            f"{row.num_operators_before:,}",
-            f"{row.num_operators_after:,}",
-            f"{row.num_operators_after - row.num_operators_before:+,}",
-        ]
+        [*_cells(row.name), *_change(row.num_operators_before, row.num_operators_after)]
         for row in diff.modules
         if row.is_of_count
     ]
@@ -178,13 +146,8 @@ def diff_text(diff: TraceDiff) -> str:
     for is_of_count in (True, False):
         rows = [
             [
-                _shown(row.phase),
-                _shown(row.name),
-                f"{row.count_before:,}",
-                f"{row.count_after:,}",
-                f"{row.self_us_before:,.0f}",
-                f"{row.self_us_after:,.0f}",
-                f"{row.self_us_after - row.self_us_before:+,.0f}",
+                *_cells(row.phase, row.name, row.count_before, row.count_after),
+                *_change(row.self_us_before, row.self_us_after),
             ]
             for row in diff.changes
             if row.is_of_count == is_of_count
@@ -204,6 +167,15 @@ def _limited(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names:
 def _table(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names: int = 2) -> str:
     aligned = ["left"] * num_names + ["right"] * (len(header) - num_names)
     return tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=aligned)
+
+
+def _cells(*values: str | float | None) -> list[str]:
+    """Return the cells of a row: names, counts, and microseconds, which are floats."""
+    return [_shown(value) if value is None or isinstance(value, str) else f"{value:,.0f}" for value in values]
+
+
+def _change(before: float, after: float) -> list[str]:
+    return [*_cells(before, after), f"{after - before:+,.0f}"]
 
 
 def _shown(name: str | None, width: int = _NAME_WIDTH) -> str:

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from harness.report.endpoint.request import curl
+from harness.report.endpoint import curl
 
 
 def test_a_body_reaches_the_server_as_it_is():

@@ -78,14 +78,7 @@ def quantised_weight(hf: HFModel, module: str) -> QuantisedWeight | None:
 
 
 def input_roundings(hf: HFModel, weight: QuantisedWeight, width: int, dtype: torch.dtype) -> Iterator[InputRounding]:
-    """Yield the ways to quantise the inputs of a product as its checkpoint declares, in the engine's dtype.
-
-    Args:
-        hf: the model.
-        weight: of the product.
-        width: number of inputs.
-        dtype: the engine's.
-    """
+    """Yield the ways to quantise the inputs of a product as its checkpoint declares, in the engine's dtype."""
     scheme = weight.scheme.inputs
     if scheme is None or scheme.dtype not in ("int8", "float8_e4m3fn") or width % (scheme.group or 1):
         return

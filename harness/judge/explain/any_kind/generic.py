@@ -166,10 +166,11 @@ def _right_rows(failure: Failure) -> Rows:
     if not failure.operation.inputs:
         return failure.rows.select(torch.arange(0))
     rows = _pool_rows(failure)
-    ids = zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True)
-    wrong, near = set(ids), set(zip(failure.rows.request.tolist(), failure.rows.step.tolist(), strict=True))
-    places = zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True)
-    keep = [(request, step) in near and (request, position) not in wrong for request, position, step in places]
+    wrong = set(failure.rows.places())
+    near = {(request, step) for request, _, step in failure.rows.identities()}
+    keep = [
+        (request, step) in near and (request, position) not in wrong for request, position, step in rows.identities()
+    ]
     return rows.select(torch.tensor(keep, dtype=torch.bool).nonzero()[:, 0])
 
 
@@ -187,11 +188,8 @@ def row_of_another(failure: Failure) -> Iterator[Hypothesis]:
     found = pool_rows.select(source)
     pairs = [
         f"request {r}, position {p} holds that of request {other}, position {at}"
-        for r, p, other, at in zip(
-            failure.rows.request.tolist(), failure.rows.position.tolist(),
-            found.request.tolist(), found.position.tolist(), strict=True,
-        )
-    ]  # fmt: skip
+        for (r, p), (other, at) in zip(failure.rows.places(), found.places(), strict=True)
+    ]
     shift = (found.position - failure.positions).unique()
     is_own = bool((found.request == failure.rows.request).all())
     which = f"{int(shift):+d} positions away" if is_own and len(shift) == 1 else "elsewhere"
@@ -324,10 +322,10 @@ def inputs_in_lower_precision(failure: Failure) -> Iterator[Hypothesis]:
     """The operation is right, of inputs rounded to a 16-bit dtype."""
     if failure.operation.kind not in _ROW_WISE:
         return
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in HALF_DTYPES:
         output = failure.replay([rounded(x, dtype) for x in failure.inputs], failure.positions)
         if output is not None:
-            yield Hypothesis(cause=f"its input is rounded to {str(dtype).removeprefix('torch.')}", output=output)
+            yield Hypothesis(cause=f"its input is rounded to {name_of(dtype)}", output=output)
 
 
 EXPLANATIONS = (

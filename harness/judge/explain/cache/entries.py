@@ -42,7 +42,7 @@ def is_unwritten(failure: Failure) -> bool:
 
 def _are_all_wrong(failure: Failure) -> bool:
     """Whether every row is wrong of the requests that have wrong rows."""
-    wrong = set(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
+    wrong = set(failure.rows.places())
     steps = [step for step in failure.recording.steps if is_readback(step) and step.has(failure.operation.tap)]
     requests = {request for request, _ in wrong}
     rows = (zip(step.request.tolist(), step.position.tolist(), strict=True) for step in steps)
@@ -102,9 +102,7 @@ def replayed_reads(failure: Failure) -> Iterator[Hypothesis]:
 def _writers(failure: Failure) -> list[tuple[int, Write | None]]:
     """Return position and last writer of the slot that each row was read from, by the engine's own record."""
     memory, places = failure.slot_history, list[tuple[int, Write | None]]()
-    for request, position, step in zip(
-        failure.rows.request.tolist(), failure.positions.tolist(), failure.rows.step.tolist(), strict=True
-    ):
+    for request, position, step in failure.rows.identities():
         slots = memory.slots(memory.table(step, request), position + 1)
         places.append((position, memory.writer(slots[position], step) if position < len(slots) else None))
     return places
@@ -210,7 +208,7 @@ def _own_position(prefixes: Prefixes, request: int, write: Write) -> int | None:
 
 def _is_misplaced(failure: Failure) -> bool:
     memory = failure.slot_history
-    places = set(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
+    places = set(failure.rows.places())
     steps = range(int(failure.rows.step.max()) + 1)
     return memory.is_known and any(
         (request, position) in places for step in steps for request, position, _, _ in memory.misplaced(step)

@@ -88,9 +88,7 @@ def _written_in(failure: Failure) -> torch.Tensor:
     """Return the step that computed each row, [R] int64; 0 for rows that no step did."""
     steps = torch.zeros(len(failure.rows), dtype=torch.int64)
     for index, step in enumerate(step for step in failure.recording.steps if not is_readback(step)):
-        for at, (request, position) in enumerate(
-            zip(failure.rows.request.tolist(), failure.positions.tolist(), strict=True)
-        ):
+        for at, (request, position) in enumerate(failure.rows.places()):
             if bool(((step.request == request) & (step.position == position)).any()):
                 steps[at] = index
     return steps

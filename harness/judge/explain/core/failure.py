@@ -250,8 +250,7 @@ def row_inputs(locator: Locator, operation: Operation, rows: Rows) -> list[torch
 def token_ids(recording: Recording, rows: Rows) -> torch.Tensor:
     """Return the tokens that the rows were to be computed from: [rows] int64."""
     tokens = {request.id: request.token_ids for request in recording.manifest.requests}
-    pairs = zip(rows.request.tolist(), rows.position.tolist(), strict=True)
-    return torch.tensor([tokens[request][position] for request, position in pairs], dtype=torch.int64)
+    return torch.tensor([tokens[request][position] for request, position in rows.places()], dtype=torch.int64)
 
 
 Explain = Callable[[Failure], Iterable[Hypothesis]]

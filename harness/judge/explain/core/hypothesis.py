@@ -1,6 +1,6 @@
 """A way to get an operation wrong, and the numbers that would come of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,3 +35,9 @@ class Hypothesis:
     """[rows] bool: rows that would have read memory nobody wrote, so that `output` cannot be known there."""
     provenance: Callable[[], Provenance | None] | None = None
     """Traces one wrong place of the KV cache, where the cause lies in one."""
+
+
+def hypotheses(outputs: Mapping[str, torch.Tensor]) -> Iterator[Hypothesis]:
+    """Yield a hypothesis for each cause with what it gives, [rows, width] float64, and nothing fitted."""
+    for cause, output in outputs.items():
+        yield Hypothesis(cause=cause, output=output)

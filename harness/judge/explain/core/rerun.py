@@ -47,11 +47,11 @@ class Rerun:
     @cached_property
     def _where(self) -> Mapping[tuple[int, int, int], int]:
         everything = torch.arange(self.scene.batch.num_places)
-        return {row: place for place, row in enumerate(_identities(self.scene.batch.rows(everything)))}
+        return {row: place for place, row in enumerate(self.scene.batch.rows(everything).identities())}
 
     def places(self, rows: Rows) -> torch.Tensor:
         """Return where rows stand in the batch, [R] int64; -1 for those that stand in another."""
-        return torch.tensor([self._where.get(row, -1) for row in _identities(rows)], dtype=torch.int64)
+        return torch.tensor([self._where.get(row, -1) for row in rows.identities()], dtype=torch.int64)
 
     def run(self, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
         """Return what the operation gives in all places, [P, W] float64.
@@ -89,7 +89,3 @@ class Rerun:
             replaced = put_back(rows, recorded.places, recorded.rows)
         self.values[tap] = (rows if replaced is None else replaced).clone()
         return replaced if replaced is None or value.places is None else replaced[value.places.to(replaced.device)]
-
-
-def _identities(rows: Rows) -> list[tuple[int, int, int]]:
-    return list(zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True))

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from harness.judge.compare.evidence import MAX_ROWS
 from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
 from harness.judge.explain.experts.mixture import (
     Mixture,
     changed,
@@ -109,8 +109,7 @@ def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypoth
             "the router's weights are applied twice": base + added(mixture.x * scores),
         }
     tried |= {"the shared expert is not added": experts, "the routed experts are not added": base}
-    for cause, output in tried.items():
-        yield Hypothesis(cause=cause, output=output)
+    yield from hypotheses(tried)
 
 
 def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:

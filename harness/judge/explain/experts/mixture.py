@@ -24,10 +24,9 @@ _SAME = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
-    """Each expert's output for each row, and the weights by which the rows are mixed."""
+class _Call:
+    """The arguments of HF's module of experts."""
 
-    failure: Failure
     module: nn.Module
     """HF's, that holds the experts."""
     x: torch.Tensor
@@ -36,12 +35,19 @@ class Mixture:
     """[R, C] int64."""
     weights: torch.Tensor
     """[R, C] float64."""
-    outputs: torch.Tensor
-    """[E, R, D] float64, without weights."""
     base: torch.Tensor
     """[R, D] float64, what the experts' outputs are added to: zero, or what the same operation computes besides."""
     scores: torch.Tensor | None = None
     """[R, 1] float64, what the experts' input was multiplied by; None if the weights are those of the outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(_Call):
+    """Each expert's output for each row, and the weights by which the rows are mixed."""
+
+    failure: Failure
+    outputs: torch.Tensor
+    """[E, R, D] float64, without weights."""
 
     @property
     def num_experts(self) -> int:
@@ -91,18 +97,6 @@ class Mixture:
         return (self.chosen == expert).any(dim=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """The arguments of HF's module of experts."""
-
-    module: nn.Module
-    x: torch.Tensor
-    chosen: torch.Tensor
-    weights: torch.Tensor
-    base: torch.Tensor
-    scores: torch.Tensor | None = None
-
-
 def mixture_of(failure: Failure) -> Mixture | None:
     """Return the experts behind the rows; None if the operation is no mixture that HF's module gives apart."""
     if len(failure.operation.inputs) != len(failure.inputs):
@@ -118,10 +112,7 @@ def mixture_of(failure: Failure) -> Mixture | None:
         if bool(((expected - failure.expected).norm(dim=1) > _SAME * failure.expected.norm(dim=1)).any()):
             return None
         outputs = torch.stack([one_expert(call.module, call.x, expert) for expert in range(count)])
-    return Mixture(
-        failure=failure, module=call.module, x=call.x, chosen=call.chosen, weights=call.weights, outputs=outputs,
-        base=call.base, scores=call.scores,
-    )  # fmt: skip
+    return Mixture(failure=failure, outputs=outputs, **vars(call))
 
 
 def _of_three(failure: Failure) -> _Call | None:

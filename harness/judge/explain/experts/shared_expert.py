@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
 
 _SAME = 1e-5
 """Relative distance within which the sum is the model's own."""
@@ -31,8 +31,7 @@ def other_sum(failure: Failure) -> Iterator[Hypothesis]:
         "the shared expert is added twice": routed + 2 * gated,
         "the shared expert is subtracted": routed - gated,
     }
-    for cause, output in tried.items():
-        yield Hypothesis(cause=cause, output=output)
+    yield from hypotheses(tried)
     for what, part in (("shared expert", gated), ("routed experts", routed)):
         factor = 1 + failure.factor_of(part, failure.expected)
         if min(abs(factor - named) for named in (-1, 0, 2)) > _NAMED:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from harness.judge.compare.align import last_index
 from harness.judge.explain.core.failure import Failure, token_ids
 from harness.judge.explain.core.hypothesis import Hypothesis
 
@@ -54,7 +55,7 @@ def _of_positions(own: torch.Tensor, found: torch.Tensor) -> str:
 
 def _named(failure: Failure, own: torch.Tensor, found: torch.Tensor) -> str:
     tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
-    places = list(zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True))
+    places = failure.rows.places()
     for shift, name in ((-1, "before"), (1, "after")):
         there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
         if there == found.tolist():
@@ -71,11 +72,9 @@ def _rows_before(failure: Failure) -> list[int]:
     """Return the token of the row before each row in its step; -1 where there is none."""
     tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
     before = []
-    for request, position, index in zip(
-        failure.rows.request.tolist(), failure.rows.position.tolist(), failure.rows.step.tolist(), strict=True
-    ):
+    for request, position, index in failure.rows.identities():
         step = failure.recording.steps[index]
-        at = int(((step.request == request) & (step.position == position)).nonzero()[-1, 0]) - 1
+        at = last_index(step, request, position) - 1
         before.append(tokens[int(step.request[at])][int(step.position[at])] if at >= 0 else -1)
     return before
 

@@ -30,7 +30,7 @@ def misplaced(failure: Failure) -> Iterator[Hypothesis]:
     handed = {at: decoder_inputs(failure.hf, request) for at, request in requests.items()}
     rows = {at: each.by_token["inputs_embeds"].to("cpu", torch.float64) for at, each in handed.items()}
     kinds = {at: _kinds(request, rows[at], failure) for at, request in requests.items()}
-    pairs = list(zip(failure.rows.request.tolist(), failure.positions.tolist(), strict=True))
+    pairs = failure.rows.places()
     text, expected = failure.inputs[0].flatten(1), failure.expected
     meant = [
         rows[request][index] if request in wanted else x for (request, index), x in zip(pairs, expected, strict=True)

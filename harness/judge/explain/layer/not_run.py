@@ -18,16 +18,7 @@ _MAX_ROWS = 192
 def layers_that_did_not_run(
     operation: Operation, errors: LocalErrors, hf: HFModel, locator: Locator, dtype: torch.dtype, scope: str
 ) -> Explanation | None:
-    """Explain an operation that stands after layers of which nothing was recorded; None if it stands elsewhere.
-
-    Args:
-        operation: of which some rows are wrong, judged through taps that were not recorded.
-        errors: its errors.
-        hf: the model, the operation's part of it held in float64.
-        locator: of the engine's recording.
-        dtype: the engine's.
-        scope: which rows are wrong, in words.
-    """
+    """Explain an operation that stands after layers of which nothing was recorded; None if it stands elsewhere."""
     computed = {op.tap for op in hf.graph if not op.is_kept} & set(locator.taps())
     silent = [layer for layer in hf.graph.layers if not any(op.tap in computed for op in hf.graph.of_layer(layer))]
     layers = sorted({layer for layer in silent for op in hf.graph.of_layer(layer) if op.tap in errors.unrecorded})

@@ -6,37 +6,30 @@ import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
+from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
 from harness.judge.explain.core.operations import replay
 
 
-def side_missing(failure: Failure) -> Iterator[Hypothesis]:
-    """Only one of the two is there."""
+def other_addition(failure: Failure) -> Iterator[Hypothesis]:
+    """Only one of the two is there, or one is added twice, subtracted, or with a factor of its own, which is fitted."""
     stream, branch = _sides(failure)
     first, second = _names(failure)
-    yield Hypothesis(cause=f"{first} is not added", output=branch)
-    yield Hypothesis(cause=f"{second} is not added to {first}", output=stream)
-    yield Hypothesis(cause=f"{second} is added twice", output=stream + 2 * branch)
-    yield Hypothesis(cause=f"{first} is added twice", output=2 * stream + branch)
-    yield Hypothesis(cause=f"{second} is subtracted", output=stream - branch)
-
-
-def scaled_branch(failure: Failure) -> Iterator[Hypothesis]:
-    """The branch is added with a factor, which is fitted."""
-    stream, branch = _sides(failure)
-    factor = failure.factor_of(branch, stream)
-    cause = f"{_names(failure)[1]} is added with a factor of {factor:.4g}"
-    yield Hypothesis(cause=cause, output=stream + factor * branch, freedom=1)
-
-
-def scaled_stream(failure: Failure) -> Iterator[Hypothesis]:
-    """The stream is added with a factor, or both sides are, each with one of its own."""
-    stream, branch = _sides(failure)
-    first, second = _names(failure)
-    factor = failure.factor_of(stream, branch)
-    yield Hypothesis(
-        cause=f"{first} is added with a factor of {factor:.4g}", output=factor * stream + branch, freedom=1
+    yield from hypotheses(
+        {
+            f"{first} is not added": branch,
+            f"{second} is not added to {first}": stream,
+            f"{second} is added twice": stream + 2 * branch,
+            f"{first} is added twice": 2 * stream + branch,
+            f"{second} is subtracted": stream - branch,
+        }
     )
+    of_branch, of_stream = failure.factor_of(branch, stream), failure.factor_of(stream, branch)
+    for name, factor, output in (
+        (second, of_branch, stream + of_branch * branch),
+        (first, of_stream, of_stream * stream + branch),
+    ):
+        yield Hypothesis(cause=f"{name} is added with a factor of {factor:.4g}", output=output, freedom=1)
     sides = torch.stack((stream.flatten(), branch.flatten()), dim=1)
     own, other = torch.linalg.lstsq(sides, failure.actual.reshape(-1, 1)).solution[:, 0].tolist()
     cause = f"{first} is added with a factor of {own:.4g}, and {second} with one of {other:.4g}"
@@ -108,18 +101,15 @@ def _site(failure: Failure, index: int) -> str:
 def coarse_addition(failure: Failure) -> Iterator[Hypothesis]:
     """One of the two was rounded to a 16-bit dtype before the addition."""
     stream, branch = _sides(failure)
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        low = [x.to(dtype).to(x.dtype) for x in (stream, branch)]
+    for dtype in HALF_DTYPES:
+        name, low = name_of(dtype), [rounded(x, dtype) for x in (stream, branch)]
         yield Hypothesis(cause=f"the residual is in {name}", output=low[0] + branch)
         yield Hypothesis(cause=f"the branch is in {name}", output=stream + low[1])
         yield Hypothesis(cause=f"the addition is of values in {name}", output=low[0] + low[1])
 
 
 EXPLANATIONS = (
-    side_missing,
-    scaled_branch,
-    scaled_stream,
+    other_addition,
     residual_after_the_norm,
     another_tensor,
     coarse_addition,

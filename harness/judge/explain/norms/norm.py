@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
+from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
 from harness.judge.explain.norms.form import NormForm, form_of, with_form
 
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
@@ -25,28 +26,21 @@ ranks with the mean of the squares, of those that do not."""
 
 
 @with_form
-def weight_skipped(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
-    """The rows are normalised and not scaled."""
-    x, _, eps = norm.parts
-    yield Hypothesis(cause="the norm's weight is not applied", output=_normed(x, eps))
-
-
-@with_form
-def weight_plus_one(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
-    """The weight is taken as an offset from one, as Gemma stores it."""
+def weight_otherwise(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """The weight is not applied, applied twice, or taken as an offset from one, as Gemma stores it; or it is all."""
     x, weight, eps = norm.parts
     if norm.is_offset:
-        cause = "the norm's weight is applied as it is, without adding 1"
-        yield Hypothesis(cause=cause, output=_normed(x, eps, weight - 1))
+        taken, other = "as it is, without adding 1", weight - 1
     else:
-        yield Hypothesis(cause="the norm's weight is applied as 1 + weight", output=_normed(x, eps, weight + 1))
-
-
-@with_form
-def weight_twice(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
-    """The weight is applied twice."""
-    x, weight, eps = norm.parts
-    yield Hypothesis(cause="the norm's weight is applied twice", output=_normed(x, eps, weight * weight))
+        taken, other = "as 1 + weight", weight + 1
+    yield from hypotheses(
+        {
+            "the norm's weight is not applied": _normed(x, eps),
+            f"the norm's weight is applied {taken}": _normed(x, eps, other),
+            "the norm's weight is applied twice": _normed(x, eps, weight * weight),
+            "the norm only applies its weight": (x * weight).flatten(1),
+        }
+    )
 
 
 def norm_skipped(failure: Failure) -> Iterator[Hypothesis]:
@@ -56,17 +50,11 @@ def norm_skipped(failure: Failure) -> Iterator[Hypothesis]:
 
 
 @with_form
-def only_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
-    """The input is scaled and not normalised."""
-    x, weight, _ = norm.parts
-    yield Hypothesis(cause="the norm only applies its weight", output=(x * weight).flatten(1))
-
-
-@with_form
 def wrong_eps(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
     x, weight, own = norm.parts
-    for eps in dict.fromkeys((*_EPSILONS, *_fitted_eps(norm))):
+    inside, outside = _fitted_eps(norm)
+    for eps in dict.fromkeys((*_EPSILONS, *inside)):
         freedom = 0 if eps in _EPSILONS else 1
         if eps != own:
             cause = f"wrong eps: {eps:g} instead of {own:g}"
@@ -74,7 +62,7 @@ def wrong_eps(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     in_sum = f"eps {own:g} is added to the sum of the squares instead of to their mean"
     yield Hypothesis(cause=in_sum, output=_normed(x, own / x.shape[-1], weight))
     root = x.square().mean(dim=-1, keepdim=True).sqrt()
-    for eps in dict.fromkeys((own, *_EPSILONS, *_fitted_outside(norm))):
+    for eps in dict.fromkeys((own, *_EPSILONS, *outside)):
         cause = f"eps {eps:g} is added outside of the root"
         freedom = 0 if eps == own else 1
         yield Hypothesis(cause=cause, output=(x / (root + eps) * weight).flatten(1), freedom=freedom)
@@ -99,53 +87,33 @@ def wrong_divisor(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
         )
 
 
-def _fitted_eps(norm: NormForm) -> list[float]:
-    """Return the eps that fits the rows together, where one does, to two digits."""
+def _fitted_eps(norm: NormForm) -> tuple[list[float], list[float]]:
+    """Return the eps that fits the rows together, where one does, to two digits: in the root, and outside of it."""
     mean, implied = _statistics(norm)
-    eps = float((implied - mean).median())
-    return [float(f"{eps:.2g}")] if 0 < eps < 10 else []
-
-
-def _fitted_outside(norm: NormForm) -> list[float]:
-    """Return the eps outside of the root that fits the rows together, to two digits."""
-    mean, implied = _statistics(norm)
-    eps = float((implied.clamp(min=0).sqrt() - mean.sqrt()).median())
-    return [float(f"{eps:.2g}")] if 0 < eps < 10 else []
+    inside, outside = implied - mean, implied.clamp(min=0).sqrt() - mean.sqrt()
+    fitted = (float(each.median()) for each in (inside, outside))
+    first, second = ([float(f"{eps:.2g}")] if 0 < eps < 10 else [] for eps in fitted)
+    return first, second
 
 
 @with_form
-def mean_subtracted(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
-    """A layer norm: the mean is subtracted first."""
+def over_other_elements(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+    """A layer norm, or the reverse; or the heads are normalised together instead of each by itself, or the reverse."""
     x, weight, eps = norm.parts
     if norm.is_centred:
         yield Hypothesis(cause="the mean is not subtracted", output=_normed(norm.raw, eps, weight))
     else:
         centred = x - x.mean(dim=-1, keepdim=True)
         yield Hypothesis(cause="a layer norm: the mean is subtracted", output=_normed(centred, eps, weight))
-
-
-@with_form
-def over_all_heads(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
-    """The heads are normalised together instead of each by itself."""
-    x, weight, eps = norm.parts
+    size = failure.hf.head_dim
     if x.shape[1] > 1:
         scale = (x.square().mean(dim=(1, 2), keepdim=True) + eps).rsqrt()
-        yield Hypothesis(
-            cause="the norm runs over all heads instead of each head", output=(x * scale * weight).flatten(1)
-        )
-
-
-@with_form
-def over_each_head(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
-    """Each head is normalised by itself instead of all of them together."""
-    x, weight, eps = norm.parts
-    size = failure.hf.head_dim
-    if x.shape[1] == 1 and x.shape[2] > size and not x.shape[2] % size:
+        cause = "the norm runs over all heads instead of each head"
+        yield Hypothesis(cause=cause, output=(x * scale * weight).flatten(1))
+    elif x.shape[2] > size and not x.shape[2] % size:
         heads = x[:, 0].unflatten(1, (-1, size))
-        normed = heads * (heads.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-        yield Hypothesis(
-            cause="the norm runs over each head instead of all heads together", output=normed.flatten(1) * weight
-        )
+        cause = "the norm runs over each head instead of all heads together"
+        yield Hypothesis(cause=cause, output=_normed(heads, eps) * weight)
 
 
 @with_form
@@ -170,7 +138,7 @@ def statistic_overflows(norm: NormForm, failure: Failure) -> Iterator[Hypothesis
     x, weight, eps = norm.parts
     is_first = True
     for dtype in (torch.float32, torch.float16):
-        name = str(dtype).removeprefix("torch.")
+        name = name_of(dtype)
         squares = x.to(dtype).square()
         for what, mean in (
             ("squares overflow", squares.mean(dim=-1, keepdim=True).to(torch.float64)),
@@ -187,8 +155,8 @@ def statistic_overflows(norm: NormForm, failure: Failure) -> Iterator[Hypothesis
 def coarse_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     """The variance is computed in a 16-bit dtype."""
     x, weight, eps = norm.parts
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
+    for dtype in HALF_DTYPES:
+        name = name_of(dtype)
         squares = x.to(dtype).square()
         if not bool(squares.isfinite().all()):
             continue  # an overflow, which has a name of its own
@@ -196,8 +164,8 @@ def coarse_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
             for scale in ((variance + eps).rsqrt(), (variance.to(torch.float64) + eps).rsqrt()):
                 output = (x * scale.to(torch.float64) * weight).flatten(1)
                 yield Hypothesis(cause=f"the norm's variance is computed in {name}", output=output)
-        low = x.to(dtype).to(torch.float64)
-        normed = (low * (low.square().mean(dim=-1, keepdim=True) + eps).rsqrt()).to(dtype).to(torch.float64)
+        low = rounded(x, dtype)
+        normed = rounded(low * (low.square().mean(dim=-1, keepdim=True) + eps).rsqrt(), dtype)
         yield Hypothesis(cause=f"the norm is computed in {name}", output=(normed * weight).flatten(1))
 
 
@@ -284,16 +252,11 @@ def _statistics(norm: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 EXPLANATIONS = (
-    weight_skipped,
+    weight_otherwise,
     norm_skipped,
     wrong_eps,
     wrong_divisor,
-    over_all_heads,
-    over_each_head,
-    weight_plus_one,
-    weight_twice,
-    only_weight,
-    mean_subtracted,
+    over_other_elements,
     other_weight,
     statistic_overflows,
     coarse_statistic,

@@ -3,11 +3,9 @@
 `R` rows, `P` candidate positions.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from harness.judge.compare.align import Rows, is_readback
+from harness.judge.compare.align import is_readback, last_index
 from harness.judge.explain.core.drafts import computed_before, given_up, name_of_row
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
@@ -77,7 +75,7 @@ def _named_positions(failure: Failure, best: torch.Tensor) -> str | None:
 def _behind_given_up(failure: Failure, best: torch.Tensor) -> str | None:
     """Say so if every row has the position that it would have if its request had never gone back."""
     ends, first = [], None
-    for request, position, step in _identities(failure.rows):
+    for request, position, step in failure.rows.identities():
         drafts = [each for each in given_up(failure.recording, request) if each.step < step]
         first = first or next(iter(drafts), None)
         ends.append(len(computed_before(failure.recording, request, position, step)) - 1 if drafts else position)
@@ -121,10 +119,9 @@ def places(failure: Failure) -> dict[str, torch.Tensor]:
     lengths = {request.id: request.prompt_length for request in requests}
     drafts = {request.id: request.draft_of for request in requests if request.draft_of is not None}
     chunk, batch, prompt, others = [], [], [], []
-    for request, position, step in _identities(failure.rows):
+    for request, position, step in failure.rows.identities():
         rows = failure.recording.steps[step]
-        here = ((rows.request == request) & (rows.position == position)).nonzero()[:, 0]
-        at = int(here[-1])
+        at = last_index(rows, request, position)
         original = drafts.get(request, request)
         own = sum(drafts.get(each, each) == original for each in rows.request[:at].tolist())
         chunk.append(own)
@@ -135,19 +132,14 @@ def places(failure: Failure) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(values) for name, values in places.items()}
 
 
-def _identities(rows: Rows) -> Iterator[tuple[int, int, int]]:
-    return zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True)
-
-
 def positions_of_batch_mate(failure: Failure) -> Causes:
     """Each row is rotated for the position of the row that stands elsewhere in its step."""
     positions = []
-    for request, position, index in _identities(failure.rows):
+    for request, position, index in failure.rows.identities():
         step = failure.recording.steps[index]
         if is_readback(step):
             return
-        here = ((step.request == request) & (step.position == position)).nonzero()[:, 0]
-        positions.append(int(step.position[(int(here[-1]) - 1) % len(step.position)]))
+        positions.append(int(step.position[(last_index(step, request, position) - 1) % len(step.position)]))
     output = failure.replay(failure.inputs, torch.tensor(positions))
     if output is not None:
         yield Hypothesis(cause="rotary at the position of the row before it in the batch", output=output)

@@ -67,10 +67,10 @@ class Recurrence:
             values = self._values(rows)
             if values is None:
                 return None
-            with exactly(self.failure), _Convolutions(_identities(rows), convolved, seen):
+            with exactly(self.failure), _Convolutions(rows.places(), convolved, seen):
                 output = self._run_one(values, rows.position)
-            found |= dict(zip(_identities(rows), output, strict=True))
-        wanted = _identities(self.failure.rows)
+            found |= dict(zip(rows.places(), output, strict=True))
+        wanted = self.failure.rows.places()
         return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
 
     def run_by_steps(self, kept: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
@@ -93,12 +93,12 @@ class Recurrence:
                 if values is None:
                     return None
                 with exactly(self.failure):
-                    found |= dict(zip(_identities(own), self._run_one(values, own.position, cache), strict=True))
+                    found |= dict(zip(own.places(), self._run_one(values, own.position, cache), strict=True))
                 for name in ("conv", "recurrent"):
                     for state in getattr(layer, f"{name}_states", {}).values():
                         if state is not None:
                             state.copy_(kept(name, state))
-        wanted = _identities(self.failure.rows)
+        wanted = self.failure.rows.places()
         return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
 
     def convolved(self) -> Convolved:
@@ -139,7 +139,7 @@ def recurrence_of(failure: Failure) -> Recurrence | None:
     if first is None:
         return None
     last: dict[int, int] = {}
-    for request, position in zip(failure.rows.request.tolist(), failure.rows.position.tolist(), strict=True):
+    for request, position in failure.rows.places():
         last[request] = max(position, last.get(request, 0))
     histories = tuple(history(failure, request, count + 1) for request, count in last.items())
     found = Recurrence(failure=failure, path=path, entry=first.inputs[0], histories=histories)
@@ -195,10 +195,6 @@ def _arguments(module: nn.Module, positions: torch.Tensor, cache: Any) -> dict[s
         known |= dict.fromkeys(MIXER_CACHES, cache)
     asked = inspect.signature(module.forward).parameters
     return {name: value for name, value in known.items() if name in asked}
-
-
-def _identities(rows: Rows) -> list[_Row]:
-    return list(zip(rows.request.tolist(), rows.position.tolist(), strict=True))
 
 
 class _Convolutions(TorchFunctionMode):

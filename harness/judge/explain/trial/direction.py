@@ -39,12 +39,7 @@ class _Fit:
 
 
 def explain_direction(failure: Failure, effect: Effect) -> Explanation:
-    """Return the cause under which the rows are likeliest; one that says so where none takes the direction away.
-
-    Args:
-        failure: rows of an operation, none of them out of bounds.
-        effect: their direction.
-    """
+    """Return the cause under which the rows are likeliest; one that says so where none takes the direction away."""
     before, failures = _roundings(failure, failure.expected), list[str]()
     fits = sorted(_fits(failure, effect, before, failures), key=lambda fit: -fit.odds)
     if not fits:

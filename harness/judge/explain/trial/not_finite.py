@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.formats.taps import Kind, prefix_of
+from harness.judge.compare.align import all_rows
 from harness.judge.compare.guard import guarded
 from harness.judge.explain.attention.table import cache_played_back
 from harness.judge.explain.cache.entries import at_boundary, is_unwritten, provenance_of
@@ -148,7 +149,7 @@ def _are_rows_with_room(failure: Failure) -> bool:
     memory, size = failure.slot_history, failure.slot_history.block_size
     if not memory.is_known or size is None:
         return False
-    wrong = _places(failure.rows.step, failure.rows.request, failure.rows.position)
+    wrong = set(failure.rows.identities())
     with_room, without = set[tuple[int, int, int]](), set[tuple[int, int, int]]()
     for step in failure.recording.steps:
         if not step.has(failure.operation.tap) or step.block_tables is None:
@@ -157,20 +158,13 @@ def _are_rows_with_room(failure: Failure) -> bool:
             last = int(step.position[step.request == request].max())
             slots = memory.slots(memory.table(step.index, request), last + 2)
             is_free = len(slots) > last + 1 and memory.writer(slots[last + 1], step.index) is None
-            own = (step.request == request).nonzero()[:, 0]
+            own = all_rows(step).select(step.request == request)
             if len(own) == 1 or not _are_single(failure):
-                places = _places(torch.full_like(own, step.index), step.request[own], step.position[own])
-                (with_room if is_free else without).update(places)
+                (with_room if is_free else without).update(own.identities())
     return wrong == with_room and bool(without)
 
 
 def _are_single(failure: Failure) -> bool:
     """Whether each wrong row is its request's only one in its step, as in decode."""
-    for step, request in zip(failure.rows.step.tolist(), failure.rows.request.tolist(), strict=True):
-        if int((failure.recording.steps[step].request == request).sum()) > 1:
-            return False
-    return True
-
-
-def _places(step: torch.Tensor, request: torch.Tensor, position: torch.Tensor) -> set[tuple[int, int, int]]:
-    return set(zip(step.tolist(), request.tolist(), position.tolist(), strict=True))
+    steps = failure.recording.steps
+    return all(int((steps[step].request == each).sum()) == 1 for each, _, step in failure.rows.identities())

@@ -11,8 +11,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.run import check_endpoint
-from harness.report.endpoint.json import endpoint_json
-from harness.report.endpoint.text import endpoint_text
+from harness.report.endpoint import endpoint_json, endpoint_text
 from harness.results.check import Outcome
 from harness.selfcheck.faults.catalogue import choose
 from reference_engine import EngineConfig, LLMEngine

@@ -123,3 +123,9 @@ def bench(
         return benches[name, dtype]
 
     return get
+
+
+@pytest.fixture
+def one(bench: Callable[..., Bench]) -> Bench:
+    """Return the bench of the default checkpoint in float32."""
+    return bench()

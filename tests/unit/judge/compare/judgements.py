@@ -1,4 +1,4 @@
-"""Judgements by hand: errors of an operation's rows, and their distances to a golden."""
+"""Judgements by hand: errors of an operation's rows, and their distances to a golden; a tap of a result."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from harness.judge.compare.align import Rows
 from harness.judge.compare.judged import TapJudgement
 from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.propagated import PropagatedErrors
+from harness.results.check import RunResult, TapResult
 
 from .in_memory import Row
 
@@ -24,6 +25,15 @@ def rows_of(rows: Sequence[Row], step: int = 0) -> Rows:
 
 def floats(values: Sequence[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tap(result: RunResult, name: str) -> TapResult:
+    (found,) = [each for each in result.taps if each.name == name]
+    return found
 
 
 def errors_of(

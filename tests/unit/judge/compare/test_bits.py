@@ -14,11 +14,6 @@ from .in_memory import Step, recording_of
 PREFIX = "model.layers.1."
 
 
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
 def changed(before, after, graph):
     """Return the rows that changed, as (tap, request, position)."""
     return {

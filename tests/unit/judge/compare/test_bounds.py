@@ -14,14 +14,11 @@ from harness.judge.compare.bounds import CONTROL_FACTOR, Sensitivity, control_bo
 from harness.judge.compare.row_judge import RowJudge
 from harness.results.check import Verdict
 
+from .judgements import tap
+
 _SAMPLES = 400
 _EPS = 1e-6
 ROW = (2, 8)
-
-
-def tap(result, name):
-    (found,) = [tap for tap in result.taps if tap.name == name]
-    return found
 
 
 # The formula of how far rounding carries in a product, against roundings that were made.

@@ -10,6 +10,8 @@ from harness.errors import Code
 from harness.judge.explain import explain_run
 from harness.results.check import Verdict
 
+from .judgements import tap
+
 KEY, ROPE = "model.layers.1.k_cache", "model.layers.1.k_rope"
 VALUE, V_PROJ = "model.layers.1.v_cache", "model.layers.1.self_attn.v_proj"
 ROW = (2, 3)
@@ -18,11 +20,6 @@ ROW = (2, 3)
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def one(request, bench):
     return bench(dtype=request.param)
-
-
-def tap(result, name):
-    (found,) = [tap for tap in result.taps if tap.name == name]
-    return found
 
 
 def wrong(result):

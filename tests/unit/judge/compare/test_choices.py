@@ -16,6 +16,7 @@ from harness.oracle.watch import Seeing
 from harness.results.check import Outcome, Verdict
 
 from .conftest import LENGTHS
+from .judgements import tap
 
 ROUTER, EXPERTS = "model.layers.1.mlp.gate", "model.layers.1.mlp.experts"
 ROW = (2, LENGTHS[2] + 1)
@@ -142,11 +143,6 @@ class Choosing(Seeing):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def one(bench, request):
     return bench("qwen3_moe", request.param)
-
-
-def tap(result, name):
-    (found,) = [tap for tap in result.taps if tap.name == name]
-    return found
 
 
 def test_sound_choices_are_exact(one, tmp_path):

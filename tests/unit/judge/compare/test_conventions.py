@@ -23,15 +23,11 @@ from harness.selfcheck.faults.fault import FaultConfig
 from harness.selfcheck.faults.trial import checkpoint
 
 from .conftest import LENGTHS, NUM_NEW, Bench
+from .judgements import tap
 from .recordings import Copy
 
 ROW = (2, LENGTHS[2] + 1)
 ATTENTION = "model.layers.1.attention"
-
-
-def tap(result, name):
-    (found,) = [tap for tap in result.taps if tap.name == name]
-    return found
 
 
 def subject(hf, operation, **given):

@@ -31,11 +31,6 @@ NUM_ROWS = sum(LENGTHS) + len(LENGTHS) * (NUM_NEW - 1)
 NUM_SAMPLED = len(LENGTHS) * NUM_NEW
 
 
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
 def findings(result):
     return [(finding.code, finding.tap, finding.request, finding.position) for finding in result.findings]
 

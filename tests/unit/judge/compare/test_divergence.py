@@ -16,11 +16,6 @@ EARLY, MIDDLE, LATE = (f"model.layers.1.{site}" for site in ("self_attn.q_proj",
 ROW = (2, 5)
 
 
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
 def misshape(actual, tap):
     """Leave half of each row out."""
     for step in actual.computing():

@@ -20,11 +20,6 @@ TAP = "model.layers.1.mlp.down_proj"
 ROW = (2, 5)
 
 
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
 def tap(result, name=TAP):
     (found,) = [tap for tap in result.taps if tap.name == name]
     return found

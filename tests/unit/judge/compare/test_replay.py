@@ -14,19 +14,10 @@ from harness.results.check import Verdict
 
 from ....closeness import near, near_roundings
 from .conftest import LENGTHS, NUM_NEW
+from .judgements import tap
 
 PREFIX = "model.layers.1."
 HEAD = "lm_head"
-
-
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
-def tap(result, name):
-    (found,) = [tap for tap in result.taps if tap.name == name]
-    return found
 
 
 def everywhere():

@@ -19,6 +19,7 @@ from harness.oracle.attention import attention_sensitivity
 from harness.oracle.watch import AttentionCall
 
 from .in_memory import tap_rows
+from .judgements import draw
 
 F32, BF16 = torch.float32, torch.bfloat16
 WIDTH = 8
@@ -26,10 +27,6 @@ WIDTH = 8
 
 def operation(kind=Kind.ADD, inputs=()):
     return Operation(tap="layers.0.tap", kind=kind, inputs=inputs, source="layers.0.tap")
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def judge_of(dtype=BF16, *, hf=None, usable=(), **declared):

@@ -11,6 +11,7 @@ from harness.judge.compare import systematic
 from harness.results.check import Outcome, Verdict
 
 from .conftest import LENGTHS, NUM_NEW
+from .judgements import tap
 from .recordings import Copy
 
 SOUND = {Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION}
@@ -30,16 +31,6 @@ SITES = (
 )
 ROW = (2, LENGTHS[2] + 1)
 """A decoded row of the last request."""
-
-
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
-def tap(result, name):
-    (found,) = [tap for tap in result.taps if tap.name == name]
-    return found
 
 
 def wrong(result):
@@ -298,8 +289,8 @@ def test_a_dtype_that_torch_does_not_know(one, tmp_path, dtype):
 def test_noise_under_the_name_of_a_coarser_dtype_is_no_pass(one, tmp_path, against_golden):
     copy = one.recorded()
     for step in copy.steps:
-        for tap, tensor in step.taps.items():
-            step.taps[tap] = tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+        for name, tensor in step.taps.items():
+            step.taps[name] = tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
     copy.dtype = "float8_e4m3fn"
     noise = None if against_golden else {}
     actual, expected = copy.write(tmp_path / "a"), one.recorded().write(tmp_path / "e")

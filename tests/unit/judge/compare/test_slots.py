@@ -11,11 +11,6 @@ from harness.judge.compare.slots import slot_conflicts
 from .in_memory import Step, recording_of
 
 
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
 def codes(result):
     return {finding.code for finding in result.findings}
 

@@ -19,11 +19,6 @@ from .recordings import Copy
 ROW = (1, LENGTHS[1])
 
 
-@pytest.fixture
-def one(bench):
-    return bench()
-
-
 def sampled_row(actual, at=ROW):
     for step in actual.computing():
         row = step.row(*at)

@@ -25,6 +25,8 @@ from harness.oracle.requests import Prompt
 from harness.results.check import Coverage, Explanation, Finding, Outcome, RunResult, TokenResult
 from reference_engine.checkpoint.families import FAMILIES
 
+from .toy_attention import Toy
+
 LENGTHS = (37, 11)
 NUM_NEW = 5
 BLOCK_SIZE = 8
@@ -174,3 +176,9 @@ def bench(
         return benches[key]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """Return a recording of attention that is made by hand."""
+    return Toy(tmp_path_factory.mktemp("toy") / "r")

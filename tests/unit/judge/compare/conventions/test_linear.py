@@ -23,12 +23,10 @@ from harness.judge.compare.conventions.linear import (
     weight_and_bias,
 )
 
+from ..judgements import draw
+
 ROWS, IN, OUT = 3, 8, 5
 ROUNDED, SHARED = (convention.roundings for convention in CONVENTIONS)
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def subject_of(weight, x, *, bias=None, dtype=torch.bfloat16, name="o_proj", inputs=None, module=None, **declared):

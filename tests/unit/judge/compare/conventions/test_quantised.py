@@ -13,12 +13,10 @@ from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.linear import ROUNDED_INPUTS
 from harness.judge.compare.conventions.quantised import CONVENTIONS, QUANTISED_INPUTS, quantised_inputs
 
+from ..judgements import draw
+
 ADAPTED, QUANTISED = (convention.roundings for convention in CONVENTIONS)
 Q8_0, Q8_K = (QUANTISED_INPUTS.format(name) for name in ("Q8_0", "Q8_K"))
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def by_loop(x, size):

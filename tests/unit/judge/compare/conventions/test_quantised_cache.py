@@ -17,14 +17,12 @@ from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.quantised_cache import CONVENTIONS, KEPT, ROUNDED_PROBABILITIES, ROUNDED_SUMS
 from harness.oracle.watch import AttentionCall
 
+from ..judgements import draw
+
 (QUANTISED_CACHE,) = (convention.roundings for convention in CONVENTIONS)
 BATCH, HEADS, KV_HEADS, TOKENS, SIZE = 2, 4, 2, 5, 64
 ROWS = torch.tensor([9, 0, 6])
 UNIT = rounding_unit(torch.float32)
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def call_of(seed=0):

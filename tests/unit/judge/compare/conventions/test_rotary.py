@@ -14,6 +14,8 @@ from harness.judge.compare.conventions import rotary
 from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.rotary import CONVENTIONS, OTHER_ORDER
 
+from ..judgements import draw
+
 (ORDERS,) = (convention.roundings for convention in CONVENTIONS)
 F32 = np.float32
 SIZE, PAIRS, HEADS, THETA = 8, 4, 3, 10_000.0
@@ -32,10 +34,6 @@ def model_of(frequencies, *, theta=THETA, size=SIZE, scaling=1.0):
     module.attention_scaling = scaling
     parameters = None if theta is None else {"rope_theta": theta}
     return SimpleNamespace(model=module, head_dim=size, config=SimpleNamespace(rope_parameters=parameters))
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 X = draw(len(POSITIONS), HEADS * SIZE)

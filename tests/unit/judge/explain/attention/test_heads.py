@@ -5,7 +5,7 @@ import torch
 
 from harness.judge.explain.attention import heads as attention_heads
 
-from ..toy_attention import PLACES, N, Toy, step_of
+from ..toy_attention import PLACES, N, step_of
 from ..toys import found
 
 OWN = [0, 0, 0, 1, 1, 1]
@@ -14,11 +14,6 @@ WRONG, VALUES, KEYS = (
     "query heads read the values of the wrong KV heads, and the right keys",
     "query heads read the keys of the wrong KV heads, and the right values",
 )
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return Toy(tmp_path_factory.mktemp("toy") / "r")
 
 
 @pytest.mark.parametrize("other", [[1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 0, 1]])

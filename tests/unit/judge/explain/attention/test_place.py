@@ -15,11 +15,6 @@ BOTH = [*LATE, (1, 5), (1, 6)]
 ABSENT = "absent"
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return Toy(tmp_path_factory.mktemp("toy") / "r")
-
-
 def reading(toy, replaced, places):
     """Rows that read, in the place of the position that `replaced` gives of a row, what it gives."""
 

@@ -16,11 +16,6 @@ from ..toys import assert_outputs, found, outputs
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return Toy(tmp_path_factory.mktemp("toy") / "r")
-
-
-@pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
     return Toy(tmp_path_factory.mktemp("toy") / "r", window=3)
 

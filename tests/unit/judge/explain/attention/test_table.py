@@ -16,11 +16,6 @@ OWN = "reads a slot that holds another position of the same request"
 NOBODY = "reads a slot that nobody wrote"
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return Toy(tmp_path_factory.mktemp("toy") / "r")
-
-
 def test_values_that_are_narrower_than_keys(tmp_path):
     latent = Toy(tmp_path / "r", tables=of_tables({0: [3, 1, 5], 1: [1, 4, 6]}), value_size=3)
     (hypothesis,) = attention_table.cache_played_back(latent.failure(played(latent)))

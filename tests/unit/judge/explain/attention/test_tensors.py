@@ -16,11 +16,6 @@ from ..toys import found, random
 OTHERS = {layer: (f"model.layers.{layer}.k_rope", f"model.layers.{layer}.self_attn.v_proj") for layer in (0, 2)}
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return Toy(tmp_path_factory.mktemp("toy") / "r")
-
-
 def reading(toy, key, value, is_read=lambda place, at: True):
     """Rows that read `key` and `value` of each place where `is_read` holds, and its own elsewhere."""
     own = toy.tensors

@@ -11,11 +11,6 @@ from harness.judge.explain.cache.replay import contents_of, history, in_order, p
 from ..toy_attention import BLOCK, KEY, OUT, PLACES, RAW, TABLES, VALUE, Toy, graph, step_of
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return Toy(tmp_path_factory.mktemp("toy") / "r")
-
-
 def test_each_request_of_a_step_is_read_once_up_to_its_last_row(toy):
     asked = []
 

@@ -105,16 +105,17 @@ def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
         "the residual is added twice": (2, 1),
         "the branch is subtracted": (1, -1),
     }
-    assert_outputs(residual.side_missing, failure, {cause: s * S + b * B for cause, (s, b) in coefficients.items()})
+    named = {cause: each for cause, each in found(residual.other_addition, failure).items() if not each.freedom}
+    assert set(named) == set(coefficients)
+    for cause, (s, b) in coefficients.items():
+        torch.testing.assert_close(named[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
 
 
 @pytest.mark.parametrize(("stream", "branch"), [(1, 0.25), (0.6, 1), (0.5, -2)])
 def test_the_factors_of_both_sides_are_fitted(tmp_path, stream, branch):
     failure = of(stream * S + branch * B, folder=tmp_path / "r")
-    (alone,) = found(residual.scaled_branch, failure).values()
-    assert alone.freedom == 1
-    one, both = found(residual.scaled_stream, failure).values()
-    assert (one.freedom, both.freedom) == (1, 2)
+    alone, one, both = (each for each in residual.other_addition(failure) if each.freedom)
+    assert (alone.freedom, one.freedom, both.freedom) == (1, 1, 2)
     assert both.cause == f"the residual is added with a factor of {stream:g}, and the branch with one of {branch:g}"
     torch.testing.assert_close(both.output, stream * S + branch * B)
     if stream == 1:
@@ -161,13 +162,13 @@ def test_experts_of_a_sum_are_called_by_their_names():
     routed, shared = "model.layers.0.mlp.experts", "model.layers.0.mlp.shared_expert"
     own = Operation(tap="model.layers.0.mlp", kind=Kind.ADD, inputs=(routed, shared))
     model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), own)
-    causes = found(residual.side_missing, failure_of(own, S, S + B, S, B, model=model))
+    causes = found(residual.other_addition, failure_of(own, S, S + B, S, B, model=model))
     assert "the output of mlp.experts is not added" in causes
     assert "the output of mlp.shared_expert is added twice" in causes
     elsewhere = Operation(tap="model.layers.0.output", kind=Kind.ADD, inputs=(routed, shared))
     model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), elsewhere)
     assert "the residual is not added" in found(
-        residual.side_missing, failure_of(elsewhere, S, S + B, S, B, model=model)
+        residual.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model)
     )
 
 

@@ -11,10 +11,9 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from harness.judge.explain.norms.form import form_of
 from harness.judge.explain.norms.norm import (
     changed_weights,
-    mean_subtracted,
     norm_skipped,
-    weight_plus_one,
-    weight_skipped,
+    over_other_elements,
+    weight_otherwise,
     wrong_eps,
 )
 
@@ -45,7 +44,10 @@ def layer_norm():
 def failure(module, actual=None):
     x = random(7, WIDTH)
     expected = module(x).detach()
-    return SimpleNamespace(module=module, inputs=[x], expected=expected, actual=expected if actual is None else actual)
+    return SimpleNamespace(
+        module=module, inputs=[x], expected=expected, actual=expected if actual is None else actual,
+        hf=SimpleNamespace(head_dim=WIDTH),
+    )  # fmt: skip
 
 
 def outputs(explain, failure):
@@ -67,7 +69,7 @@ def test_a_layer_norm_of_one_plus_the_weight():
     assert (form.is_offset, form.is_centred, form.eps) == (True, True, EPS)
     cause = "the norm's weight is applied as it is, without adding 1"
     plain = module(random(7, WIDTH)) - nn.functional.layer_norm(random(7, WIDTH), (WIDTH,), eps=EPS)
-    torch.testing.assert_close(outputs(weight_plus_one, failure(module))[cause], plain.detach())
+    torch.testing.assert_close(outputs(weight_otherwise, failure(module))[cause], plain.detach())
 
 
 def test_a_module_that_does_not_say_its_eps():
@@ -108,10 +110,10 @@ def test_explanations_hold_for_it(make):
 def test_what_only_one_form_gets_wrong():
     one_plus, layered = failure(OnePlus(random(WIDTH, seed=1))), failure(layer_norm())
     x, normed = one_plus.inputs[0], one_plus.expected / (1 + random(WIDTH, seed=1))
-    plain = outputs(weight_plus_one, one_plus)["the norm's weight is applied as it is, without adding 1"]
+    plain = outputs(weight_otherwise, one_plus)["the norm's weight is applied as it is, without adding 1"]
     assert torch.allclose(plain, normed * random(WIDTH, seed=1))
     uncentred = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * random(WIDTH, seed=1) + random(WIDTH, seed=2)
-    assert torch.allclose(outputs(mean_subtracted, layered)["the mean is not subtracted"], uncentred)
+    assert torch.allclose(outputs(over_other_elements, layered)["the mean is not subtracted"], uncentred)
 
 
 def test_a_norm_without_a_weight_over_heads():
@@ -173,7 +175,7 @@ def test_what_an_explanation_yields_has_the_bias(module):
     weight = form.of_weight(random(WIDTH, seed=5))
     plain = form.x[:, 0] * (form.x[:, 0].square().mean(-1, keepdim=True) + EPS).rsqrt()
     assert torch.allclose(weight, random(WIDTH, seed=5) + form.is_offset)
-    (hypothesis,) = weight_skipped(given)
+    hypothesis = next(weight_otherwise(given))
     assert hypothesis.output.shape == given.expected.shape
     assert torch.allclose(hypothesis.output, plain if form.bias is None else plain + form.bias)
 

@@ -53,35 +53,34 @@ def of(actual=None, *, weight=WEIGHT, eps=EPS, x=X, **others):
 
 
 def test_the_weight():
-    assert_outputs(norm.weight_skipped, of(), {"the norm's weight is not applied": normed(None)})
-    assert_outputs(norm.weight_plus_one, of(), {"the norm's weight is applied as 1 + weight": normed(WEIGHT + 1)})
-    assert_outputs(norm.weight_twice, of(), {"the norm's weight is applied twice": normed(WEIGHT * WEIGHT)})
+    assert_outputs(
+        norm.weight_otherwise,
+        of(),
+        {
+            "the norm's weight is not applied": normed(None),
+            "the norm's weight is applied as 1 + weight": normed(WEIGHT + 1),
+            "the norm's weight is applied twice": normed(WEIGHT * WEIGHT),
+            "the norm only applies its weight": normed(root=lambda values: 1.0),
+        },
+    )
     assert_outputs(norm.norm_skipped, of(), {"the norm is skipped": X})
-    assert_outputs(norm.only_weight, of(), {"the norm only applies its weight": normed(root=lambda values: 1.0)})
     assert_outputs(norm.other_weight, of(), {f"the weight is that of {OTHER}": normed(THEIRS)})
 
 
-def test_heads_that_are_normalised_each_by_itself():
+def test_the_elements_that_are_normalised():
     """OLMo 2 normalises all heads of the queries together."""
+    subtracted = {"a layer norm: the mean is subtracted": normed(shift=lambda values: sum(values) / len(values))}
+    together = {"the norm runs over all heads instead of each head": normed(over=HEADS * WIDTH)}
+    assert_outputs(norm.over_other_elements, of(), subtracted | together)
     x = X[:, :WIDTH]
     failure = of(x=x)
-    failure.hf.head_dim = WIDTH // 2
-    each = {"the norm runs over each head instead of all heads together": normed(over=WIDTH // 2, x=x)}
-    expected = torch.cat(
-        [normed(WEIGHT[half], x=x[:, half], over=WIDTH // 2) for half in (slice(0, 5), slice(5, 10))], 1
-    )
-    assert_outputs(norm.over_each_head, failure, dict.fromkeys(each, expected))
+    subtracted = {cause: output[:, :WIDTH] for cause, output in subtracted.items()}
     failure.hf.head_dim = WIDTH
-    assert found(norm.over_each_head, failure) == {}
-    assert found(norm.over_each_head, of()) == {}
-
-
-def test_the_mean_and_the_heads():
-    subtracted = normed(shift=lambda values: sum(values) / len(values))
-    assert_outputs(norm.mean_subtracted, of(), {"a layer norm: the mean is subtracted": subtracted})
-    together = {"the norm runs over all heads instead of each head": normed(over=HEADS * WIDTH)}
-    assert_outputs(norm.over_all_heads, of(), together)
-    assert found(norm.over_all_heads, of(x=X[:, :WIDTH])) == {}
+    assert_outputs(norm.over_other_elements, failure, subtracted)
+    failure.hf.head_dim = WIDTH // 2
+    halves = [normed(WEIGHT[half], x=x[:, half], over=WIDTH // 2) for half in (slice(0, 5), slice(5, 10))]
+    each = {"the norm runs over each head instead of all heads together": torch.cat(halves, 1)}
+    assert_outputs(norm.over_other_elements, failure, subtracted | each)
 
 
 # Eps.

@@ -499,12 +499,8 @@ def scene_of(x, weight, wrong, numerics):
     )  # fmt: skip
 
 
-def recorded_random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def test_scales_of_blocks_of_a_quantised_weight():
-    x, weight = recorded_random(12, 128), recorded_random(5, 128, seed=1)
+    x, weight = random(12, 128), random(5, 128, seed=1)
     factors = torch.tensor([1.0, 1.5, 1.0, 0.25], dtype=torch.float64)
     wrong = weight.clone()
     wrong[3] = (weight[3].unflatten(0, (4, 32)) * factors[:, None]).flatten()
@@ -520,13 +516,13 @@ def test_scales_of_blocks_of_a_quantised_weight():
     (12, 120, Numerics(weights=("int8",))), (4, 128, Numerics(weights=("int8",))),
 ])  # fmt: skip
 def test_scales_are_fitted_only_where_blocks_and_rows_are_there(rows, width, numerics):
-    x, weight = recorded_random(rows, width), recorded_random(5, width, seed=1)
+    x, weight = random(rows, width), random(5, width, seed=1)
     assert list(block_scales.scales_of_blocks(scene_of(x, weight, weight * 2, numerics))) == []
 
 
 @pytest.mark.parametrize(("rows", "is_fitted"), [(13, False), (14, True)])
 def test_weights_are_fitted_from_more_rows_than_inputs(rows, is_fitted):
-    x, weight, wrong = recorded_random(rows, 8), recorded_random(20, 8, seed=1), recorded_random(20, 8, seed=2)
+    x, weight, wrong = random(rows, 8), random(20, 8, seed=1), random(20, 8, seed=2)
     found = list(linear.nobodys_weights(scene_of(x, weight, wrong, None)))
     assert bool(found) == is_fitted, "one and a half rows for each input and the bias"
     assert all(torch.allclose(each.output, x @ wrong.T) for each in found)

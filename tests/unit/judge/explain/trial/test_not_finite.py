@@ -141,11 +141,6 @@ def ones(place):
     return torch.ones(24, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return Toy(tmp_path_factory.mktemp("toy") / "r")
-
-
 def with_scores(folder, factor, **parts):
     """Queries of row (0, 5) are so large that its scores, before they are scaled by 0.4, reach `factor`."""
     toy = Toy(folder, **parts)

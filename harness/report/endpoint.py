@@ -1,18 +1,18 @@
-"""A check of a server for people at a terminal: verdict, what it can do, a table of schedules, findings."""
+"""A check of a server: for people verdict, what it can do, a table of schedules, findings; for programs all of it."""
 
+import json
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from tabulate import tabulate
-
-from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, number, printable
+from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, model_name, number, printable
 from harness.report.check.table import count
-from harness.report.endpoint.headline import headline
-from harness.report.wrapped import wrapped
+from harness.report.document import document, plain
+from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines, wrapped
 from harness.results.check import Finding, Outcome
 from harness.results.endpoint import EndpointResult, LogprobResult, ScheduleResult
 
-MIN_WIDTH = 80
 _HEADERS = ("schedule", "requests", "tokens", "ties", "logprobs", "rms", "max", "verdict")
 _ALIGN = ("left", "right", "right", "right", "left", "left", "left", "left")
 
@@ -20,23 +20,40 @@ _ALIGN = ("left", "right", "right", "right", "left", "left", "left", "left")
 def endpoint_text(result: EndpointResult, *, width: int) -> str:
     """Return a check of a server as lines of at most `width` columns, but for the table (about 95)."""
     width = max(width, MIN_WIDTH)
-    blocks = [[_headline(result)], _table(result), list(findings(result.runs, width)), list(_facts(result, width))]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    head = server_headline(result, count(result.num_requests, "prompt"))
+    return blocks_text([[head], _table(result), findings(result.runs, width), fact_lines(_facts(result), width)])
 
 
-def _headline(result: EndpointResult) -> str:
-    prompts = count(result.num_requests, "prompt")
-    return headline(result.outcome, result.server, result.url, result.model, result.dtype, prompts)
+def server_headline(result: Any, *others: str) -> str:
+    """Return the first line of a result about a server."""
+    where = at_server(result.server, result.url)
+    return headline(VERDICTS[result.outcome], where, model_name(result.model), result.dtype, *others)
+
+
+def at_server(server: str, url: str) -> str:
+    """Return what was checked; `server` may be empty."""
+    return f"{server} at {url}" if server else url
+
+
+def not_judged(result: Any) -> tuple[str, str]:
+    """Return the fact of what was not judged, with the reasons."""
+    words = "; ".join(f"{name} ({reason[:80]})" for name, reason in result.not_judged.items())
+    return "not judged", words or "nothing was left out"
+
+
+def curl(url: str, body: Mapping[str, Any]) -> str:
+    """Return the command that posts a body. A server names models and tokens: nothing of it is read by the shell."""
+    header = shlex.quote("content-type: application/json")
+    return f"curl -s {shlex.quote(url)} -H {header} -d {shlex.quote(json.dumps(body))}"
 
 
 def _table(result: EndpointResult) -> list[str]:
     rows = [row for run in result.runs for row in _rows(run)]
-    lines = tabulate(rows, _HEADERS, tablefmt="simple", disable_numparse=True, colalign=_ALIGN).splitlines()
     legend = [
         "rms, max   error of the log probabilities, as multiples of HF's own in this dtype, and the bound",
         "ties       tokens that are not HF's, where HF's own margin is below its noise",
     ]
-    return [*(f"  {line}".rstrip() for line in lines), "", *(f"  {line}" for line in legend)]
+    return table_lines(rows, _HEADERS, _ALIGN, legend=legend)
 
 
 def _rows(run: ScheduleResult) -> Iterator[tuple[str, ...]]:
@@ -83,30 +100,38 @@ def _sentence(finding: Finding, schedules: Sequence[str]) -> str:
     return printable(f"{', '.join([*schedules, *place])}: {finding.message}")
 
 
-def _facts(result: EndpointResult, width: int) -> Iterator[str]:
+def _facts(result: EndpointResult) -> Iterator[tuple[str, str]]:
     able = [each for each in result.capabilities if each.is_there]
     ignored = [each for each in result.capabilities if each.is_ignored]
     lacking = [each for each in result.capabilities if not each.is_there and not each.is_ignored]
-    yield from wrapped("  found", ", ".join(_named(each.name, each.detail) for each in able), width)
+    yield "found", ", ".join(_named(each.name, each.detail) for each in able)
     if ignored:
-        yield from wrapped("  ignored", ", ".join(_named(each.name, each.detail) for each in ignored), width)
+        yield "ignored", ", ".join(_named(each.name, each.detail) for each in ignored)
     if lacking:
-        yield from wrapped("  not found", "; ".join(_named(each.name, each.detail[:80]) for each in lacking), width)
+        yield "not found", "; ".join(_named(each.name, each.detail[:80]) for each in lacking)
     differences = [
         f"{run.schedule} {number(run.max_difference)}" for run in result.runs if run.max_difference is not None
     ]
     if differences:
-        yield from wrapped("  nats apart", f"from the first schedule, at most: {', '.join(differences)}", width)
+        yield "nats apart", f"from the first schedule, at most: {', '.join(differences)}"
     num_parted = sum(run.num_parted for run in result.runs)
     if num_parted:
-        what = f"{count(num_parted, 'answer')} left the first schedule's at a tie; what comes after was not judged"
-        yield from wrapped("  parted", what, width)
-    for note in result.notes:
-        yield from wrapped("  note", printable(note), width)
+        what = f"{count(num_parted, 'answer')} left the first schedule's at a tie"
+        yield "parted", f"{what}; what comes after was not judged"
+    yield from (("note", note) for note in result.notes)
     seconds = ", ".join(f"{run.schedule} {number(run.seconds)} s" for run in result.runs)
     timings = f"server {number(result.server_s)} s ({seconds}), truth {number(result.truth_s)} s"
-    yield from wrapped("  timings", f"{timings}, all {number(result.all_s)} s", width)
+    yield "timings", f"{timings}, all {number(result.all_s)} s"
 
 
 def _named(name: str, detail: str) -> str:
-    return printable(f"{name} ({detail})" if detail else name)
+    return f"{name} ({detail})" if detail else name
+
+
+def endpoint_json(result: EndpointResult) -> dict[str, Any]:
+    """Return a check of a server as plain dicts, lists, strings and finite numbers."""
+    whole = document(result)
+    seconds = {"server": whole.pop("server_s"), "truth": whole.pop("truth_s"), "all": whole.pop("all_s")}
+    whole |= {"verdict": result.outcome, "endpoint": whole.pop("url"), "timings_s": seconds}
+    found = [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings]
+    return whole | {"schedules": [run.schedule for run in result.runs], "findings": found}

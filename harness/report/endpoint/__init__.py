@@ -1,1 +1,0 @@
-"""A check of a server in every form."""
