@@ -192,8 +192,8 @@ def _check_choice(where: str, value: str | None, choices: tuple[str | None, ...]
 
 
 def weights(
-    first: "str | Path | nn.Module | Mapping[str, torch.Tensor]",
-    second: "str | Path | nn.Module | Mapping[str, torch.Tensor]",
+    first: "str | Path | nn.Module | Mapping[str, torch.Tensor] | object",
+    second: "str | Path | nn.Module | Mapping[str, torch.Tensor] | object",
     *,
     before: "str | Path | nn.Module | Mapping[str, torch.Tensor] | None" = None,
     local_files_only: bool = True,
@@ -201,7 +201,8 @@ def weights(
     """Compare two sets of weights, tensor by tensor: fused and sharded tensors are found by what they hold.
 
     Args:
-        first: the weights that are right: a checkpoint's folder, a module, or tensors by name.
+        first: the weights that are right: a checkpoint's folder, a module, tensors by name, or an engine in memory
+            (the reference engine's `LLMEngine`, vLLM's `LLM`, a `Session` of any adapter).
         second: the weights under test.
         before: the first weights before an update: how much of it arrived in the second ones.
         local_files_only: never ask the model hub.
