@@ -109,6 +109,7 @@ def test_a_stale_layer_of_the_trainer(compare, rows, tmp_path):
     module = load_model(old, dtype=torch.bfloat16, stays=True).model
     term = assert_only(compare(rows, trainer=module), "weights", "trainer")
     assert "7 tensors are other than the model's" in term.detail
+    assert term.detail.count("(5 % off)") == 3, term.detail
 
 
 @pytest.mark.slow
