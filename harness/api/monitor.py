@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from harness.api.arguments import Model, named_as_arguments
 from harness.api.training import RolloutReport, rollout
 from harness.base.files import writing
 from harness.errors import Code, HarnessError
+from harness.report.document import plain
 from harness.results.check import Outcome
 
 if TYPE_CHECKING:
@@ -92,10 +92,11 @@ class RolloutMonitor:
             source = Path(rollouts) if isinstance(rollouts, str) else rollouts
             read = partial(read_rollouts, source, weight_version=options.pop("weight_version", None))
             gap = recorded_gap(read())
-            is_due = step % self.every == 0
+            is_due = step % self.every == 0 or (self._most is None and gap is not None)
             if not is_due and (gap is None or not self._has_grown(gap)):
                 if gap is not None:
-                    self._keep(step, {"verdict": Outcome.NOTHING, "gap": asdict(gap_figures(gap)), "terms": []}, begin)
+                    found = plain({"verdict": Outcome.NOTHING, "gap": gap_figures(gap), "terms": []})
+                    self._keep(step, found, begin)
                 return None
             chosen = read(num_rows=self.num_rows, by_gap=not is_due)
         report = rollout(chosen, model=model, **options)
@@ -111,8 +112,7 @@ class RolloutMonitor:
 
     def _has_grown(self, gap: "torch.Tensor") -> bool:
         """Whether the gap, [compared], is larger than it may be, and not by chance."""
-        if self._most is None:
-            return True
+        assert self._most is not None
         most, error = self._most
         return float(gap.abs().mean()) > most + _LEAST_Z * math.hypot(error, _standard_error(gap))
 

@@ -74,7 +74,7 @@ def main():
             logged = [row | {"trainer_logprobs": own.tolist()} for row, own in zip(rows, columns, strict=True)]
             for at, (name, trainer) in enumerate(KINDS.items()):
                 begin = time.process_time()
-                report = monitor.step(100 * step + at, logged, model=module, trainer=trainer and module) or report
+                report = monitor.step(100 * step + at, logged, model=module, trainer=module if trainer else None) or report
                 seconds[name] = time.process_time() - begin
             begin = time.process_time()
             optimizer.step()
