@@ -73,6 +73,19 @@ def test_a_vllm_of_two_ranks(tensors):
     ]
 
 
+def test_an_engine_that_has_packed_its_weights_is_refused():
+    class LLM:  # vLLM's on a CPU
+        def apply_model(self, function):
+            return [function(rank)]
+
+    rank = nn.Linear(1, 1)
+    rank.weight = nn.Parameter(torch.empty(0))
+
+    with pytest.raises(HarnessError, match="empty ones: weight") as caught:
+        compare_weights("qwen2-tiny", LLM())
+    assert (caught.value.code, caught.value.where) == ("H013", "the second weights")
+
+
 def moved(tensors, size=0.01):
     generator = torch.Generator().manual_seed(0)
     return {
