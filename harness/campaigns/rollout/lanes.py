@@ -38,11 +38,10 @@ class Places:
 
     def is_end(self, shift: int) -> torch.Tensor:
         """Return for which tokens no token of their response stands so many places before them, [compared] bool."""
-        firsts, ends = torch.tensor(
-            [(at + row.num_prompt, at + len(row.tokens)) for at, row in zip(self.begins, self.rows, strict=True)]
-        ).T
-        row, other = self.row_of[self.compared], self.compared - shift
-        return (other < firsts[row]) | (other >= ends[row])
+        spans = [(at + row.num_prompt, at + len(row.tokens)) for at, row in zip(self.begins, self.rows, strict=True)]
+        firsts, ends = torch.tensor(spans)[self.row_of[self.compared]].T
+        other = self.compared - shift
+        return torch.logical_or(other < firsts, other >= ends)
 
     def place(self, at: int) -> tuple[Rollout, int]:
         """Return the row of a token, and its position there."""
