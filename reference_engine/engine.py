@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
@@ -29,6 +29,9 @@ from reference_engine.sampler import Sampled
 from reference_engine.scheduler import Scheduler
 from reference_engine.share import Share
 from reference_engine.speculation import Drafter, DraftModel, NgramDrafter, drop_unscheduled, propose, verify
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LLMEngine"]
 
@@ -113,6 +116,10 @@ class LLMEngine:
             self.runner.close()
             if isinstance(self.drafter, DraftModel):
                 self.drafter.close()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the tensors of the model and its adapters by their paths, as they are in memory."""
+        return self.runner.weights()
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request, text or token ids, and return its id.

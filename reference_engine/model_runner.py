@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -87,6 +88,14 @@ class ModelRunner:
             name: read_adapter(name, folder, self.model_config, self.dtype, self.device)
             for name, folder in (adapters or {}).items()
         }
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the model's tensors and those of its adapters by their paths: `layers.3.mlp.down_proj.weight`."""
+        found = dict(_tensors("", self.model))
+        for adapter in self.adapters.values():
+            for update in (each for updates in adapter.updates.values() for each in updates):
+                found |= {f"{update.name}.lora_A": update.a_RI, f"{update.name}.lora_B": update.b_OR}
+        return found
 
     def close(self) -> None:
         """Give the device's memory back; nothing else may be called afterwards."""
@@ -222,6 +231,20 @@ def _check_compiled(config: EngineConfig, model_config: ModelConfig) -> None:
         raise ConfigError(
             "recurrent layers are not compiled", where="EngineConfig.compile_layers", expected=False, actual=True
         )
+
+
+def _tensors(name: str, part: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a tree of layers by their paths."""
+    if isinstance(part, torch.Tensor):
+        if part.dim():  # or it is a number of the config
+            yield name, part
+    elif isinstance(part, tuple):
+        for index, child in enumerate(part):
+            yield from _tensors(f"{name}.{index}", child)
+    elif is_dataclass(part):
+        for field in fields(part):
+            own = re.sub("_[A-Z]+$", "", field.name)  # weight_OI, whose shape is not part of its name
+            yield from _tensors(f"{name}.{own}" if name else own, getattr(part, field.name))
 
 
 def _state_spec(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> StateSpec | None:

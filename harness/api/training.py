@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from harness.api.subject import Subject
     from harness.campaigns.rollout.request import Request
+    from harness.formats.rollout import Rollouts
     from harness.plan import Plan
     from harness.results.weights import WeightsResult
 
@@ -60,7 +61,7 @@ class RolloutReport(RolloutResult):
 
 
 def rollout(
-    rollouts: str | Path | Sequence[Mapping[str, Any]],
+    rollouts: "str | Path | Sequence[Mapping[str, Any]] | Rollouts",
     *,
     model: Model,
     trainer: "str | Path | nn.Module | None" = None,
@@ -82,7 +83,7 @@ def rollout(
 
     Args:
         rollouts: file of JSON lines or Parquet, or rows, with the fields of verl, TRL, OpenRLHF or slime
-            (docs/rollouts.md).
+            (docs/rollouts.md); or what was read of them.
         model: checkpoint that both sides are meant to be: a folder, an embedded one by its name, or a model of HF's.
         trainer: the trainer's module, or a checkpoint that HF runs; None for what the log says of it.
         layout: how the trainer gets its rows: `alone`, `right` or `left` padded, `packed`.
@@ -115,7 +116,7 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
     from harness.campaigns.rollout.live import LAYOUTS
     from harness.campaigns.rollout.request import Request
     from harness.campaigns.rollout.run import compare_rollouts
-    from harness.formats.rollout import read_rollouts
+    from harness.formats.rollout import Rollouts, read_rollouts
 
     _check_choice("--layout", given["layout"], LAYOUTS)
     _check_choice("--head", given["head"], (None, *_HEADS))
@@ -124,9 +125,10 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
     if num_rows is not None and num_rows < 1:
         what = "too few rows to compare"
         raise HarnessError(Code.BAD_OPTION, what, where="--num-rows", expected="1 or more", actual=num_rows)
-    rollouts, is_local = given["rollouts"], given["local_files_only"]
-    source = Path(rollouts) if isinstance(rollouts, str) else rollouts
-    read = read_rollouts(source, weight_version=given["weight_version"], num_rows=num_rows)
+    read, is_local = given["rollouts"], given["local_files_only"]
+    if not isinstance(read, Rollouts):
+        source = Path(read) if isinstance(read, str) else read
+        read = read_rollouts(source, weight_version=given["weight_version"], num_rows=num_rows)
     kind = torch.device(given["device"] or "cpu").type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with (
@@ -192,8 +194,8 @@ def _check_choice(where: str, value: str | None, choices: tuple[str | None, ...]
 
 
 def weights(
-    first: "str | Path | nn.Module | Mapping[str, torch.Tensor]",
-    second: "str | Path | nn.Module | Mapping[str, torch.Tensor]",
+    first: "str | Path | nn.Module | Mapping[str, torch.Tensor] | object",
+    second: "str | Path | nn.Module | Mapping[str, torch.Tensor] | object",
     *,
     before: "str | Path | nn.Module | Mapping[str, torch.Tensor] | None" = None,
     local_files_only: bool = True,
@@ -201,7 +203,8 @@ def weights(
     """Compare two sets of weights, tensor by tensor: fused and sharded tensors are found by what they hold.
 
     Args:
-        first: the weights that are right: a checkpoint's folder, a module, or tensors by name.
+        first: the weights that are right: a checkpoint's folder, a module, tensors by name, or an engine in memory
+            (the reference engine's `LLMEngine`, vLLM's `LLM`, a `Session` of any adapter).
         second: the weights under test.
         before: the first weights before an update: how much of it arrived in the second ones.
         local_files_only: never ask the model hub.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -94,11 +92,7 @@ class ReferenceSession:
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """See `Session.weights`."""
-        found = dict(_tensors("", self._engine.runner.model))
-        for adapter in self._engine.runner.adapters.values():
-            for update in (each for updates in adapter.updates.values() for each in updates):
-                found |= {f"{update.name}.lora_A": update.a_RI, f"{update.name}.lora_B": update.b_OR}
-        return found
+        return self._engine.weights()
 
     def cache_tensors(self) -> Sequence[torch.Tensor]:
         """See `Session.cache_tensors`."""
@@ -144,19 +138,6 @@ def _step_shape(step: StepInfo) -> StepShape:
         context_lens=tuple(run[-1] + 1 for run in runs),
         num_sampled=len(step.sampled_rows),
     )
-
-
-def _tensors(name: str, part: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a tree of the engine's layers by their paths: `layers.3.mlp.down_proj.weight`."""
-    if isinstance(part, torch.Tensor):
-        yield name, part
-    elif isinstance(part, tuple):
-        for index, child in enumerate(part):
-            yield from _tensors(f"{name}.{index}", child)
-    elif is_dataclass(part):
-        for field in fields(part):
-            own = re.sub("_[A-Z]+$", "", field.name)  # weight_OI, whose shape is not part of its name
-            yield from _tensors(f"{name}.{own}" if name else own, getattr(part, field.name))
 
 
 def _model_shape(engine: LLMEngine) -> ModelShape:

@@ -1,6 +1,6 @@
 """What a RolloutMonitor costs beside a training step: a random Llama, rollouts by the reference engine, a plain loop.
 
-python reports/cpu/rollout_cost.py [--steps 6] [--rows 32] [--tokens 64] [--monitored 4]
+python reports/cpu/rollout_cost.py [--steps 6] [--rows 32] [--tokens 64] [--monitored 4] [--hidden 512] [--layers 8]
 """
 
 import argparse
@@ -14,6 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import harness
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
+
+
+KINDS = {"monitor, trainer at hand": True, "monitor, between": False, "monitor, log alone": False}
 
 
 def sample(folder, prompts, num_tokens, seed):
@@ -31,32 +34,32 @@ def sample(folder, prompts, num_tokens, seed):
     ]
 
 
-def train(module, optimizer, rows):
-    """Take one step of REINFORCE with random advantages, rows of equal lengths in one batch."""
+def gradients(module, rows):
+    """Compute those of REINFORCE with random advantages, rows of equal lengths in one batch; return log probabilities."""
     ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]] for row in rows])
     num_prompt = len(rows[0]["prompt_ids"])
     logprobs = module(input_ids=ids).logits[:, :-1].float().log_softmax(dim=-1)
     own = logprobs.gather(2, ids[:, 1:, None])[:, num_prompt - 1 :, 0]
     loss = -(torch.randn(len(rows), 1) * own).mean()
-    optimizer.zero_grad()
+    module.zero_grad()
     loss.backward()
-    optimizer.step()
+    return own.detach()
 
 
 def main():
     """Print a line for each step: seconds of a CPU that rollout, training step and monitor take."""
     parser = argparse.ArgumentParser()
-    for name, value in (("steps", 6), ("rows", 32), ("tokens", 64), ("monitored", 4)):
+    for name, value in (("steps", 6), ("rows", 32), ("tokens", 64), ("monitored", 4), ("hidden", 512), ("layers", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=1024,
+        vocab_size=8192, hidden_size=given.hidden, intermediate_size=3 * given.hidden, num_hidden_layers=given.layers,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
     )  # fmt: skip
     module = LlamaForCausalLM(config).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
-    monitor = harness.RolloutMonitor(num_rows=given.monitored, dtype="bfloat16", raises=False)
+    monitor = harness.RolloutMonitor(every=2, num_rows=given.monitored, dtype="bfloat16", raises=False)
     print(json.dumps({"parameters": module.num_parameters(), **vars(given)}))
     with tempfile.TemporaryDirectory() as folder:
         for step in range(given.steps):
@@ -65,14 +68,18 @@ def main():
             seconds, begin = {}, time.process_time()
             rows = sample(Path(folder), prompts, given.tokens, step)
             seconds["rollout"] = time.process_time() - begin
-            for name, trainer in (("monitor, log alone", None), ("monitor, trainer at hand", module)):
+            begin = time.process_time()
+            columns = gradients(module, rows)
+            seconds["training"] = time.process_time() - begin
+            logged = [row | {"trainer_logprobs": own.tolist()} for row, own in zip(rows, columns, strict=True)]
+            for at, (name, trainer) in enumerate(KINDS.items()):
                 begin = time.process_time()
-                report = monitor.step(step, rows, model=module, trainer=trainer)
+                report = monitor.step(100 * step + at, logged, model=module, trainer=module if trainer else None) or report
                 seconds[name] = time.process_time() - begin
             begin = time.process_time()
-            train(module, optimizer, rows)
-            seconds["training"] = time.process_time() - begin
-            line = {name: round(value, 2) for name, value in seconds.items()}
+            optimizer.step()
+            seconds["training"] += time.process_time() - begin
+            line = {name: round(value, 4) for name, value in seconds.items()}
             print(json.dumps({"step": step, **line, "verdict": report.outcome}), flush=True)
 
 

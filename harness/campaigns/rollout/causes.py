@@ -37,15 +37,24 @@ class Cause:
         return replace(setting, **change)
 
 
-def weights_cause(tensors: Mapping[str, torch.Tensor], name: str) -> Cause:
+def weights_cause(hf: HFModel, tensors: Mapping[str, torch.Tensor], name: str) -> Cause:
     """Return the cause that these tensors are in the place of the model's."""
-    shown = ", ".join(list(tensors)[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+    own = dict(hf.model.named_parameters())
+    off = {each: _off(own[each], tensors[each]) for each in list(tensors)[:3]}
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    shown = ", ".join(f"{each} ({share:.2g} % off)" for each, share in off.items()) + more
     return Cause(
         kind=Kind.WEIGHTS,
         detail=f"{name}: {shown}",
-        remedy=f"send these tensors again: {shown}",
+        remedy=f"send these tensors again: {', '.join(off)}{more}",
         change={"weights": Weights(name, tensors)},
     )
+
+
+def _off(own: torch.Tensor, other: torch.Tensor) -> float:
+    """Return by how much a tensor differs, as percents of its norm."""
+    x = own.detach().float()
+    return 100 * float((other.to(x.device, x.dtype) - x).norm() / x.norm().clamp(min=1e-30))
 
 
 def routing_cause(experts: Experts | None) -> Cause:
@@ -147,6 +156,6 @@ def _stale(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Cause]:
     for name, tensor in tensors.items():
         parts.setdefault(hf.part_of(name), {})[name] = tensor
     if len(parts) > 1:
-        yield weights_cause(tensors, "all weights are the earlier ones")
+        yield weights_cause(hf, tensors, "all weights are the earlier ones")
     for part, own in parts.items():
-        yield weights_cause(own, f"{part} is the earlier one")
+        yield weights_cause(hf, own, f"{part} is the earlier one")

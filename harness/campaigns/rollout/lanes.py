@@ -36,6 +36,13 @@ class Places:
         values = [value for row in self.rows for value in getattr(row, side) or [None] * len(row.tokens)]
         return torch.tensor([values[at] for at in self.compared.tolist()], dtype=torch.float64)
 
+    def is_end(self, shift: int) -> torch.Tensor:
+        """Return for which tokens no token of their response stands so many places before them, [compared] bool."""
+        spans = [(at + row.num_prompt, at + len(row.tokens)) for at, row in zip(self.begins, self.rows, strict=True)]
+        firsts, ends = torch.tensor(spans)[self.row_of[self.compared]].T
+        other = self.compared - shift
+        return torch.logical_or(other < firsts, other >= ends)
+
     def place(self, at: int) -> tuple[Rollout, int]:
         """Return the row of a token, and its position there."""
         row = int(self.row_of[at])

@@ -74,8 +74,13 @@ class Side:
         return [after - before for before, after in pairwise(columns)]
 
     def predicted(self, forwards: Forwards, causes: Sequence[Cause]) -> torch.Tensor:
-        """Return the log probabilities that causes give, by what predicts the side better, [compared]."""
-        return (forwards.control if self.follows_control else forwards.truth)(self.setting(causes))
+        """Return the log probabilities that causes give, by what predicts the side better, [compared].
+
+        Of a column that is shifted, the values at its ends are no token's of the response: whatever they are is given.
+        """
+        setting = self.setting(causes)
+        found = (forwards.control if self.follows_control else forwards.truth)(setting)
+        return torch.where(forwards.places.is_end(setting.shift), self.column, found)
 
     def rest(self, forwards: Forwards) -> torch.Tensor:
         """Return what its causes leave of its distance from the truth, [compared]."""
@@ -140,7 +145,7 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meaning
 def _longer(
     side: Side, forwards: Forwards, candidates: Sequence[Cause], meanings: Sequence[Cause], *, is_by_two: bool = False
 ) -> Iterator[list[Cause]]:
-    """Yield a side's causes and one more, or one more with a meaning: both may fit, and neither alone.
+    """Yield a side's causes and one more, or one more with a meaning or a shift: both may fit, and neither alone.
 
     A meaning that was found is chosen again: without the other cause, it fitted that, too.
     """
@@ -148,6 +153,8 @@ def _longer(
     longer = [[*fixed, each] for each in _open(candidates, fixed)]
     if is_by_two or len(fixed) < len(side.causes):
         yield from _with_meanings(side, forwards, longer, meanings)
+        shifts = [cause for cause in _open(candidates, fixed) if cause.kind is Kind.ALIGNMENT]
+        yield from ([*causes, each] for causes in longer for each in shifts if causes[-1].kind is not each.kind)
     else:
         yield from longer
         yield from _with_meanings(side, forwards, [fixed], meanings)

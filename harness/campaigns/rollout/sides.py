@@ -48,9 +48,9 @@ def make_sides(
         trainer = _side("trainer", source, column, trainer_cut, logged)
         trainer.unlike = odd
     if request.engine_weights is not None:
-        _add_weights(engine, other_tensors(hf, load_tensors(request.engine_weights, hf, "--engine-weights")))
+        _add_weights(hf, engine, other_tensors(hf, load_tensors(request.engine_weights, hf, "--engine-weights")))
     if trainer is not None and odd is None:
-        _add_weights(trainer, other_tensors(hf, tensors))
+        _add_weights(hf, trainer, other_tensors(hf, tensors))
     for side in (trainer, engine):
         if side is not None:
             _add_routing(side, forwards, logged)
@@ -67,9 +67,9 @@ def _side(name: str, source: str, column: torch.Tensor, values: Cut | None, logg
     return Side(base=base, name=name, source=source, column=column, resolution=resolution(column), values=values)
 
 
-def _add_weights(side: Side, tensors: dict[str, torch.Tensor]) -> None:
+def _add_weights(hf: HFModel, side: Side, tensors: dict[str, torch.Tensor]) -> None:
     if tensors:
-        side.known.append(weights_cause(tensors, f"{len(tensors)} tensors are other than the model's"))
+        side.known.append(weights_cause(hf, tensors, f"{len(tensors)} tensors are other than the model's"))
 
 
 def _add_routing(side: Side, forwards: Forwards, logged: Experts | None) -> None:

@@ -12,6 +12,7 @@ from harness.campaigns.rollout.operations import PartTerm
 from harness.campaigns.rollout.remedies import mended
 from harness.campaigns.rollout.setting import Kind
 from harness.campaigns.rollout.side import Side, floor_of, is_outside, rms
+from harness.formats.rollout import Rollouts
 from harness.results.rollout import GapFigures, GapTerm
 
 _LEAST_DEVIATIONS = 3.0
@@ -65,6 +66,14 @@ def gap_figures(gap: torch.Tensor) -> GapFigures:
         max_ratio=math.exp(min(700.0, float(gap.max()))),
         effective_samples=float(weights.sum() ** 2 / weights.square().sum()) / len(gap),
     )
+
+
+def recorded_gap(rollouts: Rollouts) -> torch.Tensor | None:
+    """Return the gap of a log that has both columns, [compared] float64; None if no token has both values."""
+    if not (rollouts.has_trainer and rollouts.counts.compared):
+        return None
+    places = Places(rollouts.rows)
+    return places.column("trainer") - places.column("engine")
 
 
 def waterfall(

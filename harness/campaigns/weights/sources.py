@@ -53,6 +53,42 @@ def merged(module: Any, *, where: str) -> Any:
         ) from error
 
 
+def _in_memory(engine: Any, where: str) -> Any:
+    """Return the tensors of an engine of this process by name, those of further ranks under their numbers.
+
+    It has `weights()`, as the reference engine and each `Session` do, or is vLLM's `LLM`; anything else is returned.
+
+    Raises:
+        HarnessError: BAD_OPTION: it has packed its weights, as vLLM does on a CPU.
+    """
+    if callable(getattr(engine, "weights", None)):
+        return engine.weights()
+    if not hasattr(engine, "apply_model"):
+        return engine
+    first, *others = engine.apply_model(_copies)
+    shards = {
+        f"{at}.{name}": tensor
+        for at, own in enumerate(others, 1)
+        for name, tensor in own.items()
+        if name not in first or not torch.equal(tensor, first[name])  # or each rank has all of it
+    }
+    packed = [name for name, tensor in first.items() if not tensor.numel()]
+    if packed:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            "the engine keeps weights in a packed form, which cannot be read",
+            where=where,
+            expected="parameters as they were loaded",
+            actual=f"{len(packed)} empty ones: {packed[0]}, ...",
+            hint="compare the folder that it loads",
+        )
+    return {**first, **shards}
+
+
+def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in model.named_parameters()}
+
+
 def is_sharded(module: Any) -> bool:
     """Whether ranks share a module's weights as DTensors, as fully_shard and tensor parallelism do."""
     return isinstance(module, nn.Module) and any(hasattr(each, "full_tensor") for each in module.parameters())
@@ -87,9 +123,11 @@ class Source:
         """
         if isinstance(weights, str | Path):
             return cls._of_folder(Path(resolve(str(weights), local_files_only=local_files_only)))
-        named = merged(weights, where=where).state_dict() if isinstance(weights, nn.Module) else weights
+        named = (
+            merged(weights, where=where).state_dict() if isinstance(weights, nn.Module) else _in_memory(weights, where)
+        )
         if not isinstance(named, Mapping) or not all(isinstance(each, torch.Tensor) for each in named.values()):
-            what, expected = "these are no weights", "a checkpoint's folder, an nn.Module, or tensors by name"
+            what, expected = "these are no weights", "a checkpoint's folder, a module, an engine, or tensors by name"
             raise HarnessError(
                 Code.BAD_OPTION, what, where=where, expected=expected, actual=f"{type(weights).__name__}"
             )

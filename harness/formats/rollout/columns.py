@@ -1,7 +1,7 @@
 """One record of a log as a row: columns aligned with tokens, values checked."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.errors import Code, HarnessError
@@ -53,8 +53,12 @@ def parse_row(record: Record, number: int) -> Rollout:
     tokens, attended, num_response = _tokens(record)
     size = len(tokens)
     every = range(size + 1)
-    own = record.mask("mask", size, every if num_response is None else {num_response, size - 1, size})
-    span = num_response if num_response is not None else None if own is None else len(record.find("mask"))
+    lengths: Collection[int] = every if num_response is None else {num_response, size - 1, size}
+    masks = [mask for field in ("mask", "tool_mask") if (mask := record.mask(field, size, lengths)) is not None]
+    own = [all(each) for each in zip(*masks, strict=True)] if masks else None
+    span = num_response
+    if span is None and own is not None:
+        span = len(record.find("mask") or record.find("tool_mask"))
     lengths = every if span is None else {span, size - 1, size}
     engine, trainer = (record.column(side, size, lengths) for side in ("engine", "trainer"))
     if engine is None:
@@ -87,10 +91,13 @@ def parse_row(record: Record, number: int) -> Rollout:
 
 def _tokens(record: Record) -> tuple[list[int], list[bool], int | None]:
     """Return token ids, which of them are no padding, and how many belong to the response, if that is said."""
-    sequence, prompt, response = (record.entries(field) for field in ("sequence", "prompt", "response"))
-    num_response, prompt = record.find("num_response"), prompt or []
+    sequence, response = record.entries("sequence"), record.entries("response")
+    has_prompt = sequence is None or record.find("prompt_mask") is not None  # OpenRLHF has text under verl's name
+    num_response, prompt = record.find("num_response"), (record.entries("prompt") if has_prompt else None) or []
     if sequence is None:
         sequence, num_response = [*prompt, *(response or [])], len(response or [])
+    elif response is None and len(record.entries("mask") or ()) in (len(sequence) - 1, len(sequence)):
+        num_response = None  # a mask of all tokens says more: OpenRLHF's length leaves padding out
     elif response is not None:
         num_response = len(response) if num_response is None else num_response
         if sequence[len(sequence) - len(response) :] != response:

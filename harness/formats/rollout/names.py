@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "openrlhf": ("action_mask",),
         "slime": ("loss_mask", "loss_masks"),
     },
+    "tool_mask": {"trl": ("tool_mask",)},
     "engine": {
         "any": ("engine_logprobs", "logprobs"),
         "verl": ("rollout_log_probs",),

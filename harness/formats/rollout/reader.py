@@ -13,7 +13,11 @@ from harness.results.rollout import TokenCounts
 
 
 def read_rollouts(
-    source: Path | Sequence[Mapping[str, Any]], *, weight_version: str | None = None, num_rows: int | None = None
+    source: Path | Sequence[Mapping[str, Any]],
+    *,
+    weight_version: str | None = None,
+    num_rows: int | None = None,
+    by_gap: bool = False,
 ) -> Rollouts:
     """Read a file of rollouts, or rows that are in memory.
 
@@ -21,6 +25,7 @@ def read_rollouts(
         source: JSON lines, or Parquet if its name ends so. A line may be a row, or a batch with a list of rows a field.
         weight_version: the rows to compare; None where all are of one version.
         num_rows: most rows to compare; None for all.
+        by_gap: whether the rows with the largest mean absolute gap come first, and not those of the file.
 
     Raises:
         HarnessError: BAD_ROLLOUT_FILE, ROLLOUT_WITHOUT_TOKENS, ROLLOUT_MISALIGNED, BAD_ROLLOUT_LOGPROB,
@@ -36,7 +41,8 @@ def read_rollouts(
     if not rows:
         what = "the file has no rows"
         raise HarnessError(Code.ROLLOUT_WITHOUT_TOKENS, what, where=name, hint="log some rollouts first")
-    chosen = _of_version(rows, weight_version, name)[:num_rows]
+    chosen = _of_version(rows, weight_version, name)
+    chosen = (sorted(chosen, key=_gap, reverse=True) if by_gap else chosen)[:num_rows]
     counted = _with_counted(chosen)
     return Rollouts(name=Path(name).name, rows=counted, counts=_counts(rows, chosen, counted))
 
@@ -96,6 +102,13 @@ def _of_version(rows: Sequence[Rollout], wanted: str | None, name: str) -> list[
         actual=", ".join(sorted({version for row in rows for version in row.versions})) or "none is named",
         hint="--weight-version NAME chooses the rows of one; the others are counted as left out",
     )
+
+
+def _gap(row: Rollout) -> float:
+    """Return the mean absolute gap of the tokens that have both values; 0 if none has."""
+    pairs = zip(row.engine, row.trainer or (), strict=False)
+    gaps = [abs(trainer - engine) for engine, trainer in pairs if engine is not None and trainer is not None]
+    return sum(gaps) / max(1, len(gaps))
 
 
 def _with_counted(rows: Sequence[Rollout]) -> list[Rollout]:

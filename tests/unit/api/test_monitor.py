@@ -7,6 +7,7 @@ import torch
 
 import harness
 from harness.errors import Code, HarnessError
+from harness.formats.rollout import read_history
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
@@ -46,6 +47,33 @@ def test_every_other_step_is_compared_and_kept(module, rows, tmp_path):
     assert all(0 < line["share"] <= 1 and line["seconds"] > 0 for line in lines)
 
 
+def test_between_comparisons_the_gap_alone_is_read_until_it_grows(module, rows, tmp_path, monkeypatch):
+    history = tmp_path / "gap.jsonl"
+    monitor = harness.RolloutMonitor(every=50, num_rows=1, history=history, raises=False, dtype="float32")
+    compared = []
+
+    def compare(rollouts, **given):
+        compared.append([row.row for row in rollouts.rows])
+        return harness.rollout(rollouts, **given)
+
+    monkeypatch.setattr("harness.api.monitor.rollout", compare)
+
+    def logged(*gaps):
+        return [
+            {**row, "trainer_logprobs": [min(0.0, value - gap) for value in row["engine_logprobs"]]}
+            for row, gap in zip(rows, gaps, strict=True)
+        ]
+
+    sound = [monitor.step(step, logged(1e-6, 1e-6), model=module) for step in (50, 51, 52)]
+    assert [report is not None for report in sound] == [True, False, False]
+    assert not monitor.step(53, logged(1e-6, 0.3), model=module), "the second row's gap is the larger one"
+    assert compared == [[0], [1]]
+    assert monitor.step(54, logged(1e-6, 0.3), model=module) is None, "it has not grown since"
+    verdicts = [json.loads(line)["verdict"] for line in history.read_text().splitlines()]
+    assert verdicts == ["pass", "nothing", "nothing", "mismatch", "nothing"]
+    assert read_history(history).steps[1].gap.mean_abs == pytest.approx(1e-6, rel=1e-3)
+
+
 def test_a_resumed_run_writes_below_half_a_line(module, rows, tmp_path):
     history = tmp_path / "gap.jsonl"
     history.write_text('{"step": 3, "verdict": "pa')
@@ -75,7 +103,7 @@ def test_a_run_may_go_on(module, rows):
     assert not report
 
 
-@pytest.mark.parametrize("given", [{"every": 0}, {"num_rows": 0}])
+@pytest.mark.parametrize("given", [{"every": 0}, {"num_rows": 0}, {"growth": 0.5}])
 def test_numbers_that_make_no_sense(given):
     with pytest.raises(HarnessError) as caught:
         harness.RolloutMonitor(**given)

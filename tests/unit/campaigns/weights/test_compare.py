@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from harness.campaigns.weights.compare import compare_weights
 from harness.cli.main import run
@@ -11,6 +12,7 @@ from harness.formats.checkpoint import resolve
 from harness.report.document import document as result_document
 from harness.report.weights import weights_text
 from harness.results.check import Outcome
+from reference_engine import EngineConfig, LLMEngine
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,53 @@ def fused(tensors):
         elif not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
             made[f"engine.{name}"] = tensor
     return made
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny", "qwen3-moe-tiny"])
+def test_engines_in_memory(model):
+    config = EngineConfig(dtype="float32", num_blocks=8)
+    with LLMEngine(resolve(model), config) as one, LLMEngine(resolve(model), config) as two:
+        assert compare_weights(resolve(model), one).outcome is Outcome.PASS
+        assert compare_weights(one, two).outcome is Outcome.PASS
+        name = next(name for name, tensor in two.weights().items() if name[:9] == "layers.1." and tensor.dim() == 2)
+        two.weights()[name].mul_(1.01)
+        found = compare_weights(one, two)
+    (odd,) = [each for each in found.tensors if each.num_different]
+    assert "layers.1." in odd.name
+    assert odd.relative == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_vllm_of_two_ranks(tensors):
+    class LLM:  # of vLLM, what is used of it
+        def apply_model(self, function):
+            return [function(rank) for rank in ranks]
+
+    ranks = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    for at, rank in enumerate(ranks):
+        rank._parameters = {
+            name: nn.Parameter(part[at] if "down_proj" in name else tensor, requires_grad=False)
+            for name, tensor in tensors.items()
+            for part in [tensor.chunk(2, dim=-1)]
+        }
+    found = compare_weights("qwen2-tiny", LLM())
+    assert found.outcome is Outcome.PASS
+    assert sorted(each.name for each in found.tensors if "layers.0.mlp.down_proj" in each.name) == [
+        "1.model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    ]
+
+
+def test_an_engine_that_has_packed_its_weights_is_refused():
+    class LLM:  # vLLM's on a CPU
+        def apply_model(self, function):
+            return [function(rank)]
+
+    rank = nn.Linear(1, 1)
+    rank.weight = nn.Parameter(torch.empty(0))
+
+    with pytest.raises(HarnessError, match="empty ones: weight") as caught:
+        compare_weights("qwen2-tiny", LLM())
+    assert (caught.value.code, caught.value.where) == ("H013", "the second weights")
 
 
 def moved(tensors, size=0.01):

@@ -66,6 +66,16 @@ FRAMEWORKS = {
         "action_log_probs": [0.0, 0.0, 0.0, -0.4, -1.4],
         "temperature": 0.7,
     },
+    "openrlhf's batch": {  # Experience of 0.11.2: text under `prompts`, lengths without padding
+        "sequences": [[1, 5, 6, 7, 8, 2, 2]],
+        "attention_mask": [[1, 1, 1, 1, 1, 0, 0]],
+        "action_mask": [[0, 0, 1, 1, 0, 0]],
+        "rollout_log_probs": [[0.0, 0.0, -0.5, -1.5, 0.0, 0.0]],
+        "action_log_probs": [[0.0, 0.0, -0.4, -1.4, 0.0, 0.0]],
+        "prompts": ["what?"],
+        "response_length": [2],
+        "temperature": 0.7,
+    },
     "slime": {
         "tokens": [1, 5, 6, 7, 8],
         "response_length": 2,
@@ -95,6 +105,13 @@ def test_frameworks_say_the_same(read, record):
     assert row.mask == (False, False, False, True, True)
     assert row.sampling.temperature == 0.7
     assert rollouts.has_trainer
+
+
+def test_what_a_tool_wrote_in_a_response_is_masked(read):
+    row = {**ROW, "response_ids": [7, 9, 8], "engine_logprobs": [-0.5, 0.0, -1.5]}
+    rollouts = read({**row, "completion_mask": [1, 1, 1], "tool_mask": [1, 0, 1]})
+    assert rollouts.rows[0].mask == (False, False, False, True, False, True)
+    assert rollouts.counts.masked == 1
 
 
 def test_every_token_is_counted(read):
