@@ -4,6 +4,8 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from harness.report.suite.json import SUITE_NAME, suite_json
 from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
 
 from ..quantised_checkpoints import write_quantised
-from ..unit.formats.gguf.test_header import SOUND
+from ..unit.formats.gguf.bytes_of import gguf_bytes
 from .mutate import Mutation, damaged, damaged_header, damaged_json
 from .target import Target
 
@@ -49,7 +51,7 @@ def write_user_files(folder: Path) -> None:
     (folder / "monitor.jsonl").write_text(json.dumps(_MONITORED))
     (folder / "requests.jsonl").write_text(json.dumps({"prompt_token_ids": _TOKEN_IDS, "max_tokens": 2, "at": 0.0}))
     (folder / "snapshot.pickle").write_bytes(pickle.dumps(_snapshot()))
-    (folder / "model.gguf").write_bytes(SOUND)
+    (folder / "model.gguf").write_bytes(_gguf())
     _dump(model, folder / "dump")
     (folder / "nights" / "one").mkdir(parents=True)
     (folder / "nights" / "one" / SUITE_NAME).write_text(json.dumps(suite_json(_night())))
@@ -72,7 +74,7 @@ def user_targets() -> list[Target]:
         Target(name="GGUF", file="model.gguf", mutations=[damaged], command=lambda at: ("inspect", at / "model.gguf")),
         Target(name="runs of a suite", file=f"nights/one/{SUITE_NAME}", mutations=text, command=lambda at: (
             "suite", "history", at / "nights")),
-        Target(name="config of an estimate", file="model/config.json", mutations=text, command=lambda at: (
+        Target(name="config of an estimate", file="model/config.json", mutations=text, seconds=0.3, command=lambda at: (
             "estimate", "--model", at / "model")),
         Target(name="compared weights", file="talking/model-00001-of-00002.safetensors", mutations=header,
                command=lambda at: ("weights", at / "model", at / "talking")),
@@ -122,6 +124,26 @@ def _snapshot() -> dict[str, object]:
         "segment_type": "small", "blocks": [block],
     }  # fmt: skip
     return {"segments": [segment], "device_traces": [events]}
+
+
+def _gguf() -> bytes:
+    """Return a file of a Llama of one layer, all of its weights zero."""
+    metadata = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 32,
+        "llama.feed_forward_length": 32, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 2,
+        "llama.context_length": 64, "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 1e4,
+        "llama.vocab_size": 8,
+    }  # fmt: skip
+    shapes = {"token_embd": [8, 32], "output_norm": [32], "output": [8, 32]}
+    shapes |= {f"blk.0.{name}_norm": [32] for name in ("attn", "ffn")}
+    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes |= {f"blk.0.{name}": [32, 32] for name in names}
+    ends = [*accumulate(4 * prod(shape) for shape in shapes.values())]
+    tensors = [
+        (f"{name}.weight", shape, 0, end - 4 * prod(shape))
+        for (name, shape), end in zip(shapes.items(), ends, strict=True)
+    ]
+    return gguf_bytes(metadata, tensors, bytes(ends[-1]))
 
 
 def _dump(model: Path, folder: Path) -> None:
