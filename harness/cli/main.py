@@ -104,10 +104,19 @@ def run(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError" and isinstance(error, _ClickError):
             error.show()
             return ExitStatus.BAD_INPUT
-        return _report(_as_harness_error(error), as_json=wants_json(arguments))
+        if not _is_of_interrupt(error):
+            return _report(_as_harness_error(error), as_json=wants_json(arguments))
+        status = INTERRUPTED
     if status == INTERRUPTED:
         typer.echo("interrupted", err=True)
     return status
+
+
+def _is_of_interrupt(error: BaseException | None) -> bool:
+    """Whether an error was made of an interrupt: Python does so where a class is made (`__set_name__`)."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _refuse_missing_docstrings() -> None:

@@ -16,10 +16,15 @@ from . import fuzzer
 from .exchanges import exchanges
 from .fuzzer import Handled, fuzz
 from .mutate import damaged, damaged_header, damaged_json
+from .target import Target
 from .targets import Templates, targets
 
 INPUTS = 12
 SECONDS_OF_A_TARGET = 0.5
+
+
+PRICES = [pytest.param(False, id="cheap"), pytest.param(True, id="dear", marks=pytest.mark.slow)]
+"""Whether an input of the target runs a model."""
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +32,13 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Templates:
     return Templates(tmp_path_factory.mktemp("template"))
 
 
-def test_no_damaged_input_is_handled_badly(templates: Templates, subtests: pytest.Subtests) -> None:
-    for target in targets(templates):
+def chosen(templates: Templates, *, is_dear: bool) -> list[Target]:
+    return [target for target in targets(templates) if (target.seconds >= 1) is is_dear]
+
+
+@pytest.mark.parametrize("is_dear", PRICES)
+def test_no_damaged_input_is_handled_badly(templates: Templates, subtests: pytest.Subtests, is_dear: bool) -> None:
+    for target in chosen(templates, is_dear=is_dear):
         with subtests.test(target.name):
             count = max(1, min(INPUTS, int(SECONDS_OF_A_TARGET / target.seconds)))
             handled = [fuzz(target, templates.folder, seed) for seed in range(count)]
@@ -54,9 +64,10 @@ def test_the_sound_messages_are_taken() -> None:
     assert not [found for _, found in endings.values() if found]
 
 
-def test_the_sound_files_are_taken(templates: Templates, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("is_dear", PRICES)
+def test_the_sound_files_are_taken(templates: Templates, subtests: pytest.Subtests, is_dear: bool) -> None:
     """Or damage would not matter: each target's command gets as far as its file."""
-    for target in targets(templates):
+    for target in chosen(templates, is_dear=is_dear):
         with subtests.test(target.name):
             sound = replace(target, mutations=[lambda content, _random: content], repair=lambda _folder: None)
             assert fuzz(sound, templates.folder, 0) == Handled(ending=target.sound, violations=[])

@@ -109,8 +109,24 @@ def test_a_reader_that_goes_away_changes_nothing():
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+class Interrupting:
+    """A field of a class that is being made when Ctrl-C is pressed."""
+
+    def __set_name__(self, owner, name):
+        raise KeyboardInterrupt
+
+
+def of_an_interrupt():
+    """Return what Python makes of such an interrupt: before 3.12 a RuntimeError."""
+    try:
+        type("Made", (), {"field": Interrupting()})
+    except (RuntimeError, KeyboardInterrupt) as error:
+        return error
+
+
 @pytest.mark.parametrize(("raised", "status", "words"), [
     (KeyboardInterrupt(), 130, "interrupted"),
+    (of_an_interrupt(), 130, "interrupted"),
     (RuntimeError("what nobody foresaw"), 3, "H099: RuntimeError: what nobody foresaw"),
     (RecursionError(), 3, "H099: RecursionError"),
     (HarnessError(Code.NO_DEVICE, "gone"), 2, "H016: gone"),

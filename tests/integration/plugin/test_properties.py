@@ -234,9 +234,7 @@ def test_without_hypothesis_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "harness.properties", raising=False)
-    with pytest.raises(
-        pytest.UsageError, match=r"H090: .*need Hypothesis(.|\n)*pip install 'inference-harness\[test\]'"
-    ):
+    with pytest.raises(pytest.UsageError, match=r"H090: .*need Hypothesis(.|\n)*pip install -e '\.\[test\]'"):
         pytest_configure(pytestconfig)
 
 
