@@ -7,7 +7,6 @@ the requests into audits. Each is judged with the truth among the hypotheses, an
 """
 
 import argparse
-import asyncio
 import json
 import shutil
 import socket
@@ -26,11 +25,8 @@ from safetensors.torch import load_file, save_file
 from harness.campaigns.audit import run as audit
 from harness.campaigns.audit.hypotheses import load_hypothesis, parse_hypotheses
 from harness.campaigns.endpoint.address import Address
-from harness.campaigns.endpoint.names import TokenNames
-from harness.campaigns.endpoint.plain_ids import plain_ids
-from harness.campaigns.sampler.ask import ask_sampler
-from harness.campaigns.sampler.settings import TOKENS, Setting, draw_requests
-from harness.judge.jobs.model import planned_model
+from harness.campaigns.sampler.ask import ask_draws
+from harness.campaigns.sampler.settings import TOKENS, Setting
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import plan_engine
 from reference_engine import EngineConfig, LLMEngine
@@ -125,18 +121,13 @@ def campaign(truth, names, plan, options, scratch):
     weights, *parts = truth.split("+")
     changes = {name: type(SETTINGS[name])(value) for name, value in (part.split("=") for part in parts)}
     folder = FOLDER if weights in ("fp32", "bf16") else written(weights, plan, scratch)
-    hf = planned_model(plan)
-    tokens = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    ids, setting = plain_ids(hf, frozenset()), Setting(name="audit", settings=SamplingSettings())
+    setting, num_draws = Setting(name="audit", settings=SamplingSettings()), options.tokens * options.audits
     with served(folder, options.dtype, **changes) as address:
-        answers = asyncio.run(
-            ask_sampler(
-                address, tokens, ids[:8],
-                lambda probed: list(draw_requests([setting], options.tokens * options.audits, tokens, ids, probed, seed=options.seed)),
-                fallback_model="tiny", num_again=0, progress=lambda *_: None,
-            )
+        answers = ask_draws(
+            plan, address, [setting], num_draws, seed=options.seed, num_again=0, progress=lambda *_: None
         )
-    draws, failed = audit._draws(answers, [])
+    hf = answers.hf
+    draws, failed = audit._draws(answers)
     assert not failed
     given = [{} if options.without_logprobs else audit._given(answers, *own) for own in draws.values()]
     hypotheses = parse_hypotheses(names, SamplingSettings())
