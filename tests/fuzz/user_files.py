@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from harness.report.suite.json import SUITE_NAME, suite_json
 from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
 
+from ..integration.test_cli_rollout import TERM, kept
 from ..quantised_checkpoints import write_quantised
 from ..unit.formats.gguf.bytes_of import gguf_bytes
+from ..unit.profiling.test_memory_summary import SNAPSHOT
 from .mutate import Mutation, damaged, damaged_header, damaged_json
 from .target import Target
 
@@ -27,15 +29,6 @@ _ROLLOUT = {
     "prompt_ids": [1, 4, 5], "response_ids": [6, 7], "engine_logprobs": [-1.5, -2.5], "trainer_logprobs": [-1.4, -2.6],
     "temperature": 0.9, "top_p": 0.8, "weight_version": "3", "response_mask": [1, 1],
 }  # fmt: skip
-_GAP = {
-    "mean": 0.001, "mean_abs": 0.002, "rms": 0.004, "max_abs": 0.02, "k1": -0.001, "k3": 8e-6, "max_ratio": "inf",
-    "effective_samples": 0.9999,
-}  # fmt: skip
-_TERM = {
-    "kind": "rest", "side": "both", "detail": "", "mean": 0.001, "mean_abs": 0.002, "rms": 0.004, "floor_rms": 0.008,
-    "is_rounding": True, "explains": 0.0, "remedy": "", "worst_row": 0, "worst_token": 3,
-}  # fmt: skip
-_MONITORED = {"step": 3, "verdict": "pass", "gap": _GAP, "terms": [_TERM], "seconds": 1.5, "share": 0.031}
 
 
 def write_user_files(folder: Path) -> None:
@@ -48,9 +41,9 @@ def write_user_files(folder: Path) -> None:
     talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
     (folder / "chat.json").write_text(json.dumps({"messages": talk}))
     (folder / "rollouts.jsonl").write_text(json.dumps(_ROLLOUT))
-    (folder / "monitor.jsonl").write_text(json.dumps(_MONITORED))
+    (folder / "monitor.jsonl").write_text(kept(3, TERM))
     (folder / "requests.jsonl").write_text(json.dumps({"prompt_token_ids": _TOKEN_IDS, "max_tokens": 2, "at": 0.0}))
-    (folder / "snapshot.pickle").write_bytes(pickle.dumps(_snapshot()))
+    (folder / "snapshot.pickle").write_bytes(pickle.dumps(SNAPSHOT))
     (folder / "model.gguf").write_bytes(_gguf())
     _dump(model, folder / "dump")
     (folder / "nights" / "one").mkdir(parents=True)
@@ -106,24 +99,6 @@ def _judge_dump(at: Path) -> Sequence[object]:
 
 def _golden_of(kind: str) -> Callable[[Path], Sequence[object]]:
     return lambda at: ("golden", "--model", at / kind, *_ONE_STEP, "--out", at / "out")
-
-
-def _snapshot() -> dict[str, object]:
-    """Return what `torch.cuda.memory._dump_snapshot` writes of two allocations, one of them freed."""
-    frames = [{"filename": "a.py", "line": 3, "name": "f"}]
-    events = [
-        {"action": "segment_alloc", "addr": 0, "size": 100, "time_us": 1, "frames": [], "stream": 0},
-        {"action": "alloc", "addr": 10, "size": 5, "time_us": 2, "frames": frames, "stream": 0},
-        {"action": "alloc", "addr": 20, "size": 7, "time_us": 3, "frames": frames, "stream": 0},
-        {"action": "free_requested", "addr": 10, "size": 5, "time_us": 4, "frames": frames, "stream": 0},
-        {"action": "free_completed", "addr": 10, "size": 5, "time_us": 5, "frames": frames, "stream": 0},
-    ]
-    block = {"address": 20, "size": 7, "requested_size": 7, "state": "active_allocated", "frames": frames}
-    segment = {
-        "address": 0, "total_size": 100, "allocated_size": 7, "active_size": 7, "stream": 0, "device": 0,
-        "segment_type": "small", "blocks": [block],
-    }  # fmt: skip
-    return {"segments": [segment], "device_traces": [events]}
 
 
 def _gguf() -> bytes:
