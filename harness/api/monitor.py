@@ -89,8 +89,7 @@ class RolloutMonitor:
         begin = time.perf_counter()
         options = {**self.options, **given}
         with named_as_arguments():
-            source = Path(rollouts) if isinstance(rollouts, str) else rollouts
-            read = partial(read_rollouts, source, weight_version=options.pop("weight_version", None))
+            read = partial(read_rollouts, rollouts, weight_version=options.pop("weight_version", None))
             gap = recorded_gap(read())
             is_due = step % self.every == 0 or (self._most is None and gap is not None)
             if not is_due and (gap is None or not self._has_grown(gap)):

@@ -127,8 +127,7 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
         raise HarnessError(Code.BAD_OPTION, what, where="--num-rows", expected="1 or more", actual=num_rows)
     read, is_local = given["rollouts"], given["local_files_only"]
     if not isinstance(read, Rollouts):
-        source = Path(read) if isinstance(read, str) else read
-        read = read_rollouts(source, weight_version=given["weight_version"], num_rows=num_rows)
+        read = read_rollouts(read, weight_version=given["weight_version"], num_rows=num_rows)
     kind = torch.device(given["device"] or "cpu").type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with (

@@ -34,8 +34,8 @@ class Automaton:
             import llguidance.hf
         except ImportError:
             hint = "pip install -e '.[test]' in the harness's checkout; for llguidance alone, pip install llguidance"
-            where, what = "harness.structured_output", "the reference automaton is llguidance's, which is not installed"
-            raise HarnessError(Code.PACKAGE_MISSING, what, where=where, hint=hint) from None
+            what = "the reference automaton of JSON schemas is llguidance's, which is not installed"
+            raise HarnessError(Code.PACKAGE_MISSING, what, where="llguidance", hint=hint) from None
         self._library = llguidance
         try:
             self._tokens = llguidance.hf.from_tokenizer(hf, n_vocab=len(hf), eos_token=hf.eos_token_id)

@@ -13,7 +13,7 @@ from harness.results.rollout import TokenCounts
 
 
 def read_rollouts(
-    source: Path | Sequence[Mapping[str, Any]],
+    source: str | Path | Sequence[Mapping[str, Any]],
     *,
     weight_version: str | None = None,
     num_rows: int | None = None,
@@ -31,6 +31,7 @@ def read_rollouts(
         HarnessError: BAD_ROLLOUT_FILE, ROLLOUT_WITHOUT_TOKENS, ROLLOUT_MISALIGNED, BAD_ROLLOUT_LOGPROB,
             ROLLOUT_VERSIONS_DIFFER, PACKAGE_MISSING.
     """
+    source = Path(source) if isinstance(source, str) else source
     name = str(source) if isinstance(source, Path) else "rollouts"
     if isinstance(source, Path):
         records = _parquet(source) if source.suffix == ".parquet" else _json_lines(source)

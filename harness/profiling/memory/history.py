@@ -1,7 +1,5 @@
 """A device's snapshot as allocations: those of its history, and what was in use before it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from harness.profiling.memory.allocations import Allocation
