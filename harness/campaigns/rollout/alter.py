@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from harness.campaigns.rollout.lanes import Batch, Places
 from harness.campaigns.rollout.setting import Setting
+from harness.formats.taps import Graph
 from harness.oracle.model import HFModel
 from harness.oracle.rows import as_rows, from_rows
 from harness.oracle.watch import CHOICE, AttentionCall, run_attention
@@ -31,7 +32,7 @@ class Altered:
         self._numbers, self._decoded, self._shape = batch.numbers, batch.decoded, batch.ids.shape
         self._num_tokens = places.num_tokens
         self._head_input: torch.Tensor | None = None
-        self._routers: dict[str, int] = {}
+        self._routers = router_choices(hf.graph)
         operation = hf.graph.by_tap[hf.graph.logits]
         head_module = hf.model.get_output_embeddings()
         self._head_source = next((path for path, each in hf.model.named_modules() if each is head_module), "")
@@ -49,8 +50,8 @@ class Altered:
     def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
         """See `Watcher.choose`."""
         value, experts, k = chosen, self._setting.experts, chosen.shape[-1]
-        begin = self._routers.setdefault(source, k * len(self._routers))
-        if experts is not None and begin + k <= experts.ids.shape[1]:
+        if experts is not None and source in self._routers and experts.ids.shape[1] == k * len(self._routers):
+            begin = k * self._routers.index(source)
             value = self._put_back(source, chosen, experts.ids[:, begin : begin + k])
         cut = self._setting.cut
         if cut is not None and source in cut.values:
@@ -85,9 +86,14 @@ class Altered:
         return value
 
     def _put_back(self, source: str, value: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-        """Return the value with what was recorded in its place, where something was."""
+        """Return the value with what was recorded in its place, where something was.
+
+        Rows of another width (an engine that chooses fewer experts) cannot be put back: what follows from them can.
+        """
         dim = self._token_dim(source)
         rows = as_rows(value, dim, *self._shape)
+        if recorded[0].numel() != rows[0].numel():
+            return value
         there = self._numbers >= 0
         given = recorded[self._numbers.clamp(min=0)].reshape(rows.shape)
         known = given.isfinite() if given.is_floating_point() else given >= 0
@@ -108,6 +114,15 @@ class Altered:
     def _token_dim(self, source: str) -> int:
         operation = self._hf.graph.by_source.get(source)
         return operation.token_dim if operation is not None else 0
+
+
+def router_choices(graph: Graph) -> list[str]:
+    """Return the sources of what routers choose, in the order of the run: of each its last choice, after its groups."""
+    last: dict[str, str] = {}
+    for operation in graph:
+        if CHOICE in operation.source:
+            last[operation.source.partition(CHOICE)[0]] = operation.source
+    return list(last.values())
 
 
 def _rounded(x_BKTH: torch.Tensor, dtype: torch.dtype, *, truncates: bool) -> torch.Tensor:

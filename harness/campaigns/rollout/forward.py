@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from harness.campaigns.rollout.alter import Altered
+from harness.campaigns.rollout.alter import Altered, router_choices
 from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes
 from harness.campaigns.rollout.setting import Meaning, Setting, Weights, token_logprobs
 from harness.oracle.batching import batch_tokens
@@ -246,10 +246,11 @@ def grouped(lanes: Sequence[Lane], max_tokens: int) -> Iterator[list[Lane]]:
     yield group
 
 
-def chosen_experts(kept: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the experts that were chosen, [tokens, layers * k]: of each router its last choice."""
-    last = {source.partition("@")[0]: values for source, values in kept.items() if ":topk" in source}
-    return torch.cat([values.flatten(1) for values in last.values()], dim=1) if last else None
+def chosen_experts(kept: Mapping[str, torch.Tensor], hf: HFModel) -> torch.Tensor | None:
+    """Return the experts that were chosen, [tokens, layers * k]; None if those of a router were not kept."""
+    routers = router_choices(hf.graph)
+    chosen = [kept[source].flatten(1) for source in routers if source in kept]
+    return torch.cat(chosen, dim=1) if chosen and len(chosen) == len(routers) else None
 
 
 def _run_key(setting: Setting, arithmetic: Arithmetic) -> Run:

@@ -12,7 +12,7 @@ from harness.campaigns.rollout.alter import Altered
 from harness.campaigns.rollout.forward import grouped
 from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes, packs
 from harness.campaigns.rollout.setting import Cut, Setting
-from harness.campaigns.weights.sources import is_sharded
+from harness.campaigns.weights.sources import is_sharded, plain_name
 from harness.engines import engine_errors
 from harness.engines.module.values import evaluating
 from harness.errors import Code, HarnessError
@@ -68,7 +68,7 @@ def _run_seen(module: nn.Module, hf: HFModel, places: Places, layout: str, kept:
     with watching(own) as watch:
         for group, positions in _groups(lanes, places, hf, layout):
             batch = Batch.of(group, is_left=layout == "left")
-            altered = Altered(own, Setting(), batch, places)
+            altered = _Wrapped(own, Setting(), batch, places)
             altered.kept = kept
             inputs = {"input_ids": batch.ids, **_inputs(batch, positions, layout)}
             with watch.showing(altered):
@@ -76,6 +76,18 @@ def _run_seen(module: nn.Module, hf: HFModel, places: Places, layout: str, kept:
                 logits = module(**placed, use_cache=False).logits
             with torch._C.DisableTorchFunction():
                 altered.see("logits", logits)
+
+
+class _Wrapped(Altered):
+    """Is shown a trainer's forward under names that have what wrappers add, and keeps values under the model's."""
+
+    def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
+        """See `Watcher.see`."""
+        return super().see(plain_name(source), value)
+
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
+        """See `Watcher.choose`."""
+        return super().choose(plain_name(source), scores, chosen)
 
 
 def _check_logits(logits: torch.Tensor, places: Places, name: str) -> None:

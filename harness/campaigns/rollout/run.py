@@ -12,7 +12,7 @@ from harness.campaigns.rollout.lanes import Places
 from harness.campaigns.rollout.operations import part_terms
 from harness.campaigns.rollout.request import Request
 from harness.campaigns.rollout.setting import Kind, Setting
-from harness.campaigns.rollout.side import explain
+from harness.campaigns.rollout.side import explain, possible_meanings
 from harness.campaigns.rollout.sides import logged_experts, make_sides
 from harness.campaigns.rollout.summary import Explained, summarise
 from harness.campaigns.rollout.tensors import load_tensors, other_tensors
@@ -54,11 +54,13 @@ def _explain(rollouts: Rollouts, request: Request, progress: Progress | None) ->
     previous = None if request.previous is None else load_tensors(request.previous, hf, "--previous")
     stale = {} if previous is None else other_tensors(hf, previous)
     causes = [*alignment_causes(), *all_causes(hf, rows, stale, is_wide_head=head is not None)]
+    meanings = list(meaning_causes(rows))
     for at, side in enumerate(sides):
         if progress is not None:
             progress(f"explaining the {side.name}", at, len(sides))
+        # a head that is seen is an operation
         open_causes = [cause for cause in causes if side.values is None or cause.kind is not Kind.HEAD]
-        explain(side, forwards, open_causes, list(meaning_causes(rows)))  # a head that is seen is an operation
+        explain(side, forwards, open_causes, possible_meanings(side, forwards, meanings))
     parts = {side.name: part_terms(forwards, side, side.values) for side in sides if side.values is not None}
     terms, remedied = waterfall(trainer, engine, forwards, parts, expects_replay=logged is not None)
     return Explained(forwards=forwards, sides=sides, parts=parts, terms=terms, remedied=remedied)

@@ -7,7 +7,7 @@ cause is named if it brings the prediction nearer by a share and on many tokens;
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -140,6 +140,25 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meaning
     floor = floor_of(side, forwards, side.setting())
     truth, control = (rms((side.column - run(side.setting())) / floor) for run in (forwards.truth, forwards.control))
     side.follows_control = side.values is None and control < truth
+
+
+def possible_meanings(side: Side, forwards: Forwards, meanings: Sequence[Cause]) -> list[Cause]:
+    """Return the meanings that a side's log probabilities may have.
+
+    Of a side at hand, these are the ones under which its own logits give its column better than they do without a
+    cause: a wrong norm before the head has the effect of a temperature, but is an operation.
+    """
+    if side.values is None:
+        return list(meanings)
+    own = replace(side.base, cut=side.values)
+    forwards.prepare(own, [each.change["meaning"] for each in meanings])
+
+    def error(setting: Setting) -> float:
+        columns = [forwards.truth(replace(setting, shift=shift)) for shift in (0, 1, -1)]
+        return min(rms(torch.where(column.isfinite(), side.column - column, _FAR)) for column in columns)
+
+    least = error(own)
+    return [each for each in meanings if error(each.added_to(own)) < least]
 
 
 def _longer(

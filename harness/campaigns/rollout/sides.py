@@ -74,7 +74,7 @@ def _add_weights(hf: HFModel, side: Side, tensors: dict[str, torch.Tensor]) -> N
 
 def _add_routing(side: Side, forwards: Forwards, logged: Experts | None) -> None:
     """Add the experts that a side at hand chose; of a recorded trainer, that it chose others than those of the log."""
-    chosen = None if side.values is None else chosen_experts(side.values.values)
+    chosen = None if side.values is None else chosen_experts(side.values.values, forwards.hf)
     if chosen is not None:
         side.known.append(routing_cause(Experts(f"as the {side.name} chose", chosen)))
     elif logged is not None and side.name == "trainer":
@@ -91,7 +91,7 @@ def logged_experts(rollouts: Rollouts, forwards: Forwards) -> Experts | None:
     """
     if all(row.experts is None for row in rollouts.rows):
         return None
-    own = chosen_experts(forwards.record(Setting()))
+    own = chosen_experts(forwards.record(Setting()), forwards.hf)
     width, num_experts = (0, 0) if own is None else (own.shape[1], _num_experts(forwards.hf, own))
     ids = torch.full((forwards.places.num_tokens, width), -1, dtype=torch.int64)
     for begin, row in zip(forwards.places.begins, rollouts.rows, strict=True):

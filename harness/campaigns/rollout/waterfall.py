@@ -140,7 +140,7 @@ def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[Par
     sound: list[_Term] = []
     for part in parts:
         rest = rest - part.values
-        compute = f"compute {part.name} as HF does: harness check compares each of its operations by itself"
+        compute = f"compute {part.name} as HF does: harness check says what is wrong in it"
         term = _Term(
             kind=Kind.HEAD if part.is_head else Kind.OPERATIONS,
             sides=[side.name],

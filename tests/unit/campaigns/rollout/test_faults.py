@@ -249,7 +249,7 @@ def test_a_remedy_of_a_part_leaves_its_rounding(compare, rows, columns):
     wrong.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
     result = compare(rows, trainer=wrong, layout="alone")
     (term,) = outside(result)
-    assert term.remedy.startswith("compute model.layers.1 as HF does")
+    assert term.remedy.startswith("compute model.layers.1.mlp.down_proj as HF does")
     actual = mean_gap(rows, train_column(wrong, rows)) - mean_gap(rows, columns)
     assert term.explains == pytest.approx(actual, abs=mean_gap(rows, columns))
     assert result.gap.mean_abs - result.remedied == pytest.approx(term.explains)

@@ -89,7 +89,7 @@ def test_a_wrong_layer_of_a_trainer_that_rounds_more_often(adapted, rows, name):
     with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
         report = compare(trainer=trainer, **given)
     assert outside(report) == [("operations", "trainer")]
-    assert "operations: trainer: model.layers.1;" in report.findings[0].message
+    assert "operations: trainer: model.layers.1.mlp.down_proj;" in report.findings[0].message
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_checkpointed_layers_are_seen_under_their_names(rows):
     report = compare(rows, wrapped.train())
     assert wrapped.training
     assert outside(report) == [("operations", "trainer")]
-    assert "operations: trainer: model.layers.1;" in report.findings[0].message
+    assert "operations: trainer: model.layers.1.mlp.down_proj;" in report.findings[0].message
 
 
 @pytest.mark.slow
