@@ -54,6 +54,8 @@ def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict
         "gpu_memory_utilization": 0.01,  # with the bytes given, only what must be free at the start
         "worker_extension_cls": EXTENSION,
     }
+    if options.get("kv_cache_memory_bytes", ...) is None:  # the cache gets vLLM's share of the memory
+        del arguments["gpu_memory_utilization"]
     with engine_refusals("vLLM", folder):
         config = EngineArgs(**{**arguments, **options}).create_model_config()
     has_length = config.model_arch_config.derived_max_model_len_and_key[0] != float("inf")
