@@ -63,7 +63,7 @@ def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict
 
 
 def settings(arguments: Mapping[str, Any]) -> str:
-    """Say which arguments the harness chose itself, for the report; the model is what the check is of."""
+    """Say what vLLM was opened with, for the report; the model is what the check is of."""
     chosen = {
         name: value for name, value in arguments.items() if name not in ("model", "dtype", "worker_extension_cls")
     }
