@@ -8,10 +8,13 @@ import typer
 from harness.cli import forms
 from harness.errors import Code, ExitStatus, HarnessError
 
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
+
 
 def _dtype(name: str) -> str:
     from harness.profiling.sizing.estimate import ITEMSIZES
 
+    name = _SHORT.get(name, name)
     if name in ITEMSIZES:
         return name
     what = f"no size is known of the dtype {name!r}"

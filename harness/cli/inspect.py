@@ -26,7 +26,10 @@ def inspect(
     ] = None,
     *,
     tensor: Annotated[
-        str | None, typer.Option(metavar="NAME", help="One tensor or tap: statistics, histogram, first values.")
+        str | None,
+        typer.Option(
+            "--tensor", "--tap", metavar="NAME", help="One tensor or tap: statistics, histogram, first values."
+        ),
     ] = None,
     row: Annotated[
         str | None, typer.Option(metavar="REQUEST:POSITION", help="The row of a tap, in a recording or golden.")

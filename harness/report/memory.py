@@ -8,6 +8,7 @@ from harness.report.fitted_table import fitted_table
 from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
 
 _MOST_ROWS = 12
+_UNKNOWN = "none of them"
 PLACE_HEADERS = ("place", "operation", "category", "blocks", "MiB")
 _DISPENSABLE = ("category", "blocks", "operation")
 
@@ -76,8 +77,9 @@ def _sums(places: Sequence[MemoryPlace], kind: str) -> str:
     """Return the bytes of each category or operation, the most first; nothing where none is known."""
     sums = Counter[str]()
     for each in places:
-        sums[getattr(each, kind) or "-"] += each.num_bytes
-    return ", ".join(f"{name} {_mib(size)}" for name, size in sums.most_common(_MOST_ROWS)) if set(sums) - {"-"} else ""
+        sums[getattr(each, kind) or _UNKNOWN] += each.num_bytes
+    is_known = bool(set(sums) - {_UNKNOWN})
+    return ", ".join(f"{name} {_mib(size)}" for name, size in sums.most_common(_MOST_ROWS)) if is_known else ""
 
 
 def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:

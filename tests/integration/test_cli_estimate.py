@@ -21,6 +21,11 @@ def test_the_forms_say_the_same(capsys):
         assert f"{gpu['decode_step_s'] * 1e3:,.3f}" in shown
 
 
+def test_a_dtype_has_its_short_name_too(capsys):
+    assert run([*GIVEN, "--dtype", "bf16", "--cache-dtype", "fp8"]) == 0
+    assert "weights in bfloat16, cache in float8" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -45,7 +45,7 @@ def test_a_weight_in_figures(inspect, checkpoints):
 
 def test_a_row_of_a_tap_and_a_part_of_it(inspect, recorded):
     whole = read_values(recorded / "golden", TAP, row=(1, 2))
-    (found,) = inspect(recorded / "golden", "--tensor", TAP, "--row", "1:2", "--slice", "3:7").json["tensors"]
+    (found,) = inspect(recorded / "golden", "--tap", TAP, "--row", "1:2", "--slice", "3:7").json["tensors"]
     assert found["first_values"] == whole[3:7].tolist()
 
 

@@ -69,6 +69,7 @@ def test_a_sound_merge(judged, adapter, tmp_path):
     ran = judged("--engine", "hf", "--model", merged(adapter, tmp_path / "merged", scale=2.0))
     assert ran.status == 0, ran.out
     assert "ACTUAL was recorded from other weights" in ran.json["notes"][0]
+    assert not any("another base" in note for note in ran.json["notes"])
 
 
 @pytest.mark.slow
@@ -80,6 +81,17 @@ def test_a_wrong_merge_is_named(judged, adapter, tmp_path, scale, words):
     ran = judged("--engine", "hf", "--model", merged(adapter, tmp_path / "merged", scale=scale))
     assert ran.status == 1
     assert words in cause(ran)
+
+
+@pytest.mark.slow
+def test_a_merge_into_another_base_is_named(judged, adapter, tmp_path):
+    folder = merged(adapter, tmp_path / "merged", scale=2.0)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 1.01
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    ran = judged("--engine", "hf", "--model", folder)
+    assert ran.status == 1
+    assert "model.norm.weight the first: the adapter was merged into another base" in ran.json["notes"][1]
 
 
 def test_an_adapter_without_its_base(harness, golden, adapter):

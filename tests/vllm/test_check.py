@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from harness.engines.vllm.options import base_arguments
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
@@ -49,6 +50,16 @@ def test_vllm_passes(families, family, dtype):
         assert (run.coverage.missing, tuple(run.coverage.not_offered)) == (0, lacking)
         cached = {tap.name for tap in run.taps if tap.judged_by == "cache"}
         assert len(cached) == 2 * 3, "keys and values of three layers"
+
+
+def test_the_note_has_the_options_that_were_given(families):
+    result = check(families["llama"], max_new_tokens=2, engine_options={"block_size": "64"})
+    assert any("block_size=64" in note for note in result.notes)
+
+
+def test_a_cache_without_a_size_gets_vllms_own_share_of_the_memory(families):
+    assert "gpu_memory_utilization" in base_arguments(families["llama"], "float32", {})
+    assert "gpu_memory_utilization" not in base_arguments(families["llama"], "float32", {"kv_cache_memory_bytes": None})
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class VllmEngine:
                 schedules=SCHEDULES,
                 keeps_cache=keeps_readable_cache(runner),
                 numerics=declared_numerics(runner),
-                notes=(f"vLLM was opened with {settings(self._arguments)}",),
+                notes=(f"vLLM was opened with {settings({**self._arguments, **options})}",),
             )
 
     def resolved_settings(self) -> ModelSettings:

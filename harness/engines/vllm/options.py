@@ -54,6 +54,8 @@ def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict
         "gpu_memory_utilization": 0.01,  # with the bytes given, only what must be free at the start
         "worker_extension_cls": EXTENSION,
     }
+    if options.get("kv_cache_memory_bytes", ...) is None:  # the cache gets vLLM's share of the memory
+        del arguments["gpu_memory_utilization"]
     with engine_refusals("vLLM", folder):
         config = EngineArgs(**{**arguments, **options}).create_model_config()
     has_length = config.model_arch_config.derived_max_model_len_and_key[0] != float("inf")
@@ -61,7 +63,7 @@ def base_arguments(folder: Path, dtype: str, options: Mapping[str, Any]) -> dict
 
 
 def settings(arguments: Mapping[str, Any]) -> str:
-    """Say which arguments the harness chose itself, for the report; the model is what the check is of."""
+    """Say what vLLM was opened with, for the report; the model is what the check is of."""
     chosen = {
         name: value for name, value in arguments.items() if name not in ("model", "dtype", "worker_extension_cls")
     }

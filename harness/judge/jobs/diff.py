@@ -1,6 +1,6 @@
 """Two recordings on disk against each other, with or without the model that would judge single operations."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +11,7 @@ from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, TAP_PRESETS
 from harness.formats.checkpoint import Checkpoint, resolve
+from harness.formats.inspect.sources import open_source
 from harness.formats.recording import Manifest, Recording
 from harness.formats.schedule import TRIGGERS
 from harness.formats.taps import Graph, Kind
@@ -19,7 +20,7 @@ from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.explain import explain_run
 from harness.judge.jobs.check import preset_taps
 from harness.oracle.golden import Golden
-from harness.oracle.lora import adapter_notes, load_adapted
+from harness.oracle.lora import adapter_notes, load_adapted, read_adapter
 from harness.oracle.model import HFModel
 from harness.plan import check_device
 from harness.results.check import CheckResult, RunResult
@@ -131,7 +132,33 @@ def _oracle(
     is_same = recording.manifest.model.weights_hash in (None, checkpoint.weights_hash)
     notes = [] if is_same else [f"ACTUAL was recorded from other weights than those of {model}, which judge it"]
     hf = load_adapted(checkpoint, dtype=_dtype(recording), device=device, lora=lora)
+    if lora is not None and not is_same:
+        notes += _another_base(checkpoint, recording.manifest, set(read_adapter(lora)))
     return hf, [*notes, *adapter_notes(hf)]
+
+
+def _another_base(base: Checkpoint, recorded: Manifest, adapted: Collection[str]) -> Iterator[str]:
+    """Say it if the recorded checkpoint, where it is still there, differs from the base where no adapter changes it."""
+    try:
+        merged = Checkpoint(resolve(recorded.model.id, local_files_only=True))
+        if merged.weights_hash != recorded.model.weights_hash:
+            return
+        ours, theirs = open_source(base.folder), open_source(merged.folder)
+    except HarnessError:
+        return
+    kept = [name for name in ours.names if name in theirs.names and name.removesuffix(".weight") not in adapted]
+    other = [name for name in kept if not _is_same(ours.read(name), theirs.read(name))]
+    if other:
+        yield (
+            f"{len(other)} of {len(kept)} tensors that the adapter does not change are other ones in "
+            f"{recorded.model.id}, {other[0]} the first: the adapter was merged into another base"
+        )
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are the same, once both are rounded to the coarser of their dtypes."""
+    coarser = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(first.to(coarser), second.to(coarser))
 
 
 def _wanted(asked: _Asked, names: Sequence[str], graph: Graph) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -95,6 +96,14 @@ def test_what_did_not_fit_is_told(write):
     text = memory_text([summarize_memory(write(SNAPSHOT))])
     assert "out of memory: 3.00 MiB at engine/model.py:12 forward, the device had 1.00 MiB left" in text
     assert "it is free by now, in smaller pieces: fragmentation" in text
+
+
+def test_what_has_no_operation_is_told_beside_what_has_one(write):
+    summary = summarize_memory(write(SNAPSHOT))
+    at_peak = (place("a", 2 * MIB), replace(place("b", MIB), operation="lm_head"))
+    text = memory_text([replace(summary, devices=(replace(summary.devices[0], at_peak=at_peak),))])
+    assert "by operation or module, in MiB: none of them 2.00, lm_head 1.00" in text
+    assert "by category" not in text
 
 
 def test_without_a_history_there_is_no_peak(write):

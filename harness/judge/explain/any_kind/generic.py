@@ -103,14 +103,11 @@ def _may_scale(failure: Failure, name: str) -> bool:
 
 def _gain_of_input(failure: Failure) -> float | None:
     """Return the factor by which what should be is the operation's only input; None if it is something else."""
-    if (
-        len(failure.inputs) != 1
-        or failure.inputs[0].shape[:1] + failure.inputs[0].flatten(1).shape[1:] != failure.expected.shape
-    ):
-        return None
-    if not failure.inputs[0].is_floating_point():
+    if len(failure.inputs) != 1 or not failure.inputs[0].is_floating_point():  # token ids are no factor of anything
         return None
     x = failure.inputs[0].flatten(1)
+    if x.shape != failure.expected.shape:
+        return None
     factor = float((failure.expected * x).sum() / x.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
     return factor if factor > 0 and failure.is_expected(x * factor) else None
 

@@ -563,3 +563,9 @@ def test_a_gain_of_a_norm_that_could_be_its_eps(bench, monkeypatch, has_form, is
         monkeypatch.setattr(generic, "form_of", lambda failure: None)
     bench, tap = bench(), "model.layers.1.input_layernorm"
     assert bench.explain(tap, bench.tap(tap) * 1.01).is_cause == is_cause
+
+
+def test_token_ids_have_no_gain():
+    """An embedding reads ids, [R]; what should be is [R, W]."""
+    failure = SimpleNamespace(inputs=[torch.tensor([3, 5])], expected=torch.ones(2, 4, dtype=torch.float64))
+    assert generic._gain_of_input(failure) is None
