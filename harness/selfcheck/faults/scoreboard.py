@@ -97,10 +97,10 @@ def keep_score(
     total = len(counted) + len(benign)
     fault_scores, variant_scores = [], []
     for index, fault in enumerate(counted):
-        report(f"fault {fault.id}", index, total)
+        report(f"faults: {fault.id}", index, total)
         fault_scores.append(score_fault(fault, try_fault(fault, device=device)))
     for index, (variant, seed) in enumerate(benign):
-        report(f"variant {variant.id}", len(counted) + index, total)
+        report(f"faults: variant {variant.id}", len(counted) + index, total)
         variant_scores.append(_score_variant(variant, seed, device))
     report("done", total, total)
     return Score(
