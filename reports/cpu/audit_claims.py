@@ -39,14 +39,14 @@ SETTINGS = {"temperature": 0.6, "top_p": 0.8, "top_k": 3}
 
 @contextmanager
 def served(folder, dtype, cache=None, **changes):
-    """Serve a checkpoint, with a cache in another dtype; requests get other parameters of the sampler than they ask for."""
+    """Serve a checkpoint, with what its cache makes of keys and values; requests get other parameters of the sampler than they ask for."""
     from reference_engine import model_runner, sampler
     from reference_engine.kv_cache import KVCache
 
     original, store = sampler.sample, KVCache.store
 
     def coarse_store(self, layer, k, v, slots):
-        store(self, layer, *(each.to(cache).to(each.dtype) for each in (k, v)), slots)
+        store(self, layer, cache(k), cache(v), slots)
 
     def sample(logits, sequences):
         return original(logits, [replace(each, params=replace(each.params, **changes)) for each in sequences])

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from harness.campaigns.endpoint.truth import Rounding
 from harness.campaigns.quant.files import NAMES, make_file
 from harness.campaigns.quant.hf.run import hf_type_models
 from harness.campaigns.quant.hf.types import HF_TYPES
 from harness.campaigns.quant.importance import Importance, importance_of
 from harness.campaigns.quant.text import sample_text
+from harness.campaigns.rollout.alter import rounded
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf
@@ -31,9 +34,12 @@ _BY_PACKAGE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Types that the package gguf makes; llama.cpp's quantiser makes the others."""
 _FP8 = "fp8"
 _CACHES = {
-    "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}  # fmt: skip
+    "fp8": partial(rounded, dtype=torch.float8_e4m3fn),
+    "fp8_cut": partial(rounded, dtype=torch.float8_e4m3fn, truncates=True),  # as vLLM's kernels for CPUs write it
+    "fp8_e5m2": partial(rounded, dtype=torch.float8_e5m2),
+    "fp16": partial(rounded, dtype=torch.float16),
+    "bf16": partial(rounded, dtype=torch.bfloat16),
+}
 _EXPECTED = "bf16,fp8,q4, a type of `harness quant`, or a folder; and +lora=FOLDER, +kv=fp8, +temperature=0.7, ..."
 
 
@@ -46,8 +52,8 @@ class Hypothesis:
     weights: str
     """A dtype, `fp8`, a type that `harness quant` makes, or a checkpoint."""
     lora: Path | None
-    cache: torch.dtype | None
-    """What keys and values are rounded to, without a scale; None: they are not."""
+    cache: Rounding | None
+    """What becomes of keys and values before attention reads them; None: nothing."""
     settings: SamplingSettings
     """What the tokens are drawn with."""
 

@@ -56,6 +56,8 @@ Rows = dict[int, TruthRow]
 WalkRows = Sequence[tuple[int, int]]
 """Rows as pairs of a walk's number and a position."""
 ReadRows = Callable[[WalkRows, torch.Tensor, torch.Tensor], None]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+"""What a cache gives back of a tensor: of the same shape and dtype."""
 
 
 def walk_truth(
@@ -87,7 +89,7 @@ def walk_logits(
     *,
     truth: str = "auto",
     check: Callable[[], None] | None = None,
-    cache: torch.dtype | None = None,
+    cache: Rounding | None = None,
 ) -> None:
     """Run truth and control over all walks, and show the logits of some positions of each.
 
@@ -98,7 +100,7 @@ def walk_logits(
             by control; a few rows at a time.
         truth: `float64`, `float32` or `auto`.
         check: called at every operation; what it raises ends the run.
-        cache: dtype that keys and values are rounded to, without a scale; None: they are not.
+        cache: what becomes of keys and values before attention reads them; None: nothing.
     """
     operations = hf.graph.operations if cache is not None else ()
     requests = [
@@ -133,8 +135,8 @@ class _Reader:
     read: ReadRows
     check: Callable[[], None]
     cached: Collection[str]
-    """Taps whose values are rounded to the dtype of the cache."""
-    cache: torch.dtype | None
+    """Taps whose values attention reads from the cache."""
+    cache: Rounding | None
     _control: torch.Tensor | None = field(default=None)
 
     def control(self, value: Value) -> torch.Tensor | None:
@@ -152,10 +154,7 @@ class _Reader:
         return self._as_cached(value)
 
     def _as_cached(self, value: Value) -> torch.Tensor | None:
-        if self.cache is None or value.operation.tap not in self.cached:
-            return None
-        most = torch.finfo(self.cache).max
-        return value.rows.clamp(-most, most).to(self.cache).to(value.rows.dtype)
+        return self.cache(value.rows) if self.cache is not None and value.operation.tap in self.cached else None
 
     def _show(self, value: Value) -> None:
         assert self._control is not None, "of each part the control runs first"

@@ -6,7 +6,7 @@ import torch
 
 from harness.base.progress import Progress
 from harness.campaigns.endpoint.answer import Completion
-from harness.campaigns.endpoint.truth import WalkRows, walk_logits
+from harness.campaigns.endpoint.truth import Rounding, WalkRows, walk_logits
 from harness.campaigns.sampler.ask import AskedSampler
 from harness.campaigns.sampler.evidence import Draw
 from harness.campaigns.sampler.settings import TOKENS, DrawRequest
@@ -49,7 +49,7 @@ def read_draws(
     truth: str,
     progress: Progress,
     label: str,
-    cache: torch.dtype | None = None,
+    cache: Rounding | None = None,
 ) -> None:
     """Run a model along all answers, and show the logits of each draw's row.
 
