@@ -38,16 +38,21 @@ SETTINGS = {"temperature": 0.6, "top_p": 0.8, "top_k": 3}
 
 
 @contextmanager
-def served(folder, dtype, **changes):
-    """Serve a checkpoint; requests get other parameters of the sampler than they ask for."""
+def served(folder, dtype, cache=None, **changes):
+    """Serve a checkpoint, with what its cache makes of keys and values; requests get other parameters of the sampler than they ask for."""
     from reference_engine import model_runner, sampler
+    from reference_engine.kv_cache import KVCache
 
-    original = sampler.sample
+    original, store = sampler.sample, KVCache.store
+
+    def coarse_store(self, layer, k, v, slots):
+        store(self, layer, cache(k), cache(v), slots)
 
     def sample(logits, sequences):
         return original(logits, [replace(each, params=replace(each.params, **changes)) for each in sequences])
 
     model_runner.sample = sample if changes else original
+    KVCache.store = store if cache is None else coarse_store
     config = EngineConfig(dtype=dtype, max_num_seqs=64, enable_prefix_caching=True)
     with LLMEngine(folder, config) as engine:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -62,7 +67,7 @@ def served(folder, dtype, **changes):
         finally:
             server.should_exit = True
             thread.join()
-            model_runner.sample = original
+            model_runner.sample, KVCache.store = original, store
 
 
 def written(name, plan, scratch):
@@ -104,9 +109,9 @@ def main() -> None:
     other = "bf16" if base == "fp32" else "fp32"
     # In bfloat16 the edge of a set of tokens is within rounding, so that top-p and top-k are told in float32 alone.
     settings = [f"{base}+{name}={value}" for name, value in SETTINGS.items() if base == "fp32" or name == "temperature"]
-    names = [base, other, "fp8", "q8", "q4", *settings]
+    names = [base, other, "fp8", "q8", "q4", f"{base}+kv=fp8", *settings]
     totals = {"with": [0, 0, 0], "without": [0, 0, 0]}
-    for truth in options.only or [base, "fp8", "q8", "q4", *names[5:], "q5_1"]:
+    for truth in options.only or [base, "fp8", "q8", "q4", *names[5:], f"{base}+kv=fp8_e5m2", "q5_1"]:
         with TemporaryDirectory() as scratch:
             counts = campaign(truth, names, plan, options, Path(scratch))
         print(json.dumps({"served": truth, "dtype": options.dtype, "logprobs": not options.without_logprobs} | counts), flush=True)
@@ -119,10 +124,11 @@ def main() -> None:
 def campaign(truth, names, plan, options, scratch):
     """Serve one truth, and count the claims of all audits."""
     weights, *parts = truth.split("+")
-    changes = {name: type(SETTINGS[name])(value) for name, value in (part.split("=") for part in parts)}
+    (own,) = parse_hypotheses([truth, "any"], SamplingSettings())[:1]
+    changes = {name: getattr(own.settings, name) for part in parts if (name := part.split("=")[0]) in SETTINGS}
     folder = FOLDER if weights in ("fp32", "bf16") else written(weights, plan, scratch)
     setting, num_draws = Setting(name="audit", settings=SamplingSettings()), options.tokens * options.audits
-    with served(folder, options.dtype, **changes) as address:
+    with served(folder, options.dtype, own.cache, **changes) as address:
         answers = ask_draws(
             plan, address, [setting], num_draws, seed=options.seed, num_again=0, progress=lambda *_: None
         )

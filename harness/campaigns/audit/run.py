@@ -15,6 +15,7 @@ from harness.campaigns.audit.hypotheses import Hypothesis, load_hypothesis, pars
 from harness.campaigns.audit.views import Given, View, named
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
+from harness.campaigns.endpoint.truth import Rounding
 from harness.campaigns.sampler.ask import AskedSampler, ask_draws
 from harness.campaigns.sampler.draws import Draws, drawn, read_draws
 from harness.campaigns.sampler.evidence import Draw
@@ -126,9 +127,9 @@ def _views(
     """Run each model once, for all hypotheses that have it."""
     views = [View(own.settings, len(draws), every=every) for own in hypotheses]
     numbers = {(request.number, draw.step): at for at, (request, draw) in enumerate(draws.values())}
-    groups: dict[tuple[str, Path | None], list[int]] = {}
+    groups: dict[tuple[str, Path | None, Rounding | None], list[int]] = {}
     for number, own in enumerate(hypotheses):
-        groups.setdefault((own.weights.lower(), own.lora), []).append(number)
+        groups.setdefault((own.weights.lower(), own.lora, own.cache), []).append(number)
     with scratch_folder("harness-audit-") as scratch:
         for members in groups.values():
             first, own_views = hypotheses[members[0]], [views[number] for number in members]
@@ -145,7 +146,7 @@ def _views(
                 for view in to:
                     view.add(at, draw, given[at], logits, control)
 
-            read_draws(hf, draws, read, truth=plan.case.truth, progress=progress, label=first.name)
+            read_draws(hf, draws, read, truth=plan.case.truth, progress=progress, label=first.name, cache=first.cache)
     return views
 
 

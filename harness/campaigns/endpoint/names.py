@@ -27,16 +27,19 @@ class TokenNames:
         return self._checkpoint.has_tokenizer
 
     @cached_property
-    def _ids(self) -> dict[str, int | None]:
+    def _by_text(self) -> dict[str, int | None]:
         """Ids by text; None if several tokens have it."""
         tokenizer = self._checkpoint.tokenizer.hf
         ids = range(len(tokenizer))
         found: dict[str, int | None] = {}
         for token_id, text in zip(ids, tokenizer.batch_decode([[each] for each in ids]), strict=True):
             found[text] = None if text in found else token_id
-        for piece, token_id in tokenizer.get_vocab().items():
-            found.setdefault(piece, token_id)
         return found
+
+    @cached_property
+    def _ids(self) -> dict[str, int | None]:
+        """The same, and by the vocabulary's names where no text is the same."""
+        return {**self._checkpoint.tokenizer.hf.get_vocab(), **self._by_text}
 
     def id_of(self, name: str) -> int | None:
         """Return the id of a token that a server names; None if it cannot be told."""
@@ -51,7 +54,7 @@ class TokenNames:
 
     @cached_property
     def _told(self) -> frozenset[int]:
-        return frozenset(token_id for token_id in self._ids.values() if token_id is not None)
+        return frozenset(token_id for token_id in self._by_text.values() if token_id is not None)
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text that becomes exactly these tokens; None if no text does."""

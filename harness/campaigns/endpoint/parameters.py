@@ -14,8 +14,8 @@ from harness.errors import HarnessError
 
 _TOKENS = 8
 """New tokens that are asked for."""
-_HOT = 100.0
-"""A temperature at which every token is nearly as likely as every other one."""
+_HOT = (100.0, 2.0)
+"""Temperatures at which other tokens than the likeliest are drawn; OpenAI's servers and vLLM's take none above 2."""
 _GREEDY = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 """Each leaves the likeliest token alone, whatever the temperature."""
 ALL_TOKENS = "top_k of -1"
@@ -42,7 +42,7 @@ async def parameters(client: Client, found: Probed, prompt: Sequence[int], names
     plain = _content(body)
     await _stop(asker, plain)
     for name in [name for name in _PENALTIES if name in dict(found.dialect.options)]:
-        await _penalty(asker, name, plain, repeats=_repeats(prompt, answer.token_ids))
+        await _penalty(asker, name, plain, repeats=_repeats(answer.token_ids))
     await _sampling(asker, plain)
 
 
@@ -100,9 +100,9 @@ async def _stop(asker: _Asker, plain: Content) -> None:
         asker.note("stop", answer != plain, f"the answer goes on after {stop!r}")
 
 
-def _repeats(prompt: Sequence[int], token_ids: Sequence[int]) -> bool:
-    """Whether a penalty of repetitions changes an answer."""
-    return any(token_id in (*prompt, *token_ids[:at]) for at, token_id in enumerate(token_ids))
+def _repeats(token_ids: Sequence[int]) -> bool:
+    """Whether a penalty of repetitions changes an answer; llama-cpp-python counts no token of the prompt."""
+    return len(set(token_ids)) < len(token_ids)
 
 
 async def _penalty(asker: _Asker, name: str, plain: Content, *, repeats: bool) -> None:
@@ -114,25 +114,28 @@ async def _penalty(asker: _Asker, name: str, plain: Content, *, repeats: bool) -
 
 
 async def _sampling(asker: _Asker, plain: Content) -> None:
-    hot = await asker.ask("temperature", {"temperature": _HOT})
-    if hot is None:
+    for hot in _HOT:
+        drawn = await asker.ask(f"temperature of {hot:g}", {"temperature": hot})
+        if drawn is not None:
+            break
+    else:
         return
-    asker.note("temperature", hot != plain, f"{_HOT:g} changes nothing")
-    if hot == plain:
+    asker.note("temperature", drawn != plain, f"{hot:g} changes nothing")
+    if drawn == plain:
         return  # nothing is drawn: no other parameter would show
     for name, value in _GREEDY.items():
-        answer = await asker.ask(name, {"temperature": _HOT, name: value})
+        answer = await asker.ask(name, {"temperature": hot, name: value})
         if answer is not None:
-            asker.note(name, answer == plain, f"with {value:g} at temperature {_HOT:g} the answer is not the likeliest")
-    if asker.found.has("top_k") and await asker.ask(ALL_TOKENS, {"top_k": -1}) is not None:
+            asker.note(name, answer == plain, f"with {value:g} at temperature {hot:g} the answer is not the likeliest")
+    if asker.found.has("top_k") and await asker.ask(ALL_TOKENS, {"temperature": hot, "top_k": -1}) is not None:
         asker.found.note(ALL_TOKENS, True)
-    await _seed(asker)
+    await _seed(asker, hot)
 
 
-async def _seed(asker: _Asker) -> None:
+async def _seed(asker: _Asker, hot: float) -> None:
     draws = []
     for seed in (1, 1, 2):
-        draw = await asker.ask("seed", {"temperature": _HOT, "seed": seed})
+        draw = await asker.ask("seed", {"temperature": hot, "seed": seed})
         if draw is None:
             return
         draws.append(draw)

@@ -24,8 +24,10 @@ def read_answer(
     text, reason = choice.get("text"), choice.get("finish_reason")
     entries, num_unechoed = logprob_entries(choice.get("logprobs"), names, where=where), 0
     num_echoed = _num_echoed(entries, prompt, _count(body, "completion_tokens")) if is_echoed else 0
-    if entries is not None and num_echoed and num_echoed == len(prompt) - 1:
-        entries, num_echoed, num_unechoed = [ParsedToken(), *entries], len(prompt), 1  # without the begin-of-text token
+    if entries is not None and num_echoed and num_echoed == len(prompt) - 1:  # llama-cpp-python leaves one out:
+        is_whole = all(entry.token_id in (None, sent) for entry, sent in zip(entries, prompt, strict=False))
+        num_echoed, num_unechoed = len(prompt), 0 if is_whole else 1
+        entries = [*entries, ParsedToken()] if is_whole else [ParsedToken(), *entries]  # the last, or begin-of-text
     token_ids = _token_ids(choice, entries, num_echoed, names, where=where)
     if token_ids is None:
         own = None if entries is None else entries[num_echoed:]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.formats.recording import RequestInfo
+from harness.formats.taps import Kind
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
@@ -55,6 +56,8 @@ Rows = dict[int, TruthRow]
 WalkRows = Sequence[tuple[int, int]]
 """Rows as pairs of a walk's number and a position."""
 ReadRows = Callable[[WalkRows, torch.Tensor, torch.Tensor], None]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+"""What a cache gives back of a tensor: of the same shape and dtype."""
 
 
 def walk_truth(
@@ -86,6 +89,7 @@ def walk_logits(
     *,
     truth: str = "auto",
     check: Callable[[], None] | None = None,
+    cache: Rounding | None = None,
 ) -> None:
     """Run truth and control over all walks, and show the logits of some positions of each.
 
@@ -96,7 +100,9 @@ def walk_logits(
             by control; a few rows at a time.
         truth: `float64`, `float32` or `auto`.
         check: called at every operation; what it raises ends the run.
+        cache: what becomes of keys and values before attention reads them; None: nothing.
     """
+    operations = hf.graph.operations if cache is not None else ()
     requests = [
         RequestInfo(id=at, token_ids=list(token_ids), prompt_length=len(token_ids))
         for at, (token_ids, positions) in walks.items()
@@ -111,6 +117,8 @@ def walk_logits(
             members=[(number, frozenset(own)) for number, own in positions.items()],
             read=read,
             check=check or (lambda: None),
+            cached=frozenset(each.inputs[0] for each in operations if each.kind is Kind.CACHE),
+            cache=cache,
         )
         wanted = sorted({position for own in positions.values() for position in own})
         run_pair(hf, padded(group), reader, truth_dtype=truth_dtype(truth, hf.dtype), logit_positions=wanted)
@@ -126,19 +134,29 @@ class _Reader:
     """Number and wanted positions of each walk of the group."""
     read: ReadRows
     check: Callable[[], None]
+    cached: Collection[str]
+    """Taps whose values attention reads from the cache."""
+    cache: Rounding | None
     _control: torch.Tensor | None = field(default=None)
 
-    def control(self, value: Value) -> None:
+    def control(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.control`."""
         self.check()
         if value.operation.tap == self.tap:
             self._control = value.rows.clone()
+        return self._as_cached(value)
 
-    def truth(self, value: Value) -> None:
+    def truth(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.truth`."""
         self.check()
-        if value.operation.tap != self.tap:
-            return
+        if value.operation.tap == self.tap:
+            self._show(value)
+        return self._as_cached(value)
+
+    def _as_cached(self, value: Value) -> torch.Tensor | None:
+        return self.cache(value.rows) if self.cache is not None and value.operation.tap in self.cached else None
+
+    def _show(self, value: Value) -> None:
         assert self._control is not None, "of each part the control runs first"
         wanted = self._wanted_rows(value)
         for begin in range(0, len(wanted), _BLOCK_ROWS):

@@ -64,9 +64,8 @@ class Altered:
         dtype = self._setting.cache
         if dtype is None:
             return run_attention(call, function)
-        key, value = (_rounded(x, dtype, truncates=self._setting.truncates) for x in (call.key, call.value))
-        rounded = replace(call, key=key, value=value)
-        context, *rest = run_attention(rounded, function)
+        key, value = (rounded(x, dtype, truncates=self._setting.truncates) for x in (call.key, call.value))
+        context, *rest = run_attention(replace(call, key=key, value=value), function)
         if not self._setting.caches_prompt:
             plain, *_ = run_attention(call, function)
             context = torch.where(self._decoded.to(context.device)[..., None, None], context, plain)
@@ -125,11 +124,11 @@ def router_choices(graph: Graph) -> list[str]:
     return list(last.values())
 
 
-def _rounded(x_BKTH: torch.Tensor, dtype: torch.dtype, *, truncates: bool) -> torch.Tensor:
+def rounded(x: torch.Tensor, dtype: torch.dtype, *, truncates: bool = False) -> torch.Tensor:
     """Round to a dtype of the cache, without a scale, to nearest or towards zero; what is too large is saturated."""
-    most = min(torch.finfo(each).max for each in (dtype, x_BKTH.dtype))  # bfloat16 is wider than float16
-    rounded = x_BKTH.clamp(-most, most).to(dtype)
+    most = min(torch.finfo(each).max for each in (dtype, x.dtype))  # bfloat16 is wider than float16
+    found = x.clamp(-most, most).to(dtype)
     if truncates:  # sign and magnitude in one byte: one less is the next value towards zero
-        is_larger = rounded.to(x_BKTH.dtype).abs() > x_BKTH.abs()
-        rounded = (rounded.view(torch.uint8) - is_larger.to(torch.uint8)).view(dtype)
-    return rounded.to(x_BKTH.dtype)
+        is_larger = found.to(x.dtype).abs() > x.abs()
+        found = (found.view(torch.uint8) - is_larger.to(torch.uint8)).view(dtype)
+    return found.to(x.dtype)

@@ -6,7 +6,7 @@ import torch
 
 from harness.base.progress import Progress
 from harness.campaigns.endpoint.answer import Completion
-from harness.campaigns.endpoint.truth import WalkRows, walk_logits
+from harness.campaigns.endpoint.truth import Rounding, WalkRows, walk_logits
 from harness.campaigns.sampler.ask import AskedSampler
 from harness.campaigns.sampler.evidence import Draw
 from harness.campaigns.sampler.settings import TOKENS, DrawRequest
@@ -41,10 +41,19 @@ def _draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> I
         yield (request.number, len(request.prompt) + step - 1), draw
 
 
-def read_draws(hf: HFModel, draws: Draws, read: ReadDraw, *, truth: str, progress: Progress, label: str) -> None:
+def read_draws(
+    hf: HFModel,
+    draws: Draws,
+    read: ReadDraw,
+    *,
+    truth: str,
+    progress: Progress,
+    label: str,
+    cache: Rounding | None = None,
+) -> None:
     """Run a model along all answers, and show the logits of each draw's row.
 
-    `read` is given each draw once, and `progress` the `label` of what is being done.
+    `read` is given each draw once, and `progress` the `label` of what is being done. `cache` is that of `walk_logits`.
     """
     walks: dict[int, tuple[list[int], list[int]]] = {}
     for (number, position), (request, draw) in draws.items():
@@ -61,4 +70,4 @@ def read_draws(hf: HFModel, draws: Draws, read: ReadDraw, *, truth: str, progres
         progress(label, num_done, len(draws))
 
     if walks:
-        walk_logits(hf, walks, read_rows, truth=truth)
+        walk_logits(hf, walks, read_rows, truth=truth, cache=cache)

@@ -1,8 +1,10 @@
 """Sound servers pass in every way of sending; wrong ones are found, and by what."""
 
+import asyncio
 import json
 import shutil
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,9 @@ pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.campaigns.endpoint.address import Address
+from harness.campaigns.endpoint.dialect import Dialect
+from harness.campaigns.endpoint.parameters import parameters
+from harness.campaigns.endpoint.probed import Probed
 from harness.campaigns.endpoint.run import check_endpoint
 from harness.report.endpoint import endpoint_json, endpoint_text
 from harness.results.check import Outcome
@@ -120,23 +125,71 @@ def test_a_server_of_text_is_judged_by_its_text(folder, server):
     assert all(isinstance(body["prompt"], str) for body in seen[1:])
 
 
+def without_echo(at):
+    """Leave a token out of the log probabilities of an echo."""
+
+    def forget(answer):
+        logprobs = answer["choices"][0]["logprobs"]
+        if logprobs and logprobs["token_logprobs"][0] is None:
+            for values in logprobs.values():
+                del values[at]
+            logprobs["token_logprobs"][0] = None
+
+    return changed(forget)
+
+
 @pytest.mark.slow
 def test_an_echo_without_its_first_token_is_read(folder, server):
     """llama-cpp-python's echo leaves the begin-of-text token out."""
     app, url = server
-
-    def forget_the_first(answer):
-        logprobs = answer["choices"][0]["logprobs"]
-        if logprobs and logprobs["token_logprobs"][0] is None:
-            for values in logprobs.values():
-                del values[0]
-            logprobs["token_logprobs"][0] = None
-
-    app.spoil, app.spoils_all = changed(forget_the_first), True
+    app.spoil, app.spoils_all = without_echo(0), True
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
     assert result.outcome is Outcome.PASS
     (prompt,) = [own for own in result.runs[-1].logprobs if own.kind == "prompt"]
     assert prompt.num_values == sum(len(ids) - 2 for ids in PROMPTS)
+
+
+@pytest.mark.slow
+def test_an_echo_without_its_last_token_lacks_that_and_no_other(folder, server):
+    """llama-cpp-python's, where no token begins a text."""
+    app, url = server
+    app.spoil, app.spoils_all = without_echo(-1), True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
+    (prompt,) = [own for own in result.runs[-1].logprobs if own.kind == "prompt"]
+    assert prompt.num_values == sum(len(ids) - 1 for ids in PROMPTS)
+    found = [finding for run in result.runs for finding in run.findings]
+    assert {finding.position - len(PROMPTS[finding.request]) for finding in found} == {0}
+    assert "none of 1 log probabilities of the new tokens are there" in {
+        each.message.partition(";")[0] for each in found
+    }
+
+
+def test_a_server_that_takes_no_temperature_above_two_is_asked_at_two(folder, server):
+    """OpenAI's servers and vLLM's: what shows at a temperature of 100 alone is no parameter that the server lacks."""
+    app, url = server
+
+    async def refuse_heat(inner, scope, receive, send, body):
+        if body["temperature"] > 2:
+            await reply(send, b'{"error": {"message": "temperature must be in [0, 2]"}}', status=400)
+        else:
+            await inner(scope, receive, send)
+
+    app.spoil, app.spoils_all = refuse_heat, True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
+    assert {"temperature", "top_k", "top_p", "seed"} <= {each.name for each in result.capabilities if each.is_there}
+
+
+def test_a_penalty_that_leaves_the_prompt_out_is_not_called_ignored():
+    """llama-cpp-python's: where an answer repeats no token of its own, nothing shows it."""
+
+    class Deaf:
+        async def post(self, _path, _body):
+            return {"choices": [{"text": "abc", "token_ids": [5, 6, 7], "finish_reason": "length"}]}
+
+    found = Probed(dialect=Dialect(model="m", options=(("repeat_penalty", 1.0),)))
+    asyncio.run(parameters(Deaf(), found, [5, 6], SimpleNamespace(has=lambda _token_id: True, is_there=False)))
+    (penalty,) = [each for each in found.capabilities if each.name == "repeat_penalty"]
+    assert (penalty.is_ignored, penalty.detail) == (False, "taken; the answer repeats no token, so nothing shows it")
 
 
 def test_a_penalty_shows_in_tokens_whose_log_probabilities_are_sound(folder, server):

@@ -48,12 +48,13 @@ class HotSpoilt:
 
 
 class TextAlone(HotSpoilt):
-    """An application that refuses token ids and a `top_k` of -1, as mlx-lm's server does."""
+    """An application that refuses token ids, as mlx-lm does, and where it draws a `top_k` of -1, as GenAI does."""
 
     def answer_to(self, body):
         if isinstance(body.get("prompt"), list):
             return 404, b'{"error": "text input must be of type `str`"}'
-        return (400, b'{"error": "top_k must be at least 0"}') if body.get("top_k", 0) < 0 else None
+        is_refused = body.get("top_k", 0) < 0 and body.get("temperature", 1.0) > 0
+        return (400, b'{"error": "top_k must be at least 0"}') if is_refused else None
 
 
 @pytest.fixture(scope="module")

@@ -203,6 +203,22 @@ def test_the_sound_server_writes_what_its_tokens_are(chat_server, tokenizer):
     assert writing.num_answers == 63
 
 
+def test_a_server_that_does_as_vllm_does_is_sound(chat_server, tokenizer, monkeypatch):
+    """No temperature above 2, and an echo without its text where token ids are asked for."""
+    from fastapi import HTTPException
+
+    async def as_vllm(request, run):
+        if request.temperature > 2:
+            raise HTTPException(400, "temperature must be in [0, 2]")
+        is_hidden = request.echo and request.return_token_ids
+        return await run(request.model_copy(update={"echo": False}) if is_hidden else request)
+
+    monkeypatch.setattr("harness.campaigns.tokens.written._PROMPTS", ("one two ",))
+    requests(as_vllm)(monkeypatch, chat_server[0])
+    writing = written(chat_server[1], tokenizer)
+    assert (writing.differences, writing.not_judged) == ([], {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_is_found_and_named(chat_server, tokenizer, monkeypatch, name):
