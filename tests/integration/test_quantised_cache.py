@@ -1,0 +1,39 @@
+"""A quantised KV cache: sound ones pass as declared, and wrong scales are found where they are, and named."""
+
+import pytest
+
+from tests.quantised_cache_faults import FORMATS, Format, checked, faults, named
+
+INT8 = Format("int8", "tensor")
+PLANTED = [(form, fault) for form in FORMATS for fault in faults(form)]
+
+
+@pytest.mark.parametrize(
+    "form", [INT8, *(pytest.param(each, marks=pytest.mark.slow) for each in FORMATS if each != INT8)]
+)
+def test_a_sound_cache_passes_as_declared(form):
+    trial = checked(form, form.keep, dtype="bfloat16", schedule="chunked")
+    assert not trial.is_alarm
+    assert trial.result is not None
+    conventions = {tap.name: tap.convention for tap in trial.result.runs[0].taps}
+    kept = conventions["model.layers.0.k_cache"]
+    assert kept is not None
+    assert kept.startswith(f"kept in {form.name} with a scale")
+    assert "as declared" in kept
+    is_clipped = form.share in ("tensor", "head")  # the calibration's largest keys are smaller than these
+    assert ("numbers are clipped" in kept) == is_clipped
+
+
+@pytest.mark.parametrize(
+    ("form", "fault"),
+    [
+        pytest.param(
+            form, fault, id=f"{form.name}-{form.share}-{fault[0]}", marks=[pytest.mark.slow] if at % 40 else []
+        )
+        for at, (form, fault) in enumerate(PLANTED)
+    ],
+)
+def test_wrong_scales_are_named_at_their_place(form, fault):
+    _, change, tap, cause = fault
+    found = named(checked(form, change), tap, cause)
+    assert (found["detected"], found["localised"], found["named"]) == (True, True, "yes"), found["cause"]
