@@ -37,3 +37,14 @@ def test_wrong_scales_are_named_at_their_place(form, fault):
     _, change, tap, cause = fault
     found = named(checked(form, change), tap, cause)
     assert (found["detected"], found["localised"], found["named"]) == (True, True, "yes"), found["cause"]
+
+
+def test_attention_that_leaves_declared_scales_out_is_not_excused():
+    """Without them it is what the same format without a scale makes: right only where none is declared."""
+    form = FORMATS[0]
+    change = next(change for name, change, _, _ in faults(form) if name == "scale is 1, both")
+    result = checked(form, change).result
+    assert result is not None
+    (attention,) = (each for each in result.runs[0].findings if each.tap == "model.layers.1.attention")
+    assert attention.explanation is not None
+    assert "keys and values have a scale of 1: theirs is not delivered" in attention.explanation.cause
