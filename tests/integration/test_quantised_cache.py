@@ -37,7 +37,7 @@ def test_wrong_scales_are_named_at_their_place(form, fault):
     _, change, tap, cause = fault
     found = named(checked(form, change), tap, cause)
     assert (found["detected"], found["localised"]) == (True, True)
-    # The largest number of a token becomes 127 or a little less, by the rounding of its quotient: cut off, it is either.
+    # The largest number of a token becomes 127 or a little less, as its quotient is rounded: cut off, it is either.
     is_undecided = fault[0] == "cut off" and form.share.startswith("token")
     assert found["named"] == "yes" or (is_undecided and found["named"] == "no"), found["cause"]
 
