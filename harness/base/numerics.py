@@ -4,7 +4,9 @@ What is not declared is found by trial where trial is safe, and the report says 
 in a coarser dtype or quantised activations, has to be declared: undeclared it is a finding.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,11 @@ class Numerics:
     cache: str | None = None
     """Dtype of the KV cache, as torch names it (`float16`), or its format, as ggml does (`Q8_0`) if it is coarser
     than the engine's."""
+    cache_scales: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Scales that stand still, by the tap of a cache (`model.layers.0.k_cache`): one, or one for each KV head. What is
+    stored is the quotient, in `float8_e4m3fn`, `float8_e5m2`, `int8` or `int4`; a cache without an entry has none."""
+    cache_scale_of: Literal["token", "head"] | None = None
+    """What has a scale that follows its largest number: a token with all KV heads, or a head of a token."""
     cache_values: str | None = None
     """The same of the values if it is not that of the keys."""
     cache_rotations: tuple[int, int] = (0, 0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "llama-tiny"
 DEFAULT_TYPES = "F16,Q8_0,Q4_0"
-PLOT_NAME, TABLE_NAME = "quant.svg", "quant.md"
+PAGE_NAME, TABLE_NAME = "quant.html", "quant.md"
 
 
 def quant(
@@ -49,8 +49,16 @@ def quant(
     pad: Annotated[
         bool, typer.Option("--pad", help="Fill a small model up with zeros, exactly, so that it has rows of 256.")
     ] = False,
+    parts: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Also what each part costs alone, one forward a part: layers, kinds (q_proj of all layers, ...), "
+            "weights; comma list.",
+        ),
+    ] = "",
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for quant.md and a plot of KL against size, quant.svg.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for quant.md and a page with plots, quant.html.")
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.QUANT.option()] = "human",
@@ -67,16 +75,18 @@ def quant(
         from harness.campaigns.quant.files import check_type
         from harness.campaigns.quant.hf.types import HF_TYPES, check_package
         from harness.campaigns.quant.padding import pad_checkpoint
+        from harness.campaigns.quant.parts import check_splits
         from harness.campaigns.quant.run import measure_types
         from harness.engines.llamacpp.options import parse_llamacpp_options
         from harness.engines.llamacpp.tensor import llama
         from harness.formats.checkpoint import resolve
         from harness.formats.checkpoint.gguf.types import PLAIN
         from harness.oracle.model import load_model
-        from harness.report.quant import quant_svg, quant_text
+        from harness.report.quant import quant_html, quant_text
 
         names = types.split(",") if types is not None else [] if file else DEFAULT_TYPES.split(",")
         wanted: list[str | Path] = [*(check_type(name) for name in names), *(file or [])]
+        splits = check_splits(parts)
         options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
         for each in wanted:  # what is missing is known before anything costs time
             if each in HF_TYPES:
@@ -90,11 +100,19 @@ def quant(
             given, text = _sequences(hf, text_file, sequences, tokens, seed)
             name = model or DEFAULT_MODEL
             result = measure_types(
-                hf, wanted, given, model=name, text=text, options=options, seed=seed, progress=report
+                hf,
+                wanted,
+                given,
+                model=name,
+                text=text,
+                options=options,
+                seed=seed,
+                splits=splits,
+                progress=report,
             )
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            write_text(out / PLOT_NAME, quant_svg(result))
+            write_text(out / PAGE_NAME, quant_html(result))
             write_text(out / TABLE_NAME, quant_text(result, "github") + "\n")
     forms.QUANT.show(result, format)
     return ExitStatus.PASS

@@ -5,6 +5,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartCost:
+    """The cost of one part of a model in a type, while all other parts are the original's."""
+
+    split: str
+    """`layers`, `kinds` (all weights of one name) or `weights`."""
+    name: str
+    layer: int | None
+    """None of a kind, and outside of the layers."""
+    num_weights: int
+    relative_error: float
+    """Norm of what quantising changes in its weights, as a share of their own."""
+    kl_mean: float
+    """From HF's original, in nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantRow:
     """One type of a model. KL is in nats, from the truth to what is measured, over the rows of the text."""
 
@@ -29,6 +45,8 @@ class QuantRow:
     """The cost of the format: HF with the dequantised weights from HF's original."""
     kl_mean_arithmetic: float | None
     """The cost of the arithmetic: the engine from HF with the dequantised weights."""
+    parts: tuple[PartCost, ...] = ()
+    """In the model's order; empty where none was asked for."""
 
 
 ENGINE_FIGURES = ("perplexity", "kl_mean", "kl_median", "kl_p99", "kl_max", "same_top", "kl_mean_arithmetic")

@@ -267,13 +267,13 @@ def test_quant_splits_what_format_and_arithmetic_cost(harness, tmp_path, monkeyp
     rows = {row["name"]: row for row in ran.json["types"]}
     assert set(rows["Q8_0"]) == {
         "name", "size_bytes", "bits_per_weight", "tensor_types", "note", "perplexity", "kl_mean", "kl_median", "kl_p99",
-        "kl_max", "same_top", "kl_mean_format", "kl_mean_arithmetic",
+        "kl_max", "same_top", "kl_mean_format", "kl_mean_arithmetic", "parts",
     }  # fmt: skip
     assert rows["F32"]["kl_mean_format"] == 0
     assert rows["F32"]["kl_mean_format"] < rows["Q8_0"]["kl_mean_format"] < rows["Q4_0"]["kl_mean_format"]
     assert all(row["kl_mean_arithmetic"] > 0 for row in rows.values())
     assert rows["Q4_0"]["size_bytes"] < rows["Q8_0"]["size_bytes"] < rows["F32"]["size_bytes"]
-    assert (out / "quant.svg").read_text().startswith("<svg")
+    assert "Q4_0" in (out / "quant.html").read_text()
     assert "| Q4_0 " in (out / "quant.md").read_text()
 
 

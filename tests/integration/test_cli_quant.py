@@ -53,6 +53,18 @@ def test_what_a_format_costs_needs_no_engine(harness, checkpoints, tmp_path):
     assert (plain["kl_mean_format"], plain["kl_mean"], plain["kl_mean_arithmetic"]) == (0, 0, 0)
 
 
+def test_each_part_has_its_cost(harness, checkpoints, tmp_path):
+    write_quantised(checkpoints / "qwen3-tiny", tmp_path / "awq", "awq")
+    asked = ["--file", tmp_path / "awq", "--parts", "layers,kinds", "--out", tmp_path / "out"]
+    ran = harness("quant", "--model", "qwen3-tiny", *asked, *SIZES, "--format", "json")
+    assert ran.status == 0, ran.err
+    parts = ran.json["types"][0]["parts"]
+    assert [part["layer"] for part in parts if part["split"] == "layers"] == [0, 1, 2]
+    assert {part["name"] for part in parts if part["split"] == "kinds"} >= {"self_attn.q_proj", "mlp.down_proj"}
+    assert all(part["kl_mean"] > 0 for part in parts)
+    assert "one layer at a time" in (tmp_path / "out" / "quant.html").read_text()
+
+
 @needs_quantisers
 def test_a_quantised_checkpoint_is_run_as_transformers_does(harness, checkpoints, tmp_path):
     write_quantised(checkpoints / "qwen3-tiny", tmp_path / "w8a8", "w8a8")

@@ -11,10 +11,15 @@ from harness.engines.llamacpp.options import LlamaCppOptions
 from harness.oracle.model import HFModel
 
 
-@torch.no_grad()
 def hf_distributions(hf: HFModel, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Return the logarithms of HF's probabilities: [tokens, vocabulary] float32 of each sequence."""
-    return [_log_probabilities(hf.run(input_ids=torch.tensor([list(ids)])).logits[0]) for ids in sequences]
+    return [log_probabilities(hf, ids) for ids in sequences]
+
+
+@torch.no_grad()
+def log_probabilities(hf: HFModel, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return the logarithms of HF's probabilities after each token: [tokens, vocabulary] float32."""
+    return _log_softmax(hf.run(input_ids=torch.tensor([list(token_ids)])).logits[0])
 
 
 def llamacpp_distributions(
@@ -30,9 +35,9 @@ def llamacpp_distributions(
                 part = ids[at : at + context.num_batch]
                 context.decode([(token, at + offset, 0, True) for offset, token in enumerate(part)])
                 rows.append(np.stack([context.logits(row) for row in range(len(part))]))
-        found.append(_log_probabilities(torch.from_numpy(np.concatenate(rows))))
+        found.append(_log_softmax(torch.from_numpy(np.concatenate(rows))))
     return found
 
 
-def _log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.double().log_softmax(dim=-1).float()

@@ -23,20 +23,20 @@ def distance(truth: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> D
 
     Both are logarithms of probabilities, [tokens, vocabulary] of each sequence.
     """
-    kl = torch.cat([_kl(ours, theirs) for ours, theirs in zip(truth, actual, strict=True)])
+    rows = torch.cat([kl(ours, theirs) for ours, theirs in zip(truth, actual, strict=True)])
     pairs = zip(truth, actual, strict=True)
     same = torch.cat([ours.argmax(dim=1) == theirs.argmax(dim=1) for ours, theirs in pairs])
     return Distance(
-        mean=float(kl.mean()),
-        median=float(kl.median()),
-        p99=float(kl.quantile(0.99)),
-        max=float(kl.max()),
+        mean=float(rows.mean()),
+        median=float(rows.median()),
+        p99=float(rows.quantile(0.99)),
+        max=float(rows.max()),
         same_top=float(same.double().mean()),
     )
 
 
-def _kl(truth: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """[rows] float64; rounding may make a sum of zero slightly negative."""
+def kl(truth: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Return the KL of each row, [rows] float64; rounding may make a sum of zero slightly negative."""
     log_p, log_q = truth.double(), actual.double()
     terms = log_p.exp() * (log_p - log_q)
     return terms.nan_to_num(nan=math.inf).sum(dim=1).clamp(min=0)

@@ -15,6 +15,7 @@ from harness.campaigns.quant.hf.run import run_hf_type
 from harness.campaigns.quant.hf.types import HF_TYPES
 from harness.campaigns.quant.importance import Importance, importance_of
 from harness.campaigns.quant.measure import distance, perplexity
+from harness.campaigns.quant.parts import part_costs
 from harness.campaigns.quant.text import Sequences, sample_text
 from harness.campaigns.quant.type_run import TypeRun, shares
 from harness.engines.llamacpp.options import LlamaCppOptions
@@ -25,7 +26,7 @@ from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf, open_gguf
 from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
-from harness.results.quant import ENGINE_FIGURES, QuantResult, QuantRow
+from harness.results.quant import ENGINE_FIGURES, PartCost, QuantResult, QuantRow
 
 
 def measure_types(
@@ -37,25 +38,33 @@ def measure_types(
     text: str,
     options: LlamaCppOptions,
     seed: int,
+    splits: Sequence[str] = (),
     progress: Progress,
 ) -> QuantResult:
     """Measure each type against the original.
 
     The original is in float32. Types are names, GGUF files, and folders with a checkpoint of transformers. `model` and
     `text` say where model and tokens come from; `seed` is that of the text, and an importance matrix is made on the
-    text of the next one.
+    text of the next one. `splits` says by which parts each type's cost is told, too: names of `SPLITS`.
 
     Raises:
         HarnessError: as `make_file`, `checkpoint_of_gguf` and `load_model`; BAD_OPTION: another vocabulary.
     """
     progress("HuggingFace", 0, len(types))
     truth = hf_distributions(hf, sequences)
-    rows = []
     with scratch_folder("harness-quant-") as folder:
-        bench = _Bench(hf=hf, sequences=sequences, options=options, scratch=folder, seed=seed)
-        for at, each in enumerate(types):
+        bench = _Bench(hf=hf, sequences=sequences, options=options, scratch=folder, seed=seed, stays=bool(splits))
+
+        def measured(at: int, each: str | Path) -> QuantRow:
             progress(str(each), at, len(types))
-            rows.append(_row(bench.run(each), truth, sequences))
+            run = bench.run(each)
+
+            def tell(part: str) -> None:
+                progress(f"{run.name}, {part}", at, len(types))
+
+            return _row(run, truth, sequences, part_costs(hf, run.exact, sequences, truth, splits, tell))
+
+        rows = [measured(*each) for each in enumerate(types)]
     progress("done", len(types), len(types))
     return QuantResult(
         model=model,
@@ -75,6 +84,8 @@ class _Bench:
     options: LlamaCppOptions
     scratch: Path
     seed: int
+    stays: bool
+    """Whether dequantised weights stay in memory, however large: parts of them are run more than once."""
 
     def run(self, each: str | Path) -> TypeRun:
         if isinstance(each, Path):
@@ -94,13 +105,15 @@ class _Bench:
         file = open_gguf(path)
         tensors = [tensor for tensor, _ in file.tensors.values()]
         folder = checkpoint_of_gguf(path, cache_dir() / "gguf", hf=None if is_made_here else self.hf.checkpoint)
+        exact = load_model(folder, dtype=torch.float32, stays=self.stays)
         return TypeRun(
             name=name,
             size_bytes=file.num_bytes,
             bits_per_weight=file.bits_per_weight,
             tensor_types=shares((tensor.type.name, tensor.num_bytes) for tensor in tensors),
             note=note_on(name, tensors) if is_made_here else "",
-            dequantised=hf_distributions(load_model(folder, dtype=torch.float32), self.sequences),
+            exact=exact,
+            dequantised=hf_distributions(exact, self.sequences),
             engine=llamacpp_distributions(path, self.sequences, self.options) if is_installed() else None,
         )
 
@@ -108,7 +121,7 @@ class _Bench:
         """Run a checkpoint as transformers does, and with the weights that our own reader finds in it."""
         checkpoint = Checkpoint(resolve(str(path)))
         source = read_quantised_source(checkpoint.folder)
-        exact = load_model(checkpoint, dtype=torch.float32)
+        exact = load_model(checkpoint, dtype=torch.float32, stays=self.stays)
         self._check_vocabulary(exact, path)
         held = Checkpoint(served_folder(checkpoint.folder))
         dequantised = hf_distributions(exact, self.sequences)
@@ -119,6 +132,7 @@ class _Bench:
             bits_per_weight=8 * held.num_bytes / sum(each.num_elements for each, _ in checkpoint.tensors.values()),
             tensor_types=shares((entry.dtype, entry.num_bytes) for entry, _ in held.tensors.values()),
             note="" if source is None else ", ".join(filter(None, [*source.formats, note])),
+            exact=exact,
             dequantised=dequantised,
             engine=engine,
         )
@@ -145,8 +159,9 @@ class _Bench:
             )
 
 
-def _row(run: TypeRun, truth: Sequence[torch.Tensor], sequences: Sequences) -> QuantRow:
+def _row(run: TypeRun, truth: Sequence[torch.Tensor], sequences: Sequences, parts: tuple[PartCost, ...]) -> QuantRow:
     return QuantRow(
+        parts=parts,
         name=run.name,
         size_bytes=run.size_bytes,
         bits_per_weight=run.bits_per_weight,

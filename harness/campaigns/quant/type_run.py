@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.oracle.model import HFModel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeRun:
@@ -17,8 +19,10 @@ class TypeRun:
     tensor_types: Mapping[str, float]
     """See `shares`."""
     note: str = ""
+    exact: HFModel
+    """HF with the dequantised weights."""
     dequantised: list[torch.Tensor]
-    """Of HF with the dequantised weights."""
+    """Of that."""
     engine: list[torch.Tensor] | None
     """Of the engine that the type is for; None: it is not installed."""
 

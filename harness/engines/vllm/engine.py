@@ -65,7 +65,7 @@ class VllmEngine:
             self.capabilities = Capabilities(
                 schedules=SCHEDULES,
                 keeps_cache=keeps_readable_cache(runner),
-                numerics=declared_numerics(runner),
+                numerics=declared_numerics(runner, folder),
                 notes=(f"vLLM was opened with {settings({**self._arguments, **options})}",),
             )
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from harness.base.numerics import Numerics
 from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.quantised import cache_scales
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.taps import Graph, Kind, layer_of
+from harness.formats.taps import Graph, Kind, layer_of, prefix_of
 
 _CACHE_DTYPES = {
     "bfloat16": "bfloat16",
@@ -103,24 +105,32 @@ def keeps_readable_cache(runner: Any) -> bool:
     return bool(runner.kv_cache_dtype == runner.dtype)
 
 
-def declared_numerics(runner: Any) -> Numerics | None:
-    """Return the cache's dtype where it is not the model's.
+def declared_numerics(runner: Any, folder: Path) -> Numerics | None:
+    """Return the cache's dtype where it is not the model's, with the scales that the checkpoint of a folder has for it.
+
+    Without any they are those that vLLM has: what is in the checkpoint is what vLLM is held to.
 
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE: a format of the cache that the harness cannot compute.
     """
     if keeps_readable_cache(runner):
         return None
-    name, layers = runner.cache_config.cache_dtype, runner.compilation_config.static_forward_context.values()
-    scales = {getattr(layer, f"_{part}_scale_float", 1.0) for layer in layers for part in "kv"}
-    if name in _CACHE_DTYPES and scales == {1.0}:
-        return Numerics(cache=_CACHE_DTYPES[name])
+    name, layers = runner.cache_config.cache_dtype, runner.compilation_config.static_forward_context.items()
+    if name in _CACHE_DTYPES:
+        own = {
+            f"{prefix_of(path)}{part}_cache": (float(getattr(layer, f"_{part}_scale_float")),)
+            for path, layer in layers
+            for part in "kv"
+            if hasattr(layer, f"_{part}_scale_float")
+        }
+        given = own | cache_scales(folder)
+        return Numerics(cache=_CACHE_DTYPES[name], cache_scales=given if set(given.values()) != {(1.0,)} else {})
     raise HarnessError(
         Code.ENGINE_CANNOT_SERVE,
         "the harness does not know the format of vLLM's cache, so attention that reads it cannot be judged",
         where="--engine-option kv_cache_dtype",
-        expected=f"auto, or one of {', '.join(_CACHE_DTYPES)} with scales of 1",
-        actual=f"{name}, scales {', '.join(map(str, sorted(scales)))}",
+        expected=f"auto, or one of {', '.join(_CACHE_DTYPES)}",
+        actual=name,
     )
 
 

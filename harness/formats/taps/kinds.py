@@ -120,7 +120,8 @@ KINDS: Mapping[Kind, KindTraits] = {
         has_heads=True,
     ),
     Kind.CACHE: KindTraits(
-        error_model=ErrorModel(roundings=0), causes=("cache.entries", "cache.quantised", "cache.content")
+        error_model=ErrorModel(roundings=0),
+        causes=("cache.entries", "cache.declared", "cache.quantised", "cache.content"),
     ),
     Kind.STATE: KindTraits(error_model=None, causes=("states.kept",)),
     Kind.CHOICE: KindTraits(error_model=None, causes=("attention.chosen_tokens", "experts.choice")),

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from harness.base.metrics import rounding_unit, row_metrics
 from harness.formats.recording import Step
-from harness.formats.taps import Graph, Kind, Operation
+from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.judge.compare.align import Locator, Rows, is_readback, step_rows
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.local_judge import LocalErrors
@@ -49,13 +50,16 @@ class _Writes:
 
     def __init__(self, locator: Locator) -> None:
         self.locator = locator
-        self._formats = {"k": cache_format(locator.recording, "k"), "v": cache_format(locator.recording, "v")}
         self.prefixes = Prefixes(locator.recording.manifest.requests)
+        self._formats: dict[str, CacheFormat | None] = {}
         self._found: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}
 
     def declared(self, operation: Operation) -> CacheFormat | None:
         """Return the declared format of the keys or the values."""
-        return self._formats["k" if operation.site == _KEYS else "v"]
+        if operation.tap not in self._formats:
+            part: Literal["k", "v"] = "k" if operation.site == _KEYS else "v"
+            self._formats[operation.tap] = cache_format(self.locator.recording, part, prefix_of(operation.tap))
+        return self._formats[operation.tap]
 
     def differs(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
         """[rows] bool: what was read is not what a cache of this engine makes of what was written."""
@@ -119,6 +123,10 @@ class _Part:
     roundings: torch.Tensor
     bound: torch.Tensor
     bad: torch.Tensor
+    clipped: torch.Tensor | None = None
+    """[K] numbers of these rows beyond the largest of the declared format; None of a format without scales."""
+    num_numbers: int = 0
+    """Numbers that were counted."""
 
 
 def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
@@ -136,7 +144,9 @@ def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
             bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], operation)
         errors = row_metrics(read, writes.stored(read, written, operation)).relative_l2 / rounding_unit(read.dtype)
         roundings = torch.where(bad, torch.where(errors > 0, errors, torch.inf), 0.0)
-        yield _Part(own, roundings, torch.zeros_like(roundings), bad)
+        declared = writes.declared(operation)
+        clipped = declared.num_clipped(written) if declared is not None and declared.has_scale else None
+        yield _Part(own, roundings, torch.zeros_like(roundings), bad, clipped, written.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +202,18 @@ def _joined(parts: Sequence[_Part], declared: CacheFormat | None) -> LocalErrors
         bound=torch.cat([part.bound for part in parts]),
         bad=bad,
         exact=declared is None and not bool((roundings != 0).any()),
-        convention=None if declared is None else KEPT_AS_DECLARED.format(declared.name),
+        convention=None if declared is None else KEPT_AS_DECLARED.format(declared.title) + _clips(parts),
     )
+
+
+def _clips(parts: Sequence[_Part]) -> str:
+    """Say how many numbers are clipped, and in which KV heads; empty where none is."""
+    counts = [part.clipped for part in parts if part.clipped is not None]
+    by_head = torch.stack(counts).sum(dim=0).tolist() if counts else []
+    if not sum(by_head):
+        return ""
+    heads = ", ".join(f"{count:,} in KV head {head}" for head, count in enumerate(by_head) if count)
+    return f"; {sum(by_head):,} of {sum(part.num_numbers for part in parts):,} numbers are clipped: {heads}"
 
 
 def _differs(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Shapes and dtypes, looked at before any value."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +14,7 @@ from harness.formats.recording.tensors import TORCH_DTYPES
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.cache_blocks import FORMATS
 from harness.judge.compare.cache_format import CacheFormat
+from harness.judge.compare.cache_grids import GRIDS
 from harness.results.check import Finding
 
 
@@ -34,22 +36,44 @@ def engine_dtype(recording: Recording) -> torch.dtype:
     )
 
 
-def cache_format(recording: Recording, part: Literal["k", "v"]) -> CacheFormat | None:
-    """Return how the engine declares to keep keys or values; None if it declares nothing.
+def cache_format(recording: Recording, part: Literal["k", "v"], layer: str = "") -> CacheFormat | None:
+    """Return how the engine declares to keep keys or values of a layer; None if it declares nothing.
 
     Raises:
-        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch and no format that is known.
+        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch and no format that is known, or
+            scales that are none, or not one for each KV head.
     """
-    declared = CacheFormat.declared(recording.manifest.numerics or Numerics(), part)
+    entry = next((tap for tap in recording.taps if tap.name == f"{layer}{part}_cache"), None)
+    num_heads = 1 if entry is None or len(entry.shape) < 2 else entry.shape[0]
+    declared = CacheFormat.declared(recording.manifest.numerics or Numerics(), part, layer, num_heads)
     if declared is None or declared.is_known:
+        _check_scales(recording, declared, f"{layer}{part}_cache", entry)
         return declared
     raise HarnessError(
         Code.BAD_MANIFEST,
         "the declared dtype of the cache is none that this harness can round to",
         where=f"{recording.path}: numerics.cache",
-        expected=f"float16, bfloat16, float8_e4m3fn, ..., {', '.join(FORMATS)}",
+        expected=f"float16, bfloat16, float8_e4m3fn, ..., {', '.join(FORMATS)}; with scales {', '.join(GRIDS)}",
         actual=declared.name,
         hint="declare none, and declare k_cache and v_cache as lacking",
+    )
+
+
+def _check_scales(recording: Recording, declared: CacheFormat | None, tap: str, entry: TapEntry | None) -> None:
+    """Refuse scales of a cache that nothing can be divided by, or that fit no heads; raises HarnessError."""
+    if declared is None or not declared.has_scale:
+        return
+    is_by_head = len(declared.scales) > 1 or declared.scale_of == "head"
+    has_heads = entry is None or (len(entry.shape) == 2 and len(declared.scales) in (0, 1, entry.shape[0]))
+    if all(0 < scale < math.inf for scale in declared.scales) and (has_heads or not is_by_head):
+        return
+    raise HarnessError(
+        Code.BAD_MANIFEST,
+        "the declared scales of a cache do not fit it",
+        where=f"{recording.path}: numerics, {tap}",
+        expected="positive numbers: one, or one for each KV head of rows [heads, head size]",
+        actual=f"{declared.title}: {list(declared.scales)[:8]}, rows {None if entry is None else list(entry.shape)}",
+        hint="declare what the cache divides by, and record the cache by heads",
     )
 
 

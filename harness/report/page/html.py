@@ -65,5 +65,10 @@ def gap_html(history: GapHistory) -> str:
     return templates(_TEMPLATES).get_template("gap.html.j2").render(given)
 
 
+def quant_page(**views: object) -> str:
+    """Return the page of what quantisation costs, from what its template shows."""
+    return templates(_TEMPLATES).get_template("quant.html.j2").render(views, style=Markup(_text("style.css")))
+
+
 def _text(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
 """Costs of quantisation for terminals, programs and eyes."""
 
-import xml.etree.ElementTree as ElementTree
+import re
 from dataclasses import replace
 
 from harness.report.document import document as result_document
-from harness.report.quant import quant_svg, quant_text
-from harness.results.quant import ENGINE_FIGURES, QuantResult, QuantRow
+from harness.report.quant import quant_html, quant_text
+from harness.results.quant import ENGINE_FIGURES, PartCost, QuantResult, QuantRow
 
 
 def row(name, size, kl, **others):
@@ -42,7 +42,7 @@ def test_without_an_engine_the_format_is_what_is_shown():
     text = quant_text(alone)
     assert "-: the engine of this type is not installed" in text
     assert "7.50e-04" in text
-    assert "KL 7.50e-04" in quant_svg(alone)
+    assert "KL 7.50e-04" in quant_html(alone)
     assert result_document(alone)["types"][0]["kl_mean"] is None
 
 
@@ -53,7 +53,40 @@ def test_json_has_a_row_for_each_type():
     assert document["types"][0]["kl_mean_arithmetic"] == 0.00025
 
 
-def test_a_plot_is_well_formed_and_smaller_files_are_further_left():
-    root = ElementTree.fromstring(quant_svg(RESULT))
-    dots = [float(dot.attrib["cx"]) for dot in root.iter("{http://www.w3.org/2000/svg}circle")]
+def test_smaller_files_are_further_left():
+    page = quant_html(RESULT)
+    dots = [float(at) for at in re.findall(r'class="dot [^>]*left:([\d.]+)%', page)]
     assert dots[1] < dots[0] < dots[2]
+    assert "<Q4>" not in page
+
+
+def part(split, name, layer, kl):
+    return PartCost(split=split, name=name, layer=layer, num_weights=100, relative_error=0.05, kl_mean=kl)
+
+
+PARTS = (
+    part("layers", "model.layers.0", 0, 3e-4), part("layers", "model.layers.1", 1, 1e-4),
+    part("layers", "lm_head", None, 1e-3), part("weights", "model.layers.0.mlp.up_proj", 0, 2e-4),
+    part("weights", "model.layers.1.mlp.up_proj", 1, 5e-5),
+)  # fmt: skip
+
+
+def test_parts_have_a_line_each_with_their_share_and_the_sum():
+    text = quant_text(replace(RESULT, types=(replace(RESULT.types[0], parts=PARTS), RESULT.types[1])))
+    text = re.sub(" +", " ", text)
+    assert "one layer at a time" in text
+    assert "one kind" not in text
+    assert "model.layers.0 3.00e-04 21 % 0.00e+00 0 %" in text
+    assert "sum of all parts 1.40e-03" in text
+    assert "all of it at once 7.50e-04 7.50e-02" in text
+    assert text.index("model.layers.0.mlp.up_proj 2.00e-04") < text.index("model.layers.1.mlp.up_proj 5.00e-05")
+
+
+def test_a_page_draws_layers_in_their_order_and_what_is_outside_behind_them():
+    page = quant_html(replace(RESULT, types=(replace(RESULT.types[0], parts=PARTS),)))
+    layers = page.partition("one layer at a time")[2].partition("</section>")[0]
+    dots = dict(re.findall(r'left:([\d.]+)%;bottom:[\d.]+%" title="Q8_0 · ([\w.]+)', layers))
+    assert [dots[at] for at in sorted(dots, key=float)] == ["model.layers.0", "model.layers.1", "lm_head"]
+    heights = [float(at) for at in re.findall(r"left:[\d.]+%;bottom:([\d.]+)%\" title=\"Q8_0", layers)]
+    assert heights[2] > heights[0] > heights[1]
+    assert "Q8_0: one weight at a time" in page

@@ -32,6 +32,7 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
             size_bytes=size,
             bits_per_weight=8 * size / sum(each.numel() for each in hf.model.parameters()),
             tensor_types=types,
+            exact=dequantised,
             dequantised=hf_distributions(dequantised, sequences),
             engine=hf_distributions(quantised, sequences),
         )

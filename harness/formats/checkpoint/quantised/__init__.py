@@ -2,10 +2,18 @@
 
 from harness.formats.checkpoint.quantised.folder import (
     QuantisedSource,
+    cache_scales,
     checkpoint_of_quantised,
     is_quantised,
     read_quantised_source,
     served_folder,
 )
 
-__all__ = ["QuantisedSource", "checkpoint_of_quantised", "is_quantised", "read_quantised_source", "served_folder"]
+__all__ = [
+    "QuantisedSource",
+    "cache_scales",
+    "checkpoint_of_quantised",
+    "is_quantised",
+    "read_quantised_source",
+    "served_folder",
+]

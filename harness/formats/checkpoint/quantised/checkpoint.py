@@ -4,6 +4,7 @@ Everything that the headers can tell is checked when it is opened: missing tenso
 numbers, scales that are zero or not finite, is checked when a weight is read.
 """
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ from harness.formats.checkpoint.quantised.config import Schemes, read_schemes
 from harness.formats.checkpoint.quantised.formats import FORMATS, Format, Part, Sizes, shape_of, shapes_of
 from harness.formats.checkpoint.quantised.scheme import Scheme, misfit, refuse
 from harness.formats.safetensors_header import DTYPE_BITS, TensorEntry
+from harness.formats.taps.names import prefix_of
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _BYTES_PER_WEIGHT = 24
 """Of memory while a weight is unpacked: its codes as integers and as floats, its scales spread out, their product."""
-_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-"""Scales of a quantised KV cache, which is the engine's to use or to leave."""
+_CACHE_PARTS = {"k": (".k_scale", ".k_proj.output_scale"), "v": (".v_scale", ".v_proj.output_scale")}
+_CACHE_SCALES = (*_CACHE_PARTS["k"], *_CACHE_PARTS["v"], ".q_scale")
+"""Scales of a quantised KV cache: an engine uses them if its cache is quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +262,23 @@ class QuantisedCheckpoint:
     def input_scale(self, weight: QuantisedWeight) -> torch.Tensor | None:
         """Return the scale of a module's static inputs, float32; None if it has none."""
         return None if weight.inputs is None else self._read(weight.inputs).to(torch.float32)
+
+    @cached_property
+    def cache_scales(self) -> dict[str, tuple[float, ...]]:
+        """Scales of a quantised KV cache, by its tap (`model.layers.0.k_cache`): one, or one for each KV head.
+
+        Raises:
+            HarnessError: BAD_SCALE.
+        """
+        found = {}
+        for name in self._headers:
+            part = next((part for part, ends in _CACHE_PARTS.items() if name.endswith(ends)), None)
+            if part is not None:
+                scales = tuple(self._read(name).to(torch.float32).flatten().tolist())
+                if not scales or not all(0 < scale < math.inf for scale in scales):
+                    self._bad_scale("a scale of the KV cache is none to divide by", name, "positive", str(scales[:8]))
+                found[f"{prefix_of(name)}{part}_cache"] = scales
+        return found
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the dequantised checkpoint by HF's name.

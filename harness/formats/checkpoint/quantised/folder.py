@@ -106,6 +106,16 @@ def served_folder(folder: Path) -> Path:
     return folder if source is None else source.path
 
 
+def cache_scales(folder: Path) -> dict[str, tuple[float, ...]]:
+    """Return the scales that a quantised checkpoint, or what was made of one, has for a quantised KV cache.
+
+    Raises:
+        HarnessError: as `QuantisedCheckpoint.cache_scales`.
+    """
+    source = read_quantised_source(folder)
+    return source.open().cache_scales if source is not None else {}
+
+
 def _identity(folder: Path) -> str:
     """Return a name that changes whenever a file is another, or was written again."""
     stamps = [FileStamp.of(file) for file in sorted(folder.iterdir()) if file.is_file()]

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.formats.taps import KINDS, ErrorModel, Kind
+from harness.formats.taps import KINDS, ErrorModel, Kind, prefix_of
+from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 from harness.oracle.attention import attention_sensitivity, scaling, visible_keys
 from harness.oracle.watch import AttentionCall, run_attention
@@ -83,7 +84,9 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
     dtype = getattr(torch, name or "", None)
     if call is None or not isinstance(dtype, torch.dtype) or dtype.itemsize >= subject.dtype.itemsize:
         return
-    if subject.declared.cache_values not in (None, name):
+    if subject.declared.cache_values not in (None, name) or any(
+        each is not None and each.has_scale for each in declared_formats(subject)
+    ):
         return
     found = attention_sensitivity(call)
     amplification = found.amplification.flatten()[subject.rows].to("cpu", torch.float64)
@@ -110,6 +113,12 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
         expected=lambda: _attend(subject, call, rounded, rounded),
         allowance=2 * coarse * (amplification + num_seen.sqrt()),
     )
+
+
+def declared_formats(subject: SuspectRows) -> tuple[CacheFormat | None, CacheFormat | None]:
+    """Return the declared formats of the keys and the values that the rows read."""
+    layer = prefix_of(subject.operation.tap)
+    return CacheFormat.declared(subject.declared, "k", layer), CacheFormat.declared(subject.declared, "v", layer)
 
 
 def _attend(subject: SuspectRows, call: AttentionCall, stored: Round, used: Round | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ the basis of the cache (`CacheFormat.turned`), in which scores are the same. See
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,11 +14,12 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
 from harness.judge.compare.cache_blocks import FORMATS, Stored, quantised, rounded_sums
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.conventions.attention import MODEL, probabilities
+from harness.judge.compare.conventions.attention import MODEL, declared_formats, probabilities
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows, dtype_name
 from harness.oracle.attention import attention_sensitivity, scaling
 from harness.oracle.watch import AttentionCall
 
+SCALED = "keys kept in {}, values in {}"
 KEPT = "keys kept in {}, values in {}, queries rounded as a product with the keys asks for"
 ROUNDED_PROBABILITIES = KEPT + ", probabilities to the dtype of the values"
 ROUNDED_SUMS = KEPT + ", the sum of the values in their dtype (flash attention)"
@@ -38,8 +39,7 @@ class _Operands:
 
 def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
     """Keys or values, or both, are in blocks of integers."""
-    call, keys = subject.call, CacheFormat.declared(subject.declared, "k")
-    values = CacheFormat.declared(subject.declared, "v")
+    call, (keys, values) = subject.call, declared_formats(subject)
     if call is None or keys is None or values is None or subject.dtype != torch.float32:
         return
     if not {keys.name, values.name} & set(FORMATS) or not (keys.is_known and values.is_known):
@@ -71,6 +71,32 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
         expected=lambda: expected(values.dtype),
         allowance=ties + 2 * coarse * (amplification + num_seen),
     )
+
+
+def _scaled_cache(subject: SuspectRows) -> Iterator[Rounding]:
+    """Keys or values, or both, are numbers in few bits with scales; queries and probabilities are not rounded."""
+    call, (keys, values) = subject.call, declared_formats(subject)
+    if call is None or keys is None or values is None or not (keys.has_scale or values.has_scale):
+        return
+    if not (keys.is_known and values.is_known):
+        return
+    query = call.query.to(torch.float64)
+    key, value = keys.stored(call.key), values.stored(call.value)
+    operands = _Operands(Stored(query, torch.zeros_like(query)), key, value)
+    ties = _allowance_of_ties(subject, call, operands)
+    name = SCALED.format(keys.title, values.title)
+    yield Rounding(
+        name=name, model=MODEL, expected=lambda: _attend(subject, call, operands, values, None), allowance=ties
+    )
+    if subject.dtype.itemsize < torch.float32.itemsize:
+        read = [Stored(each.values.to(subject.dtype).to(torch.float64), each.slack) for each in (key, value)]
+        rounded = replace(operands, key=read[0], value=read[1])
+        yield Rounding(
+            name=f"{name}, rounded to {dtype_name(subject.dtype)} when they are read",
+            model=MODEL,
+            expected=lambda: _attend(subject, call, rounded, values, None),
+            allowance=ties,
+        )
 
 
 def _query_and_key(call: AttentionCall, keys: CacheFormat) -> tuple[Stored, Stored]:
@@ -130,6 +156,12 @@ CONVENTIONS = (
         name="a quantised cache, whose products take quantised queries",
         kinds=(Kind.ATTENTION,),
         roundings=_quantised_cache,
+        is_declared=True,
+    ),
+    Convention(
+        name="a cache in few bits with scales",
+        kinds=(Kind.ATTENTION,),
+        roundings=_scaled_cache,
         is_declared=True,
     ),
 )

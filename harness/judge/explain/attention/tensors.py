@@ -12,7 +12,6 @@ from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.explain.cache.content_index import RAW_KEY
 from harness.judge.explain.cache.replay import contents_of, history
 from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
 from harness.judge.explain.core.hypothesis import Hypothesis
 
 _MOST_REQUESTS = 4
@@ -123,16 +122,6 @@ def coarse_cache(failure: Failure) -> Iterator[Hypothesis]:
                 ]
                 output = torch.cat([_with_history(view, key, value, is_read) for view, key, value in changed])
                 yield Hypothesis(cause=f"{part} in a lower dtype: {name}", output=output)
-
-
-def declared_cache(failure: Failure) -> Iterator[Hypothesis]:
-    """Keys and values are cut off to the dtype that the engine declares for its cache: it was held to rounding them."""
-    numerics = failure.recording.manifest.numerics
-    dtype = None if numerics is None else getattr(torch, numerics.cache or "", None)
-    if dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
-        parts = [view.attend(key=cut_off(view.key, dtype), value=cut_off(view.value, dtype)) for view in failure.views]
-        cause = f"keys and values are cut off to {name_of(dtype)}, the dtype of the cache, instead of rounded"
-        yield Hypothesis(cause=cause, output=torch.cat(parts))
 
 
 def _fits(view: AttentionContext, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -3,28 +3,15 @@
 `R` rows, `K` KV heads, `H` head size.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 
 from harness.formats.taps import Kind
 from harness.judge.compare.align import is_readback
+from harness.judge.compare.cache_grids import GRIDS, on_grid
 from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.formats import FLOAT8_DTYPES, name_of, rounded
 from harness.judge.explain.core.hypothesis import Hypothesis
-
-
-def _in_float8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rounded(x.to(torch.float32), dtype)
-
-
-_FORMATS: tuple[tuple[str, float, Callable[[torch.Tensor], torch.Tensor]], ...] = (
-    ("int8", 127.0, torch.round),
-    ("int4", 7.0, torch.round),
-    *((name_of(dtype), torch.finfo(dtype).max, partial(_in_float8, dtype=dtype)) for dtype in FLOAT8_DTYPES),
-)
-"""Formats of few bits: name, largest number, and the nearest one."""
 
 
 def in_few_bits(failure: Failure) -> Iterator[Hypothesis]:
@@ -43,9 +30,9 @@ def in_few_bits(failure: Failure) -> Iterator[Hypothesis]:
         largest = _largest(heads, group, dims)
         stale_sources = _sources_of_stale_scales(step, request) if group is step else {}
         for stale, source in {"": group, **stale_sources}.items():
-            for name, top, nearest in _FORMATS:
+            for name, (top, _) in GRIDS.items():
                 scale = largest[source].clamp(min=torch.finfo(torch.float64).tiny) / top
-                output = (nearest((heads / scale).clamp(-top - (name[0] == "i"), top)) * scale).flatten(1)
+                output = on_grid(heads, name, scale).values.flatten(1)
                 yield Hypothesis(
                     cause=f"{lower}: {name}" + (f", with a stale scale: {stale}" if stale else ""),
                     output=output,

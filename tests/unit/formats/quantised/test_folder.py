@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.checkpoint.quantised import is_quantised, read_quantised_source, served_folder
+from harness.formats.checkpoint.quantised import cache_scales, is_quantised, read_quantised_source, served_folder
 from harness.plan import plan_engine
 from tests.quantised_checkpoints import write_quantised
 from tests.quantised_faults import CHECKPOINTS
@@ -49,3 +50,24 @@ def test_a_source_that_was_changed_is_not_read_again(quantised: Path):
     with pytest.raises(HarnessError) as caught:
         source.open()
     assert caught.value.code is Code.CHECKPOINT_CHANGED
+
+
+def test_scales_of_a_cache_are_read_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+
+    def write(name: str, key: list[float]) -> Path:
+        def scaled(tensors: dict[str, torch.Tensor]) -> None:
+            tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(key)
+            tensors["model.layers.1.self_attn.v_proj.output_scale"] = torch.tensor([0.5], dtype=torch.bfloat16)
+
+        write_quantised(CHECKPOINTS / "qwen3-tiny", tmp_path / name, "w4a16", changed=scaled)
+        return resolve(str(tmp_path / name))
+
+    assert cache_scales(write("heads", [0.25, 0.125])) == {
+        "model.layers.1.k_cache": (0.25, 0.125), "model.layers.1.v_cache": (0.5,)
+    }  # fmt: skip
+    assert cache_scales(CHECKPOINTS / "qwen3-tiny") == {}
+    with pytest.raises(HarnessError) as caught:
+        cache_scales(write("zero", [0.0]))
+    assert caught.value.code is Code.BAD_SCALE
+    assert "model.layers.1.self_attn.k_scale" in str(caught.value)

@@ -202,3 +202,53 @@ def test_a_value_on_a_tie_may_differ_by_its_step_and_no_more():
         off = read.clone()
         off[0, 5] += more
         assert kept.differs(off, row).tolist() == [differs]
+
+
+def scaled(part="k", heads=2, **numerics):
+    form = CacheFormat.declared(Numerics(**numerics), part, "model.layers.0.", heads)
+    assert form is not None
+    return form
+
+
+HEADS = torch.randn(30, 2, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("scales", [(0.02,), (0.02, 0.07)])
+def test_still_scales_are_of_a_layer_or_of_its_heads(name, scales):
+    form = scaled(cache=name, cache_scales={"model.layers.0.k_cache": scales})
+    top = {"int8": 127, "int4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344}[name]
+    quotient = (HEADS.double() / torch.tensor(scales, dtype=torch.float64)[:, None]).clamp(-top - ("int" in name), top)
+    nearest = quotient.round() if "int" in name else quotient.float().to(getattr(torch, name)).double()
+    held = form.stored(HEADS)
+    is_sure = held.slack == 0
+    assert is_sure.double().mean() > 0.99
+    expected = nearest * torch.tensor(scales, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(held.values[is_sure], expected[is_sure], rtol=1e-12, atol=0)
+    assert torch.equal(form.stored(HEADS.flatten(1)).values, held.values.flatten(1))
+    assert not form.differs(held.values.float().flatten(1), HEADS.flatten(1)).any()
+    assert form.differs((held.values * 1.01).float().flatten(1), HEADS.flatten(1)).all()
+    unscaled = scaled("v", cache=name, cache_scales={"model.layers.0.k_cache": scales})
+    assert not unscaled.has_scale
+
+
+@pytest.mark.parametrize(("share", "dims"), [("token", (1, 2)), ("head", (2,))])
+def test_scales_that_follow_the_largest_number(share, dims):
+    form = scaled(cache="int8", cache_scale_of=share)
+    scale = HEADS.double().abs().amax(dim=dims, keepdim=True) / 127
+    held = form.stored(HEADS)
+    torch.testing.assert_close(held.values, (HEADS / scale).round() * scale, rtol=1e-6, atol=0)
+    assert torch.equal(form.num_clipped(HEADS), torch.zeros(2, dtype=torch.int64))
+    # [B, K, S, H], as attention has keys, is the same content in another order.
+    by_head = form.stored(HEADS.transpose(0, 1)[None]).values[0].transpose(0, 1)
+    assert torch.equal(by_head, held.values)
+
+
+def test_clipped_numbers_are_counted_by_head():
+    form = scaled(cache="int8", cache_scales={"model.layers.0.k_cache": (0.01,)})
+    beyond = ((HEADS / 0.01) > 127.5) | ((HEADS / 0.01) < -128.5)
+    assert form.num_clipped(HEADS).tolist() == beyond.sum(dim=(0, 2)).tolist()
+    assert form.num_clipped(HEADS).sum() > 0
+    float8 = scaled(cache="float8_e4m3fn", cache_scale_of=None, cache_scales={"model.layers.0.k_cache": (1.0, 2.0)})
+    # 464 lies halfway between 448 and the 480 that the format would have next.
+    assert float8.num_clipped(torch.tensor([[[463.0, -463.0], [463.0 * 2, -465.0 * 2]]])).tolist() == [0, 1]

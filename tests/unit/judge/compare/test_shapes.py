@@ -53,6 +53,18 @@ def test_formats_of_a_cache():
     assert "int8" in str(refused(cache_format, recording(numerics=Numerics(cache="int8")), "v"))
 
 
+@pytest.mark.parametrize(
+    ("scales", "shape"), [((0.0,), (2, 8)), ((float("nan"),), (2, 8)), ((0.1, 0.2, 0.3), (2, 8)), ((0.1, 0.2), (16,))]
+)
+def test_scales_of_a_cache_that_nothing_can_be_divided_by(scales, shape):
+    numerics = Numerics(cache="int8", cache_scales={"model.layers.1.k_cache": scales})
+    declared = recording(("model.layers.1.k_cache", "F32", shape), numerics=numerics)
+    error = refused(cache_format, declared, "k", "model.layers.1.")
+    assert error.code is Code.BAD_MANIFEST
+    assert "numerics, model.layers.1.k_cache" in str(error)
+    assert "int8" in str(refused(cache_format, declared, "k", "model.layers.0.")), "no scale there"
+
+
 def test_one_rank_of_several_is_refused_but_where_it_has_everything():
     def part(world_size, *shards):
         taps = [SimpleNamespace(shard=shard) for shard in shards]

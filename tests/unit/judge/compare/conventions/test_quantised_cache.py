@@ -19,7 +19,7 @@ from harness.oracle.watch import AttentionCall
 
 from ..judgements import draw
 
-(QUANTISED_CACHE,) = (convention.roundings for convention in CONVENTIONS)
+QUANTISED_CACHE, _ = (convention.roundings for convention in CONVENTIONS)
 BATCH, HEADS, KV_HEADS, TOKENS, SIZE = 2, 4, 2, 5, 64
 ROWS = torch.tensor([9, 0, 6])
 UNIT = rounding_unit(torch.float32)

@@ -8,6 +8,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.judge.explain.attention import tensors as attention_tensors
+from harness.judge.explain.cache.declared import declared_format
 from harness.judge.explain.core.formats import cut_off
 
 from ..toy_attention import KEY, PLACES, RAW, VALUE, H, K, Toy, step_of
@@ -128,11 +129,29 @@ def test_a_declared_cache_that_is_cut_off(toy):
     def low(tap):
         return lambda at: cut_off(toy.tensors[tap][at], torch.float8_e4m3fn)
 
-    (given,) = attention_tensors.declared_cache(declaring(cache="float8_e4m3fn"))
+    given, *_ = declared_format(declaring(cache="float8_e4m3fn"))
     assert given.cause == "keys and values are cut off to float8_e4m3fn, the dtype of the cache, instead of rounded"
     torch.testing.assert_close(given.output, reading(toy, low(KEY), low(VALUE), lambda place, at: True))
-    assert not list(attention_tensors.declared_cache(declaring()))
-    assert not list(attention_tensors.declared_cache(declaring(cache="Q8_0")))
+    assert not list(declared_format(declaring()))
+    assert not list(declared_format(declaring(cache="Q8_0")))
+
+
+def test_scales_of_a_declared_cache(toy):
+    """The scale of the values is that of the layer before; the others' names are of other mistakes."""
+    failure = toy.failure()
+    scales = {f"model.layers.{layer}.{part}_cache": (0.01 * (layer + 1),) for layer in (0, 1) for part in "kv"}
+    numerics = Numerics(cache="int8", cache_scales=scales | {"model.layers.1.v_cache": (0.05,)})
+    declaring = replace(failure, recording=SimpleNamespace(manifest=SimpleNamespace(numerics=numerics)))
+    given = {each.cause: each.output for each in declared_format(declaring)}
+
+    def kept(tap, scale):
+        return lambda at: (toy.tensors[tap][at] / scale).round().clamp(-128, 127) * scale
+
+    expected = reading(toy, kept(KEY, 0.02), kept(VALUE, 0.01), lambda place, at: True)
+    torch.testing.assert_close(given["values have the scale of model.layers.0"], expected)
+    expected = reading(toy, kept(KEY, 1.0), kept(VALUE, 0.05), lambda place, at: True)
+    torch.testing.assert_close(given["keys have a scale of 1: theirs is not delivered"], expected)
+    assert len({each.sum() for each in given.values()}) > 12
 
 
 def test_float8_cut_off():

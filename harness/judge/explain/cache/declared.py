@@ -1,0 +1,129 @@
+"""A cache with a declared format that stores or reads something else: its scales, and what is cut off.
+
+`R` rows, `K` KV heads, `H` head size, `S` history rows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from harness.base.numerics import Numerics
+from harness.formats.taps import Kind, prefix_of
+from harness.judge.compare.cache_format import CacheFormat
+from harness.judge.compare.cache_grids import clipped, on_grid
+from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
+from harness.judge.explain.core.hypothesis import Hypothesis
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""From keys or values [R, K, H], float64, to what attention reads of them."""
+_PARTS = {"k": "keys", "v": "values"}
+_POWERS = {
+    "are multiplied by their scale when they are read, and not divided when they are stored": None,
+    "are divided by their scale when they are stored, and not multiplied when they are read": 0,
+    "are multiplied by their scale twice when they are read": 2,
+}
+
+
+def declared_format(failure: Failure) -> Iterator[Hypothesis]:
+    """What comes back, or what attention reads, is not what the declared format makes of keys and values."""
+    numerics = failure.recording.manifest.numerics
+    if numerics is None or numerics.cache is None:
+        return
+    layer = prefix_of(failure.operation.tap)
+    formats = {part: CacheFormat.declared(numerics, part, layer) for part in ("k", "v")}
+    if failure.operation.kind is Kind.CACHE:
+        yield from _of_cache(failure, numerics, formats)
+    else:
+        yield from _of_attention(failure, numerics, formats)
+
+
+def _of_cache(failure: Failure, numerics: Numerics, formats: dict[str, CacheFormat | None]) -> Iterator[Hypothesis]:
+    part = failure.operation.site[0]
+    heads = failure.expected.unflatten(1, (-1, failure.hf.head_dim))
+    for name, change in _changes(part, formats, numerics, prefix_of(failure.operation.tap)):
+        yield Hypothesis(cause=f"{_PARTS[part]} {name}", output=change(heads).flatten(1))
+
+
+def _of_attention(failure: Failure, numerics: Numerics, formats: dict[str, CacheFormat | None]) -> Iterator[Hypothesis]:
+    """Try each mistake with the keys, with the values, and with both."""
+    if formats["k"] is None or formats["v"] is None:
+        return
+    right = {part: _as_declared(form) for part, form in formats.items() if form is not None}
+    changes = {part: dict(_changes(part, formats, numerics, prefix_of(failure.operation.tap))) for part in _PARTS}
+    for name in dict.fromkeys([*changes["k"], *changes["v"]]):
+        for parts in (("k", "v"), ("k",), ("v",)):
+            if all(name in changes[part] for part in parts):
+                key, value = (changes[part][name] if part in parts else right[part] for part in _PARTS)
+                rows = [view.attend(key=key(view.key), value=value(view.value)) for view in failure.views]
+                who = " and ".join(_PARTS[part] for part in parts)
+                yield Hypothesis(cause=f"{who} {name}", output=torch.cat(rows))
+
+
+def _changes(
+    part: str, formats: dict[str, CacheFormat | None], numerics: Numerics, layer: str
+) -> Iterator[tuple[str, Change]]:
+    """Yield mistakes with keys or values, as what is said of them, and what they make of them."""
+    own = formats[part]
+    if own is None:
+        return
+    if own.dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
+        yield (
+            f"are cut off to {name_of(own.dtype)}, the dtype of the cache, instead of rounded",
+            partial(cut_off, dtype=own.dtype),
+        )
+    if not own.has_scale or not own.is_known:
+        return
+    yield "are cut off to the cache's format instead of rounded", partial(_cut_off, form=own)
+    yield "have a scale of 1: theirs is not delivered", _as_declared(replace(own, scales=(1.0,), scale_of=""))
+    for name, power in _POWERS.items():
+        yield name, partial(_one_sided, form=own, power=power)
+    for scale_of, what in (("token", "one for each token"), ("head", "one for each head of a token")):
+        if scale_of != own.scale_of:
+            yield (
+                f"have a scale that follows their largest number, {what}",
+                _as_declared(replace(own, scales=(), scale_of=scale_of)),
+            )
+    if not own.scales:
+        return
+    other = formats["v" if part == "k" else "k"]
+    if other is not None and other.scales != own.scales:
+        yield (
+            f"have the scale of the {_PARTS['v' if part == 'k' else 'k']}",
+            _as_declared(replace(own, scales=other.scales or (1.0,))),
+        )
+    if len(own.scales) > 1:
+        yield "have the scale of the next head", _as_declared(replace(own, scales=(*own.scales[1:], own.scales[0])))
+        mean = (max(own.scales),)
+        yield "have the largest scale of all heads", _as_declared(replace(own, scales=mean))
+    for tap, scales in numerics.cache_scales.items():
+        if tap.endswith(f".{part}_cache") and not tap.startswith(layer) and scales != own.scales:
+            yield f"have the scale of {prefix_of(tap).removesuffix('.')}", _as_declared(replace(own, scales=scales))
+
+
+def _as_declared(form: CacheFormat) -> Change:
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return form.unturned(form.stored(x).values)
+
+    return stored
+
+
+def _cut_off(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
+    """Drop what the format has no room for, towards zero."""
+    scale = form.scale(x)
+    scaled = clipped(x / scale, form.name)
+    dtype = getattr(torch, form.name)
+    return (cut_off(scaled, dtype) if dtype in FLOAT8_DTYPES else scaled.trunc()) * scale
+
+
+def _one_sided(x: torch.Tensor, form: CacheFormat, power: int | None) -> torch.Tensor:
+    """Divide by the scale, and multiply by some power of it; None: multiply by it alone."""
+    scale = form.scale(x)
+    if power is None:
+        return on_grid(x, form.name, torch.ones(1, dtype=torch.float64)).values * scale
+    return on_grid(x, form.name, scale).values * scale ** (power - 1)
+
+
+EXPLANATIONS = (declared_format,)
