@@ -60,14 +60,14 @@ def check(
     if dtype:
         given["dtype"] = dtype[0]
     if estimate:
-        others = {
+        refused: dict[str, object] = {
             "--out": out,
             "--fault": fault,
             "--profile": profile,
             "--endpoint": server.is_given,
-            "--dtype": (dtype or [])[1:],
         }
-        return _estimated(given, [name for name, value in others.items() if value], local_files_only, format)
+        refused["--dtype"] = (dtype or [])[1:]
+        return _estimated(given, [name for name, value in refused.items() if value], local_files_only, format)
     with progress_bar() as report:
         if server.is_given:
             others = [out, fault, profile or None]

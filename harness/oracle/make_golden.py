@@ -71,7 +71,8 @@ def cached_golden(
 
     A golden that had to be made again says so in its notes. With `keeps_values` it holds no sketches; else it may.
     """
-    key, notes = golden_key(hf, prompts, truth), ()
+    key = golden_key(hf, prompts, truth)
+    notes: tuple[str, ...] = ()
     for folder in _cached_folders(key):
         try:
             golden = _open_cached(folder, key)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-GOLDEN = ["graph of the model", "continuation", "truth and control"]
+GOLDEN = ["loading", "graph of the model", "continuation", "truth and control"]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_the_disk_of_a_check_is_known_before_it_is_made(check, tmp_path):
         num_bytes = sum(path.stat().st_size for path in folder.glob("step-*"))
         assert document[expected] == pytest.approx(num_bytes, rel=0.1)
     again = check("--estimate", "--schedule", "plain", "--format", "json").json
-    assert [phase["name"] for phase in again["phases"]] == ["golden from the cache", "comparison, 1 times"]
+    assert [phase["name"] for phase in again["phases"]] == ["loading", "golden from the cache", "comparison, 1 times"]
     assert goldens(tmp_path) == [golden]
 
 

@@ -25,8 +25,8 @@ from harness.judge.jobs.model import planned_model
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.make_golden import cached_graph, make_golden
 from harness.oracle.model import HFModel
-from harness.oracle.parts import keeps_parts
-from harness.oracle.untraced import ResidentWeights
+from harness.oracle.parts import keeps_parts, parts_kept
+from harness.oracle.weights import ResidentWeights
 from harness.plan import Plan
 from harness.results.check_cost import CheckCost, PhaseCost
 
@@ -39,18 +39,18 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
     """Return what the plan's check will cost beside the engine's own runs; nothing is judged.
 
     The golden is made and compared with HF's own recording, all on the first layers. What a layer takes is taken as
-    often as the model has layers of that size, by their parameters; what is written and read, by the bytes.
+    often as the model has layers of that size, by their parameters; what is written and read, by the bytes. The golden
+    is made again here, so an estimate costs what a check of the first layers costs.
 
     Raises:
         HarnessError: the input cannot be used; BAD_OPTION: the model has no list of layers.
     """
     (progress or (lambda _label, _done, _total: None))("first layers", 0, 1)
+    start = _clock()
     hf = planned_model(plan)
-    has_golden, keeps, free = (
-        cached_graph(hf, plan.prompts, truth=plan.case.truth) is not None,
-        keeps_parts(hf),
-        available_bytes(),
-    )
+    loaded_s = _clock() - start
+    has_golden = cached_graph(hf, plan.prompts, truth=plan.case.truth) is not None
+    keeps, free = keeps_parts(hf), available_bytes()
     weights = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
     first = _first_layers(hf)
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))), scratch_folder("harness-") as folder:
@@ -65,7 +65,10 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
             num_layers=first.num_layers,
             num_measured=len(first.paths),
             has_golden=has_golden,
-            phases=tuple(run.phases(0 if is_resident else weights, has_golden=has_golden, keeps=keeps)),
+            phases=(
+                PhaseCost(name="loading", seconds=loaded_s, read_bytes=weights if is_resident else 0),
+                *run.phases(0 if is_resident else weights, has_golden=has_golden, keeps=keeps),
+            ),
             golden_bytes=run.golden_bytes.all,
             recording_bytes=run.recording_bytes.all,
             peak_bytes=run.peak_bytes,
@@ -194,13 +197,17 @@ class _Run:
             seconds.others = _clock() - start - seconds.layers
 
     def _make_golden(self) -> None:
-        plan, marks, start = self._plan, _Marks(self._hf.parts, self._first.paths), _clock()
-        with self._timed(self._continuation):
+        plan, marks = self._plan, _Marks(self._hf.parts, self._first.paths)
+        with parts_kept(self._hf), self._timed(self._continuation):
             for prompt in plan.prompts:
                 greedy_continuation(self._hf, prompt.token_ids, prompt.max_new_tokens, prompt.inputs)
-        start, truth = _clock(), plan.case.truth
         self.golden = make_golden(
-            self._hf, plan.prompts, self._folder / "golden", truth=truth, progress=marks.note, keeps_values=False
+            self._hf,
+            plan.prompts,
+            self._folder / "golden",
+            truth=plan.case.truth,
+            progress=marks.note,
+            keeps_values=False,
         )
         self._truth = marks.seconds("truth")
         self._truth_rest = _clock() - marks.begin("truth") - self._truth.layers - self._truth.others
@@ -237,7 +244,7 @@ class _Run:
             )
             yield PhaseCost(name="truth and control", seconds=seconds, read_bytes=weights * batches)
         times = sum(1 + schedule.is_repeated for schedule in self._plan.schedules)
-        once = self._all(self._replay) + self.recording_bytes.share * self._replay_rest
+        once = self._all(self._replay) + self._more * self._replay_rest
         read = weights * batches + golden.all + 2 * self.recording_bytes.all
         yield PhaseCost(name=f"comparison, {times} times", seconds=times * once, read_bytes=times * read)
 
