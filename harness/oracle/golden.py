@@ -136,11 +136,6 @@ class Golden:
         """Shapes of the rows of taps that are sketches; see `GoldenInfo.sketched`."""
         return {} if self.info is None else self.info.sketched
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of a row of every tap, of one that is a sketch as it was."""
-        return {entry.name: self.sketched.get(entry.name, tuple(entry.shape)) for entry in self.recording.taps}
-
     @cached_property
     def graph(self) -> Graph:
         """Operations of the model; where nobody wrote them down, as far as the names of the taps tell them."""

@@ -138,7 +138,7 @@ def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
     graph = expected.graph if hf is None else hf.graph
     for recording in (actual, expected.recording):
         recording.with_names(graph.aliases)
-    findings, usable = check_taps(actual, expected, graph)
+    findings, usable = check_taps(actual, expected.recording, graph, expected.sketched)
     return _Sides(
         actual=actual,
         graph=graph,

@@ -1,6 +1,7 @@
 """Shapes and dtypes, looked at before any value."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -13,7 +14,6 @@ from harness.formats.recording.tensors import TORCH_DTYPES
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.cache_blocks import FORMATS
 from harness.judge.compare.cache_format import CacheFormat
-from harness.oracle.golden import Golden
 from harness.results.check import Finding
 
 
@@ -92,9 +92,14 @@ def refuse_other_dtype(expected: Recording, actual: Recording) -> None:
         )
 
 
-def check_taps(actual: Recording, expected: Golden, graph: Graph) -> tuple[list[Finding], set[str]]:
-    """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used."""
-    shapes = expected.shapes
+def check_taps(
+    actual: Recording, expected: Recording, graph: Graph, sketched: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> tuple[list[Finding], set[str]]:
+    """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used.
+
+    `sketched` has the shapes of rows of which `expected` holds sketches.
+    """
+    shapes = {entry.name: sketched.get(entry.name, entry.shape) for entry in expected.taps}
     caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
     shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
     states = {op.tap: [*op.shape] for op in graph if op.kind is Kind.STATE}
