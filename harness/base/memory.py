@@ -1,6 +1,9 @@
 """Memory that this process may still take: the machine's, within the limit of the container that it runs in."""
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
@@ -20,6 +23,27 @@ def available_bytes() -> int:
         except (OSError, ValueError):  # no such group, or one without a limit
             continue
     return min(found)
+
+
+@contextmanager
+def watched_memory() -> Iterator[list[int]]:
+    """Yield a list that is given this process's memory beside mapped files, in bytes, every 20 ms; empty elsewhere."""
+    seen, is_over = list[int](), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+            seen.extend(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if Path("/proc/self/status").exists():
+        thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _machine_bytes() -> int:

@@ -44,6 +44,8 @@ class RowMetrics:
     num_nan: int
     """NaN among the actual elements."""
     num_inf: int
+    is_estimated: bool = False
+    """Whether norms are estimates and no element is known: `max_abs` and `max_ulp` are NaN, `worst_index` -1."""
 
     @property
     def relative_l2(self) -> torch.Tensor:
@@ -70,7 +72,10 @@ class RowMetrics:
         """Join the rows of several into one."""
         columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in _COLUMNS}
         return RowMetrics(
-            **columns, num_nan=sum(part.num_nan for part in parts), num_inf=sum(part.num_inf for part in parts)
+            **columns,
+            num_nan=sum(part.num_nan for part in parts),
+            num_inf=sum(part.num_inf for part in parts),
+            is_estimated=any(part.is_estimated for part in parts),
         )
 
 

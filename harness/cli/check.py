@@ -14,7 +14,7 @@ from harness.cli.endpoint import ServerOptions
 from harness.cli.grouped import grouped
 from harness.cli.output import STATUS
 from harness.cli.progress import progress_bar
-from harness.errors import Code, HarnessError
+from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
     from harness.base.progress import Progress
@@ -39,6 +39,10 @@ def check(
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile the engine as well, into --out: see `harness profile`.")
     ] = False,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help="Check nothing: say what the check would cost in time, disk and memory."),
+    ] = False,
     server: ServerOptions,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.CHECKS.option()] = "human",
@@ -55,6 +59,15 @@ def check(
         raise HarnessError(Code.BAD_OPTION, what, where="--profile", hint="add --out DIR")
     if dtype:
         given["dtype"] = dtype[0]
+    if estimate:
+        refused: dict[str, object] = {
+            "--out": out,
+            "--fault": fault,
+            "--profile": profile,
+            "--endpoint": server.is_given,
+        }
+        refused["--dtype"] = (dtype or [])[1:]
+        return _estimated(given, [name for name, value in refused.items() if value], local_files_only, format)
     with progress_bar() as report:
         if server.is_given:
             others = [out, fault, profile or None]
@@ -70,6 +83,20 @@ def check(
     checks = DtypeChecks(results=results, profiles=profiles)
     forms.CHECKS.show(checks, format)
     return STATUS[checks.outcome]
+
+
+def _estimated(given: opt.Given, others: Sequence[str], local_files_only: bool, format: str) -> int:
+    """Show what a check of one dtype would cost; no status but that of nothing checked is right for it."""
+    if others:
+        what = "an estimate is of one check of an engine, and writes nothing"
+        raise HarnessError(Code.BAD_OPTION, what, where=others[0], hint=f"leave {others[0]} or --estimate out")
+    with progress_bar() as report:
+        from harness.judge.jobs.estimate import run_estimate
+        from harness.plan import plan_request
+
+        cost = run_estimate(plan_request(**given, local_files_only=local_files_only), progress=report)
+    forms.CHECK_COST.show(cost, format)
+    return ExitStatus.NOTHING_CHECKED
 
 
 @contextmanager

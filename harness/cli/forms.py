@@ -83,6 +83,7 @@ CHECKS = Forms(
     markdown=f"{_REPORT}.check.dtypes:checks_markdown",
     json=f"{_REPORT}.check.dtypes:checks_json",
 )
+CHECK_COST = Forms(human=f"{_REPORT}.check.cost:cost_text", markdown=f"{_REPORT}.check.cost:cost_text", json=_RESULT)
 ENDPOINT = Forms(human=f"{_REPORT}.endpoint:endpoint_text", json=f"{_REPORT}.endpoint:endpoint_json", is_fenced=True)
 SAMPLER = Forms(human=f"{_REPORT}.sampler:sampler_text", json=_RESULT, is_fenced=True)
 AUDIT = Forms(human=f"{_REPORT}.audit:audit_text", json=_RESULT, is_fenced=True)

@@ -48,7 +48,7 @@ def run(
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
         with new_output_dir(out), open_planned(plan) as subject:
             if graph is None:
-                made = run_golden(plan, progress=report)
+                made = run_golden(plan, progress=report, keeps_values=False)
                 requests, graph = list(made.requests), made.graph
             match_taps(plan, subject, graph)
             report(f"{plan.case.engine}, {schedule}", 0, 1)

@@ -1,5 +1,6 @@
 """HF's model token by token through the cache that it makes for itself, whatever the family calls it."""
 
+import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -128,8 +129,10 @@ def greedy_continuation(hf: HFModel, token_ids: Sequence[int], num_tokens: int, 
                 logits = hf.run(input_ids=ids, use_cache=False, **inputs_of(hf, request, ids.shape[1])).logits
                 tokens.append(int(logits[0, -1].argmax()))
         return tokens
+    # Of a long prompt the head would take longer than some layers, and only the last row's logits are read.
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(hf.model.forward).parameters else {}
     with HFDecoder(hf) as decoder:
         for _ in range(num_tokens):
-            feed = [int(decoder.feed([feed])[0].argmax())]
+            feed = [int(decoder.feed([feed], **last)[0].argmax())]
             tokens += feed
     return tokens

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 import safetensors
@@ -68,6 +69,8 @@ class GoldenInfo(BaseModel):
     """Digest of the recording's manifest: the noise and the graph are of these steps and of no others."""
     operations: tuple[_OperationEntry, ...]
     aliases: dict[str, str]
+    sketched: dict[str, tuple[int, ...]] = {}
+    """Shapes of the rows of taps that are kept as sketches (oracle/sketch/rows.py); empty where all values are."""
     sha256: str = ""
     """Digest of all other fields."""
 
@@ -80,7 +83,9 @@ class GoldenInfo(BaseModel):
         return self
 
     @classmethod
-    def of(cls, folder: Path, key: Mapping[str, Any], graph: Graph) -> "GoldenInfo":
+    def of(
+        cls, folder: Path, key: Mapping[str, Any], graph: Graph, sketched: Mapping[str, tuple[int, ...]]
+    ) -> "GoldenInfo":
         """Describe the golden in `folder`, whose recording and noise were just written."""
         info = cls(
             key=dict(key),
@@ -88,12 +93,14 @@ class GoldenInfo(BaseModel):
             manifest_sha256=_sha256(folder / MANIFEST_NAME),
             operations=tuple(_OperationEntry(**asdict(operation)) for operation in graph),
             aliases=dict(graph.aliases),
+            sketched=dict(sketched),
         )
         return info.model_copy(update={"sha256": info.digest()})
 
     def digest(self) -> str:
-        """Return the digest of all fields but its own."""
-        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
+        """Return the digest of all fields but its own, and but for `sketched` where no tap is: it is a later field."""
+        others = {"sha256"} if self.sketched else {"sha256", "sketched"}
+        return hashlib.sha256(self.model_dump_json(exclude=others).encode()).hexdigest()
 
     def graph(self) -> Graph:
         """Return the graph of the model that the golden is of."""
@@ -124,6 +131,11 @@ class Golden:
         """The requests with the tokens to be fed: prompt and continuation without its last token."""
         return self.recording.manifest.requests
 
+    @property
+    def sketched(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the rows of taps that are sketches; see `GoldenInfo.sketched`."""
+        return {} if self.info is None else self.info.sketched
+
     @cached_property
     def graph(self) -> Graph:
         """Operations of the model; where nobody wrote them down, as far as the names of the taps tell them."""
@@ -137,7 +149,23 @@ def open_golden(folder: Path) -> Golden:
     return Golden(Recording.open(folder))
 
 
-def write_golden_files(folder: Path, key: Mapping[str, Any], graph: Graph, noise: Mapping[str, torch.Tensor]) -> None:
+def read_graph(folder: Path, key: Mapping[str, Any]) -> Graph | None:
+    """Return the graph of the model that a golden in `folder` is of; None if there is none that was made from `key`."""
+    try:
+        with Recording.open(folder, verify=False) as recording:
+            info = _read_info(recording)
+    except HarnessError:
+        return None
+    return info.graph() if info is not None and info.key == key else None
+
+
+def write_golden_files(
+    folder: Path,
+    key: Mapping[str, Any],
+    graph: Graph,
+    noise: Mapping[str, torch.Tensor],
+    sketched: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> None:
     """Write the noise and what the golden was made from beside a recording.
 
     Raises:
@@ -145,7 +173,7 @@ def write_golden_files(folder: Path, key: Mapping[str, Any], graph: Graph, noise
     """
     try:
         safetensors.torch.save_file(dict(noise), folder / NOISE_FILE)
-        (folder / INFO_FILE).write_text(GoldenInfo.of(folder, key, graph).model_dump_json(), encoding="utf-8")
+        (folder / INFO_FILE).write_text(GoldenInfo.of(folder, key, graph, sketched).model_dump_json(), encoding="utf-8")
     except (OSError, safetensors.SafetensorError) as error:
         raise HarnessError(Code.CANNOT_WRITE, f"the golden cannot be written: {error}", where=folder) from error
 

@@ -20,18 +20,20 @@ from harness.base.workers import Workers, num_spare_threads
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.taps import Graph
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
-from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
+from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, read_graph, write_golden_files
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
 from harness.oracle.parts import parts_kept
 from harness.oracle.precision import truth_dtype
 from harness.oracle.requests import Prompt, check_prompt, sampled_positions
+from harness.oracle.sketch.rows import is_wide, sketch_dtype, sketch_rows, sketched_taps
 from harness.version import __version__
 
-ORACLE_VERSION = 7
+ORACLE_VERSION = 8
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
 
 
@@ -58,24 +60,32 @@ def _prompt_key(prompt: Prompt) -> dict[str, Any]:
 
 
 def cached_golden(
-    hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto", progress: Progress | None = None
+    hf: HFModel,
+    prompts: Sequence[Prompt],
+    *,
+    truth: str = "auto",
+    progress: Progress | None = None,
+    keeps_values: bool = False,
 ) -> Golden:
     """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one.
 
-    A golden that had to be made again says so in its notes.
+    A golden that had to be made again says so in its notes. With `keeps_values` it holds no sketches; else it may.
     """
     key = golden_key(hf, prompts, truth)
-    folder = cache_dir() / "goldens" / key_name(key)
     notes: tuple[str, ...] = ()
-    if folder.exists():
+    for folder in _cached_folders(key):
         try:
-            return _open_cached(folder, key)
+            golden = _open_cached(folder, key)
         except HarnessError as error:
             notes = (f"the golden in the cache was not used, and was made again: {error.what}",)
-        _discard(folder)
+            _discard(folder)
+        else:
+            if not (keeps_values and golden.sketched):
+                return golden
+    folder = _folder(key, keeps_values=keeps_values)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        golden = make_golden(hf, prompts, folder, truth=truth, progress=progress)
+        golden = make_golden(hf, prompts, folder, truth=truth, progress=progress, keeps_values=keeps_values)
     except OSError as error:
         raise HarnessError(
             Code.CANNOT_WRITE, f"the golden cannot be cached: {error}", where=folder, hint="set HARNESS_CACHE"
@@ -86,6 +96,22 @@ def cached_golden(
         golden = _open_cached(folder, key)  # another process was faster: its golden is the same
     golden.notes = notes
     return golden
+
+
+def cached_graph(hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto") -> Graph | None:
+    """Return the graph that the golden of `prompts` in the cache has, so that none need be traced; None without one."""
+    key = golden_key(hf, prompts, truth)
+    graphs = (read_graph(folder, key) for folder in _cached_folders(key))
+    return next((graph for graph in graphs if graph is not None), None)
+
+
+def _cached_folders(key: Mapping[str, Any]) -> list[Path]:
+    """Return where a golden is, at most twice: with all values, and with sketches."""
+    return [folder for folder in (_folder(key, keeps_values=whole) for whole in (True, False)) if folder.exists()]
+
+
+def _folder(key: Mapping[str, Any], *, keeps_values: bool) -> Path:
+    return cache_dir() / "goldens" / f"{key_name(key)}{'-values' if keeps_values else ''}"
 
 
 def _open_cached(folder: Path, key: Mapping[str, Any]) -> Golden:
@@ -110,9 +136,17 @@ def _discard(folder: Path) -> None:
 
 
 def make_golden(
-    hf: HFModel, prompts: Sequence[Prompt], out: Path, *, truth: str = "auto", progress: Progress | None = None
+    hf: HFModel,
+    prompts: Sequence[Prompt],
+    out: Path,
+    *,
+    truth: str = "auto",
+    progress: Progress | None = None,
+    keeps_values: bool = True,
 ) -> Golden:
     """Run the oracle over `prompts` and write the golden to the folder `out`, which must be new or empty.
+
+    Without `keeps_values` wide taps are kept as sketches, where a distance is all that a comparison needs of them.
 
     Raises:
         HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written;
@@ -127,7 +161,7 @@ def make_golden(
         place = out.resolve()  # a link to an empty folder stays one
         with scratch_folder(".making-", place.parent) as making:
             folder = making / "golden"
-            _make(hf, prompts, folder, truth, report)
+            _make(hf, prompts, folder, truth, report, keeps_values=keeps_values)
             folder.rename(place)  # replaces an empty folder, and no other
     except OSError as error:
         exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -136,7 +170,9 @@ def make_golden(
     return open_golden(out)
 
 
-def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, report: Progress) -> None:
+def _make(
+    hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, report: Progress, *, keeps_values: bool
+) -> None:
     requests = []
     with parts_kept(hf):
         for index, prompt in enumerate(prompts):
@@ -145,14 +181,15 @@ def _make(hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, repo
             length, fed = prompt.prompt_length or len(prompt.token_ids), [*prompt.token_ids, *new]
             requests.append(RequestInfo(id=index, token_ids=fed, prompt_length=length, inputs=prompt.inputs))
     noise: dict[str, list[torch.Tensor]] = defaultdict(list)
+    sketches = _Sketches(taps=frozenset() if keeps_values else sketched_taps(hf.graph))
     with _writer(hf, requests, folder) as writer:
         groups = batch_requests(hf, requests)
         for index, batch in enumerate(groups):
-            _record(hf, batch, writer, noise, truth, partial(report, f"truth {index + 1}/{len(groups)}"))
+            _record(hf, batch, writer, noise, sketches, truth, partial(report, f"truth {index + 1}/{len(groups)}"))
     joined = {tap: torch.cat(parts) for tap, parts in noise.items()}
     _check_finite(hf, joined)
     hf.checkpoint.refuse_changes()  # the key names the weights as they were
-    write_golden_files(folder, golden_key(hf, prompts, truth), hf.graph, joined)
+    write_golden_files(folder, golden_key(hf, prompts, truth), hf.graph, joined, sketches.shapes)
 
 
 def _check_finite(hf: HFModel, noise: Mapping[str, torch.Tensor]) -> None:
@@ -173,6 +210,7 @@ def _record(
     requests: Sequence[RequestInfo],
     writer: RecordingWriter,
     noise: dict[str, list[torch.Tensor]],
+    sketches: "_Sketches",
     truth: str,
     report: Callable[[int, int], None],
 ) -> None:
@@ -188,7 +226,7 @@ def _record(
     dtype = truth_dtype(truth, hf.dtype)
     positions = sorted({position for request in requests for position in sampled_positions(request)})
     with Workers[None](min(1, num_spare_threads(hf.device))) as disk:  # one: the taps are written in their order
-        observer = _Dump(hf, rows, writer, noise, disk)
+        observer = _Dump(hf, rows, writer, noise, disk, sketches)
         run_pair(
             hf,
             ids := padded(requests),
@@ -227,6 +265,21 @@ class _Rows:
 
 
 @dataclass(slots=True)
+class _Sketches:
+    """The taps that are sketched where they are wide, and the shapes of their rows."""
+
+    taps: frozenset[str] = frozenset()
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def stored(self, tap: str, rows: torch.Tensor, engine: torch.dtype) -> torch.Tensor:
+        """Return what is written of a tap: its rows, or their sketches."""
+        if tap not in self.taps or not is_wide(rows):
+            return rows
+        self.shapes[tap] = tuple(rows.shape[1:])
+        return sketch_rows(rows, sketch_dtype(engine, rows.dtype))
+
+
+@dataclass(slots=True)
 class _Dump:
     """Writes the truth's rows, and keeps how far the control is from them."""
 
@@ -235,6 +288,7 @@ class _Dump:
     writer: RecordingWriter
     noise: dict[str, list[torch.Tensor]]
     disk: Workers[None]
+    sketches: _Sketches = field(default_factory=_Sketches)
     choices: list[int] = field(default_factory=list)
     _control: dict[str, torch.Tensor] = field(default_factory=dict)
     _num_new: int = 0
@@ -264,7 +318,7 @@ class _Dump:
             pass
 
     def _write(self, tap: str, rows: torch.Tensor, control: torch.Tensor | None) -> None:
-        self.writer.tap(tap, rows)
+        self.writer.tap(tap, self.sketches.stored(tap, rows, self.hf.dtype))
         if tap == self.hf.graph.logits:
             self.choices = rows.argmax(dim=-1).tolist()
             if control is not None:

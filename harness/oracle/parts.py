@@ -37,11 +37,16 @@ def parts_kept(hf: UntracedModel) -> Iterator[None]:
 
     Else each forward reads them anew.
     """
-    num_bytes = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
     with ExitStack() as stack:
-        for path in hf.parts if 2 * num_bytes <= _free_bytes(hf.device) else ():
+        for path in hf.parts if keeps_parts(hf) else ():
             stack.enter_context(hf.weights.held(path))
         yield
+
+
+def keeps_parts(hf: UntracedModel) -> bool:
+    """Whether `parts_kept` keeps the weights of a model."""
+    num_bytes = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
+    return 2 * num_bytes <= _free_bytes(hf.device)
 
 
 def _free_bytes(device: torch.device) -> int:

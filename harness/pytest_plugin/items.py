@@ -117,7 +117,7 @@ class CaseItem(pytest.Item):
         from harness.judge.jobs.golden import run_golden
         from harness.oracle import sketch
 
-        golden = run_golden(plan)
+        golden = run_golden(plan, keeps_values=False)
         if self.config.getoption("golden_update"):
             self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {sketch.update(self.path, golden)}")
         else:

@@ -12,10 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import torch
 from tabulate import tabulate
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.base.memory import watched_memory
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
@@ -172,27 +170,8 @@ def check(dtype: str, folder: Path, engine: str) -> dict[str, Any]:
         "golden": result.golden_s,
         "engine": run.engine_s,
         "compare": run.compare_s,
-        "peak": max(peak) / 2**20,
+        "peak": max(peak) / 2**30,
     }
-
-
-@contextmanager
-def watched_memory() -> Iterator[list[int]]:
-    """Yield a list that is given the anonymous memory of this process in KiB every 20 ms."""
-    seen, is_over = [0], threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.02):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            seen.append(next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def row(shape: str, dtype: str, engine: str, plain: float, measured: dict[str, Any]) -> list[str]:

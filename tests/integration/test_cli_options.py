@@ -17,7 +17,7 @@ WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--chat", "--tok
             "--max-new-tokens"]  # fmt: skip
 OPTIONS = {
     "check": ["--model", "--hf", "--tensors", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora",
-              "--other-lora", "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile",
+              "--other-lora", "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile", "--estimate",
               "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again",
               "--local-files-only", "--format"],
     "golden": ["--model", "--hf", "--dtype", *WORKLOAD, "--continuation", "--case", "--lora", "--out",

@@ -14,6 +14,7 @@ from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Rows, chunks, joined, step_rows
 from harness.judge.compare.shapes import engine_dtype
+from harness.oracle.sketch.rows import estimated_metrics
 from harness.results.check import LogitResult
 
 RATIO_BOUND = 10.0
@@ -74,6 +75,8 @@ def propagated_errors(
     noise: Mapping[str, torch.Tensor],
     graph: Graph,
     usable: Collection[str],
+    *,
+    sketched: Collection[str] = (),
 ) -> Propagation:
     """Compare every usable tap that both recordings hold.
 
@@ -84,6 +87,7 @@ def propagated_errors(
             independent roundings would add up to, `unit * sqrt(operations so far)`.
         graph: of the model.
         usable: taps whose shape and dtype fit.
+        sketched: taps of which `expected` holds sketches: their distances are estimated.
     """
     result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
     other: dict[str, list[Rows]] = {}
@@ -104,7 +108,7 @@ def propagated_errors(
                 continue
             part = parts.setdefault(tap, _Parts())
             part.rows.append(rows)
-            part.metrics.append(row_metrics(ours, theirs))
+            part.metrics.append((estimated_metrics if tap in sketched else row_metrics)(ours, theirs))
             if tap in floors:
                 # A row where HF happened to be exact says nothing of what rounding may do: the median is the least.
                 part.noise.append(noise[tap][found[:, 2]].to(torch.float64).clamp(min=floors[tap]))

@@ -1,7 +1,7 @@
 """One recording against one golden: every judgement there is, put together into a result."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,6 +123,8 @@ class _Sides:
     ours: Locator
     theirs: Locator
     noise: Mapping[str, torch.Tensor]
+    sketched: Collection[str]
+    """Taps of which the golden holds sketches."""
 
 
 def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
@@ -136,7 +138,7 @@ def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
     graph = expected.graph if hf is None else hf.graph
     for recording in (actual, expected.recording):
         recording.with_names(graph.aliases)
-    findings, usable = check_taps(actual, expected.recording, graph)
+    findings, usable = check_taps(actual, expected.recording, graph, expected.sketched)
     return _Sides(
         actual=actual,
         graph=graph,
@@ -145,6 +147,7 @@ def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
         ours=Locator(actual),
         theirs=Locator(expected.recording, aliases),
         noise=expected.noise,
+        sketched=expected.sketched,
     )
 
 
@@ -167,7 +170,9 @@ def _judge(
     actual, graph, usable = sides.actual, sides.graph, sides.usable
     local = LocalJudgement(errors={}, evidence={})
     with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
-        beside.submit(lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable))
+        beside.submit(
+            lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
+        )
         if hf is not None:
             local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
         (propagation,) = beside.finished()

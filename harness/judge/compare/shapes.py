@@ -1,7 +1,8 @@
 """Shapes and dtypes, looked at before any value."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -115,9 +116,14 @@ def refuse_other_dtype(expected: Recording, actual: Recording) -> None:
         )
 
 
-def check_taps(actual: Recording, expected: Recording, graph: Graph) -> tuple[list[Finding], set[str]]:
-    """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used."""
-    shapes = {entry.name: entry.shape for entry in expected.taps}
+def check_taps(
+    actual: Recording, expected: Recording, graph: Graph, sketched: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> tuple[list[Finding], set[str]]:
+    """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used.
+
+    `sketched` has the shapes of rows of which `expected` holds sketches.
+    """
+    shapes = {entry.name: sketched.get(entry.name, entry.shape) for entry in expected.taps}
     caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
     shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
     states = {op.tap: [*op.shape] for op in graph if op.kind is Kind.STATE}

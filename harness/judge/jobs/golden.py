@@ -11,13 +11,16 @@ from harness.oracle.make_golden import cached_golden, make_golden
 from harness.plan import Plan
 
 
-def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> Golden:
+def run_golden(
+    plan: Plan, *, out: Path | None = None, progress: Progress | None = None, keeps_values: bool = True
+) -> Golden:
     """Return what HF computes for a plan's prompts.
 
     Args:
         plan: model, prompts, dtype, device and truth.
         out: folder, new or empty, that the golden is written to; None for the cache, where it may be already.
         progress: told what is being done.
+        keeps_values: whether the golden is to hold all values; without, one from the cache may hold sketches of them.
 
     Raises:
         HarnessError: the input cannot be used, or `out` cannot be written.
@@ -25,5 +28,5 @@ def run_golden(plan: Plan, *, out: Path | None = None, progress: Progress | None
     with nullcontext() if out is None else new_output_dir(out):
         hf = planned_model(plan)
         if out is None:
-            return cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=progress)
+            return cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=progress, keeps_values=keeps_values)
         return make_golden(hf, plan.prompts, out, truth=plan.case.truth, progress=progress)

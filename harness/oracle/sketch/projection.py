@@ -19,6 +19,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import Step
 from harness.oracle.golden import Golden
 from harness.oracle.sketch.file import NUM_PROJECTIONS, RequestSketch, Sketch, TapSketch
+from harness.oracle.sketch.rows import is_wide, sketch_rows, sketched_taps
 
 SIGNIFICANT_DIGITS = 12
 
@@ -29,16 +30,30 @@ def make_sketch(golden: Golden) -> Sketch:
     Raises:
         HarnessError: ORACLE_NOT_FINITE: the golden holds NaN or Inf.
     """
-    manifest = golden.recording.manifest
+    manifest, sketched = golden.recording.manifest, sketched_taps(golden.graph)
     sums: dict[str, _Sums] = {}
     for step in golden.recording.steps:
         for name in step.tap_names:
-            sums.setdefault(name, _Sums(name)).add(step, step.tap(name))
+            sums.setdefault(name, _Sums(name)).add(step, *_values(golden, step, name, sketched))
     return Sketch(
         made_with={name: str(manifest.environment[name]) for name in ("torch", "transformers")},
         requests=[RequestSketch(prompt_length=r.prompt_length, token_ids=r.token_ids) for r in manifest.requests],
         taps={name: tap.sketch() for name, tap in sums.items()},
     )
+
+
+def _values(
+    golden: Golden, step: Step, tap: str, sketched: frozenset[str]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what is projected of each row of a tap, and the norms of the rows: [rows, W] and [rows].
+
+    Of a wide tap that is its sketch (oracle/sketch/rows.py), also where the golden keeps all values.
+    """
+    rows, is_sketch = step.tap(tap), tap in golden.sketched
+    if tap in sketched and not is_sketch and is_wide(rows):
+        rows, is_sketch = sketch_rows(rows, torch.float64), True
+    values = rows.flatten(1).to(torch.float64).cpu().numpy()
+    return (values[:, :-1], values[:, -1]) if is_sketch else (values, np.linalg.norm(values, axis=1))
 
 
 class _Sums:
@@ -50,11 +65,10 @@ class _Sums:
         self.norm = 0.0
         self.projections = np.zeros(NUM_PROJECTIONS)
 
-    def add(self, step: Step, rows: torch.Tensor) -> None:
-        """Add the rows of one step."""
-        values = rows.flatten(1).to(torch.float64).cpu().numpy()
+    def add(self, step: Step, values: NDArray[np.float64], norms: NDArray[np.float64]) -> None:
+        """Add the rows of one step, [rows, W] and [rows]."""
         self.num_rows += len(values)
-        self.norm += float(np.linalg.norm(values, axis=1).sum())
+        self.norm += float(norms.sum())
         directions = _signs(self.tap, values.shape[1])
         covered = step.rows_of(self.tap)
         requests = step.request if covered is None else step.request[covered]

@@ -1,0 +1,123 @@
+"""Rows as sketches: what they tell of a distance, and goldens that keep them."""
+
+import pytest
+import torch
+
+from harness.base.metrics import row_metrics
+from harness.oracle.make_golden import cached_golden, cached_graph, make_golden
+from harness.oracle.requests import Prompt
+from harness.oracle.sketch import make_sketch
+from harness.oracle.sketch import rows as sketches
+from harness.oracle.sketch.rows import estimated_metrics, sketch_rows, sketched_taps
+
+PROMPTS = (Prompt(token_ids=(5, 9, 200, 17, 31, 8), max_new_tokens=4), Prompt(token_ids=(44, 3, 90), max_new_tokens=1))
+WIDTH, NUM_ROWS = 2048, 400
+
+
+def rows(seed=0):
+    return torch.randn(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def masks():
+    """Elements that are wrong: all, one head, one channel of each head, every second, two."""
+    none = torch.zeros(WIDTH, dtype=torch.float64)
+    head, channel, half, two = (none.clone() for _ in range(4))
+    head[256:384], channel[5::128], half[::2] = 1, 1, 1
+    two[[7, 1031]] = 1
+    return {"all": none + 1, "head": head, "channel": channel, "half": half, "two": two}
+
+
+@pytest.mark.parametrize("which", masks())
+def test_a_distance_is_estimated_within_a_few_per_cent(which):
+    expected = rows()
+    actual = expected + 1e-6 * rows(1) * masks()[which]
+    whole, estimated = row_metrics(actual, expected), estimated_metrics(actual, sketch_rows(expected, torch.float64))
+    share = estimated.relative_l2 / whole.relative_l2
+    assert float(share.square().mean()) == pytest.approx(1, abs=0.05)
+    assert float(share.std()) <= 1.2 * 0.5 * (2 / sketches.PROJECTIONS_A_ROW) ** 0.5
+    torch.testing.assert_close(estimated.cosine, whole.cosine, rtol=0, atol=1e-11)
+    assert estimated.is_estimated
+    assert not whole.is_estimated
+
+
+def test_equal_rows_have_equal_sketches_wherever_they_stand(monkeypatch):
+    expected = rows()[:, :1000]
+    stored = sketch_rows(expected, torch.float64)
+    assert torch.equal(sketch_rows(expected[7:9], torch.float64), stored[7:9])
+    monkeypatch.setattr(sketches, "_BLOCK_ELEMENTS", 3000)
+    assert torch.equal(sketch_rows(expected, torch.float64), stored)
+    assert not estimated_metrics(expected.view(NUM_ROWS, 10, 100), stored).error_norm.any()
+    other = expected.clone()
+    other[3, 999] += 1e-9
+    assert estimated_metrics(other, stored).error_norm.nonzero().tolist() == [[3]]
+
+
+def test_what_is_not_finite_is_counted():
+    actual = rows()
+    actual[2, 5], actual[4, :2] = torch.nan, torch.inf
+    metrics = estimated_metrics(actual, sketch_rows(rows(), torch.float64))
+    assert (~metrics.is_finite).nonzero()[:, 0].tolist() == [2, 4]
+    assert (metrics.num_nan, metrics.num_inf) == (1, 2)
+
+
+@pytest.fixture
+def narrow(monkeypatch, tmp_path):
+    """Let all rows of tiny models be wide: a sketch has fewer projections than they have elements."""
+    monkeypatch.setattr(sketches, "PROJECTIONS_A_ROW", 24)
+    monkeypatch.setattr(sketches, "_LEAST_WIDTH", 0)
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    sketches._directions.cache_clear()
+    yield
+    sketches._directions.cache_clear()
+
+
+@pytest.fixture
+def both(load, tmp_path, narrow):
+    """A model, its golden with all values, and that of the cache."""
+    hf = load("qwen3-tiny")
+    return hf, make_golden(hf, PROMPTS, tmp_path / "whole"), cached_golden(hf, PROMPTS)
+
+
+def test_a_cached_golden_keeps_sketches_where_a_distance_is_enough(both):
+    hf, whole, cached = both
+    assert not whole.sketched
+    assert set(cached.sketched) == sketched_taps(hf.graph)
+    shapes = {entry.name: tuple(entry.shape) for entry in whole.recording.taps}
+    assert cached.sketched == {tap: shapes[tap] for tap in cached.sketched}
+    assert cached.noise.keys() == whole.noise.keys()
+    (ours,), (theirs,) = cached.recording.steps[:1], whole.recording.steps[:1]
+    kept = [hf.graph.logits, "model.layers.0.k_rope", "model.layers.1.self_attn.v_proj"]
+    for tap in kept:
+        assert torch.equal(ours.tap(tap), theirs.tap(tap)), "compared element by element"
+        assert tap not in cached.sketched
+
+
+def test_the_case_sketch_is_the_same_of_both(both):
+    _, whole, cached = both
+    ours, theirs = make_sketch(cached), make_sketch(whole)
+    assert ours.requests == theirs.requests
+    for tap, figures in theirs.taps.items():
+        assert ours.taps[tap].figures == pytest.approx(figures.figures, rel=1e-9, abs=1e-9)
+
+
+def test_values_that_are_asked_for_are_beside_the_sketches_and_serve_both(both):
+    hf, whole, cached = both
+    assert cached_golden(hf, PROMPTS).recording.path == cached.recording.path
+    with_values = cached_golden(hf, PROMPTS, keeps_values=True)
+    assert not with_values.sketched
+    assert with_values.recording.bits == whole.recording.bits
+    assert cached_golden(hf, PROMPTS).recording.path == with_values.recording.path
+
+
+def test_without_wide_rows_one_golden_serves_both(load, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    first = cached_golden(load("llama-tiny"), PROMPTS)
+    assert not first.sketched
+    assert cached_golden(load("llama-tiny"), PROMPTS, keeps_values=True).recording.path == first.recording.path
+
+
+def test_the_graph_is_that_of_the_cached_golden(both):
+    hf, *_ = both
+
+    assert cached_graph(hf, PROMPTS) == hf.graph
+    assert cached_graph(hf, PROMPTS[:1]) is None
