@@ -46,8 +46,8 @@ def parts_kept(hf: UntracedModel) -> Iterator[None]:
 def keeps_parts(hf: UntracedModel) -> bool:
     """Whether `parts_kept` keeps the weights of a model."""
     num_bytes = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
-    return 2 * num_bytes <= _free_bytes(hf.device)
+    return bool(2 * num_bytes <= _free_bytes(hf.device))
 
 
 def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
