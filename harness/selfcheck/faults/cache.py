@@ -73,9 +73,9 @@ def _keys_before_rotary() -> AbstractContextManager[InjectedFault]:
 
     def project(original: Callable[..., Any]) -> Callable[..., Any]:
         def projected(self: Attention, *args: Any) -> Any:
-            q, k, v = original(self, *args)
+            q, k, *others = original(self, *args)
             unrotated[:] = [k]
-            return q, k, v
+            return q, k, *others
 
         return projected
 

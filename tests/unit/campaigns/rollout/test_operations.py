@@ -29,8 +29,8 @@ SEEN_BY = {
     "topk": ("experts: as the engine chose", "experts"),
 }
 """What a wrong tap that is no operation of HF's shows in."""
-NOT_HERE = ("k-cached-before-rotary", "wrong-block", "wrong-block-in-bfloat16", "last-token-unread-in-float16")
-"""They need an observer or a second block, or compute NaN, which is refused."""
+NOT_HERE = ("wrong-block", "wrong-block-in-bfloat16", "last-token-unread-in-float16")
+"""They need a second block, or compute NaN, which is refused."""
 MODULES = ("embed_tokens", "layers.0.self_attn.q_proj", "layers.1.input_layernorm", "layers.1.mlp.up_proj", "norm")
 
 
