@@ -1,6 +1,7 @@
 """Tensors by their names, wherever they lie: weights, recordings and goldens, dumps."""
 
 import difflib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from harness.base.files import read_bytes
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.gguf import is_gguf, open_gguf
@@ -98,10 +100,23 @@ def _weights(kind: str, files: Mapping[str, Path]) -> Source:
     return Source(kind=kind, names=tuple(files), read=read)
 
 
+def _sketched(folder: Path) -> frozenset[str]:
+    """Return the taps of a golden that are kept as sketches (`oracle/golden.py` writes their list)."""
+    info = folder / "golden.json"
+    return frozenset(json.loads(read_bytes(info)).get("sketched", ())) if info.is_file() else frozenset()
+
+
 def _recording(recording: Recording) -> Source:
-    steps = recording.steps
+    steps, sketched = recording.steps, _sketched(recording.path)
 
     def read(name: str) -> torch.Tensor:
+        if name in sketched:
+            raise HarnessError(
+                Code.BAD_OPTION,
+                f"this golden of a check's cache holds sketches of {name}, and no values",
+                where=recording.path,
+                hint="write a golden with all values: harness golden --out DIR",
+            )
         return torch.cat([step.tap(name) for step in steps if step.has(name)])
 
     def rows(name: str) -> Mapping[Row, int]:

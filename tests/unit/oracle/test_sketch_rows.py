@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from harness.base.metrics import row_metrics
+from harness.errors import HarnessError
+from harness.formats.inspect.sources import open_source
 from harness.oracle.make_golden import cached_golden, cached_graph, make_golden
 from harness.oracle.requests import Prompt
 from harness.oracle.sketch import make_sketch
@@ -90,6 +92,15 @@ def test_a_cached_golden_keeps_sketches_where_a_distance_is_enough(both):
     for tap in kept:
         assert torch.equal(ours.tap(tap), theirs.tap(tap)), "compared element by element"
         assert tap not in cached.sketched
+
+
+def test_sketches_are_not_shown_as_values(both):
+    hf, whole, cached = both
+    tap = next(iter(cached.sketched))
+    with pytest.raises(HarnessError, match=r"holds sketches of .*, and no values"):
+        open_source(cached.recording.path).tensor(tap)
+    assert open_source(whole.recording.path).tensor(tap).shape[1:] == cached.sketched[tap]
+    assert open_source(cached.recording.path).tensor(hf.graph.logits).dim() == 2
 
 
 def test_the_case_sketch_is_the_same_of_both(both):
