@@ -149,16 +149,6 @@ def open_golden(folder: Path) -> Golden:
     return Golden(Recording.open(folder))
 
 
-def read_graph(folder: Path, key: Mapping[str, Any]) -> Graph | None:
-    """Return the graph of the model that a golden in `folder` is of; None if there is none that was made from `key`."""
-    try:
-        with Recording.open(folder, verify=False) as recording:
-            info = _read_info(recording)
-    except HarnessError:
-        return None
-    return info.graph() if info is not None and info.key == key else None
-
-
 def write_golden_files(
     folder: Path,
     key: Mapping[str, Any],

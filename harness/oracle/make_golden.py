@@ -20,10 +20,9 @@ from harness.base.workers import Workers, num_spare_threads
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
-from harness.formats.taps import Graph
 from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
-from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, read_graph, write_golden_files
+from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
@@ -98,11 +97,13 @@ def cached_golden(
     return golden
 
 
-def cached_graph(hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto") -> Graph | None:
-    """Return the graph that the golden of `prompts` in the cache has, so that none need be traced; None without one."""
+def open_cached_golden(hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto") -> Golden | None:
+    """Return the golden of `prompts` in the cache; None if it is not there, or cannot be used."""
     key = golden_key(hf, prompts, truth)
-    graphs = (read_graph(folder, key) for folder in _cached_folders(key))
-    return next((graph for graph in graphs if graph is not None), None)
+    for folder in _cached_folders(key):
+        with suppress(HarnessError):
+            return _open_cached(folder, key)
+    return None
 
 
 def _cached_folders(key: Mapping[str, Any]) -> list[Path]:

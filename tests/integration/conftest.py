@@ -120,7 +120,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], *, 
     (folder / "manifest.json").write_text(json.dumps(manifest))
     if (folder / INFO_FILE).exists():
         info = GoldenInfo.model_validate_json((folder / INFO_FILE).read_bytes())
-        (folder / INFO_FILE).write_text(GoldenInfo.of(folder, info.key, info.graph()).model_dump_json())
+        (folder / INFO_FILE).write_text(GoldenInfo.of(folder, info.key, info.graph(), info.sketched).model_dump_json())
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ OPTIONS = {
              "--local-files-only", "--format"],
     "faults": ["--only", "--category", "--seeds", "--format"],
     "quant": ["--model", "--types", "--file", "--engine-option", "--text-file", "--tokens", "--sequences", "--seed",
-              "--pad", "--out", "--local-files-only", "--format"],
+              "--pad", "--parts", "--out", "--local-files-only", "--format"],
     "estimate": ["--model", "--gpu", "--dtype", "--cache-dtype", "--requests", "--context", "--block-size", "--profile",
                  "--format"],
     "rollout": ["rollouts", "--model", "--trainer", "--layout", "--engine", "--engine-option", "--previous",

@@ -32,7 +32,7 @@ from harness.judge.jobs.output_folder import new_output_dir, recording_folder
 from harness.judge.jobs.settings import compare_settings, with_settings
 from harness.oracle.golden import Golden
 from harness.oracle.lora import adapter_notes
-from harness.oracle.make_golden import cached_golden, cached_graph
+from harness.oracle.make_golden import cached_golden, open_cached_golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
 from harness.results.check import CheckResult, Outcome, RunResult
@@ -67,12 +67,13 @@ def _check_engine(
     hf = planned_model(plan)
     runs: list[RunResult] = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
-        if (graph := cached_graph(hf, plan.prompts, truth=plan.case.truth)) is not None:
-            hf.graph = graph
+        cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
+        if cached is not None:
+            hf.graph = cached.graph  # which need not be traced again
         settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
-        golden = cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
+        golden = cached or cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - begin
         for index, schedule in enumerate(plan.schedules):
             if runs and time.perf_counter() > deadline:

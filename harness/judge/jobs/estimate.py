@@ -23,7 +23,7 @@ from harness.judge.compare import compare_run
 from harness.judge.jobs.engine_run import describe_run
 from harness.judge.jobs.model import planned_model
 from harness.oracle.decode import greedy_continuation
-from harness.oracle.make_golden import cached_graph, make_golden
+from harness.oracle.make_golden import make_golden, open_cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.parts import keeps_parts, parts_kept
 from harness.oracle.weights import ResidentWeights
@@ -49,7 +49,7 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
     start = _clock()
     hf = planned_model(plan)
     loaded_s = _clock() - start
-    has_golden = cached_graph(hf, plan.prompts, truth=plan.case.truth) is not None
+    has_golden = open_cached_golden(hf, plan.prompts, truth=plan.case.truth) is not None
     keeps, free = keeps_parts(hf), available_bytes()
     weights = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
     first = _first_layers(hf)

@@ -6,7 +6,7 @@ import torch
 from harness.base.metrics import row_metrics
 from harness.errors import HarnessError
 from harness.formats.inspect.sources import open_source
-from harness.oracle.make_golden import cached_golden, cached_graph, make_golden
+from harness.oracle.make_golden import cached_golden, make_golden, open_cached_golden
 from harness.oracle.requests import Prompt
 from harness.oracle.sketch import make_sketch
 from harness.oracle.sketch import rows as sketches
@@ -127,8 +127,11 @@ def test_without_wide_rows_one_golden_serves_both(load, tmp_path, monkeypatch):
     assert cached_golden(load("llama-tiny"), PROMPTS, keeps_values=True).recording.path == first.recording.path
 
 
-def test_the_graph_is_that_of_the_cached_golden(both):
-    hf, *_ = both
-
-    assert cached_graph(hf, PROMPTS) == hf.graph
-    assert cached_graph(hf, PROMPTS[:1]) is None
+def test_the_golden_of_the_cache_has_the_graph(both):
+    hf, _, cached = both
+    opened = open_cached_golden(hf, PROMPTS)
+    assert opened.graph == hf.graph
+    assert opened.recording.path == cached.recording.path
+    assert open_cached_golden(hf, PROMPTS[:1]) is None
+    (cached.recording.path / "noise.safetensors").unlink()
+    assert open_cached_golden(hf, PROMPTS) is None

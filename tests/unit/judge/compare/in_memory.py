@@ -64,7 +64,11 @@ def recording_of(requests: Mapping[int, Sequence[int]], steps: Sequence[Step], *
         for id_, tokens in requests.items()
     ]
     given = {"dtype": "float32", "numerics": None, "schedule": "by hand"} | manifest
-    return SimpleNamespace(path="memory", steps=list(steps), manifest=SimpleNamespace(requests=infos, **given))
+    shapes = {name: tuple(rows.shape[1:]) for step in steps for name, rows in step.taps.items()}
+    taps = [SimpleNamespace(name=name, shape=shape) for name, shape in shapes.items()]
+    return SimpleNamespace(
+        path="memory", taps=taps, steps=list(steps), manifest=SimpleNamespace(requests=infos, **given)
+    )
 
 
 def tap_rows(
