@@ -39,8 +39,9 @@ class VllmWatcher(StepWatcher):
         table = find_table(model, graph, fused_sizes=attrgetter("output_partition_sizes"), calls=calls)
         shown = {tap for entry in table for tap in entry.taps}
         # What a cache gives back is held to what was written. Where no module shows that, it would be held to HF's own,
-        # from which a router's tie may have led far away.
-        caches = [cache for cache in _caches(runner, graph) if graph[cache.tap].inputs[0] in shown]
+        # from which a router's tie may have led far away. A compiled model shows no module: its caches are all it has.
+        is_compiled = not runner.model_config.enforce_eager
+        caches = [cache for cache in _caches(runner, graph) if is_compiled or graph[cache.tap].inputs[0] in shown]
         super().__init__(model, runner.sampler, table, requests, writer, caches=caches)
         self._runner, self._routers = runner, _routers(model, graph)
         groups = _attending_groups(runner)
