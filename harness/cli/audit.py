@@ -22,7 +22,8 @@ def audit(
         typer.Option(
             metavar="NAMES",
             help="What may be served, the first as the server says; comma list: dtypes, fp8, q4, types of `harness "
-            "quant`, folders, each with +lora=FOLDER, +kv=fp8, +temperature=0.7, ...",
+            "quant`, folders, each with +lora=FOLDER, +kv=fp8, +template=FILE, "
+            "+temperature=0.7, ...",
         ),
     ],
     dtype: opt.Dtype = None,

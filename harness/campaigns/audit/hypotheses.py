@@ -40,7 +40,10 @@ _CACHES = {
     "fp16": partial(rounded, dtype=torch.float16),
     "bf16": partial(rounded, dtype=torch.bfloat16),
 }
-_EXPECTED = "bf16,fp8,q4, a type of `harness quant`, or a folder; and +lora=FOLDER, +kv=fp8, +temperature=0.7, ..."
+_EXPECTED = (
+    "bf16,fp8,q4, a type of `harness quant`, or a folder; "
+    "and +lora=FOLDER, +kv=fp8, +template=FILE, +temperature=0.7, ..."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Hypothesis:
     lora: Path | None
     cache: Rounding | None
     """What becomes of keys and values before attention reads them; None: nothing."""
+    template: Path | None
+    """What renders a chat; None: the checkpoint's own template."""
     settings: SamplingSettings
     """What the tokens are drawn with."""
 
@@ -95,15 +100,18 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Hyp
     found = []
     for name in names:
         weights, *parts = name.split("+")
-        models = {key: value for key, _, value in (part.partition("=") for part in parts) if key in ("lora", "kv")}
+        pairs = [(key, value) for key, _, value in (part.partition("=") for part in parts)]
+        models = {key: value for key, value in pairs if key in ("lora", "kv", "template")}
         others = [part for part in parts if part.partition("=")[0] not in models]
         settings = parse_settings(others, asked, where=where)
         if models.get("kv", "fp8") not in _CACHES:
             what = "this is no cache that can be supposed"
             raise HarnessError(Code.BAD_OPTION, what, where=where, expected=", ".join(_CACHES), actual=models["kv"])
         cache = _CACHES.get(models.get("kv", ""))
-        lora = Path(models["lora"]) if "lora" in models else None
-        found.append(Hypothesis(name=name, weights=weights, lora=lora, cache=cache, settings=settings))
+        lora, template = (Path(models[key]) if key in models else None for key in ("lora", "template"))
+        found.append(
+            Hypothesis(name=name, weights=weights, lora=lora, cache=cache, template=template, settings=settings)
+        )
     return tuple(found)
 
 

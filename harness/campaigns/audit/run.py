@@ -1,7 +1,7 @@
 """The job: ask a server for draws, run every hypothesis along them, exclude."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from harness.base.progress import Progress, no_progress
 from harness.base.scratch import scratch_folder
 from harness.campaigns.audit import logprobs, tokens
+from harness.campaigns.audit.chats import rendered, renderer_of
 from harness.campaigns.audit.hypotheses import Hypothesis, load_hypothesis, parse_hypotheses, parse_settings
 from harness.campaigns.audit.views import Given, View, named
 from harness.campaigns.endpoint.address import Address
@@ -51,13 +52,16 @@ def run_audit(
     """
     report, asked = progress or no_progress, parse_settings(ask, SamplingSettings(), where="--ask")
     hypotheses = parse_hypotheses(names, asked)
-    setting = Setting(name="audit", settings=asked)
+    templates = {each.template for each in hypotheses}
+    setting = Setting(name="audit", settings=asked, is_chat=templates != {None})
+    renderers = {each: renderer_of(plan.checkpoint, each) for each in templates} if setting.is_chat else {}
     answers = ask_draws(plan, address, [setting], num_tokens, seed=seed, num_again=0, progress=report)
     vocab_size, begin = answers.hf.vocab_size, time.perf_counter()
     draws, failed = _draws(answers)
     given = [_given(answers, request, draw) for request, draw in draws.values()]
     every = max(1, ceil(2 * len(draws) * vocab_size * len(hypotheses) / _MOST_KEPT))
-    views = _views(plan, hypotheses, draws, given, vocab_size=vocab_size, every=every, progress=report)
+    seen = {each: rendered(draws, own, answers.names) for each, own in renderers.items()} or {None: draws}
+    views = _views(plan, hypotheses, seen, given, vocab_size=vocab_size, every=every, progress=report)
     judged = _Judged(hypotheses=hypotheses, views=views, given=_table(draws, given))
     return AuditResult(
         url=address.url,
@@ -117,19 +121,20 @@ def _table(draws: Draws, given: Sequence[Given]) -> logprobs.Given | None:
 def _views(
     plan: Plan,
     hypotheses: Sequence[Hypothesis],
-    draws: Draws,
+    seen: Mapping[Path | None, Draws],
     given: Sequence[Given],
     *,
     vocab_size: int,
     every: int,
     progress: Progress,
 ) -> list[View]:
-    """Run each model once, for all hypotheses that have it."""
+    """Run each model once, for all hypotheses that have it; `seen` has the draws by the template of their prompts."""
+    draws = next(iter(seen.values()))
     views = [View(own.settings, len(draws), every=every) for own in hypotheses]
     numbers = {(request.number, draw.step): at for at, (request, draw) in enumerate(draws.values())}
-    groups: dict[tuple[str, Path | None, Rounding | None], list[int]] = {}
+    groups: dict[tuple[str, Path | None, Rounding | None, Path | None], list[int]] = {}
     for number, own in enumerate(hypotheses):
-        groups.setdefault((own.weights.lower(), own.lora, own.cache), []).append(number)
+        groups.setdefault((own.weights.lower(), own.lora, own.cache, own.template), []).append(number)
     with scratch_folder("harness-audit-") as scratch:
         for members in groups.values():
             first, own_views = hypotheses[members[0]], [views[number] for number in members]
@@ -146,7 +151,8 @@ def _views(
                 for view in to:
                     view.add(at, draw, given[at], logits, control)
 
-            read_draws(hf, draws, read, truth=plan.case.truth, progress=progress, label=first.name, cache=first.cache)
+            own_draws, truth = seen[first.template], plan.case.truth
+            read_draws(hf, own_draws, read, truth=truth, progress=progress, label=first.name, cache=first.cache)
     return views
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from harness.campaigns.endpoint.names import TokenNames
 from harness.errors import Code, HarnessError
 
-COMPLETIONS = "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

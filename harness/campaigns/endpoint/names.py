@@ -64,12 +64,16 @@ class TokenNames:
                 return text
         return None
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._checkpoint.tokenizer.hf.decode(list(token_ids), skip_special_tokens=True))
+
     def spelled(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """Return what the text of some tokens becomes: the same, after those that the tokenizer begins a text with.
 
         None if no text ends in these tokens.
         """
-        found = tuple(self.encode(self._checkpoint.tokenizer.hf.decode(list(token_ids), skip_special_tokens=True)))
+        found = tuple(self.encode(self.decode(token_ids)))
         is_same = found[-len(token_ids) :] == tuple(token_ids)
         return found if is_same and self.text_of(found) is not None else None
 

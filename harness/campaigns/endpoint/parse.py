@@ -29,7 +29,7 @@ def read_answer(
         num_echoed, num_unechoed = len(prompt), 0 if is_whole else 1
         entries = [*entries, ParsedToken()] if is_whole else [ParsedToken(), *entries]  # the last, or begin-of-text
     token_ids = _token_ids(choice, entries, num_echoed, names, where=where)
-    if token_ids is None:
+    if token_ids is None and isinstance(text, str):
         own = None if entries is None else entries[num_echoed:]
         num_new = _count(body, "completion_tokens") if own is None else len(own)
         token_ids = _retokenised(names.continuation(prompt, _new_text(text, num_echoed, prompt, names), num_new), own)
@@ -167,9 +167,9 @@ def _num_echoed(entries: Sequence[ParsedToken] | None, prompt: Sequence[int], nu
     return len(prompt) if num_new is None else max(0, len(entries) - num_new)
 
 
-def _new_text(text: object, num_echoed: int, prompt: Sequence[int], names: TokenNames) -> str:
+def _new_text(text: str, num_echoed: int, prompt: Sequence[int], names: TokenNames) -> str:
     before = names.text_of(prompt) if num_echoed and names.is_there else None
-    return str(text).removeprefix(before or "")
+    return text.removeprefix(before or "")
 
 
 def _retokenised(token_ids: tuple[int, ...] | None, entries: Sequence[ParsedToken] | None) -> tuple[int, ...] | None:

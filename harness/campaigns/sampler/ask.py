@@ -10,7 +10,6 @@ from harness.base.progress import Progress
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.client import Client
-from harness.campaigns.endpoint.dialect import COMPLETIONS
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.parse import read_answer
 from harness.campaigns.endpoint.plain_ids import plain_ids
@@ -96,8 +95,8 @@ async def _ask(
         async def answer(request: DrawRequest) -> Completion | HarnessError:
             nonlocal num_done
             try:
-                body = await client.post(COMPLETIONS, request.body(probed, names))
-                return read_answer(body, request.prompt, names, where=COMPLETIONS)
+                body = await client.post(request.path, request.body(probed, names))
+                return read_answer(body, request.prompt, names, where=request.path)
             except HarnessError as error:
                 return error
             finally:

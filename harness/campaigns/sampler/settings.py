@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.campaigns.endpoint.dialect import Dialect
+from harness.campaigns.endpoint.dialect import CHAT, COMPLETIONS, Dialect
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.parameters import ALL_TOKENS
 from harness.campaigns.endpoint.probed import Probed
@@ -43,6 +43,8 @@ class Setting:
     schema: Mapping[str, Any] | None = field(default=None, hash=False)
     """JSON schema that the answer must have. Such a setting is judged only where it is named: a server may ignore
     `response_format` in completions without having promised it."""
+    is_chat: bool = False
+    """Whether the text of a request's prompt is sent as the message of a user."""
 
     def lacking(self, order: Sequence[str]) -> list[str]:
         """Return the steps that this setting needs and an order does not have."""
@@ -99,9 +101,23 @@ class DrawRequest:
     seed: int | None
     """None: the server takes none."""
 
+    @property
+    def path(self) -> str:
+        """Where the server takes it."""
+        return CHAT if self.setting.is_chat else COMPLETIONS
+
+    def messages(self, names: TokenNames) -> list[dict[str, str]]:
+        """Return the messages of a chat."""
+        return [{"role": "user", "content": names.decode(self.prompt)}]
+
     def body(self, probed: Probed, names: TokenNames) -> dict[str, Any]:
         """Return the body of the request; raises HarnessError as `Dialect.body`."""
-        body = probed.dialect.body(self.prompt, TOKENS, names) | {"temperature": self.settings.temperature}
+        dialect = replace(probed.dialect, takes_token_ids=self.setting.is_chat or probed.dialect.takes_token_ids)
+        body = dialect.body(self.prompt, TOKENS, names) | {"temperature": self.settings.temperature}
+        if self.setting.is_chat:
+            num_logprobs, _ = body.pop("logprobs", 0), body.pop("prompt")
+            body |= {"messages": self.messages(names)}
+            body |= {"logprobs": True, "top_logprobs": num_logprobs} if num_logprobs else {}
         if not self.setting.is_bare:
             body |= {name: value for name, value in _NEUTRAL.items() if probed.has(name)}
             body |= {"top_k": -1} if probed.has(ALL_TOKENS) else {}
@@ -135,7 +151,9 @@ def draw_requests(
             draw = random.Random(f"{seed}/{turn}/{setting.name}")
             own = setting.settings
             repeats = _REPEATS if _PENALTIES & own.changed.keys() else 1
-            prompt = _prompt(draw, names, ids, repeats, takes_text=not probed.dialect.takes_token_ids)
+            prompt = _prompt(
+                draw, names, ids, repeats, takes_text=not (setting.is_chat or probed.dialect.takes_token_ids)
+            )
             if setting.is_biased:
                 own = replace(own, logit_bias=((prompt[1], _BIAS), (prompt[2], _BIAS), (prompt[3], -_BIAS)))
             request_seed = draw.randrange(2**31 - 1) if probed.has("seed") else None

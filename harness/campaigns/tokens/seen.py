@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.campaigns.endpoint.client import Client
+from harness.campaigns.endpoint.dialect import CHAT
 from harness.campaigns.endpoint.probed import FATAL, words
 from harness.campaigns.tokens.conversations import Conversation
 from harness.errors import Code, HarnessError
-
-CHAT = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

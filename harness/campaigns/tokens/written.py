@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.campaigns.endpoint.client import Client
-from harness.campaigns.endpoint.dialect import COMPLETIONS
+from harness.campaigns.endpoint.dialect import CHAT, COMPLETIONS
 from harness.campaigns.endpoint.judge import wrong_length
 from harness.campaigns.endpoint.parse import only_choice, unreadable
 from harness.campaigns.endpoint.probed import FATAL, words
 from harness.campaigns.tokens.causes import around_difference
-from harness.campaigns.tokens.seen import CHAT
 from harness.errors import Code, HarnessError
 from harness.results.tokens import Difference
 
