@@ -1,7 +1,6 @@
 """Tensors by their names, wherever they lie: weights, recordings and goldens, dumps."""
 
 import difflib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from harness.base.files import read_bytes
+from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.gguf import is_gguf, open_gguf
@@ -103,7 +103,13 @@ def _weights(kind: str, files: Mapping[str, Path]) -> Source:
 def _sketched(folder: Path) -> frozenset[str]:
     """Return the taps of a golden that are kept as sketches (`oracle/golden.py` writes their list)."""
     info = folder / "golden.json"
-    return frozenset(json.loads(read_bytes(info)).get("sketched", ())) if info.is_file() else frozenset()
+    if not info.is_file():
+        return frozenset()
+    try:
+        return frozenset(parse_json(read_bytes(info)).get("sketched", ()))
+    except (ValueError, AttributeError, TypeError) as error:
+        what, hint = "the golden is damaged", "make the golden again"
+        raise HarnessError(Code.BAD_MANIFEST, what, where=info, hint=hint) from error
 
 
 def _recording(recording: Recording) -> Source:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.base.metrics import row_metrics
-from harness.errors import HarnessError
+from harness.errors import Code, HarnessError
 from harness.formats.inspect.sources import open_source
 from harness.oracle.make_golden import cached_golden, make_golden, open_cached_golden
 from harness.oracle.requests import Prompt
@@ -101,6 +101,15 @@ def test_sketches_are_not_shown_as_values(both):
         open_source(cached.recording.path).tensor(tap)
     assert open_source(whole.recording.path).tensor(tap).shape[1:] == cached.sketched[tap]
     assert open_source(cached.recording.path).tensor(hf.graph.logits).dim() == 2
+
+
+@pytest.mark.parametrize("text", ["", "[" * 5000, "7", '{"sketched": 7}', '{"sketched": [[]]}'])
+def test_a_damaged_golden_is_refused_before_it_is_shown(both, text):
+    _, _, cached = both
+    (cached.recording.path / "golden.json").write_text(text)
+    with pytest.raises(HarnessError, match="the golden is damaged") as caught:
+        open_source(cached.recording.path)
+    assert caught.value.code is Code.BAD_MANIFEST
 
 
 def test_the_case_sketch_is_the_same_of_both(both):

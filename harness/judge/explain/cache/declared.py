@@ -96,8 +96,7 @@ def _changes(
         )
     if len(own.scales) > 1:
         yield "have the scale of the next head", _as_declared(replace(own, scales=(*own.scales[1:], own.scales[0])))
-        mean = (max(own.scales),)
-        yield "have the largest scale of all heads", _as_declared(replace(own, scales=mean))
+        yield "have the largest scale of all heads", _as_declared(replace(own, scales=(max(own.scales),)))
     for tap, scales in numerics.cache_scales.items():
         if tap.endswith(f".{part}_cache") and not tap.startswith(layer) and scales != own.scales:
             yield f"have the scale of {prefix_of(tap).removesuffix('.')}", _as_declared(replace(own, scales=scales))
