@@ -71,3 +71,12 @@ def test_a_name_that_is_no_split_is_refused():
     with pytest.raises(HarnessError, match="not split into 'heads'") as caught:
         check_splits("heads")
     assert caught.value.code is Code.BAD_OPTION
+
+
+def test_without_parts_no_weights_are_read(checkpoints):
+    """Those of a large model are on no device between two forwards."""
+    exact, quantised = models(checkpoints / "llama-tiny", O_PROJ)
+    truth = hf_distributions(exact, TEXT)
+    for hf in (exact, quantised):
+        hf.model.to("meta")
+    assert part_costs(exact, quantised, TEXT, truth, (), lambda name: None) == ()
