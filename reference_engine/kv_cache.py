@@ -93,6 +93,9 @@ class KVCache:
         shape = (spec.num_streams, spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Not zeroed: no slot is read before it is written, and untouched memory is not even allocated by the system.
         self.data = _allocate(shape, spec)
+        if spec.device.type != "cpu":
+            # What an earlier engine left there, of the same tokens in the same slots, would hide a missing write.
+            self.data.fill_(math.nan)
         spec.prepare(self.data)
         # The exception is the null block, which padding reads under a mask: 0 * NaN would be NaN.
         self.data[:, :, NULL_BLOCK] = 0

@@ -37,11 +37,19 @@ def stored(change: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
     def make(store: Callable[..., None]) -> Callable[..., None]:
         def stored(self: KVCache, layer: int, *given: torch.Tensor) -> None:
-            store(self, layer, *change(self, *given))
+            k, v, slots = change(self, *given)
+            rows = _last_of_each(slots)
+            store(self, layer, k[rows], v[rows], slots[rows])
 
         return stored
 
     return replacing((KVCache, "store", make))
+
+
+def _last_of_each(slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows that stay where two go to one slot: the later one, which a GPU leaves open."""
+    rows = {slot: row for row, slot in enumerate(slots.tolist())}
+    return torch.tensor(sorted(rows.values()), device=slots.device)
 
 
 def _slot_back_at_boundary(cache: KVCache, k: Any, v: Any, slots: torch.Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -39,8 +39,17 @@ def replacing(
 
 
 def _device_of(given: Any) -> AbstractContextManager[Any]:
-    devices = (x.device for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.device.type != "cpu")
+    devices = (x.device for x in _tensors(given) if x.device.type != "cpu")
     return next(devices, nullcontext())
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of arguments, and those that batches among them hold."""
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from (x for field in fields(leaf) if isinstance(x := getattr(leaf, field.name), torch.Tensor))
 
 
 def _counted(function: Callable[..., Any], planted: InjectedFault) -> Callable[..., Any]:
