@@ -53,6 +53,7 @@ def local_errors(
             usable,
             is_alone=len(batches) == 1,
             declared=declared,
+            may_truncate=recording.manifest.device.startswith("cuda"),
             stops_early=stops_early,
             workers=workers,
         )

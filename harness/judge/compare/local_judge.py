@@ -106,6 +106,7 @@ class LocalJudge:
         *,
         is_alone: bool,
         declared: Numerics | None = None,
+        may_truncate: bool = False,
         stops_early: bool = False,
         workers: Workers[Measured] | None = None,
     ) -> None:
@@ -113,7 +114,7 @@ class LocalJudge:
         self.unrecorded_before = unrecorded_before(hf.graph, usable)
         self.head_taps = hf.graph.head
         self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
-        self._is_alone = is_alone
+        self._is_alone, self._may_truncate = is_alone, may_truncate
         self._workers = Workers[Measured]() if workers is None else workers
         self._totals: dict[str, _TapTotals] = {}
         self._num_kept = Counter[str]()
@@ -148,7 +149,7 @@ class LocalJudge:
         """Measure some rows: their errors, their bounds, and what direction the errors have."""
         errors = self._rows.judge(rows, dtype=totals.dtype)
         if totals.effects is None:
-            totals.effects, totals.control_effects = (_new_effects(rows, errors.dtype) for _ in range(2))
+            totals.effects, totals.control_effects = (self._new_effects(rows, errors.dtype) for _ in range(2))
         before = None if self._is_alone else copy.deepcopy(totals.effects)
         self._add_effects(rows, totals, errors)
         has_direction = not rows.unrecorded and self._has_direction(totals, errors)
@@ -189,6 +190,11 @@ class LocalJudge:
         part = f"{rows.part.path}."
         return all(f"{self.graph[tap].module}.".startswith(part) for tap in rows.unrecorded)
 
+    def _new_effects(self, rows: TapRows, dtype: torch.dtype) -> Effects:
+        shape = rows.value.rows.shape
+        num_heads = shape[1] if len(shape) == 3 else 1
+        return Effects(rows.operation.kind, dtype, num_heads=num_heads, may_truncate=self._may_truncate)
+
     def _add_effects(self, rows: TapRows, totals: _TapTotals, errors: RowErrors) -> None:
         """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
         assert totals.effects is not None
@@ -209,7 +215,7 @@ class LocalJudge:
         best = self._rows.under_best_convention(rows, errors)
         if best is None or best.num_bad > errors.num_bad or best.typical >= errors.typical:
             return effects, errors
-        others = before or _new_effects(rows, errors.dtype)
+        others = before or self._new_effects(rows, errors.dtype)
         _add(others, rows, best, _slope(rows, best))
         return (effects, errors) if beyond_control(others, None, allowance=best.allowance) else (others, best)
 
@@ -274,11 +280,6 @@ class LocalJudge:
             unrecorded=self.unrecorded_before.get(tap) or (),
             failures=tuple(self._rows.failures.get(tap, ())),
         )
-
-
-def _new_effects(rows: TapRows, dtype: torch.dtype) -> Effects:
-    shape = rows.value.rows.shape
-    return Effects(rows.operation.kind, dtype, num_heads=shape[1] if len(shape) == 3 else 1)
 
 
 def _add(effects: Effects, rows: TapRows, errors: RowErrors, slope: torch.Tensor | None) -> torch.Tensor:

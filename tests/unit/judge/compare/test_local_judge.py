@@ -390,10 +390,11 @@ def test_what_earlier_batches_added_is_kept_under_a_convention(judge):
 
 
 @pytest.mark.parametrize(("shape", "num_heads"), [((3, 2 * WIDTH), 1), ((3, 2, WIDTH), 2), ((3, 1, 2, WIDTH), 1)])
-def test_heads_are_those_of_the_tensor(shape, num_heads):
+def test_heads_are_those_of_the_tensor(judge, shape, num_heads):
     rows = SimpleNamespace(operation=FIRST, value=SimpleNamespace(rows=torch.zeros(shape)))
-    found = local_judge._new_effects(rows, F32)
+    found = judge(may_truncate=True)._new_effects(rows, F32)
     assert (found.num_heads, found.kind, found.dtype) == (num_heads, Kind.LINEAR, F32)
+    assert found.may_truncate
 
 
 def test_positions_are_those_within_a_request(judge):

@@ -255,3 +255,46 @@ def test_a_gain_in_a_recording_is_a_mismatch_that_no_row_shows(bench, tmp_path, 
     assert finding.code is Code.SYSTEMATIC_ERROR
     assert f"{tap} has a gain of +0.00" in finding.message
     assert run.outcome is Outcome.MISMATCH
+
+
+def truncated_attention(q, k, v):
+    """Attention in float32 whose sums lose what does not fit into 24 bits, as a GPU's matrix units do.
+
+    As in kernels, eight terms are a step, and the sums of 64 keys are added with rounding.
+    """
+
+    def towards_zero(x):
+        nearest = x.to(torch.float32)
+        return torch.where(nearest.double().abs() > x.abs(), nearest.nextafter(torch.zeros(())), nearest).double()
+
+    def product(a, b):
+        total = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
+        for tile in range(0, a.shape[1], 64):
+            own = torch.zeros_like(total)
+            for at in range(tile, min(tile + 64, a.shape[1]), 8):
+                own = towards_zero(own + a[:, at : at + 8] @ b[at : at + 8])
+            total = (total + own).float().double()
+        return total
+
+    scores = product(q, k.T) * q.shape[1] ** -0.5
+    weights = (scores - scores.amax(dim=1, keepdim=True)).exp().float().double()
+    return product(weights, v) / weights.sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("num_keys", [128, 512])
+def test_sums_that_truncate_are_a_gpu_s_and_nobody_else_s(num_keys):
+    q, k, v = (rows(num_rows, 64, seed).float().double() for num_rows, seed in ((300, 1), (num_keys, 2), (num_keys, 3)))
+    truth = (q @ k.T * 64**-0.5).softmax(dim=1) @ v
+    actual, everything = truncated_attention(q, k, v).float(), torch.ones(300, dtype=torch.bool)
+    on_cpu, on_gpu = (
+        Effects(Kind.ATTENTION, torch.float32, num_heads=2, may_truncate=may_truncate) for may_truncate in (False, True)
+    )
+    for effects_ in (on_cpu, on_gpu):
+        effects_.add(torch.arange(300), actual, truth, everything)
+    assert on_cpu.strongest().kind == "gain"
+    assert on_cpu.strongest().size < 0
+    assert 2 < -on_cpu.strongest().roundings < 40, "the H200's has 1 to 22"
+    assert on_gpu.strongest() is None
+    on_gpu = Effects(Kind.ATTENTION, torch.float32, num_heads=2, may_truncate=True)
+    on_gpu.add(torch.arange(300), actual * (1 - 5e-6), truth, everything)
+    assert on_gpu.strongest().kind == "gain", "what is lost in earnest is found on a GPU, too"
