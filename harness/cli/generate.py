@@ -200,7 +200,7 @@ def open_reference_engine(
     check_device(device or "cpu")
     chosen = choose_backend(
         opt.parse_engine_options(options),
-        hidden_size=checkpoint.hidden_size,
+        folder=checkpoint.folder,
         device=device or "cpu",
         has_adapters=bool(adapters),
     )

@@ -26,7 +26,7 @@ class EnginePeer:
         """
         options = setting.options_of(name)
         if name == OURS:
-            options = choose_backend(options, hidden_size=setting.hidden_size, device=setting.device).options
+            options = choose_backend(options, folder=setting.folder, device=setting.device).options
             options = {**_reference_sizes(setting, options), **options}
         engine = open_engine(name, setting.folder, dtype=setting.dtype, device=setting.device, options=options)
         self.name = name

@@ -103,7 +103,6 @@ def run_bench(
         setting = BenchConfig(
             folder=folder,
             scratch=temporary,
-            hidden_size=sizes.hidden_size,
             dtype=dtype,
             device=device,
             num_threads=torch.get_num_threads(),
@@ -141,7 +140,7 @@ def _reference_backend(found: Found, setting: BenchConfig) -> str:
     """Describe the backend of the reference engine, the one that is timed or a peer; empty if it is neither."""
     if not any(OURS in own for own in found.tokens):
         return ""
-    chosen = choose_backend(setting.options_of(OURS), hidden_size=setting.hidden_size, device=setting.device)
+    chosen = choose_backend(setting.options_of(OURS), folder=setting.folder, device=setting.device)
     return chosen.description
 
 

@@ -20,7 +20,6 @@ class BenchConfig:
     """The checkpoint."""
     scratch: Path
     """A folder for what a peer makes of it."""
-    hidden_size: int
     dtype: str
     device: str
     num_threads: int

@@ -54,7 +54,7 @@ def setting(tmp_path, log, monkeypatch):
     monkeypatch.setattr(
         measure, "judge_divergences", lambda divergences, *_, **__: {own.peer: [0.1] for own in divergences}
     )
-    return BenchConfig(folder=tmp_path, scratch=tmp_path, hidden_size=64, dtype="float32", device="cuda", num_threads=1,
+    return BenchConfig(folder=tmp_path, scratch=tmp_path, dtype="float32", device="cuda", num_threads=1,
                        max_request_len=3, max_total_len=3, max_requests=1, engine_options={})  # fmt: skip
 
 

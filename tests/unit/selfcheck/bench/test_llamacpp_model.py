@@ -15,7 +15,7 @@ from harness.selfcheck.bench.shape import SHAPES, build_checkpoint
 
 def setting(folder: Path, dtype: str) -> BenchConfig:
     return BenchConfig(
-        folder=folder, scratch=folder, hidden_size=64, dtype=dtype, device="cpu", num_threads=1, max_request_len=8,
+        folder=folder, scratch=folder, dtype=dtype, device="cpu", num_threads=1, max_request_len=8,
         max_total_len=8, max_requests=1, engine_options={},
     )  # fmt: skip
 
