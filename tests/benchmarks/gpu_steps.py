@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3ForCausalLM
 
 import reference_engine.model_runner
 from harness.selfcheck.bench.shape import SHAPES
@@ -96,6 +97,23 @@ def decode(shape: str, batch_sizes: list[int], **options: Any) -> None:
                 f"{moved / decode_s / 1e12:.3f} TB/s; first step {prefill_s * 1e3:.1f} ms",
                 flush=True,
             )
+
+
+def hf_generate(shape: str, batch_sizes: list[int], num_tokens: int = 64) -> None:
+    """Time the same steps of transformers: `generate` as it comes, with a cache that grows."""
+    config = SHAPES[shape].config()
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+    for batch_size in batch_sizes:
+        prompts = torch.randint(5, 500, (batch_size, PROMPT_LEN), device="cuda")
+        times = []
+        for length in (1, num_tokens, 1, num_tokens):
+            begin = time.perf_counter()
+            model.generate(prompts, max_new_tokens=length, min_new_tokens=length, do_sample=False, pad_token_id=0)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        decode_s = (times[3] - times[2]) / (num_tokens - 1)
+        print(f"{shape} hf-generate batch {batch_size}: {decode_s * 1e3:.3f} ms a step", flush=True)
 
 
 def kernels(shape: str, batch_size: int = 1, trace: str | None = None, **options: Any) -> None:

@@ -7,32 +7,54 @@ of a call on another machine.
 import argparse
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 from .archive import NAME, pack, unpack
 from .machine import environment
 from .steps import PRETENDED_STEPS, STEPS, Step
 from .summary import write_summary
-from .work import do_step, kept_result
+from .work import StepResult, do_step, kept_result
 
 
 def run_steps(steps: Sequence[Step], out: Path, *, budget_s: float, only: Collection[str] = ()) -> bool:
     """Run what is not done, while the time lasts; return whether all of it is done."""
     begin, variables = time.monotonic(), environment(out)
     chosen = [step for step in steps if not only or step.name in only]
-    for step in chosen:
-        kept = kept_result(step.name, out)
+    for group in _groups(chosen):
         left = budget_s - (time.monotonic() - begin)
-        if (kept is not None and kept.is_done) or left < step.usual_s:
+        due = [step for step in group if not _is_done(step, out) and left >= step.usual_s]
+        if not due:
             continue
-        result = do_step(step, out, limit_s=min(step.limit_s, left), environment=variables)
-        result.keep(out)
-        write_summary(steps, out)
-        pack(out)
-        print(f"{step.name}: {result.left_out or result.statuses} after {result.seconds:g} s", flush=True)
-    results = [kept_result(step.name, out) for step in chosen]
-    return all(result is not None and result.is_done for result in results)
+        with ThreadPoolExecutor(len(due)) as threads:
+            running = [
+                threads.submit(do_step, step, out, limit_s=min(step.limit_s, left), environment=variables)
+                for step in due
+            ]
+            for step, result in zip(due, running, strict=True):
+                _keep(step, result.result(), steps, out)
+    return all(_is_done(step, out) for step in chosen)
+
+
+def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Put neighbours that time nothing into one group: they run side by side."""
+    for is_timed, neighbours in groupby(steps, key=lambda step: step.is_timed):
+        group = list(neighbours)
+        yield from [[step] for step in group] if is_timed else [group]
+
+
+def _is_done(step: Step, out: Path) -> bool:
+    kept = kept_result(step.name, out)
+    return kept is not None and kept.is_done
+
+
+def _keep(step: Step, result: StepResult, steps: Sequence[Step], out: Path) -> None:
+    result.keep(out)
+    write_summary(steps, out)
+    pack(out)
+    print(f"{step.name}: {result.left_out or result.statuses} after {result.seconds:g} s", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

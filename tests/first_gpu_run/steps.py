@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 PYTHON = (sys.executable,)
 HARNESS = (*PYTHON, "-c", "from harness.cli import main; main()")
-PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+PYTEST = (
+    *PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+    # Whatever plugins the machine has, and whatever they warn of, the tests are to run.
+    "-p", "no:benchmark", "-o", "filterwarnings=default", "--continue-on-collection-errors",
+)  # fmt: skip
 TRITON = ("--engine-option", "attention_backend=triton")
 GPU = ("--device", "cuda")
 CHECK = (*HARNESS, "check", *GPU)
@@ -19,7 +23,10 @@ Command = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Commands that run side by side, each into a file of its own; `{out}` in them is the folder of results."""
+    """Commands that run side by side, each into a file of its own; `{out}` in them is the folder of results.
+
+    Steps that time nothing run beside their neighbours of the same kind, too: one GPU serves many processes.
+    """
 
     name: str
     usual_s: int
@@ -29,6 +36,7 @@ class Step:
     commands: tuple[Command, ...]
     needs: str = ""
     """Program without which the step is left out."""
+    is_timed: bool = True
     fills: str = ""
     """Page of reports/ that takes the figures."""
 
@@ -37,44 +45,43 @@ STEPS = (
     Step(name="machine", usual_s=5, limit_s=30, needs="nvidia-smi", fills="the head of every page", commands=(
         ("nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,MEMORY"), (*PYTHON, "-m", "pip", "list"), ("lscpu",),
     )),
-    Step(name="tests", usual_s=150, limit_s=270, fills="gpu/tests.md", commands=(
-        (*PYTEST, "-n", "8", "-m", "gpu and not slow", "tests/unit", "tests/integration"),
-    )),
-    Step(name="checks", usual_s=60, limit_s=180, fills="gpu/checks.md", commands=tuple(
+    Step(name="checks", usual_s=60, limit_s=190, is_timed=False, fills="gpu/checks.md", commands=tuple(
         (*CHECK, "--dtype", dtype, "--schedule", SCHEDULES, "--engine-option", f"attention_backend={own}")
         for dtype in DTYPES for own in ("paged", "triton")
+    )),
+    Step(name="tests", usual_s=120, limit_s=190, is_timed=False, fills="gpu/tests.md", commands=(
+        (*PYTEST, "-n", "6", "-m", "gpu and not slow", "tests/unit/reference_engine", "tests/integration"),
+    )),
+    Step(name="other-engines", usual_s=60, limit_s=190, is_timed=False, fills="gpu/checks.md", commands=(
+        (*CHECK, "--dtype", "bfloat16", "--schedule", "tensor-parallel", *TRITON),
+        *((*CHECK, "--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
+        (*HARNESS, "fuzz", "--invariance", *GPU, "--dtype", "bfloat16", "--seconds", "40", *TRITON),
+    )),
+    Step(name="faults", usual_s=90, limit_s=190, is_timed=False, fills="gpu/checks.md", commands=(
+        (*HARNESS, "faults", *GPU, "--category", "cache", "--format", "json"),
     )),
     Step(name="decode-8b", usual_s=60, limit_s=150, fills="gpu/engine.md", commands=((
         *PYTHON, _STEPS, 'decode("qwen3-8b", [1, 16])', 'kernels("qwen3-8b")',
         'decode("qwen3-8b", [1], fused_kernels=False)', 'decode("qwen3-8b", [1], attention_backend="paged")',
     ),)),
-    Step(name="bench-0.6b", usual_s=90, limit_s=240, fills="gpu/engine.md", commands=(
-        (*BENCH, "--shape", "qwen3-0.6b", "--repeats", "2", "--requests", "32", "--peer", "hf-generate"),
+    Step(name="decode-0.6b", usual_s=40, limit_s=120, fills="gpu/engine.md", commands=((
+        *PYTHON, _STEPS, 'decode("qwen3-0.6b", [1, 16, 256])', 'hf_generate("qwen3-0.6b", [1, 16])',
+        'workload("qwen3-0.6b")',
+    ),)),
+    Step(name="bench", usual_s=40, limit_s=120, fills="gpu/engine.md", commands=(
+        (*BENCH, "--shape", "142m", "--peer", "hf-generate", "--peer", "hf-continuous"),
     )),
     Step(name="profile", usual_s=60, limit_s=150, fills="gpu/profiles.md", commands=(
         (*HARNESS, "profile", *GPU, "--dtype", "bfloat16", *TRITON, "--out", "{out}/profile"),
     )),
-    Step(name="kernels", usual_s=120, limit_s=240, fills="gpu/engine.md", commands=(
+    Step(name="kernels", usual_s=60, limit_s=120, fills="gpu/engine.md", commands=(
         (*PYTHON, "tests/benchmarks/gpu_kernels.py", "roofs", "products", "fused", "decode", "prefill"),
     )),
-    Step(name="ranks", usual_s=60, limit_s=150, fills="gpu/checks.md", commands=(
-        (*CHECK, "--dtype", "bfloat16", "--schedule", "tensor-parallel", *TRITON),
-        *((*CHECK, "--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
-        (*HARNESS, "fuzz", "--invariance", *GPU, "--dtype", "bfloat16", "--seconds", "40", *TRITON),
-    )),
-    Step(name="faults", usual_s=90, limit_s=240, fills="gpu/checks.md", commands=(
-        (*HARNESS, "faults", *GPU, "--category", "cache", "--format", "json"),
-    )),
-    Step(name="sanitizer", usual_s=90, limit_s=240, needs="compute-sanitizer", fills="gpu/tests.md", commands=tuple(
+    Step(name="sanitizer", usual_s=60, limit_s=90, needs="compute-sanitizer", is_timed=False, fills="gpu/tests.md",
+         commands=tuple(
         ("compute-sanitizer", "--tool", tool, "--target-processes", "all", *PYTEST, "-n", "0", "-x", "-m", "gpu",
          "tests/unit/reference_engine/fast/kernels/test_paged_decode.py")
         for tool in ("memcheck", "initcheck")
-    )),
-    Step(name="bench-8b", usual_s=150, limit_s=300, fills="gpu/engine.md", commands=(
-        (*BENCH, "--shape", "qwen3-8b", "--repeats", "1", "--requests", "16", "--peer", "hf-generate"),
-    )),
-    Step(name="workload", usual_s=150, limit_s=300, fills="gpu/engine.md", commands=(
-        (*BENCH, "--shape", "qwen3-0.6b", "--repeats", "1", "--peer", "hf-continuous"),
     )),
 )  # fmt: skip
 

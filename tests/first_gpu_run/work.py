@@ -1,5 +1,6 @@
 """One step: its commands in process groups of their own, which end with the step."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from .steps import Step
 
 ROOT = Path(__file__).parents[2]
 TOO_LONG, NOT_STARTED = 124, 127
+_LAST_WORDS_S = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ def do_step(step: Step, out: Path, *, limit_s: float, environment: Mapping[str, 
     if step.needs and shutil.which(step.needs) is None:
         return StepResult(name=step.name, statuses=(), seconds=0.0, left_out=f"{step.needs} is not here")
     begin = time.monotonic()
+    if not step.is_timed:  # its processes share the cores
+        environment = {**environment, "OMP_NUM_THREADS": "1"}
     running = [_start(command, out, f"{step.name}-{at}", environment) for at, command in enumerate(step.commands)]
     statuses = tuple(_status(process, begin + limit_s - time.monotonic()) for process in running)
     return StepResult(name=step.name, statuses=statuses, seconds=round(time.monotonic() - begin, 1))
@@ -80,6 +84,15 @@ def _status(process: subprocess.Popen[bytes] | None, seconds: float) -> int:
     try:
         return process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process)
         return TOO_LONG
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a process, which may then say how far it came, and end its group."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LAST_WORDS_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
