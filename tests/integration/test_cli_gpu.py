@@ -34,10 +34,13 @@ def test_a_check(dtype):
 
 
 def test_faults_whose_code_makes_tensors_of_its_own():
-    done = run(
-        "faults", "--device", "cuda", "--only", "wrong-block", "--only", "rotary-interleaved", "--format", "json"
-    )
+    tried = (
+        "wrong-block", "rotary-interleaved", "last-token-unread", "position-decode-plus-one", "rope-theta",
+        "tied-head-not-loaded", "logits-of-the-draft-before", "hit-positions-restart", "sums-bf16", "slot-at-boundary",
+    )  # fmt: skip
+    done = run("faults", "--device", "cuda", "--format", "json", *(word for id in tried for word in ("--only", id)))
     assert done.returncode == 0, done.stderr
+    assert all(fault["localised"] for fault in json.loads(done.stdout)["faults"])
     assert all(fault["named"] for fault in json.loads(done.stdout)["faults"])
 
 

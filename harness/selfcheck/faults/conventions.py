@@ -147,8 +147,8 @@ def _summed_in_order(norm: Any, gain: float) -> Callable[[torch.Tensor], torch.T
     """Add the squares one after the other in float32, as a plain loop does."""
 
     def normed(x: torch.Tensor) -> torch.Tensor:
-        squares = np.square(x.numpy(), dtype=np.float32)
-        total = torch.from_numpy(np.add.accumulate(squares, axis=-1, dtype=np.float32)[..., -1:])
+        squares = np.square(x.cpu().numpy(), dtype=np.float32)
+        total = torch.from_numpy(np.add.accumulate(squares, axis=-1, dtype=np.float32)[..., -1:]).to(x.device)
         result: torch.Tensor = norm.weight_X * (x * (gain * torch.rsqrt(total / x.shape[-1] + norm.eps)))
         return result
 

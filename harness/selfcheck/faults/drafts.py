@@ -19,7 +19,7 @@ from harness.selfcheck.faults.fault import (
     Row,
     table_of,
 )
-from harness.selfcheck.faults.injection import InjectedFault, replaced, replacing
+from harness.selfcheck.faults.injection import InjectedFault, device_of, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.batch import slots_of
 from reference_engine.block_manager import BlockManager
@@ -107,7 +107,12 @@ def _batch(change: Callable[[Any, list[ScheduledChunk], set[int]], Any]) -> Any:
             return trimmed
 
         def build(original: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda chunks, *args: change(original(chunks, *args), list(chunks), rejecting)
+            def built(chunks: Any, *args: Any) -> Any:
+                batch = original(chunks, *args)
+                with device_of(batch):
+                    return change(batch, list(chunks), rejecting)
+
+            return built
 
         return replaced((BlockManager, "trim", trim), (reference_engine.model_runner, "build_batch", build))
 

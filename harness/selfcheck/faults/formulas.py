@@ -97,7 +97,7 @@ def _without_layer(index: int) -> Any:
 def _stale_head(weights: Weights, config: Any) -> None:
     """The embedding was trained on, and the head that is tied to it kept what it was."""
     table = weights["model.embed_tokens.weight"]
-    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table.dtype)
+    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table)
     weights["lm_head.weight"] = table + 0.1 * table.std() * noise
 
 

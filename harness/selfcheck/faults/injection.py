@@ -38,7 +38,8 @@ def replacing(
     return lambda: replaced(*changes)
 
 
-def _device_of(given: Any) -> AbstractContextManager[Any]:
+def device_of(given: Any) -> AbstractContextManager[Any]:
+    """Return the device on which tensors are made from now on: that of the first one of `given` that is on a GPU."""
     devices = (x.device for x in _tensors(given) if x.device.type != "cpu")
     return next(devices, nullcontext())
 
@@ -56,7 +57,7 @@ def _counted(function: Callable[..., Any], planted: InjectedFault) -> Callable[.
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         planted.num_calls += 1
-        with _device_of((args, kwargs)):  # where a fault makes tensors of its own
+        with device_of((args, kwargs)):  # where a fault makes tensors of its own
             return function(*args, **kwargs)
 
     return counted

@@ -77,7 +77,7 @@ def _summed_in_pieces(size: int) -> Callable[..., torch.Tensor]:
     """Keep the sum in the engine's dtype, and add the product of `size` inputs at a time to it."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        total = torch.zeros(len(x), len(weight), dtype=dtype)
+        total = torch.zeros(len(x), len(weight), dtype=dtype, device=x.device)
         for at in range(0, x.shape[1], size):
             total = total + (x[:, at : at + size] @ weight[:, at : at + size].T).to(dtype)
         return total

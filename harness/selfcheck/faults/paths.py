@@ -13,7 +13,7 @@ import reference_engine.model_runner
 from harness.selfcheck.faults.attention import WINDOWED, attend, causal, merge_exactly, tiled
 from harness.selfcheck.faults.cache import prefixes_changed
 from harness.selfcheck.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Category, Fault, Row, table_of
-from harness.selfcheck.faults.injection import InjectedFault, replaced, replacing
+from harness.selfcheck.faults.injection import InjectedFault, device_of, replaced, replacing
 from harness.selfcheck.faults.position import CHUNK, per_row, positions_changed
 from reference_engine.block_manager import BlockManager
 from reference_engine.kv_cache import KVCache
@@ -150,7 +150,12 @@ def _batches(change: Callable[[Any, Any], Any]) -> Any:
     """Change the step's batch once it is built: `change` gets it and its chunks."""
 
     def make(build: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda chunks, *args, **kwargs: change(build(chunks, *args, **kwargs), chunks)
+        def built(chunks: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = build(chunks, *args, **kwargs)
+            with device_of(batch):
+                return change(batch, chunks)
+
+        return built
 
     return (reference_engine.model_runner, "build_batch", make)
 

@@ -10,7 +10,7 @@ import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.rotary
 from harness.selfcheck.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, FaultConfig, table_of
-from harness.selfcheck.faults.injection import replacing
+from harness.selfcheck.faults.injection import device_of, replacing
 from reference_engine.rotary import RotaryEmbedding, rotate_half
 
 CHUNK = 7
@@ -43,7 +43,8 @@ def positions_changed(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> An
     def make(build: Callable[..., Any]) -> Callable[..., Any]:
         def built(chunks: Any, *args: Any, **kwargs: Any) -> Any:
             batch = build(chunks, *args, **kwargs)
-            return replace(batch, positions_T=change(batch.positions_T, chunks))
+            with device_of(batch):
+                return replace(batch, positions_T=change(batch.positions_T, chunks))
 
         return built
 
@@ -70,7 +71,8 @@ def frequencies_changed(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> 
     def make(init: Callable[..., None]) -> Callable[..., None]:
         def made(self: Any, config: Any, *args: Any) -> None:
             init(self, config, *args)
-            self.inv_freq = change(config, self.inv_freq)
+            with device_of(self.inv_freq):
+                self.inv_freq = change(config, self.inv_freq)
 
         return made
 

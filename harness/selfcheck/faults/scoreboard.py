@@ -124,7 +124,7 @@ def score_fault(fault: Fault, trial: FaultTrial) -> FaultScore:
         message = str(trial.error)
         return FaultScore(
             fault=fault,
-            detected=True,
+            detected=fault.tap is None,  # where an operation is expected, an exception is the planted code's own
             localised=fault.tap is None,
             named=fault.tap is None and _says(fault.cause, message),
             named_wrongly=False,

@@ -78,7 +78,7 @@ def _second_shard_skipped(weights: Weights, config: Any) -> None:
 def _head_not_loaded(weights: Weights, config: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = weights["lm_head.weight"].shape
-    weights["lm_head.weight"] = torch.randn(shape, generator=generator).to(weights["lm_head.weight"].dtype) * 0.02
+    weights["lm_head.weight"] = torch.randn(shape, generator=generator).to(weights["lm_head.weight"]) * 0.02
 
 
 def _head_tied(weights: Weights, config: Any) -> None:

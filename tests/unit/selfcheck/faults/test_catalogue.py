@@ -100,6 +100,19 @@ def test_a_fault_that_nothing_shows_is_not_detected():
     assert (score.detected, score.localised, score.named) == (False, False, False)
 
 
+def test_planted_code_that_fails_is_no_detection():
+    def fails(*given):
+        raise TypeError("the fault's own mistake")
+
+    broken = Fault(
+        id="broken", category=Category.NORM, summary="Raises.", tap="model.norm", row=(0, 0), cause="mistake",
+        inject=replacing((RMSNorm, "__call__", lambda original: fails)),
+    )  # fmt: skip
+    score = score_fault(broken, try_fault(broken))
+    assert (score.detected, score.localised, score.named) == (False, False, False)
+    assert "the fault's own mistake" in score.error
+
+
 def test_the_wrong_place_and_the_wrong_cause_do_not_count():
     fault = FAULTS["norm-weight-skipped"]
     trial: FaultTrial = try_fault(fault)
