@@ -1,8 +1,8 @@
 """Decode steps recorded once and replayed, so that the host does not launch every kernel of every step.
 
-A recorded step has a fixed number of rows and reads fixed tensors. A batch is copied into them, and the rows that are
-left over are padding: token 0 of a request without keys, whose K and V go to the null block. On a GPU this is
-unmeasured: no session had one to run it on.
+A recorded step has a fixed number of rows, block tables of a fixed width, and reads fixed tensors. A batch is copied
+into them, and the rows that are left over are padding: token 0 of a request without keys, whose K and V go to the null
+block. Narrow tables have recordings of their own: attention over a short context is then launched in fewer parts.
 
 Shapes: R requests, B blocks, V vocab.
 """
@@ -22,13 +22,15 @@ from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.layers import MLP, Linear
 from reference_engine.model import Attention, Decoder, Forward
 
-__all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes", "is_capturable"]
+__all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes", "is_capturable", "table_widths"]
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 """Records a call; returns what replays it, and the tensor in which its result then lies."""
 
 SMALL_SIZES = (1, 2, 4)
 SIZE_STEP = 8
+NARROWEST = 16
+"""Blocks of the narrowest table that is recorded; each next one is four times as wide."""
 
 
 def is_capturable(decoder: Decoder) -> bool:
@@ -48,16 +50,47 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
+def table_widths(max_blocks: int) -> list[int]:
+    """Return the widths of block tables that are recorded, in blocks: 16, 64, 256 and so on, and always the widest."""
+    widths = [max_blocks]
+    width = NARROWEST
+    while width < max_blocks:
+        widths.append(width)
+        width *= 4
+    return sorted(widths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """The tensors that a recorded step reads."""
+
+    rows_4R: torch.Tensor
+    """int64: token ids, positions, slots and context lengths, of which the batch has views."""
+    batch: Batch
+
+    def fill(self, batch: Batch) -> None:
+        """Copy a batch over the first rows, and make padding of the others. Few calls: the GPU waits for them."""
+        num_rows, width = batch.block_tables_RB.shape
+        rows = (batch.token_ids_T, batch.positions_T, batch.slot_mapping_T, batch.context_lens_R)
+        self.rows_4R[:, :num_rows].copy_(torch.stack(rows))
+        tables_RB = self.batch.block_tables_RB
+        tables_RB[:num_rows, :width].copy_(batch.block_tables_RB)
+        if width < tables_RB.shape[1]:
+            tables_RB[:num_rows, width:].fill_(NULL_BLOCK)
+        if num_rows < len(tables_RB):
+            self.rows_4R[:, num_rows:].zero_()
+            tables_RB[num_rows:].fill_(NULL_BLOCK)
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    batch: Batch
-    """The fixed tensors."""
+    fixed: _Fixed
     replay: Callable[[], None]
     logits_RV: torch.Tensor
 
 
 class DecodeGraphs:
-    """Runs the steps that decode one token for each of some requests; each size is recorded when it first occurs.
+    """Runs the steps that decode one token for each of some requests; each shape is recorded when it first occurs.
 
     The largest is recorded before any other, so that all others find room in the memory that it has left.
 
@@ -70,10 +103,10 @@ class DecodeGraphs:
 
     def __init__(self, *, max_num_seqs: int, max_blocks: int, device: torch.device, capture: Capture) -> None:
         self._sizes = graph_sizes(max_num_seqs)
-        self._max_blocks = max_blocks
+        self._widths = table_widths(max_blocks)
         self._device = device
         self._capture = capture
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
 
     def run(self, forward: Forward, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], valid until the next step; or None if this batch is not one of them.
@@ -83,66 +116,54 @@ class DecodeGraphs:
         num_rows = len(batch.query_lens)
         if not self._is_served(batch):
             return None
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
-        for needed in (self._sizes[-1], size):
+        shape = _fitting(self._sizes, num_rows), _fitting(self._widths, batch.block_tables_RB.shape[1])
+        for needed in ((self._sizes[-1], self._widths[-1]), shape):
             if needed not in self._recorded:
-                self._recorded[needed] = self._record(forward, needed)
-        recorded = self._recorded[size]
-        _fill(recorded.batch, batch)
+                self._recorded[needed] = self._record(forward, *needed)
+        recorded = self._recorded[shape]
+        recorded.fixed.fill(batch)
         recorded.replay()
         return recorded.logits_RV[:num_rows]
 
     def _is_served(self, batch: Batch) -> bool:
         num_rows = len(batch.query_lens)
         is_decode = batch.num_single == num_rows and batch.sampled_rows_ is None and len(batch.sampled_rows) > 0
-        return is_decode and num_rows <= self._sizes[-1] and batch.block_tables_RB.shape[1] <= self._max_blocks
+        return is_decode and num_rows <= self._sizes[-1] and batch.block_tables_RB.shape[1] <= self._widths[-1]
 
-    def _record(self, forward: Forward, size: int) -> _Recorded:
-        batch = _padding(size, self._max_blocks, self._device)
+    def _record(self, forward: Forward, size: int, width: int) -> _Recorded:
+        fixed = _padding(size, width, self._device)
 
         def compute() -> torch.Tensor:
-            logits_RV = forward(batch)
+            logits_RV = forward(fixed.batch)
             assert logits_RV is not None, "every row of a decode step is sampled"
             return logits_RV
 
         replay, logits_RV = self._capture(compute)
-        return _Recorded(batch, replay, logits_RV)
+        return _Recorded(fixed, replay, logits_RV)
 
 
-def _padding(size: int, max_blocks: int, device: torch.device) -> Batch:
+def _fitting(known: list[int], own: int) -> int:
+    """Return the smallest of some sizes, in order, that is large enough."""
+    return known[bisect_left(known, own)]
+
+
+def _padding(size: int, width: int, device: torch.device) -> _Fixed:
     """Return a batch of nothing but padding."""
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=device)
-
-    return Batch(
-        token_ids_T=zeros(size),
-        positions_T=zeros(size),
-        slot_mapping_T=zeros(size),
-        block_tables_RB=torch.full((size, max_blocks), NULL_BLOCK, dtype=torch.int64, device=device),
+    rows_4R = torch.zeros((4, size), dtype=torch.int64, device=device)
+    batch = Batch(
+        token_ids_T=rows_4R[0],
+        positions_T=rows_4R[1],
+        slot_mapping_T=rows_4R[2],
+        block_tables_RB=torch.full((size, width), NULL_BLOCK, dtype=torch.int64, device=device),
         block_tables=[],
-        context_lens_R=zeros(size),
+        context_lens_R=rows_4R[3],
         query_lens=[1] * size,
         context_lens=[0] * size,
         sampled_rows=list(range(size)),
         sampled_rows_=None,
         observer=None,
     )
-
-
-def _fill(recorded: Batch, batch: Batch) -> None:
-    """Copy a batch over the first rows, and make padding of the others."""
-    num_rows, width = batch.block_tables_RB.shape
-    for fixed, own in (
-        (recorded.token_ids_T, batch.token_ids_T),
-        (recorded.positions_T, batch.positions_T),
-        (recorded.slot_mapping_T, batch.slot_mapping_T),
-        (recorded.context_lens_R, batch.context_lens_R),
-    ):
-        fixed[:num_rows].copy_(own)
-        fixed[num_rows:].zero_()
-    recorded.block_tables_RB.fill_(NULL_BLOCK)
-    recorded.block_tables_RB[:num_rows, :width].copy_(batch.block_tables_RB)
+    return _Fixed(rows_4R, batch)
 
 
 class CudaCapture:

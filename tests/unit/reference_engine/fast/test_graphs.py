@@ -14,7 +14,7 @@ import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.batch import Batch, build_batch
-from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _fill, _padding, graph_sizes
+from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _padding, graph_sizes, table_widths
 from reference_engine.model import Forward
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
@@ -169,10 +169,32 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
 
 
 def test_rows_behind_a_batch_are_padding_whatever_stood_there() -> None:
-    recorded, batch = (_padding(size, 3, torch.device("cpu")) for size in (4, 2))
+    recorded, given = _padding(4, 3, CPU), _padding(2, 2, CPU)
+    for fixed, value in ((recorded, 7), (given, 5)):
+        fixed.rows_4R.fill_(value)
+        fixed.batch.block_tables_RB.fill_(value)
+    recorded.fill(given.batch)
     by_row = ("token_ids_T", "positions_T", "slot_mapping_T", "context_lens_R")
-    for name in by_row:
-        getattr(recorded, name).fill_(7)
-        getattr(batch, name).fill_(5)
-    _fill(recorded, batch)
-    assert [getattr(recorded, name).tolist() for name in by_row] == [[5, 5, 0, 0]] * 4
+    assert [getattr(recorded.batch, name).tolist() for name in by_row] == [[5, 5, 0, 0]] * 4
+    assert recorded.batch.block_tables_RB.tolist() == [[5, 5, 0]] * 2 + [[0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("most", "widths"), [(1, [1]), (16, [16]), (17, [16, 17]), (128, [16, 64, 128]), (256, [16, 64, 256])]
+)
+def test_narrow_tables_have_widths_of_their_own(most: int, widths: list[int]) -> None:
+    assert table_widths(most) == widths
+
+
+def test_a_short_context_is_recorded_with_narrow_tables_and_gives_the_same(seen: list[Batch]) -> None:
+    def forward(batch: Batch) -> torch.Tensor:
+        seen.append(batch)
+        return batch.token_ids_T[:, None].float() * 10 + batch.block_tables_RB.sum(dim=1, keepdim=True)
+
+    graphs = DecodeGraphs(max_num_seqs=2, max_blocks=40, device=CPU, capture=again)
+    narrow, wide = decode_batch([[3, 4]], [7]), decode_batch([list(range(1, 31))], [120])
+    for batch, width in ((narrow, 16), (wide, 40), (narrow, 16)):
+        logits_RV = graphs.run(forward, batch)
+        assert seen[-1].block_tables_RB.shape[1] == width
+        assert logits_RV is not None
+        assert logits_RV.tolist() == forward(batch).tolist()
