@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from reference_engine.fast.compiled import CompiledDecoder
 from reference_engine.fast.fused import FusedDecoder, is_fusable
 from reference_engine.fast.graphs import Capture, CudaCapture, DecodeGraphs, is_capturable
 from reference_engine.fast.huge_pages import prefer_huge_pages
-from reference_engine.fast.products import Products
+from reference_engine.fast.products import Products, with_row_kernel
 from reference_engine.kv_cache import CacheSpec
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder, Forward
@@ -52,6 +53,8 @@ class FastAcceleration(Acceleration):
     ) -> Callable[[torch.Tensor, torch.Tensor | None], Linear]:
         """See `Acceleration.linears`."""
         kernel = getattr(_operators(backend), "linear", None)
+        if isinstance(backend, TritonAttention):
+            return Linear if self.config.compile_layers else partial(with_row_kernel, kernel)
         self._products = Products.of(self.config, weights, self.spec.dtype, kernel, self.num_engines)
         return self._products
 

@@ -27,7 +27,10 @@ from reference_engine.fast.packing import (
 )
 from reference_engine.layers import Linear, Product
 
-__all__ = ["FewRows", "Products", "Widened"]
+__all__ = ["FewRows", "Products", "Widened", "with_row_kernel"]
+
+MIN_ROW_ELEMENTS = 1 << 20
+"""Of a weight that is read from a GPU's memory: smaller ones stay in its cache, where torch's product does as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,13 @@ class Widened:
         if len(x_TI) > 1:
             return widened_linear(x_TI, self.widened_OI, bias_O)
         return linear(x_TI, weight_OI, bias_O)
+
+
+def with_row_kernel(kernel: Product, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
+    """Return the product on a GPU: one row by a kernel where the weight is large, else as torch does it."""
+    if weight_OI.numel() < MIN_ROW_ELEMENTS:
+        return Linear(weight_OI, bias_O)
+    return Linear(weight_OI, bias_O, FewRows(kernel, 1, None))
 
 
 @dataclass(slots=True)

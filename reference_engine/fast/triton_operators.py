@@ -19,11 +19,12 @@ from reference_engine.fast.kernels.norm_rotate import norm_rotate as launch_norm
 from reference_engine.fast.kernels.paged_decode import MIN_SPLIT_KEYS
 from reference_engine.fast.kernels.paged_decode import paged_decode as launch_paged_decode
 from reference_engine.fast.kernels.paged_prefill import paged_prefill as launch_paged_prefill
+from reference_engine.fast.kernels.row_product import row_product
 from reference_engine.fast.kernels.silu_mul import silu_mul as launch_silu_mul
 from reference_engine.fast.kernels.store_kv import store_kv as launch_store_kv
 from reference_engine.fast.kernels.tiling import Tiling, find_tiling
 
-__all__ = ["add_norm", "norm_rotate", "paged_decode", "paged_prefill", "rms_norm", "silu_mul", "store_kv"]
+__all__ = ["add_norm", "linear", "norm_rotate", "paged_decode", "paged_prefill", "rms_norm", "silu_mul", "store_kv"]
 
 _LIBRARY = torch.library.Library("reference_engine", "DEF")
 _tiling: Callable[[int, torch.dtype], Tiling] = cache(find_tiling)
@@ -93,3 +94,4 @@ norm_rotate = _operator(
     launch_norm_rotate,
 )
 silu_mul = _operator("silu_mul(Tensor gate_up) -> Tensor", launch_silu_mul)
+linear = _operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", row_product)

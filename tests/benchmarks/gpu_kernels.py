@@ -1,6 +1,6 @@
 """Times of single kernels on a GPU: the roofs, products of few rows, attention under several tilings, fused operations.
 
-    python tests/benchmarks/gpu_kernels.py [roofs] [products] [decode] [prefill] [fused]
+    python tests/benchmarks/gpu_kernels.py [roofs] [products] [row_products] [decode] [prefill] [fused]
 
 Calls are recorded as one CUDA graph over inputs that together exceed the L2 cache, so that neither launches nor the
 cache are timed; a figure is the median of replays, in microseconds a call. Not run yet: no session had a GPU.
@@ -13,6 +13,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -20,6 +21,7 @@ from tabulate import tabulate
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from reference_engine.fast.kernels import paged_decode as decoding
+from reference_engine.fast.kernels import row_product
 from reference_engine.fast.kernels.add_norm import add_norm
 from reference_engine.fast.kernels.norm_rotate import norm_rotate
 from reference_engine.fast.kernels.paged_prefill import cut_into_tiles, paged_prefill
@@ -95,6 +97,32 @@ def products() -> None:
             row += [us, weights[0].nbytes / us / 1e6]
         rows.append(row)
     show("weight, 1 us, TB/s, 2 us, TB/s, 4 us, TB/s, 8 us, TB/s, 16 us, TB/s, 64 us, TB/s, 256 us, TB/s", rows)
+
+
+def row_products() -> None:
+    """The product of one row by our kernel, under shapes of its programs; best first, with the one in use."""
+    used = row_product.OUTPUTS, row_product.INPUTS, row_product.NUM_WARPS
+    variants = {used, *product((1, 2, 4, 8), (512, 1024, 2048), (4,)), (1, 1024, 2), (2, 2048, 8), (4, 1024, 8)}
+    for name, (num_out, num_in) in WEIGHTS.items():
+        weights = [randn(num_out, num_in) for _ in range(max(2, 4 * L2_BYTES // (2 * num_out * num_in)))]
+        x = randn(1, num_in)
+        torch_us = microseconds([partial(linear, x, weight) for weight in weights])
+        timed = sorted((_row_product_us(x, weights, variant), variant) for variant in variants)
+        print(name, f"torch {torch_us:.4g} us, {weights[0].nbytes / torch_us / 1e6:.4g} TB/s")
+        rows = [[us, weights[0].nbytes / us / 1e6, *own, "in use" if own == used else ""] for us, own in timed]
+        show("us, TB/s, outputs, inputs, warps, ", rows[:5] + [row for row in rows[5:] if row[-1]])
+
+
+def _row_product_us(x: torch.Tensor, weights: list[torch.Tensor], variant: tuple[int, int, int]) -> float:
+    before = row_product.OUTPUTS, row_product.INPUTS, row_product.NUM_WARPS
+    row_product.OUTPUTS, row_product.INPUTS, row_product.NUM_WARPS = variant
+    try:
+        torch.testing.assert_close(
+            row_product.row_product(x, weights[0], None), linear(x, weights[0]), rtol=0.02, atol=1
+        )
+        return microseconds([partial(row_product.row_product, x, weight, None) for weight in weights])
+    finally:
+        row_product.OUTPUTS, row_product.INPUTS, row_product.NUM_WARPS = before
 
 
 class Decode:
@@ -213,7 +241,10 @@ def _small_operations(num_rows: int) -> Iterator[tuple[Call, Call]]:
     )
 
 
-PARTS = {"roofs": roofs, "products": products, "decode": decode, "prefill": prefill, "fused": fused}
+PARTS = {
+    "roofs": roofs, "products": products, "row_products": row_products,
+    "decode": decode, "prefill": prefill, "fused": fused,
+}  # fmt: skip
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -15,9 +15,11 @@ import torch
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.attention.backend import find_backend
 from reference_engine.errors import ConfigError
+from reference_engine.fast import products
 from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import cpp
 from reference_engine.fast.attention import triton as triton_backend
+from reference_engine.fast.products import FewRows
 
 from ..recorder import Recorder, assert_same_rows
 from ..test_kv_cache import make_spec
@@ -125,3 +127,19 @@ def test_half_precision_stays_near(checkpoint: Any, device: torch.device, dtype:
     assert logits.dtype == getattr(torch, dtype)
     error = (logits.double().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < {"bfloat16": 0.05, "float16": 0.01}[dtype]
+
+
+def test_one_row_of_a_large_weight_is_for_the_kernel(
+    checkpoint: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(dtype="float32", device=str(device), max_model_len=32, max_num_seqs=2, cuda_graphs=False)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with LLMEngine(checkpoint.folder, config) as engine:
+        expected = engine.generate([[4, 5, 6]], params)
+    for least, is_expected in ((1, True), (1 << 30, False)):
+        monkeypatch.setattr(products, "MIN_ROW_ELEMENTS", least)
+        with LLMEngine(checkpoint.folder, replace(config, attention_backend="triton")) as engine:
+            assert isinstance(engine.runner.model.lm_head.product, FewRows) is is_expected
+            assert [each.token_ids for each in engine.generate([[4, 5, 6]], params)] == [
+                each.token_ids for each in expected
+            ]

@@ -20,6 +20,7 @@ from reference_engine.fast.kernels.add_norm import add_norm, rms_norm
 from reference_engine.fast.kernels.norm_rotate import norm_rotate
 from reference_engine.fast.kernels.paged_decode import paged_decode
 from reference_engine.fast.kernels.paged_prefill import cut_into_tiles, paged_prefill
+from reference_engine.fast.kernels.row_product import row_product
 from reference_engine.fast.kernels.silu_mul import silu_mul
 from reference_engine.fast.kernels.store_kv import store_kv
 from reference_engine.fast.kernels.tiling import find_tiling
@@ -64,6 +65,8 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
     rms_norm(rows, weight, 1e-6)
     add_norm(rows, rows, weight, 1e-6)
     silu_mul(rows)
+    for bias in (None, weight[:6]):
+        row_product(rows[:1], torch.zeros(6, 4096, dtype=dtype), bias)
     qkv = torch.zeros(3, 12 * head_dim, dtype=dtype)
     for own in (weight[:head_dim], None):
         norm_rotate(qkv, cos.contiguous(), cos.contiguous(), own, own, 1e-6, 8, 2, keeps_normed=own is not None)

@@ -88,3 +88,11 @@ def test_small_operations_are_timed_beside_torch(kernels: ModuleType) -> None:
     rotated, (q, k) = norm_rotate[0]()[0], norm_rotate[1]()
     assert torch.allclose(rotated, torch.cat([q, k], dim=1), atol=1e-5)
     assert torch.allclose(silu_mul[0](), silu_mul[1](), atol=1e-5)
+
+
+@IGNORE_NUMPY
+def test_the_product_of_a_row_is_timed_under_a_shape_of_its_programs(kernels: ModuleType) -> None:
+    weight = torch.randn(6, 40)
+    before = kernels.row_product.OUTPUTS
+    assert kernels._row_product_us(torch.randn(1, 40), [weight], (2, 512, 4)) == 1.0
+    assert before == kernels.row_product.OUTPUTS
