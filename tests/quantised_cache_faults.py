@@ -25,11 +25,14 @@ NUM_LAYERS = 3
 PROMPTS = ((1, 5, 9, 33, 77, 120, 4, 8, 9, 3, 200), (31, 7, 7, 8, 1, 90, 100, 40))
 Change = Callable[[torch.Tensor, int, int], torch.Tensor]
 """From rows [T, K, H], the layer and the part (0 for keys) to what the cache gives back."""
-_LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_LARGEST = {"mxfp4": 6.0, "nvfp4": 6.0, "int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def nearest(x: torch.Tensor, name: str) -> torch.Tensor:
     """Return the nearest number of a format, float32."""
+    if name.endswith("fp4"):
+        return _E2M1[(x.abs()[..., None] >= (_E2M1[1:] + _E2M1[:-1]) / 2).sum(dim=-1)].copysign(x)
     if name.startswith("int"):
         return x.round().clamp(-_LARGEST[name] - 1, _LARGEST[name])
     return x.clamp(-_LARGEST[name], _LARGEST[name]).to(getattr(torch, name)).float()
@@ -37,6 +40,8 @@ def nearest(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def cut_off(x: torch.Tensor, name: str) -> torch.Tensor:
     """Return the next number of a format towards zero, float32."""
+    if name.endswith("fp4"):
+        return _E2M1[(x.abs()[..., None] >= _E2M1).sum(dim=-1) - 1].copysign(x)
     if name.startswith("int"):
         return x.trunc().clamp(-_LARGEST[name] - 1, _LARGEST[name])
     bits, least = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}[name]
@@ -50,10 +55,12 @@ class Format:
 
     name: str
     share: str
-    """`tensor`, `head` (of one tensor), `token`, or `token-head`."""
+    """`tensor`, `head` (of one tensor), `token`, `token-head`, or `block`: 16 numbers of a head, of one tensor too."""
 
     @property
     def numerics(self) -> Numerics:
+        if self.name == "mxfp4":
+            return Numerics(cache=self.name)
         if self.share.startswith("token"):
             return Numerics(cache=self.name, cache_scale_of="token" if self.share == "token" else "head")
         scales = {
@@ -66,14 +73,28 @@ class Format:
     def still(self, layer: int, part: int) -> torch.Tensor:
         """Return scales that a calibration may have found: [1, 1, 1] or [1, K, 1]."""
         largest = (4.0 + 1.5 * layer, 1.1 + 0.7 * layer)[part]
+        if self.share == "block":
+            largest /= 448  # the scales of blocks have this range
         heads = torch.tensor([1.0, 0.55]) if self.share == "head" else torch.ones(1)
         return (heads * largest / _LARGEST[self.name]).view(1, -1, 1)
 
     def scale(self, x: torch.Tensor, layer: int, part: int) -> torch.Tensor:
+        if self.share == "block":
+            return self.in_blocks(x, layer, part)
         if not self.share.startswith("token"):
             return self.still(layer, part)
         dims = (1, 2) if self.share == "token" else (2,)
         return x.float().abs().amax(dim=dims, keepdim=True).clamp(min=1e-12) / _LARGEST[self.name]
+
+    def in_blocks(self, x: torch.Tensor, layer: int, part: int) -> torch.Tensor:
+        """Return the scale of each block, for each of its numbers: [T, K, H]."""
+        sixth = x.float().unflatten(-1, (-1, 16)).abs().amax(dim=-1) / 6
+        if self.name == "mxfp4":
+            scale = 2.0 ** sixth.clamp(min=1e-10).log2().ceil()
+        else:
+            still = self.still(layer, part)
+            scale = (sixth / still).clamp(max=448).to(torch.float8_e4m3fn).float() * still
+        return scale.where(scale > 0, torch.ones(())).repeat_interleave(16, dim=-1)
 
     def keep(self, x: torch.Tensor, layer: int, part: int, round: Any = nearest) -> torch.Tensor:
         scale = self.scale(x, layer, part)
@@ -135,6 +156,9 @@ def faults(form: Format) -> Iterator[tuple[str, Change, str, str]]:
     yield "not divided, keys", _one_sided(form, 0, "not divided"), keys, "not divided when they are stored"
     yield "undone twice, values", _one_sided(form, 1, "twice"), values, "multiplied by their scale twice"
     yield "cut off", _cut(form), keys, "are cut off"
+    if form.share == "block":
+        yield from _faults_of_blocks(form)
+        return
     if form.share.startswith("token"):
         other = replace(form, share="token-head" if form.share == "token" else "token")
         said = "one for each head of a token" if form.share == "token" else "one for each token"
@@ -154,10 +178,34 @@ def faults(form: Format) -> Iterator[tuple[str, Change, str, str]]:
         yield "next head", _with(form, lambda x, layer, part: form.still(layer, part).flip(1)), keys, "of the next head"
 
 
+def _faults_of_blocks(form: Format) -> Iterator[tuple[str, Change, str, str]]:
+    keys, values = "model.layers.1.k_cache", "model.layers.1.v_cache"
+
+    def next_block(x: torch.Tensor, layer: int, part: int) -> torch.Tensor:
+        return form.scale(x, layer, part).unflatten(-1, (-1, 16)).roll(-1, dims=-2).flatten(-2)
+
+    yield "next block", _with(form, next_block), keys, "in each block the scale of the next"
+    if form.name == "mxfp4":
+        down = _with(form, lambda *given: form.scale(*given) / 2, (1,))
+        yield "exponents rounded down, values", down, values, "exponents that are rounded down"
+        return
+
+    def read(power: int, own: int) -> Change:
+        def change(x: torch.Tensor, layer: int, part: int) -> torch.Tensor:
+            factor = form.still(layer, part) ** power if (layer, part) == (1, own) else 1.0
+            return (form.keep(x, layer, part).float() * factor).to(x.dtype)
+
+        return change
+
+    yield "global scale not undone, keys", read(-1, 0), keys, "not multiplied by the scale of all blocks"
+    yield "global scale twice, values", read(1, 1), values, "multiplied twice by the scale of all blocks"
+
+
 FORMATS = (
     Format("float8_e4m3fn", "tensor"), Format("float8_e5m2", "tensor"), Format("int8", "tensor"),
     Format("float8_e4m3fn", "head"), Format("int8", "head"), Format("float8_e4m3fn", "token-head"),
     Format("int8", "token-head"), Format("int8", "token"), Format("int4", "token-head"),
+    Format("mxfp4", "block"), Format("nvfp4", "block"),
 )  # fmt: skip
 
 

@@ -18,11 +18,12 @@ class Numerics:
     weights: tuple[str, ...] = ()
     """Formats of the matrices, as GGUF names them: `F16`, `Q8_0`, `Q4_K`; the judging model holds them dequantised."""
     cache: str | None = None
-    """Dtype of the KV cache, as torch names it (`float16`), or its format, as ggml does (`Q8_0`) if it is coarser
-    than the engine's."""
+    """Dtype of the KV cache, as torch names it (`float16`), or its format if it is coarser than the engine's: as ggml
+    names it (`Q8_0`), or `mxfp4` or `nvfp4` for E2M1 in blocks of 16, whose scales are powers of two or E4M3."""
     cache_scales: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Scales that stand still, by the tap of a cache (`model.layers.0.k_cache`): one, or one for each KV head. What is
-    stored is the quotient, in `float8_e4m3fn`, `float8_e5m2`, `int8` or `int4`; a cache without an entry has none."""
+    stored is the quotient, in `float8_e4m3fn`, `float8_e5m2`, `int8`, `int4` or `nvfp4`; a cache without an entry has
+    none."""
     cache_scale_of: Literal["token", "head"] | None = None
     """What has a scale that follows its largest number: a token with all KV heads, or a head of a token."""
     cache_values: str | None = None

@@ -54,7 +54,7 @@ class FastAcceleration(Acceleration):
         """See `Acceleration.linears`."""
         kernel = getattr(_operators(backend), "linear", None)
         if isinstance(backend, TritonAttention):
-            return Linear if self.config.compile_layers else partial(with_row_kernel, kernel)
+            return Linear if self.config.compile_layers else partial(with_row_kernel, backend.operators.linear)
         self._products = Products.of(self.config, weights, self.spec.dtype, kernel, self.num_engines)
         return self._products
 

@@ -12,7 +12,15 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.judge.compare.cache_blocks import FORMATS, Stored, quantised
-from harness.judge.compare.cache_grids import GRIDS, on_grid, scale_of_largest
+from harness.judge.compare.cache_grids import (
+    BLOCKS,
+    GRIDS,
+    grid,
+    in_blocks,
+    on_grid,
+    scale_of_blocks,
+    scale_of_largest,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +28,7 @@ class CacheFormat:
     """The format of keys, or of values."""
 
     name: str
-    """A dtype of torch's, or one of `FORMATS` or `GRIDS`."""
+    """A dtype of torch's, or one of `FORMATS`, `GRIDS` or `BLOCKS`."""
     scales: tuple[float, ...] = ()
     """See `Numerics.cache_scales`."""
     scale_of: str = ""
@@ -56,7 +64,7 @@ class CacheFormat:
     @property
     def has_scale(self) -> bool:
         """Whether numbers are divided before they are stored."""
-        return bool(self.scales or self.scale_of)
+        return bool(self.scales or self.scale_of) or self.name in BLOCKS
 
     @property
     def title(self) -> str:
@@ -76,6 +84,8 @@ class CacheFormat:
     @property
     def is_known(self) -> bool:
         """Whether values can be rounded to it."""
+        if self.name in BLOCKS:
+            return not self.scale_of and (self.name == "nvfp4" or not self.scales)
         return self.name in GRIDS if self.has_scale else self.dtype is not None or self.name in FORMATS
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,6 +105,11 @@ class CacheFormat:
         """Return the scale of each of [R, K, ..., H], float64; raises RuntimeError if there are not as many heads."""
         if self.scale_of:
             return scale_of_largest(x, self.name, self.scale_of)
+        still = self.still(x)
+        return scale_of_blocks(x, self.name, still) if self.name in BLOCKS else still
+
+    def still(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scales that stand still, float64, so that they fit [R, K, ..., H]; 1 where there are none."""
         scales = torch.tensor(self.scales or (1.0,), dtype=torch.float64, device=x.device)
         return scales.view(1, -1, *([1] * (x.dim() - 2)))
 
@@ -102,7 +117,10 @@ class CacheFormat:
         """Return what the cache holds of keys or values [..., W]; [R, W] or [R, K, ..., H] if it has scales."""
         if self.has_scale:
             heads = x.unflatten(1, (self.num_heads, -1)) if x.dim() == 2 else x
-            held = on_grid(heads, self.name, self.scale(heads))
+            if self.name in BLOCKS:
+                held = in_blocks(heads, self.name, self.still(heads))
+            else:
+                held = on_grid(heads, self.name, self.scale(heads))
             return Stored(held.values.reshape(x.shape), held.slack.reshape(x.shape))
         turned = self.turned(x)
         if self.dtype is not None:
@@ -116,12 +134,11 @@ class CacheFormat:
         Of these the cache gives back the largest; half a step beyond is still a rounding.
         """
         heads = x.unflatten(1, (self.num_heads, -1)) if x.dim() == 2 else x
-        top = GRIDS[self.name][0]
-        step = (
-            0.5
-            if self.name.startswith("int")
-            else torch.finfo(getattr(torch, self.name)).eps / 2 * 2.0 ** int(math.log2(top))
-        )
+        top = grid(self.name)[0]
+        step = 0.5
+        if not self.name.startswith("int"):
+            eps = 0.5 if self.name in BLOCKS else torch.finfo(getattr(torch, self.name)).eps
+            step = eps / 2 * 2.0 ** int(math.log2(top))
         scaled = heads.to(torch.float64) / self.scale(heads)
         is_beyond = (scaled > top + step) | (scaled < -top - step - self.name.startswith("int"))
         return is_beyond.sum(dim=[dim for dim in range(heads.dim()) if dim != 1])

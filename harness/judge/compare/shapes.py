@@ -15,7 +15,7 @@ from harness.formats.recording.tensors import TORCH_DTYPES
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.cache_blocks import FORMATS
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.cache_grids import GRIDS
+from harness.judge.compare.cache_grids import BLOCK_SIZE, BLOCKS, GRIDS
 from harness.results.check import Finding
 
 
@@ -54,7 +54,7 @@ def cache_format(recording: Recording, part: Literal["k", "v"], layer: str = "")
         Code.BAD_MANIFEST,
         "the declared dtype of the cache is none that this harness can round to",
         where=f"{recording.path}: numerics.cache",
-        expected=f"float16, bfloat16, float8_e4m3fn, ..., {', '.join(FORMATS)}; with scales {', '.join(GRIDS)}",
+        expected=f"float16, bfloat16, ..., {', '.join((*FORMATS, *BLOCKS))}; with scales {', '.join(GRIDS)} or nvfp4",
         actual=declared.name,
         hint="declare none, and declare k_cache and v_cache as lacking",
     )
@@ -65,6 +65,14 @@ def _check_scales(recording: Recording, declared: CacheFormat | None, tap: str, 
     if declared is None or not declared.has_scale:
         return
     is_by_head = len(declared.scales) > 1 or declared.scale_of == "head"
+    if declared.name in BLOCKS and entry is not None and entry.shape[-1] % BLOCK_SIZE:
+        raise HarnessError(
+            Code.BAD_MANIFEST,
+            "a cache in blocks has heads of whole blocks",
+            where=f"{recording.path}: numerics, {tap}",
+            expected=f"a head size that {BLOCK_SIZE} divides",
+            actual=f"{declared.title}: rows {list(entry.shape)}",
+        )
     has_heads = entry is None or (len(entry.shape) == 2 and len(declared.scales) in (0, 1, entry.shape[0]))
     if all(0 < scale < math.inf for scale in declared.scales) and (has_heads or not is_by_head):
         return

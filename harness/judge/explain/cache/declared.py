@@ -12,7 +12,7 @@ import torch
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, prefix_of
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.cache_grids import clipped, on_grid
+from harness.judge.compare.cache_grids import BLOCKS, blocks_of, clipped, four_bits_cut_off, on_grid
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
 from harness.judge.explain.core.hypothesis import Hypothesis
@@ -77,11 +77,14 @@ def _changes(
     if not own.has_scale or not own.is_known:
         return
     yield "are cut off to the cache's format instead of rounded", partial(_cut_off, form=own)
-    yield "have a scale of 1: theirs is not delivered", _as_declared(replace(own, scales=(1.0,), scale_of=""))
+    if own.name in BLOCKS:
+        yield from _of_blocks(own)
+    else:
+        yield "have a scale of 1: theirs is not delivered", _as_declared(replace(own, scales=(1.0,), scale_of=""))
     for name, power in _POWERS.items():
         yield name, partial(_one_sided, form=own, power=power)
     for scale_of, what in (("token", "one for each token"), ("head", "one for each head of a token")):
-        if scale_of != own.scale_of:
+        if scale_of != own.scale_of and own.name not in BLOCKS:
             yield (
                 f"have a scale that follows their largest number, {what}",
                 _as_declared(replace(own, scales=(), scale_of=scale_of)),
@@ -109,10 +112,42 @@ def _as_declared(form: CacheFormat) -> Change:
     return stored
 
 
+def _of_blocks(form: CacheFormat) -> Iterator[tuple[str, Change]]:
+    """Mistakes with the scales of blocks, and with the one that all blocks share."""
+    yield "have in each block the scale of the next", partial(_scaled, form=form, change=_of_the_next_block)
+    if form.name == "mxfp4":
+        yield "have exponents that are rounded down", partial(_scaled, form=form, change=_exponents_rounded_down)
+    yield "have a scale of 1: theirs is not delivered", partial(_scaled, form=form, change=torch.ones_like)
+    if form.scales:
+        yield "have a scale of all blocks of 1: theirs is not delivered", _as_declared(replace(form, scales=(1.0,)))
+        yield (
+            "are not multiplied by the scale of all blocks when they are read",
+            lambda x: form.stored(x).values / form.still(x),
+        )
+        yield (
+            "are multiplied twice by the scale of all blocks when they are read",
+            lambda x: form.stored(x).values * form.still(x),
+        )
+
+
+def _scaled(x: torch.Tensor, form: CacheFormat, change: Change) -> torch.Tensor:
+    return on_grid(x, form.name, change(form.scale(x))).values
+
+
+def _of_the_next_block(scale: torch.Tensor) -> torch.Tensor:
+    return blocks_of(scale).roll(-1, dims=-2).flatten(-2)
+
+
+def _exponents_rounded_down(scale: torch.Tensor) -> torch.Tensor:
+    return scale / 2
+
+
 def _cut_off(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
     """Drop what the format has no room for, towards zero."""
     scale = form.scale(x)
     scaled = clipped(x / scale, form.name)
+    if form.name in BLOCKS:
+        return four_bits_cut_off(scaled) * scale
     dtype = getattr(torch, form.name)
     return (cut_off(scaled, dtype) if dtype in FLOAT8_DTYPES else scaled.trunc()) * scale
 

@@ -252,3 +252,60 @@ def test_clipped_numbers_are_counted_by_head():
     float8 = scaled(cache="float8_e4m3fn", cache_scale_of=None, cache_scales={"model.layers.0.k_cache": (1.0, 2.0)})
     # 464 lies halfway between 448 and the 480 that the format would have next.
     assert float8.num_clipped(torch.tensor([[[463.0, -463.0], [463.0 * 2, -465.0 * 2]]])).tolist() == [0, 1]
+
+
+LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def in_four_bits(blocks, scale):
+    """Return the nearest of the 15 numbers times a scale of each block, by trying all of them."""
+    signed = torch.cat((LEVELS, -LEVELS))
+    distance = (blocks[..., None] / scale[..., None] - signed).abs()
+    return signed[distance.argmin(dim=-1)] * scale
+
+
+@pytest.mark.parametrize("still", [None, 0.003])
+def test_four_bits_in_blocks_of_sixteen(still):
+    blocks = HEADS.double().unflatten(-1, (2, 16))
+    sixth = blocks.abs().amax(dim=-1, keepdim=True) / 6
+    if still is None:
+        form, scale = scaled(cache="mxfp4"), 2.0 ** torch.log2(sixth).ceil()
+    else:
+        form = scaled(cache="nvfp4", cache_scales={"model.layers.0.k_cache": (still,)})
+        scale = (sixth / still).float().to(torch.float8_e4m3fn).double() * still
+    held = form.stored(HEADS)
+    is_sure = held.slack == 0
+    assert is_sure.double().mean() > 0.99
+    torch.testing.assert_close(
+        held.values[is_sure], in_four_bits(blocks, scale).flatten(-2)[is_sure], rtol=1e-12, atol=0
+    )
+    assert torch.equal(form.stored(HEADS.flatten(1)).values, held.values.flatten(1))
+    assert torch.equal(form.stored(HEADS.transpose(0, 1)[None]).values[0].transpose(0, 1), held.values)
+    assert not form.differs(held.values.bfloat16().flatten(1), HEADS.flatten(1)).any()
+    assert form.differs((held.values * 1.05).float().flatten(1), HEADS.flatten(1)).all()
+
+
+def test_a_block_near_two_scales_may_have_either():
+    form, x = scaled(heads=1, cache="mxfp4"), torch.full((1, 1, 16), 0.7, dtype=torch.float64)
+    x[0, 0, 0] = 6.0  # a sixth of it is 1, and a little more than 1 is rounded up to 2
+    held = form.stored(x)
+    assert held.values[0, 0, 1] == 0.5
+    assert held.slack[0, 0, 1] == 0.5, "or 1, as the next power of two has it"
+
+
+def test_what_lies_beyond_the_largest_block_is_clipped():
+    form = scaled(heads=1, cache="nvfp4", cache_scales={"model.layers.0.k_cache": (0.001,)})
+    x = torch.full((1, 1, 16), 0.1)
+    x[0, 0, :3] = torch.tensor([448 * 0.001 * 6, 448 * 0.001 * 6.9, 448 * 0.001 * 7.1])
+    assert form.num_clipped(x).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "numerics",
+    [
+        {"cache": "mxfp4", "cache_scales": {"model.layers.0.k_cache": (0.1,)}},
+        {"cache": "nvfp4", "cache_scale_of": "token"},
+    ],
+)
+def test_blocks_have_no_scales_but_their_own(numerics):
+    assert not scaled(**numerics).is_known

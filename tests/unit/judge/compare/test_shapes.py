@@ -65,6 +65,16 @@ def test_scales_of_a_cache_that_nothing_can_be_divided_by(scales, shape):
     assert "int8" in str(refused(cache_format, declared, "k", "model.layers.0.")), "no scale there"
 
 
+@pytest.mark.parametrize(("shape", "is_whole"), [((2, 32), True), ((2, 24), False)])
+def test_heads_of_a_cache_in_blocks_are_whole_blocks(shape, is_whole):
+    declared = recording(("model.layers.1.k_cache", "F32", shape), numerics=Numerics(cache="mxfp4"))
+    if is_whole:
+        assert cache_format(declared, "k", "model.layers.1.") == CacheFormat(name="mxfp4", num_heads=2)
+    else:
+        error = refused(cache_format, declared, "k", "model.layers.1.")
+        assert (error.code, "that 16 divides" in str(error)) == (Code.BAD_MANIFEST, True)
+
+
 def test_one_rank_of_several_is_refused_but_where_it_has_everything():
     def part(world_size, *shards):
         taps = [SimpleNamespace(shard=shard) for shard in shards]
