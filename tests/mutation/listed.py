@@ -42,5 +42,5 @@ LISTED: tuple[Mutant, ...] = (
     # an all-reduce not in float32
     replaced(f"{_ENGINE}/parallel/ranks.py", "total = x.to(torch.float32)", "total = x.clone()"),
     # padding of graphs not zeroed
-    replaced(f"{_ENGINE}/fast/graphs.py", "fixed[num_rows:].zero_()", "pass"),
+    replaced(f"{_ENGINE}/fast/graphs.py", "self.rows_4R[:, num_rows:].zero_()", "pass"),
 )

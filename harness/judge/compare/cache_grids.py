@@ -73,7 +73,8 @@ FOUR_BITS = (6.0, nearest_of_four_bits)
 
 def blocks_of(x: torch.Tensor) -> torch.Tensor:
     """Return [..., H/16, 16] of [..., H]; raises RuntimeError where 16 does not divide the head size."""
-    return x.unflatten(-1, (-1, BLOCK_SIZE))
+    blocks: torch.Tensor = x.unflatten(-1, (-1, BLOCK_SIZE))
+    return blocks
 
 
 def scale_of_blocks(x: torch.Tensor, name: str, still: torch.Tensor, off: float = 0.0) -> torch.Tensor:
