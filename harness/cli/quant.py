@@ -28,7 +28,7 @@ def quant(
         typer.Option(
             metavar="NAMES",
             help="Types to make: of GGUF, by llama.cpp's quantiser, and torchao-int8, ...; comma list. "
-            f"[default: {DEFAULT_TYPES}; none where there is a --file]",
+            f"[default: {DEFAULT_TYPES}; none where there is a --file or --caches]",
         ),
     ] = None,
     file: Annotated[
@@ -38,6 +38,13 @@ def quant(
             help="GGUF file, or folder with a quantised or other checkpoint, of the same model. Repeatable.",
         ),
     ] = None,
+    caches: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Formats of the KV cache, each a row: float8_e4m3fn, int8:head, nvfp4, Q8_0, ...; comma list.",
+        ),
+    ] = "",
     engine_option: opt.EngineOption = None,
     text_file: Annotated[
         Path | None,
@@ -72,6 +79,7 @@ def quant(
     with progress_bar() as report:
         import torch
 
+        from harness.campaigns.quant.caches import check_cache
         from harness.campaigns.quant.files import check_type
         from harness.campaigns.quant.hf.types import HF_TYPES, check_package
         from harness.campaigns.quant.padding import pad_checkpoint
@@ -84,8 +92,9 @@ def quant(
         from harness.oracle.model import load_model
         from harness.report.quant import quant_html, quant_text
 
-        names = types.split(",") if types is not None else [] if file else DEFAULT_TYPES.split(",")
+        names = types.split(",") if types is not None else [] if file or caches else DEFAULT_TYPES.split(",")
         wanted: list[str | Path] = [*(check_type(name) for name in names), *(file or [])]
+        kept = [check_cache(name.strip()) for name in caches.split(",") if name.strip()]
         splits = check_splits(parts)
         options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
         for each in wanted:  # what is missing is known before anything costs time
@@ -103,6 +112,7 @@ def quant(
                 hf,
                 wanted,
                 given,
+                caches=kept,
                 model=name,
                 text=text,
                 options=options,

@@ -38,7 +38,7 @@ def quant_text(result: QuantResult, tablefmt: str = "simple") -> str:
         "KL in nats from HuggingFace's original; format: HuggingFace with the dequantised weights, from the original; "
         "arithmetic: the engine, from HuggingFace with the dequantised weights"
     )
-    notes = [f"{shown(row.name)}: {shown(row.note)}" for row in result.types if row.note]
+    notes = [f"{shown(', '.join(names))}: {shown(note)}" for note, names in _notes(result).items()]
     if any(row.kl_mean is None for row in result.types):
         notes.append("-: the engine of this type is not installed, so its arithmetic was not measured")
     parts = [
@@ -59,7 +59,16 @@ def quant_html(result: QuantResult) -> str:
     rows = [[row.name, *_cells(row)] for row in result.types]
     lead = f"{result.num_rows} rows of {result.text}, perplexity of HuggingFace's original {result.perplexity:.4f}"
     given = {"title": printable(result.model), "lead": printable(lead), "headers": _HEADERS, "rows": rows}
-    return quant_page(**given, figures=list(_figures(result)), notes=[row.note for row in result.types if row.note])
+    return quant_page(**given, figures=list(_figures(result)), notes=list(_notes(result)))
+
+
+def _notes(result: QuantResult) -> dict[str, list[str]]:
+    """Return what is said of rows, with their names."""
+    notes: dict[str, list[str]] = {}
+    for row in result.types:
+        if row.note:
+            notes.setdefault(row.note, []).append(row.name)
+    return notes
 
 
 def _splits(result: QuantResult) -> dict[str, str]:

@@ -81,3 +81,19 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(harness, tmp_path):
     ran = harness("quant", "--model", "qwen3-tiny", "--file", tmp_path, *SIZES)
     assert ran.status == 2
     assert "H013: the checkpoint has another vocabulary than the model" in ran.err
+
+
+def test_caches_are_rows_of_their_own(harness, checkpoints):
+    asked = ["--caches", "int8:head, float8_e5m2,mxfp4", *SIZES]
+    ran = harness("quant", "--model", "qwen3-tiny", *asked, "--format", "json")
+    assert ran.status == 0, ran.err
+    fine, coarse, four_bits = ran.json["types"]
+    assert [each["name"] for each in ran.json["types"]] == ["cache int8:head", "cache float8_e5m2", "cache mxfp4"]
+    assert 0 < fine["kl_mean_format"] < coarse["kl_mean_format"] < four_bits["kl_mean_format"]
+    assert four_bits["kl_mean_arithmetic"] is None
+    assert "H013" in harness("quant", "--caches", "int8").err
+
+
+def test_caches_of_what_keeps_none_are_refused(harness):
+    ran = harness("quant", "--model", "deepseek-v3-tiny", "--caches", "nvfp4", *SIZES)
+    assert (ran.status, "the model keeps latents" in ran.err) == (2, True)

@@ -1,7 +1,7 @@
 """Types of one model, each split into what its format costs and what the engine's arithmetic costs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
+from harness.campaigns.quant.caches import run_cache
 from harness.campaigns.quant.files import make_file, note_on
 from harness.campaigns.quant.forward import hf_distributions, llamacpp_distributions
 from harness.campaigns.quant.hf.run import run_hf_type
@@ -34,6 +35,7 @@ def measure_types(
     types: Sequence[str | Path],
     sequences: Sequences,
     *,
+    caches: Sequence[str] = (),
     model: str,
     text: str,
     options: LlamaCppOptions,
@@ -45,27 +47,33 @@ def measure_types(
 
     The original is in float32. Types are names, GGUF files, and folders with a checkpoint of transformers. `model` and
     `text` say where model and tokens come from; `seed` is that of the text, and an importance matrix is made on the
-    text of the next one. `splits` says by which parts each type's cost is told, too: names of `SPLITS`.
+    text of the next one. `splits` says by which parts each type's cost is told, too: names of `SPLITS`. `caches` are
+    formats of the KV cache, each a row of its own.
 
     Raises:
         HarnessError: as `make_file`, `checkpoint_of_gguf` and `load_model`; BAD_OPTION: another vocabulary.
     """
-    progress("HuggingFace", 0, len(types))
+    total = len(types) + len(caches)
+    progress("HuggingFace", 0, total)
     truth = hf_distributions(hf, sequences)
     with scratch_folder("harness-quant-") as folder:
         bench = _Bench(hf=hf, sequences=sequences, options=options, scratch=folder, seed=seed, stays=bool(splits))
 
         def measured(at: int, each: str | Path) -> QuantRow:
-            progress(str(each), at, len(types))
+            progress(str(each), at, total)
             run = bench.run(each)
 
             def tell(part: str) -> None:
-                progress(f"{run.name}, {part}", at, len(types))
+                progress(f"{run.name}, {part}", at, total)
 
             return _row(run, truth, sequences, part_costs(hf, run.exact, sequences, truth, splits, tell))
 
         rows = [measured(*each) for each in enumerate(types)]
-    progress("done", len(types), len(types))
+    for at, name in enumerate(caches, start=len(types)):
+        progress(f"cache {name}", at, total)
+        # No engine was run: what it says is the format's own cost.
+        rows.append(replace(_row(run_cache(name, hf, sequences), truth, sequences, ()), kl_mean_arithmetic=None))
+    progress("done", total, total)
     return QuantResult(
         model=model,
         text=text,
