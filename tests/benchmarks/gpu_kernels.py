@@ -3,7 +3,7 @@
     python tests/benchmarks/gpu_kernels.py [roofs] [products] [row_products] [decode] [prefill] [fused]
 
 Calls are recorded as one CUDA graph over inputs that together exceed the L2 cache, so that neither launches nor the
-cache are timed; a figure is the median of replays, in microseconds a call. Not run yet: no session had a GPU.
+cache are timed; a figure is the median of replays, in microseconds a call.
 """
 
 from __future__ import annotations

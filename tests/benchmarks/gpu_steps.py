@@ -3,7 +3,6 @@
     python tests/benchmarks/gpu_steps.py 'decode("qwen3-8b", [1, 16])' 'kernels("qwen3-8b")' 'workload("qwen3-0.6b")'
 
 `harness bench engine` times the same beside its peers, and compares tokens first; this is for looking into the engine.
-Not run on a GPU yet: no session had one.
 """
 
 from __future__ import annotations

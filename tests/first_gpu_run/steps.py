@@ -38,46 +38,46 @@ class Step:
     """Program without which the step is left out."""
     is_timed: bool = True
     fills: str = ""
-    """Page of reports/ that takes the figures."""
+    """Page of the GPU's folder in reports/ that takes the figures."""
 
 
 STEPS = (
     Step(name="machine", usual_s=5, limit_s=30, needs="nvidia-smi", fills="the head of every page", commands=(
         ("nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,MEMORY"), (*PYTHON, "-m", "pip", "list"), ("lscpu",),
     )),
-    Step(name="checks", usual_s=60, limit_s=190, is_timed=False, fills="gpu/checks.md", commands=tuple(
+    Step(name="checks", usual_s=60, limit_s=190, is_timed=False, fills="checks.md", commands=tuple(
         (*CHECK, "--dtype", dtype, "--schedule", SCHEDULES, "--engine-option", f"attention_backend={own}")
         for dtype in DTYPES for own in ("paged", "triton")
     )),
-    Step(name="tests", usual_s=120, limit_s=190, is_timed=False, fills="gpu/tests.md", commands=(
+    Step(name="tests", usual_s=120, limit_s=190, is_timed=False, fills="checks.md", commands=(
         (*PYTEST, "-n", "6", "-m", "gpu and not slow", "tests/unit/reference_engine", "tests/integration"),
     )),
-    Step(name="other-engines", usual_s=60, limit_s=190, is_timed=False, fills="gpu/checks.md", commands=(
+    Step(name="other-engines", usual_s=60, limit_s=190, is_timed=False, fills="checks.md", commands=(
         (*CHECK, "--dtype", "bfloat16", "--schedule", "tensor-parallel", *TRITON),
         *((*CHECK, "--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
         (*HARNESS, "fuzz", "--invariance", *GPU, "--dtype", "bfloat16", "--seconds", "40", *TRITON),
     )),
-    Step(name="faults", usual_s=90, limit_s=190, is_timed=False, fills="gpu/checks.md", commands=(
+    Step(name="faults", usual_s=90, limit_s=190, is_timed=False, fills="checks.md", commands=(
         (*HARNESS, "faults", *GPU, "--category", "cache", "--format", "json"),
     )),
-    Step(name="decode-8b", usual_s=60, limit_s=150, fills="gpu/engine.md", commands=((
+    Step(name="decode-8b", usual_s=60, limit_s=150, fills="engine.md", commands=((
         *PYTHON, _STEPS, 'decode("qwen3-8b", [1, 16])', 'kernels("qwen3-8b")',
         'decode("qwen3-8b", [1], fused_kernels=False)', 'decode("qwen3-8b", [1], attention_backend="paged")',
     ),)),
-    Step(name="decode-0.6b", usual_s=40, limit_s=120, fills="gpu/engine.md", commands=((
+    Step(name="decode-0.6b", usual_s=40, limit_s=120, fills="engine.md", commands=((
         *PYTHON, _STEPS, 'decode("qwen3-0.6b", [1, 16, 256])', 'hf_generate("qwen3-0.6b", [1, 16])',
         'workload("qwen3-0.6b")',
     ),)),
-    Step(name="bench", usual_s=40, limit_s=120, fills="gpu/engine.md", commands=(
+    Step(name="bench", usual_s=40, limit_s=120, fills="engine.md", commands=(
         (*BENCH, "--shape", "142m", "--peer", "hf-generate", "--peer", "hf-continuous"),
     )),
-    Step(name="profile", usual_s=60, limit_s=150, fills="gpu/profiles.md", commands=(
+    Step(name="profile", usual_s=60, limit_s=150, fills="profiles.md", commands=(
         (*HARNESS, "profile", *GPU, "--dtype", "bfloat16", *TRITON, "--out", "{out}/profile"),
     )),
-    Step(name="kernels", usual_s=60, limit_s=120, fills="gpu/engine.md", commands=(
+    Step(name="kernels", usual_s=60, limit_s=120, fills="engine.md", commands=(
         (*PYTHON, "tests/benchmarks/gpu_kernels.py", "roofs", "products", "fused", "decode", "prefill"),
     )),
-    Step(name="sanitizer", usual_s=60, limit_s=90, needs="compute-sanitizer", is_timed=False, fills="gpu/tests.md",
+    Step(name="sanitizer", usual_s=60, limit_s=90, needs="compute-sanitizer", is_timed=False, fills="checks.md",
          commands=tuple(
         ("compute-sanitizer", "--tool", tool, "--target-processes", "all", *PYTEST, "-n", "0", "-x", "-m", "gpu",
          "tests/unit/reference_engine/fast/kernels/test_paged_decode.py")

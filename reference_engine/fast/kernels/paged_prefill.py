@@ -3,7 +3,8 @@
 The rows of all requests are packed, and cut into tiles that never span two requests; one program takes one tile of one
 query head (FlashAttention-2, Dao 2023, arXiv:2307.08691, section 3.2: parallel over rows). What a tile computes depends
 on its own request alone, so a chunk's results are bit for bit the same in every batch; and key tiles begin at multiples
-of their size, so that the same keys are summed together whatever the chunk. Performance on a GPU is unmeasured.
+of their size, so that the same keys are summed together whatever the chunk. Measured:
+reports/h200/engine.md.
 
 Shapes: T packed rows, M tiles, Q rows of a tile, C keys of a tile, R requests, B blocks, S slots in a block,
 N query heads, K KV heads, H head dim.
