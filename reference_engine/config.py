@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from reference_engine.errors import ConfigError
 
-__all__ = ["DTYPES", "EngineConfig"]
+__all__ = ["DTYPES", "KV_CACHE_DTYPES", "EngineConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,12 @@ class EngineConfig:
     """`paged`, `contiguous` or `recompute`, and from the room `fast`: `cpp`, `triton` or `varlen`."""
     block_size: int = 16
     """Tokens in a KV block; only the paged backend has blocks."""
+    kv_cache_dtype: str = "auto"
+    """`auto`: that of the weights; or `float8_e4m3fn` or `float8_e5m2`: K and V are divided by a scale when they are
+    stored, cut off at the largest number, rounded, and multiplied when they are read. Served by `paged`, `contiguous`
+    and `triton`."""
+    kv_cache_scales: tuple[tuple[float, float], ...] = ()
+    """Those scales, of K and of V for each layer that keeps them; none: the checkpoint's, or 1 where it has none."""
     num_blocks: int | None = None
     """KV blocks of the paged backend, the null block among them; None: what the limits below can use, within 1 GiB on
     the CPU and within 80 % of the free memory on a GPU."""
@@ -71,6 +79,16 @@ class EngineConfig:
             raise ConfigError(
                 "unknown dtype", where="EngineConfig.dtype", expected=f"auto, {', '.join(DTYPES)}", actual=self.dtype
             )
+        if self.kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+            raise ConfigError(
+                "unknown dtype of the KV cache", where="EngineConfig.kv_cache_dtype",
+                expected=f"auto, {', '.join(KV_CACHE_DTYPES)}", actual=self.kv_cache_dtype,
+            )  # fmt: skip
+        if not all(0 < scale < math.inf for scales in self.kv_cache_scales for scale in scales):
+            raise ConfigError(
+                "a scale of the KV cache is none that can be divided by", where="EngineConfig.kv_cache_scales",
+                expected="positive numbers, one of K and one of V for each layer", actual=self.kv_cache_scales,
+            )  # fmt: skip
         self._check_at_least("block_size", 1)
         self._check_at_least("num_blocks", 2)
         self._check_at_least("max_num_batched_tokens", 1)

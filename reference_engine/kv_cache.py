@@ -49,8 +49,17 @@ class CacheSpec:
     """Factor of the scores; None: 1 / sqrt(H)."""
     state_bytes: int = 0
     """Beside K and V of a block, the states that are kept with it."""
+    stored_dtype: torch.dtype | None = None
+    """A float8, to which K and V are rounded when they are stored; None: `dtype`."""
+    scales: tuple[tuple[float, float], ...] = ()
+    """Of K and of V for each layer: what they are divided by before that; none: 1."""
     prepare: Callable[[torch.Tensor], None] = lambda memory: None
     """Called with the cache's memory before it is first touched."""
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """Return what K and V are stored in."""
+        return self.dtype if self.stored_dtype is None else self.stored_dtype
 
     @property
     def num_streams(self) -> int:
@@ -66,7 +75,7 @@ class CacheSpec:
         """Count the blocks, the null block included, that the limits can use and the memory can hold."""
         wanted = self.max_num_seqs * -(-self.max_model_len // block_size)
         num_heads = self.num_streams * self.num_layers * block_size * self.num_kv_heads
-        block_bytes = num_heads * self.head_dim * self.dtype.itemsize + self.state_bytes
+        block_bytes = num_heads * self.head_dim * self.kept_dtype.itemsize + self.state_bytes
         return 1 + max(1, min(wanted, self.budget_bytes // block_bytes))
 
 
@@ -83,6 +92,8 @@ def cache_budget_bytes(device: torch.device, *, num_engines: int = 1) -> int:
 class KVCache:
     """One tensor [2, layers, B, S, K, H]: K at index 0, V at index 1; [1, ...] where values are a part of the keys.
 
+    Of a float8 the bytes are moved: torch has no indexing of its own for it.
+
     Raises:
         CapacityError: the memory does not hold it.
     """
@@ -90,6 +101,9 @@ class KVCache:
     def __init__(self, spec: CacheSpec, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self._value_dim = spec.value_dim
+        self._dtype, self._stored_dtype = spec.dtype, spec.stored_dtype
+        self.scales = spec.scales or ((1.0, 1.0),) * spec.num_layers
+        """Of K and of V for each layer; 1 where they are stored as they are."""
         shape = (spec.num_streams, spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Not zeroed: no slot is read before it is written, and untouched memory is not even allocated by the system.
         self.data = _allocate(shape, spec)
@@ -99,19 +113,21 @@ class KVCache:
         spec.prepare(self.data)
         # The exception is the null block, which padding reads under a mask: 0 * NaN would be NaN.
         self.data[:, :, NULL_BLOCK] = 0
-        self._k = [layer.flatten(0, 1) for layer in self.data[0]]
-        self._v = [layer.flatten(0, 1) for layer in self.data[1]] if spec.value_dim is None else []
+        moved = self.data if spec.stored_dtype is None else self.data.view(torch.uint8)
+        self._layers = moved
+        self._k = [layer.flatten(0, 1) for layer in moved[0]]
+        self._v = [layer.flatten(0, 1) for layer in moved[1]] if spec.value_dim is None else []
 
     def close(self) -> None:
         """Give the memory back."""
-        self.data = self.data.new_empty(0)
+        self.data = self._layers = self.data.new_empty(0)
         self._k, self._v = [], []
 
     def store(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write each row's K and V to its slot."""
-        self._k[layer].index_copy_(0, slots_T, k_TKH)
+        self._k[layer].index_copy_(0, slots_T, self._as_stored(layer, 0, k_TKH))
         if self._v:
-            self._v[layer].index_copy_(0, slots_T, v_TKH)
+            self._v[layer].index_copy_(0, slots_T, self._as_stored(layer, 1, v_TKH))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K and V of all layers."""
@@ -123,18 +139,35 @@ class KVCache:
 
     def gather(self, layer: int, slots_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V, each [C, K, H], from slots."""
-        k_CKH = self._k[layer].index_select(0, slots_C)
-        return k_CKH, self._v[layer].index_select(0, slots_C) if self._v else k_CKH[..., : self._value_dim]
+        k_CKH = self._as_read(layer, 0, self._k[layer].index_select(0, slots_C))
+        if not self._v:
+            return k_CKH, k_CKH[..., : self._value_dim]
+        return k_CKH, self._as_read(layer, 1, self._v[layer].index_select(0, slots_C))
 
     def gather_blocks(self, layer: int, blocks_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V of whole blocks, each [B, S, K, H]: half the time of the same slots one by one."""
-        k_BSKH = self.data[0, layer].index_select(0, blocks_B)
-        return k_BSKH, self.data[1, layer].index_select(0, blocks_B) if self._v else k_BSKH[..., : self._value_dim]
+        k_BSKH = self._as_read(layer, 0, self._layers[0, layer].index_select(0, blocks_B))
+        if not self._v:
+            return k_BSKH, k_BSKH[..., : self._value_dim]
+        return k_BSKH, self._as_read(layer, 1, self._layers[1, layer].index_select(0, blocks_B))
 
     def first(self, layer: int, block: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the first K and V of a block, each [C, K, H]."""
-        stored = self.data[:, layer, block, :num_tokens]
-        return stored[0], stored[-1][..., : self._value_dim]
+        """Return the first K and V of a block, each [C, K, H]: views, where they are stored as they are."""
+        stored = self._layers[:, layer, block, :num_tokens]
+        k_CKH = self._as_read(layer, 0, stored[0])
+        return k_CKH, self._as_read(layer, 1, stored[1]) if self._v else k_CKH[..., : self._value_dim]
+
+    def _as_stored(self, layer: int, part: int, x: torch.Tensor) -> torch.Tensor:
+        if self._stored_dtype is None:
+            return x
+        top = torch.finfo(self._stored_dtype).max  # beyond it torch's cast gives NaN
+        quotient = (x.to(torch.float32) / self.scales[layer][part]).clamp(-top, top)
+        return quotient.to(self._stored_dtype).view(torch.uint8)
+
+    def _as_read(self, layer: int, part: int, stored: torch.Tensor) -> torch.Tensor:
+        if self._stored_dtype is None:
+            return stored
+        return (stored.view(self._stored_dtype).to(torch.float32) * self.scales[layer][part]).to(self._dtype)
 
 
 def context_slots(
@@ -151,11 +184,11 @@ def context_slots(
 
 def _allocate(shape: tuple[int, ...], spec: CacheSpec) -> torch.Tensor:
     try:
-        return torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        return torch.empty(shape, dtype=spec.kept_dtype, device=spec.device)
     except (RuntimeError, TypeError) as error:  # torch's out-of-memory error is a RuntimeError; too large an int is not
         raise CapacityError(
             "the KV cache does not fit into memory",
             where=spec.device,
-            actual=f"{shape[2]} blocks of {shape[3]} tokens = {math.prod(shape) * spec.dtype.itemsize} bytes",
+            actual=f"{shape[2]} blocks of {shape[3]} tokens = {math.prod(shape) * spec.kept_dtype.itemsize} bytes",
             hint="Lower num_blocks, max_model_len or max_num_seqs.",
         ) from error

@@ -14,7 +14,7 @@ import torch
 from reference_engine.acceleration import Acceleration
 from reference_engine.attention.backend import find_backend
 from reference_engine.batch import Batch, build_batch, slots_of
-from reference_engine.checkpoint.load import load_weights
+from reference_engine.checkpoint.load import load_weights, read_cache_scales
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import DTYPES, EngineConfig
 from reference_engine.errors import ConfigError
@@ -62,7 +62,7 @@ class ModelRunner:
         self.dtype = _resolve_dtype(config, model_config)
         self.max_model_len = _resolve_max_model_len(config, model_config)
         self._state_spec = _state_spec(self.model_config, self.dtype, self.device)
-        spec = self._cache_spec(config)
+        spec = self._cache_spec(config, model_dir)
         self.acceleration = acceleration = find_acceleration()(
             config, spec, num_engines=share.size, has_adapters=bool(adapters)
         )
@@ -179,7 +179,7 @@ class ModelRunner:
             return rotary, None
         return rotary, RotaryEmbedding(replace(config, rope=config.local_rope), self.device, self.dtype)
 
-    def _cache_spec(self, config: EngineConfig) -> CacheSpec:
+    def _cache_spec(self, config: EngineConfig, model_dir: str | Path) -> CacheSpec:
         layers, latent = self.model_config.attention_layers, self.model_config.latent
         return CacheSpec(
             num_layers=len(layers),
@@ -195,6 +195,8 @@ class ModelRunner:
             max_model_len=self.max_model_len,
             layer_windows=tuple(self.model_config.layer_windows[layer] for layer in layers),
             state_bytes=0 if self._state_spec is None else self._state_spec.num_bytes,
+            stored_dtype=None if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype),
+            scales=_cache_scales(config, model_dir, layers, latent is not None),
         )
 
     def _open_states(self, config: EngineConfig) -> StateCache | None:
@@ -213,6 +215,26 @@ def find_acceleration() -> type[Acceleration]:
             raise
         return Acceleration
     return FastAcceleration
+
+
+def _cache_scales(
+    config: EngineConfig, model_dir: str | Path, layers: Seq[int], has_latents: bool
+) -> tuple[tuple[float, float], ...]:
+    scales = config.kv_cache_scales
+    if config.kv_cache_dtype != "auto" and has_latents:
+        raise ConfigError(
+            "latents are not kept in another dtype", where="EngineConfig.kv_cache_dtype", expected="auto",
+            actual=config.kv_cache_dtype,
+        )  # fmt: skip
+    if not scales and config.kv_cache_dtype != "auto":
+        return read_cache_scales(model_dir, layers)
+    if scales and (config.kv_cache_dtype == "auto" or len(scales) != len(layers)):
+        raise ConfigError(
+            "scales of a KV cache that has none, or not of all layers", where="EngineConfig.kv_cache_scales",
+            expected=f"those of {len(layers)} layers, and a kv_cache_dtype", actual=f"{len(scales)} layers, "
+            f"kv_cache_dtype={config.kv_cache_dtype}",
+        )  # fmt: skip
+    return tuple((float(k), float(v)) for k, v in scales)
 
 
 def _check_adapters(adapters: Mapping[str, object], ranks: Share | None, model_config: ModelConfig) -> None:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,11 +19,13 @@ from harness.engines.reference_memory import ReferenceMemory
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.quantised import cache_scales
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import LOGITS
 from harness.results.settings import ModelSettings, distinct
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
 from reference_engine.checkpoint.experts import ExpertsShape
+from reference_engine.checkpoint.load import read_cache_scales
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.errors import EngineError
 from reference_engine.parallel.worker import parallel_engine
@@ -63,13 +66,14 @@ class ReferenceEngine:
         adapters: Mapping[str, str] | None = None,
     ) -> None:
         self._adapters = adapters or {}
-        self._folder, self._options = folder, {**options, "dtype": dtype, "device": device}
+        self._folder, self._options = folder, dict[str, Any]({**options, "dtype": dtype, "device": device})
         backend = str(options.get("attention_backend", "paged"))
         schedules = _SCHEDULES.get(backend, _ALL_SCHEDULES)
         if self._adapters:  # ranks have none
             schedules = tuple(name for name in schedules if name != "tensor-parallel")
         limits = LIMITS if backend not in _SCHEDULES else _LIMITS_WITHOUT_BLOCKS
         free = tuple(name for name in limits if name not in self._options)  # no option has decided these
+        self._declare_cache(str(options.get("kv_cache_dtype", "auto")))
         follows_length = keeps_states = self._keeps_latents = False
         with suppress(EngineError):  # which a run raises
             config = ModelConfig.from_folder(folder)
@@ -82,9 +86,36 @@ class ReferenceEngine:
             keeps_cache=backend != "recompute",
             keeps_states=keeps_states,
             unsupported_taps=_EXPANDED if self._keeps_latents else (),
-            numerics=Numerics(rotates_by_request=True) if follows_length else None,
+            numerics=self._numerics(rotates_by_request=follows_length),
             control=Control(limits=free, aborts=True, forks=backend != "recompute"),
         )
+
+    def _declare_cache(self, dtype: str) -> None:
+        """Give the engine the scales that the checkpoint has for a quantised cache, which its loader may not see."""
+        self._cache, self._cache_scales = (None if dtype == "auto" else dtype), dict[str, tuple[float, ...]]()
+        if self._cache is None:
+            return
+        with reference_errors(self._folder):
+            layers = ModelConfig.from_folder(self._folder).attention_layers
+            pairs = read_cache_scales(self._folder, layers)
+        taps = [tuple(f"model.layers.{layer}.{part}_cache" for part in "kv") for layer in layers]
+        read = cache_scales(self._folder) or {
+            tap: (scale,) for pair, own in zip(taps, pairs, strict=False) for tap, scale in zip(pair, own, strict=True)
+        }
+        if read and not all(len(read.get(tap, ())) == 1 for pair in taps for tap in pair):
+            what = "the reference engine has one scale for K and one for V of each layer"
+            hint = "the checkpoint has others, or lacks some"
+            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=str(self._folder), hint=hint)
+        if read:
+            self._cache_scales = read
+            self._options["kv_cache_scales"] = tuple((read[k][0], read[v][0]) for k, v in taps)
+
+    def _numerics(self, *, rotates_by_request: bool) -> Numerics | None:
+        """Declare the cache; scales that are all 1 leave plain numbers of its dtype."""
+        if self._cache is None and not rotates_by_request:
+            return None
+        scales = {} if set(self._cache_scales.values()) <= {(1.0,)} else self._cache_scales
+        return Numerics(rotates_by_request=rotates_by_request, cache=self._cache, cache_scales=scales)
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
@@ -108,7 +139,7 @@ class ReferenceEngine:
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=str(self._folder), hint=hint)
         limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
         with reference_errors(self._folder):
-            config = EngineConfig(**{**limits, **self._options})  # type: ignore[arg-type]
+            config = EngineConfig(**{**limits, **self._options})
             engine = LLMEngine(self._folder, config, adapters=self._adapters)
         return ReferenceSession(engine, self._folder)
 
@@ -122,7 +153,7 @@ class ReferenceEngine:
         """Translate the schedule into the engine's own limits; explicit options win."""
         schedule, num_requests = workload.schedule, len(workload.requests)
         if workload.timeline is not None:
-            return EngineConfig(**{**workload.timeline.limits, **self._options})  # type: ignore[arg-type]
+            return EngineConfig(**{**workload.timeline.limits, **self._options})
         options: dict[str, str | int] = {"max_num_seqs": 1}
         if schedule.is_batched:
             options["max_num_seqs"] = num_requests + len(workload.copies)
@@ -135,7 +166,7 @@ class ReferenceEngine:
         if schedule.trigger == "preempted":
             options["block_size"] = int(self._options.get("block_size", _SMALL_BLOCK))
             options["num_blocks"] = 1 + workload.num_blocks(int(options["block_size"]))  # and the null block
-        return EngineConfig(**{**options, **self._options})  # type: ignore[arg-type]
+        return EngineConfig(**{**options, **self._options})
 
 
 def _settings(config: ModelConfig) -> ModelSettings:

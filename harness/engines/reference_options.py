@@ -10,7 +10,7 @@ from harness.engines.option_values import parse_flag
 from harness.errors import Code, HarnessError
 from reference_engine import EngineConfig
 
-_GIVEN_OTHERWISE = ("dtype", "device")
+_GIVEN_OTHERWISE = ("dtype", "device", "kv_cache_scales")
 
 
 def parse_reference_options(options: Mapping[str, str]) -> dict[str, Any]:

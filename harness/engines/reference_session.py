@@ -152,6 +152,7 @@ def _model_shape(engine: LLMEngine) -> ModelShape:
         head_dim=config.head_dim,
         has_qk_norm=config.qk_norm,
         itemsize=engine.runner.dtype.itemsize,
+        kv_itemsize=None if engine.runner.backend.cache is None else engine.runner.backend.cache.data.element_size(),
         windows=config.layer_windows,
         qkv_bias=config.qkv_bias,
         o_bias=config.o_bias,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from reference_engine.attention.limits import CacheLimits
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
 from reference_engine.errors import EngineError
@@ -23,7 +24,7 @@ class RecomputeAttention:
     """Attend to this step's own K and V, which are those of the whole prefix."""
 
     cache = None
-    limits = None
+    limits = CacheLimits()
     has_blocks = False
 
     def __init__(self, spec: CacheSpec) -> None:

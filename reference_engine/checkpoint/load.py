@@ -6,6 +6,8 @@ A checkpoint is `model.safetensors`, or shards listed by `model.safetensors.inde
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,15 +20,16 @@ from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, Placement, weight_table
 from reference_engine.errors import CheckpointError
 
-__all__ = ["load_weights"]
+__all__ = ["load_weights", "read_cache_scales"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_NAMED = 8
 
-# Old checkpoints store what is computed from the config.
-IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+# Old checkpoints store what is computed from the config; scales are read where the cache is quantised.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_CACHE_SCALE = re.compile(r"\.layers\.(\d+)\..*\.([kv])_(?:proj\.output_)?scale$")
 
 
 def load_weights(
@@ -56,6 +59,36 @@ def load_weights(
     if config.tie_word_embeddings:
         _tie(parameters)
     return parameters
+
+
+def read_cache_scales(folder: str | Path, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:
+    """Return the scales of K and of V that a checkpoint has for a quantised cache, of each layer; nothing for none.
+
+    Raises:
+        CheckpointError: a layer lacks one, or has one for each head, or one that is not positive.
+    """
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for path in _find_shards(Path(folder)):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 (a file of safetensors is no mapping)
+                match = _CACHE_SCALE.search(name)
+                if match:
+                    found[int(match[1]), match[2]] = file.get_tensor(name).to(torch.float32)
+    if not found:
+        return ()
+    wanted = [(layer, part) for layer in layers for part in "kv"]
+    held = {at: found[at].flatten()[:4].tolist() if at in found else [] for at in wanted}
+    wrong = [
+        f"{part}_scale of layer {layer}: {scales}"
+        for (layer, part), scales in held.items()
+        if len(scales) != 1 or not 0 < scales[0] < math.inf
+    ]
+    if wrong:
+        raise CheckpointError(
+            "scales of the KV cache are missing, or none to divide by", where=folder,
+            expected="one positive number for K and one for V of each layer", actual=_named(wrong, separator="; "),
+        )  # fmt: skip
+    return tuple((held[layer, "k"][0], held[layer, "v"][0]) for layer in layers)
 
 
 def _table(config: ModelConfig, source: Mapping[str, Any]) -> dict[str, Placement]:
@@ -122,7 +155,7 @@ def _locate_tensors(
                 expected=f"the index's tensors (absent from the shard: {_named(sorted(promised - held))})",
                 actual=f"the shard's (absent from the index: {_named(sorted(held - promised))})",
             )
-        source.update({name: file for name in held if not name.endswith(IGNORED_SUFFIX)})
+        source.update({name: file for name in held if not name.endswith(IGNORED_SUFFIXES)})
     if ignored_prefix is None:
         return source
     return {name: file for name, file in source.items() if not name.startswith(ignored_prefix)}

@@ -27,6 +27,7 @@ from reference_engine.fast.kernels.tiling import Tiling, find_tiling
 __all__ = ["add_norm", "linear", "norm_rotate", "paged_decode", "paged_prefill", "rms_norm", "silu_mul", "store_kv"]
 
 _LIBRARY = torch.library.Library("reference_engine", "DEF")
+_SCALES = "float k_scale=1.0, float v_scale=1.0"
 _tiling: Callable[[int, torch.dtype], Tiling] = cache(find_tiling)
 
 
@@ -51,10 +52,12 @@ def _decode(
     *,
     window: int | None = None,
     min_split_keys: int = MIN_SPLIT_KEYS,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     launch_paged_decode(
         q, k_cache, v_cache, block_tables, context_lens, out, window=window,
-        tiling=_tiling(q.shape[-1], q.dtype), min_split_keys=min_split_keys,
+        tiling=_tiling(q.shape[-1], q.dtype), min_split_keys=min_split_keys, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
 
@@ -67,23 +70,27 @@ def _prefill(
     out: torch.Tensor,
     *,
     window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     launch_paged_prefill(
-        q, k_cache, v_cache, block_tables, tiles, out, window=window, tiling=_tiling(q.shape[-1], q.dtype)
-    )
+        q, k_cache, v_cache, block_tables, tiles, out, window=window, tiling=_tiling(q.shape[-1], q.dtype),
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
 
 
 store_kv = _operator(
-    "store_kv(Tensor k, Tensor v, Tensor slots, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()", launch_store_kv
+    f"store_kv(Tensor k, Tensor v, Tensor slots, Tensor(a!) k_cache, Tensor(b!) v_cache, *, {_SCALES}) -> ()",
+    launch_store_kv,
 )
 paged_decode = _operator(
     "paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor context_lens, Tensor(a!) out, "
-    f"*, int? window=None, int min_split_keys={MIN_SPLIT_KEYS}) -> ()",
+    f"*, int? window=None, int min_split_keys={MIN_SPLIT_KEYS}, {_SCALES}) -> ()",
     _decode,
 )
 paged_prefill = _operator(
     "paged_prefill(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor tiles, Tensor(a!) out, *, "
-    "int? window=None) -> ()",
+    f"int? window=None, {_SCALES}) -> ()",
     _prefill,
 )
 rms_norm = _operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", launch_rms_norm)

@@ -59,7 +59,7 @@ def _attention_bytes(arguments: Arguments, spans: Iterable[Span]) -> int:
         num_rows += own_rows
         num_keys += context_len if window is None else min(context_len, own_rows + window - 1)
     per_row, per_key = 2 * q[0].numel(), 2 * k_cache[0, 0].numel()
-    return int((num_rows * per_row + num_keys * per_key) * q.element_size())
+    return int(num_rows * per_row * q.element_size() + num_keys * per_key * k_cache.element_size())
 
 
 def _attention(spans: Callable[[Arguments], list[Span]]) -> KernelCost:
@@ -87,7 +87,10 @@ def _nbytes(*tensors: torch.Tensor) -> int:
 
 _KERNELS: Mapping[str, KernelCost] = {
     "store_kv": KernelCost(
-        bytes_moved=lambda own: 2 * _nbytes(own["k"], own["v"]) + _nbytes(own["slots"]),
+        bytes_moved=lambda own: (
+            _nbytes(own["k"], own["v"], own["slots"])
+            + (own["k"].numel() + own["v"].numel()) * own["k_cache"].element_size()
+        ),
         written_from={"k_cache": "k", "v_cache": "v"},
     ),
     "paged_decode": _attention(_decoded),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reference_engine.attention.limits import refusals_of_stored_dtype
 from reference_engine.kv_cache import CacheSpec
 
 __all__ = ["KernelLimits"]
@@ -22,6 +23,8 @@ class KernelLimits:
     block_size_multiple: int = 1
     """Block sizes must be multiples of this."""
     device_types: tuple[str, ...] = ("cpu", "cuda")
+    stores_float8: bool = False
+    """Whether K and V may be stored as float8 with scales."""
     has_windows: bool = True
     """Whether a layer may see only the latest tokens."""
 
@@ -38,6 +41,8 @@ class KernelLimits:
             found.append((f"device {_listed(self.device_types)}", spec.device.type))
         if not self.has_windows and any(window is not None for window in spec.layer_windows):
             found.append(("no sliding window", str(max(window or 0 for window in spec.layer_windows))))
+        if not self.stores_float8:
+            found += refusals_of_stored_dtype(spec)
         if spec.value_dim is not None:
             found.append(("values beside their keys", "latents, which are both"))
         return found

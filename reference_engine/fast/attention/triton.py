@@ -45,7 +45,7 @@ class TritonLimits(KernelLimits):
         return found
 
 
-_LIMITS = TritonLimits()
+_LIMITS = TritonLimits(stores_float8=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +88,22 @@ class TritonAttention:
         """See `AttentionBackend.attend`."""
         plan: TritonPlan = batch.plan
         k_cache_BSKH, v_cache_BSKH = self.cache.data[:, layer]
-        window = self._layer_windows[layer]
+        k_scale, v_scale = self.cache.scales[layer]
+        options = {"window": self._layer_windows[layer], "k_scale": k_scale, "v_scale": v_scale}
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         with torch.cuda.device_of(q_TNH):  # Triton launches on the current device, which need not be this one
-            self.operators.store_kv(k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH)
+            self.operators.store_kv(
+                k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH, k_scale=k_scale, v_scale=v_scale
+            )
             if plan.num_single:
                 own = slice(plan.num_single)
                 self.operators.paged_decode(
                     q_TNH[own], k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB[own], batch.context_lens_R[own],
-                    out_TNH[own], window=window,
+                    out_TNH[own], **options,
                 )  # fmt: skip
             if len(plan.tiles_M4):
                 self.operators.paged_prefill(
-                    q_TNH, k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB, plan.tiles_M4, out_TNH, window=window
+                    q_TNH, k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB, plan.tiles_M4, out_TNH, **options
                 )
         return out_TNH
 

@@ -35,6 +35,8 @@ def attend_tile(
     largest_M,
     sum_M,
     product_MH,
+    k_scale,
+    v_scale,
     SLOT_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -43,7 +45,8 @@ def attend_tile(
     """Return `largest_M`, `sum_M` and `product_MH` with the keys at positions `keys_C` taken in.
 
     `k_ptr` and `v_ptr` point at a KV head in slot 0, `table_ptr` at the request's block table, whose entries outside
-    `is_read_C` are not looked at. `scale` is log2(e) / sqrt(H). Weights are rounded to the dtype of V before they meet
+    `is_read_C` are not looked at. `scale` is log2(e) / sqrt(H); what is stored in float8 is multiplied by `k_scale` or
+    `v_scale`, and rounded to the dtype of the queries. Weights are rounded to the dtype of V before they meet
     it, as FlashAttention does: matrix units take both in one dtype. Their sum is that of the weights before.
     """
     # Each key goes through the table by itself: tiles need not fit blocks, and any block size will do.
@@ -55,7 +58,10 @@ def attend_tile(
     is_read_CH = is_read_C[:, None] & (dims_H < HEAD_DIM)[None, :]
     k_CH = tl.load(k_ptr + offsets_CH, mask=is_read_CH, other=0.0)
     v_CH = tl.load(v_ptr + offsets_CH, mask=is_read_CH, other=0.0)
-    dtype: tl.constexpr = v_CH.dtype
+    dtype: tl.constexpr = q_MH.dtype
+    if k_CH.dtype != dtype:  # a cache in float8, with scales
+        k_CH = round_to(k_CH.to(tl.float32) * k_scale, dtype)
+        v_CH = round_to(v_CH.to(tl.float32) * v_scale, dtype)
     if INTERPRETED and dtype == tl.bfloat16:
         q_MH, k_CH, v_CH = q_MH.to(tl.float32), k_CH.to(tl.float32), v_CH.to(tl.float32)
 

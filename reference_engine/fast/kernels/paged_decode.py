@@ -46,6 +46,8 @@ def paged_decode(
     window: int | None,
     tiling: Tiling,
     min_split_keys: int = MIN_SPLIT_KEYS,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Write softmax(q k / sqrt(H)) v over the latest `window` (None: all) of each request's keys to `out_RNH`.
 
@@ -69,6 +71,7 @@ def paged_decode(
     _decode_kernel[num_requests, num_kv_heads, num_splits](
         q_RNH, k_cache_BSKH, v_cache_BSKH, out_RNH, part_RNPH, log_sum_RNP, block_tables_RB, context_lens_R,
         q_RNH.stride(0), out_RNH.stride(0), block_tables_RB.stride(0), head_dim**-0.5 * LOG2_E,
+        k_scale, v_scale,
         GROUP=group, PADDED_GROUP=power_of_two(group), SLOT_WIDTH=num_kv_heads * head_dim, BLOCK_SIZE=block_size,
         WINDOW=window, HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_KEYS=tiling.keys,
         MAX_SPLITS=MAX_SPLITS, MIN_SPLIT_KEYS=min_split_keys,
@@ -112,6 +115,8 @@ def _decode_kernel(
     out_stride,
     table_stride,
     scale,
+    k_scale,
+    v_scale,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
@@ -147,7 +152,7 @@ def _decode_kernel(
         largest_G, sum_G, product_GH = attend_tile(
             q_GH, k_ptr + head_offset, v_ptr + head_offset, tables_ptr + request * table_stride,
             keys_C, is_key_C, is_key_C[None, :], scale, largest_G, sum_G, product_GH,
-            SLOT_WIDTH, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+            k_scale, v_scale, SLOT_WIDTH, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
     context_GH, log_sum_G = normalise(largest_G, sum_G, product_GH)
     if num_keys > split_keys:

@@ -54,6 +54,8 @@ def paged_prefill(
     *,
     window: int | None,
     tiling: Tiling,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Write softmax(q k / sqrt(H)) v to the rows of `out_TNH` that the tiles cover.
 
@@ -69,6 +71,7 @@ def paged_prefill(
     _prefill_kernel[len(tiles_M4), num_heads](
         q_TNH, k_cache_BSKH, v_cache_BSKH, out_TNH, block_tables_RB, tiles_M4,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_RB.stride(0), head_dim**-0.5 * LOG2_E,
+        k_scale, v_scale,
         GROUP=num_heads // num_kv_heads, SLOT_WIDTH=num_kv_heads * head_dim, BLOCK_SIZE=block_size, WINDOW=window,
         HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_ROWS=tiling.rows, TILE_KEYS=tiling.keys,
         num_warps=tiling.num_warps, num_stages=2,
@@ -87,6 +90,8 @@ def _prefill_kernel(
     out_stride,
     table_stride,
     scale,
+    k_scale,
+    v_scale,
     GROUP: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -124,7 +129,7 @@ def _prefill_kernel(
         largest_Q, sum_Q, product_QH = attend_tile(
             q_QH, k_ptr + head_offset, v_ptr + head_offset, tables_ptr + request.to(tl.int64) * table_stride,
             keys_C, (keys_C >= first) & (keys_C < stop), is_visible_QC, scale, largest_Q, sum_Q, product_QH,
-            SLOT_WIDTH, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+            k_scale, v_scale, SLOT_WIDTH, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
     context_QH, _ = normalise(largest_Q, sum_Q, product_QH)
     context_QH = round_to(context_QH, out_ptr.dtype.element_ty)

@@ -116,8 +116,13 @@ def test_a_token_takes_the_room_of_its_latent(checkpoint: Checkpoint) -> None:
     with LLMEngine(checkpoint.folder, EngineConfig(block_size=4, num_blocks=5, dtype="bfloat16")) as engine:
         assert engine.backend.cache is not None
         assert engine.backend.cache.data.nbytes == 5 * 4 * 2 * (LATENT + ROTATED) * 2
-    spec = engine.runner._cache_spec(EngineConfig())
+    spec = engine.runner._cache_spec(EngineConfig(), checkpoint.folder)
     assert spec.default_num_blocks(1 << 20) == 1 + spec.budget_bytes // (2 * (LATENT + ROTATED) * 2 << 20)
+
+
+def test_latents_are_not_kept_in_another_dtype(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match="latents are not kept in another dtype"):
+        LLMEngine(checkpoint.folder, EngineConfig(kv_cache_dtype="float8_e4m3fn"))
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.05), ("float16", 0.01)])

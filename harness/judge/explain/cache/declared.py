@@ -93,16 +93,27 @@ def _changes(
         return
     other = formats["v" if part == "k" else "k"]
     if other is not None and other.scales != own.scales:
-        yield (
-            f"have the scale of the {_PARTS['v' if part == 'k' else 'k']}",
-            _as_declared(replace(own, scales=other.scales or (1.0,))),
-        )
+        yield from _with_scales_of(f"the {_PARTS['v' if part == 'k' else 'k']}", own, other.scales or (1.0,))
     if len(own.scales) > 1:
         yield "have the scale of the next head", _as_declared(replace(own, scales=(*own.scales[1:], own.scales[0])))
         yield "have the largest scale of all heads", _as_declared(replace(own, scales=(max(own.scales),)))
     for tap, scales in numerics.cache_scales.items():
         if tap.endswith(f".{part}_cache") and not tap.startswith(layer) and scales != own.scales:
-            yield f"have the scale of {prefix_of(tap).removesuffix('.')}", _as_declared(replace(own, scales=scales))
+            yield from _with_scales_of(prefix_of(tap).removesuffix("."), own, scales)
+
+
+def _with_scales_of(whose: str, own: CacheFormat, scales: tuple[float, ...]) -> Iterator[tuple[str, Change]]:
+    """Yield what scales of others do, where they are stored and read with them, and where only one of the two."""
+    theirs = replace(own, scales=scales)
+    yield f"have the scale of {whose}", _as_declared(theirs)
+    yield (
+        f"are stored with the scale of {whose}, and read with their own",
+        lambda x: theirs.stored(x).values / theirs.still(x) * own.still(x),
+    )
+    yield (
+        f"are read with the scale of {whose}, and stored with their own",
+        lambda x: own.stored(x).values / own.still(x) * theirs.still(x),
+    )
 
 
 def _as_declared(form: CacheFormat) -> Change:

@@ -61,6 +61,10 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
         for tables in (narrow, wide):
             paged_decode(q, *caches, tables, lens, torch.empty_like(q), window=window, tiling=tiling)
         paged_prefill(q, *caches, narrow, tiles, torch.empty_like(q), window=window, tiling=tiling)
+    in_float8 = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    store_kv(kv, kv, lens, *in_float8, k_scale=0.5, v_scale=0.5)
+    paged_decode(q, *in_float8, wide, lens, torch.empty_like(q), window=None, tiling=tiling, k_scale=0.5)
+    paged_prefill(q, *in_float8, narrow, tiles, torch.empty_like(q), window=None, tiling=tiling, v_scale=0.5)
     rows, weight, cos = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), q[:, :1]
     rms_norm(rows, weight, 1e-6)
     add_norm(rows, rows, weight, 1e-6)

@@ -1,0 +1,82 @@
+"""The reference engine with a cache in float8 and the checkpoint's scales: sound, and with mistakes of its own."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reference_engine.kv_cache import KVCache
+from tests.quantised_checkpoints import write_quantised
+
+LAYERS = 3
+ASKED = (
+    "--token-ids",
+    "1,5,9,33,77,120,4,8,9,3,200",
+    "--max-new-tokens",
+    "3",
+    "--dtype",
+    "bfloat16",
+    "--format",
+    "json",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints, tmp_path_factory):
+    """qwen3-tiny in W8A8 with scales of K and V, as a calibration leaves them."""
+    folder = tmp_path_factory.mktemp("scaled") / "w8a8"
+    write_quantised(checkpoints / "qwen3-tiny", folder, "w8a8")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(LAYERS):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.011 + 0.004 * layer)
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(0.021 + 0.006 * layer)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def checked(harness, folder, *more):
+    ran = harness("check", "--model", folder, "--engine-option", "kv_cache_dtype=float8_e4m3fn", *ASKED, *more)
+    assert ran.status in (0, 1), ran.err
+    return ran.json
+
+
+@pytest.mark.parametrize("backend", ["paged", "contiguous"])
+def test_it_passes_as_declared(harness, folder, backend):
+    result = checked(harness, folder, "--engine-option", f"attention_backend={backend}")
+    assert result["verdict"] == "pass"
+    kept = {tap["name"]: tap["convention"] for tap in result["runs"][0]["taps"]}["model.layers.1.k_cache"]
+    assert kept.startswith("kept in float8_e4m3fn with a scale of 0.015, as declared")
+
+
+def unscaled(self, layer, part, stored):
+    return stored.view(self._stored_dtype).to(self._dtype)
+
+
+def twice(self, layer, part, stored):
+    return (stored.view(self._stored_dtype).float() * self.scales[layer][part] ** 2).to(self._dtype)
+
+
+def exchanged(self, layer, part, x):
+    return (x.float() / self.scales[layer][1 - part]).to(self._stored_dtype).view(torch.uint8)
+
+
+def of_the_next_layer(self, layer, part, stored):
+    scale = self.scales[(layer + 1) % LAYERS][part]
+    return (stored.view(self._stored_dtype).float() * scale).to(self._dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "said"),
+    [
+        ("_as_read", unscaled, "not multiplied when they are read"),
+        ("_as_read", twice, "multiplied by their scale twice"),
+        ("_as_stored", exchanged, "stored with the scale of the values, and read with their own"),
+        ("_as_read", of_the_next_layer, "read with the scale of model.layers.1, and stored with their own"),
+    ],
+)
+def test_a_mistake_with_scales_is_found_where_it_is(harness, folder, monkeypatch, name, mistake, said):
+    monkeypatch.setattr(KVCache, name, mistake)
+    result = checked(harness, folder)
+    first = result["runs"][0]["first_divergence"]
+    assert (result["verdict"], first["tap"]) == ("mismatch", "model.layers.0.k_cache")
+    assert said in first["explanation"]["cause"]
