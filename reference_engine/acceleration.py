@@ -18,6 +18,7 @@ from reference_engine.config import EngineConfig
 from reference_engine.kv_cache import CacheSpec
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder, Forward
+from reference_engine.quantised import QuantisedLinear, quantised_linear
 
 __all__ = ["Acceleration"]
 
@@ -58,6 +59,10 @@ class Acceleration:
     ) -> Callable[[torch.Tensor, torch.Tensor | None], Linear]:
         """Return what makes a product of a weight [O, I] and a bias [O]; `weights` are all that the model has."""
         return Linear
+
+    def quantised_linears(self, backend: AttentionBackend) -> QuantisedLinear:
+        """Return what makes a product of a quantised weight."""
+        return quantised_linear
 
     def decoder(self, decoder: Decoder, backend: AttentionBackend) -> Forward:
         """Return what computes of a batch what `decoder` does."""

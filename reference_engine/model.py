@@ -29,6 +29,7 @@ from reference_engine.layers import (
     Rotation,
     TokenMixer,
 )
+from reference_engine.quantised import QuantisedLinear, quantised_linear
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
 from reference_engine.share import Share
 from reference_engine.state_cache import StateCache
@@ -147,6 +148,7 @@ class Decoder:
         local_rotary: RotaryEmbedding | None = None,
         states: StateCache | None = None,
         product: Callable[[torch.Tensor, torch.Tensor | None], Linear] = Linear,
+        quantised: QuantisedLinear = quantised_linear,
     ) -> Decoder:
         """Assemble the decoder from the parameters that `load_weights` returns.
 
@@ -157,7 +159,9 @@ class Decoder:
         return cls(
             embed_tokens=_build_embedding(config, table, share),
             rotary=rotary,
-            layers=tuple(_build_layer(config, weights, backend, layer, share, product, states) for layer in layers),
+            layers=tuple(
+                _build_layer(config, weights, backend, layer, share, product, quantised, states) for layer in layers
+            ),
             norm=_norm_class(config)(weights["model.norm.weight"], config.rms_norm_eps),
             lm_head=head,
             local_rotary=local_rotary,
@@ -207,6 +211,7 @@ def _build_layer(
     layer: int,
     share: Share,
     product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
+    quantised: QuantisedLinear,
     states: StateCache | None,
 ) -> Layer:
     prefix = f"model.layers.{layer}."
@@ -215,7 +220,12 @@ def _build_layer(
         return _norm_class(config)(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
 
     def linear(name: str) -> Linear:
-        return product(weights.pop(f"{prefix}{name}.weight"), weights.get(f"{prefix}{name}.bias"))
+        weight, bias = weights.pop(f"{prefix}{name}.weight"), weights.get(f"{prefix}{name}.bias")
+        scale = weights.pop(f"{prefix}{name}.weight_scale", None)
+        if scale is None:
+            return product(weight, bias)
+        block = None if config.quantisation is None else config.quantisation.block
+        return quantised(weight, bias, scale, None if block is None else block[1])
 
     def row_parallel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return share.row_parallel(linear(name))

@@ -82,6 +82,7 @@ class ModelRunner:
         self.model = Decoder.build(
             self.model_config, weights, rotary, self.backend, share,
             local_rotary=local_rotary, states=self.states, product=acceleration.linears(weights, self.backend),
+            quantised=acceleration.quantised_linears(self.backend),
         )  # fmt: skip
         self._decoder = acceleration.decoder(self.model, self.backend)
         self.adapters = {

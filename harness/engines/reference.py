@@ -19,7 +19,7 @@ from harness.engines.reference_memory import ReferenceMemory
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.quantised import cache_scales
+from harness.formats.checkpoint.quantised import cache_scales, served_folder
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import LOGITS
 from harness.results.settings import ModelSettings, distinct
@@ -44,9 +44,19 @@ _SMALL_BLOCK = 4
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
-    """Open the reference engine; options are the fields of its `EngineConfig`, and `lora`, an adapter's folder."""
-    config = {name: value for name, value in options.items() if name != "lora"}
+    """Open the reference engine.
+
+    Options are the fields of its `EngineConfig`, `lora`, an adapter's folder, and of a quantised checkpoint `weights`:
+    `dequantised`, by the harness's own reader, or `checkpoint`, for the engine's own products with quantised weights.
+    """
+    config = {name: value for name, value in options.items() if name not in ("lora", "weights")}
     adapters = {"lora": options["lora"]} if "lora" in options else {}
+    weights = options.get("weights", "dequantised")
+    if weights not in ("dequantised", "checkpoint"):
+        what, expected = f"unknown weights {weights!r}", "dequantised or checkpoint"
+        raise HarnessError(Code.BAD_OPTION, what, where="--engine-option weights", expected=expected, actual=weights)
+    if weights == "checkpoint":
+        folder = served_folder(folder)
     own = parse_reference_options(config)
     return ReferenceEngine(folder=folder, dtype=dtype, device=device, options=own, adapters=adapters)
 

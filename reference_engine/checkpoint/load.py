@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.checkpoint.quantised_tensors import QuantisedTensors
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, Placement, weight_table
 from reference_engine.errors import CheckpointError
 
@@ -53,9 +54,12 @@ def load_weights(
         files = {path: stack.enter_context(_open(path)) for path in shards}
         source = _locate_tensors(files, shards, config.family.ignored_prefix)
         table = _table(config, source)
-        _check_names(table, source, folder)
-        _check_tensors(table, source, folder)
-        parameters = _read(_table(config.shard(num_ranks), source), source, dtype, device, rank=rank)
+        scales = QuantisedTensors.of(config.quantisation, table, source, folder)
+        _check_names(table, {name: file for name, file in source.items() if name not in scales.names}, folder)
+        _check_tensors({name: each for name, each in table.items() if name not in scales.weights}, source, folder)
+        scales.check_ranks(num_ranks)
+        parameters = _read(_table(config.shard(num_ranks), source), source, dtype, device, scales, rank=rank)
+        scales.read_into(parameters, device)
     if config.tie_word_embeddings:
         _tie(parameters)
     return parameters
@@ -195,7 +199,13 @@ def _describe_wrong(table: Mapping[str, Placement], source: Mapping[str, Any]) -
 
 
 def _read(
-    table: Mapping[str, Placement], source: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, rank: int
+    table: Mapping[str, Placement],
+    source: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: QuantisedTensors,
+    *,
+    rank: int,
 ) -> dict[str, torch.Tensor]:
     """Copy each tensor, or the rank's part of it, to its rows, so that at most one lies in memory twice."""
     num_rows: dict[str, int] = {}
@@ -205,7 +215,7 @@ def _read(
     for name, placement in table.items():
         shape = (num_rows[placement.parameter], *placement.shape[1:])
         if placement.parameter not in parameters:
-            own = torch.float32 if placement.stays_float32 else dtype
+            own = torch.float32 if placement.stays_float32 else scales.dtypes.get(placement.parameter, dtype)
             parameters[placement.parameter] = torch.empty(shape, dtype=own, device=device)
         tensor = _part(source[name].get_slice(name), placement.shape, rank)
         parameters[placement.parameter][placement.row : placement.row + placement.shape[0]].copy_(tensor)

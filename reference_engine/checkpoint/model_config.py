@@ -5,7 +5,6 @@ One decoder serves every family: what differs between them is the table in `fami
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from reference_engine.checkpoint.config_file import ConfigFields, read_json
 from reference_engine.checkpoint.delta_net import DeltaNetShape
 from reference_engine.checkpoint.families import FAMILIES, Family, MLPShape
 from reference_engine.checkpoint.latent import LatentShape
+from reference_engine.checkpoint.quantisation import Quantisation
 from reference_engine.checkpoint.rope_config import RopeConfig, read_ropes
 from reference_engine.checkpoint.sliding_window import layer_windows
 from reference_engine.errors import ConfigError, UnsupportedModelError
@@ -54,6 +54,8 @@ class ModelConfig:
     """By layer, what stands in the place of attention."""
     latent: LatentShape | None
     """What stands in its place in all layers."""
+    quantisation: Quantisation | None
+    """The form of weights that have scales; None: they are numbers of the checkpoint's dtype."""
     dtype: str | None
     """The checkpoint's dtype, where config.json names it."""
     eos_token_ids: frozenset[int]
@@ -111,6 +113,7 @@ class ModelConfig:
             mlps=family.mlps(fields),
             delta_nets=family.delta_nets(fields),
             latent=latent,
+            quantisation=Quantisation.of(config, where),
             dtype=config.get("dtype") or config.get("torch_dtype"),
             eos_token_ids=_eos_token_ids(generation or {}, config, where),
         )
@@ -202,11 +205,6 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if values.get(name):
             raise UnsupportedModelError(f"unsupported {name}", where=where, expected="none", actual=values[name])
-    if values.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            "quantised weights are not supported", where=where, expected="no quantization_config",
-            actual=json.dumps(values["quantization_config"])[:120],
-        )  # fmt: skip
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> frozenset[int]:

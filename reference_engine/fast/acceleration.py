@@ -21,9 +21,11 @@ from reference_engine.fast.fused import FusedDecoder, is_fusable
 from reference_engine.fast.graphs import Capture, CudaCapture, DecodeGraphs, is_capturable
 from reference_engine.fast.huge_pages import prefer_huge_pages
 from reference_engine.fast.products import Products, with_row_kernel
+from reference_engine.fast.quantised import with_quantised_kernels
 from reference_engine.kv_cache import CacheSpec
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder, Forward
+from reference_engine.quantised import QuantisedLinear
 
 __all__ = ["FastAcceleration"]
 
@@ -57,6 +59,12 @@ class FastAcceleration(Acceleration):
             return Linear if self.config.compile_layers else partial(with_row_kernel, backend.operators.linear)
         self._products = Products.of(self.config, weights, self.spec.dtype, kernel, self.num_engines)
         return self._products
+
+    def quantised_linears(self, backend: AttentionBackend) -> QuantisedLinear:
+        """See `Acceleration.quantised_linears`."""
+        if isinstance(backend, TritonAttention) and not self.config.compile_layers:
+            return partial(with_quantised_kernels, backend.operators)
+        return super().quantised_linears(backend)
 
     def decoder(self, decoder: Decoder, backend: AttentionBackend) -> Forward:
         """See `Acceleration.decoder`."""

@@ -15,6 +15,7 @@ import torch
 
 from reference_engine.fast.kernels.add_norm import add_norm as launch_add_norm
 from reference_engine.fast.kernels.add_norm import rms_norm as launch_rms_norm
+from reference_engine.fast.kernels.int8_product import int8_product
 from reference_engine.fast.kernels.norm_rotate import norm_rotate as launch_norm_rotate
 from reference_engine.fast.kernels.paged_decode import MIN_SPLIT_KEYS
 from reference_engine.fast.kernels.paged_decode import paged_decode as launch_paged_decode
@@ -24,7 +25,10 @@ from reference_engine.fast.kernels.silu_mul import silu_mul as launch_silu_mul
 from reference_engine.fast.kernels.store_kv import store_kv as launch_store_kv
 from reference_engine.fast.kernels.tiling import Tiling, find_tiling
 
-__all__ = ["add_norm", "linear", "norm_rotate", "paged_decode", "paged_prefill", "rms_norm", "silu_mul", "store_kv"]
+__all__ = [
+    "add_norm", "linear", "linear_float8", "linear_int8", "norm_rotate", "paged_decode", "paged_prefill", "rms_norm",
+    "silu_mul", "store_kv",
+]  # fmt: skip
 
 _LIBRARY = torch.library.Library("reference_engine", "DEF")
 _SCALES = "float k_scale=1.0, float v_scale=1.0"
@@ -102,3 +106,10 @@ norm_rotate = _operator(
 )
 silu_mul = _operator("silu_mul(Tensor gate_up) -> Tensor", launch_silu_mul)
 linear = _operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", row_product)
+linear_float8 = _operator(
+    "linear_float8(Tensor x, Tensor weight, Tensor? bias, Tensor scale, int block) -> Tensor", row_product
+)
+linear_int8 = _operator(
+    "linear_int8(Tensor x, Tensor row_scale, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    int8_product,
+)

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from reference_engine.fast.kernels.add_norm import add_norm, rms_norm
+from reference_engine.fast.kernels.int8_product import int8_product
 from reference_engine.fast.kernels.norm_rotate import norm_rotate
 from reference_engine.fast.kernels.paged_decode import paged_decode
 from reference_engine.fast.kernels.paged_prefill import cut_into_tiles, paged_prefill
@@ -71,6 +72,13 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
     silu_mul(rows)
     for bias in (None, weight[:6]):
         row_product(rows[:1], torch.zeros(6, 4096, dtype=dtype), bias)
+    in_float8 = torch.zeros(6, 4096, dtype=dtype).to(torch.float8_e4m3fn)
+    row_product(rows[:1], in_float8, None, torch.zeros(6, 32), 128)
+    integers, scales = torch.zeros(6, 4096, dtype=torch.int8), torch.zeros(6, 1)
+    for num_rows in (1, 64):
+        int8_product(
+            torch.zeros(num_rows, 4096, dtype=torch.int8), torch.zeros(num_rows, 1), integers, scales, None, dtype
+        )
     qkv = torch.zeros(3, 12 * head_dim, dtype=dtype)
     for own in (weight[:head_dim], None):
         norm_rotate(qkv, cos.contiguous(), cos.contiguous(), own, own, 1e-6, 8, 2, keeps_normed=own is not None)

@@ -31,11 +31,13 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
         assert Counter(names) == {
             "_decode_kernel": 5, "_merge_kernel": 3, "_prefill_kernel": 3, "_store_kernel": 2,
             "_add_norm_kernel": 2, "_silu_mul_kernel": 1, "_norm_rotate_kernel": 2,
-            "_row_product_kernel": 2,
+            "_row_product_kernel": 3, "_int8_kernel": 2,
         }  # fmt: skip
         for kernel in kernels:
             assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
             if kernel["name"] in ("_decode_kernel", "_prefill_kernel"):
                 assert kernel["has_matrix_units"] != is_float32, "float32 keeps all of its bits"
+            if kernel["name"] == "_int8_kernel":
+                assert kernel["has_matrix_units"], "integers are exact there"
             if kernel["name"] == "_decode_kernel":
                 assert kernel["copies_ahead"] > 0, "the next keys are loaded while these are computed with"

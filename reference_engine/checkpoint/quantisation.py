@@ -1,0 +1,83 @@
+"""What config.json says of quantised weights, for the formats that are served: int8 with int8 inputs, and float8.
+
+Sources: compressed-tensors' `quantization_config` (formats `int-quantized` and `float-quantized`), and the `fp8` of
+DeepSeek and Qwen, whose scales belong to blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reference_engine.errors import UnsupportedModelError
+
+__all__ = ["Quantisation"]
+
+_SERVED = "compressed-tensors with int8 weights and inputs, or with float8 weights, or fp8 in blocks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """The form of the weights that have scales in the checkpoint; those without stay as they are."""
+
+    dtype: str
+    """As safetensors names it: `I8` or `F8_E4M3`."""
+    scale: str
+    """Name of a weight's scales beside it: `weight_scale` or `weight_scale_inv`."""
+    block: tuple[int, int] | None = None
+    """Outputs and inputs that share a scale; None: an output, or the whole weight."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Quantisation | None:
+        """Read `quantization_config` of a config.json; None if it has none.
+
+        Raises:
+            UnsupportedModelError: a form that is not served, or a field that is not known.
+        """
+        config = values.get("quantization_config")
+        if config is None:
+            return None
+        if not isinstance(config, Mapping):
+            raise _refused(where, "quantization_config", config)
+        if config.get("quant_method") == "fp8":
+            return cls(dtype="F8_E4M3", scale="weight_scale_inv", block=_sizes(config, "weight_block_size", where))
+        if config.get("quant_method") != "compressed-tensors":
+            raise _refused(where, "quant_method", config.get("quant_method"))
+        return cls._of_groups(config, where)
+
+    @classmethod
+    def _of_groups(cls, config: Mapping[str, Any], where: str) -> Quantisation:
+        groups = config.get("config_groups")
+        if not isinstance(groups, Mapping) or len(groups) != 1:
+            raise _refused(where, "config_groups", groups)
+        (group,) = groups.values()
+        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        asked = {name: weights.get(name) for name in ("type", "num_bits", "strategy", "symmetric", "dynamic")}
+        if group.get("targets") != ["Linear"] or asked["num_bits"] != 8 or asked["dynamic"] or not asked["symmetric"]:
+            raise _refused(where, "config_groups", asked)
+        if config.get("format") == "int-quantized" and asked["type"] == "int" and asked["strategy"] == "channel":
+            of_inputs = {name: (inputs or {}).get(name) for name in ("type", "num_bits", "strategy", "dynamic")}
+            if of_inputs != {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}:
+                raise _refused(where, "input_activations", of_inputs)
+            return cls(dtype="I8", scale="weight_scale")
+        if config.get("format") == "float-quantized" and asked["type"] == "float":
+            if asked["strategy"] in ("channel", "tensor"):
+                return cls(dtype="F8_E4M3", scale="weight_scale")
+            if asked["strategy"] == "block":
+                return cls(dtype="F8_E4M3", scale="weight_scale", block=_sizes(weights, "block_structure", where))
+        raise _refused(where, "format", {"format": config.get("format"), **asked})
+
+
+def _sizes(config: Mapping[str, Any], name: str, where: str) -> tuple[int, int]:
+    sizes = config.get(name)
+    if isinstance(sizes, list) and len(sizes) == 2 and all(isinstance(size, int) and size > 0 for size in sizes):
+        return sizes[0], sizes[1]
+    raise _refused(where, name, sizes)
+
+
+def _refused(where: str, name: str, actual: object) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"quantised weights of this form are not served ({name})", where=where, expected=_SERVED,
+        actual=str(actual)[:200],
+    )  # fmt: skip
