@@ -28,6 +28,7 @@ from harness.selfcheck.bench.workload import uneven_workload
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
+from reference_engine.fast import products
 
 DEFAULTS: Mapping[str, Any] = {
     "dtype": "bfloat16", "device": "cuda", "attention_backend": "triton", "max_model_len": 2048, "max_num_seqs": 256,
@@ -54,6 +55,7 @@ def random_weights(_folder: object, config: ModelConfig, dtype: torch.dtype, dev
 
 def opened(shape: str, **options: Any) -> LLMEngine:
     reference_engine.model_runner.load_weights = random_weights
+    reference_engine.model_runner.read_cache_scales = lambda *_: ()
     folder = tempfile.mkdtemp()
     SHAPES[shape].config().save_pretrained(folder)
     return LLMEngine(folder, EngineConfig(**{**DEFAULTS, **options}))
@@ -113,6 +115,11 @@ def hf_generate(shape: str, batch_sizes: list[int], num_tokens: int = 64) -> Non
             times.append(time.perf_counter() - begin)
         decode_s = (times[3] - times[2]) / (num_tokens - 1)
         print(f"{shape} hf-generate batch {batch_size}: {decode_s * 1e3:.3f} ms a step", flush=True)
+
+
+def without_row_kernel() -> None:
+    """Leave the product of one row to torch from now on."""
+    products.MIN_ROW_ELEMENTS = 1 << 60
 
 
 def kernels(shape: str, batch_size: int = 1, trace: str | None = None, **options: Any) -> None:

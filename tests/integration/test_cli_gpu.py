@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.quantised_checkpoints import write_quantised
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "cases" / "checkpoints" / "qwen3-tiny")
@@ -31,6 +33,18 @@ def test_a_check(dtype):
     )
     result = json.loads(done.stdout)
     assert (done.returncode, result["verdict"], result["device"]) == (0, "pass", "cuda"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["w8a8", "deepseek"])
+def test_a_quantised_checkpoint(tmp_path, name):
+    folder = tmp_path / name
+    write_quantised(Path(MODEL), folder, name)
+    done = run(
+        "check", "--device", "cuda", "--model", str(folder), "--engine-option", "weights=checkpoint",
+        "--engine-option", "attention_backend=triton", "--engine-option", "kv_cache_dtype=float8_e4m3fn",
+        "--token-ids", "1,5,9,33,77,120,4", "--max-new-tokens", "3", "--dtype", "bfloat16", "--format", "json",
+    )  # fmt: skip
+    assert json.loads(done.stdout)["verdict"] == "pass", done.stdout
 
 
 def test_faults_whose_code_makes_tensors_of_its_own():

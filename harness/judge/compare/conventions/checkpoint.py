@@ -108,6 +108,7 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
         return
     weight, bias = weight_and_bias(subject)
     weights = dict(_weights(subject, own)) if subject.dtype in HALF else {}
+    weights = {name: each.to(weight.device) for name, each in weights.items()}
     for name, each in weights.items():
         yield Rounding(name=name, model=MODEL, expected=partial(product, subject.inputs[0].flatten(1), each, bias))
     weights[""] = weight
