@@ -1,10 +1,11 @@
 """Mistakes of loaders of quantised checkpoints, planted in the file that the engine reads: what the check says of each.
 
     DTYPE=bfloat16 python -m tests.quantised_faults [NAME ...]
+    ENGINE=reference python -m tests.quantised_faults
     python -m tests.quantised_faults --sound
 
-Each fault changes the tensors of one module in a copy of a checkpoint; the engine is HF with the weights of that copy,
-and the truth is that of the checkpoint as it was. Nothing here uses the judge's own table of mistakes.
+Each fault changes the tensors of one module in a copy of a checkpoint; the engine is HF with the weights of that copy
+(or the reference engine with its own products), and the truth is that of the checkpoint as it was. Nothing here uses the judge's own table of mistakes.
 """
 
 import os
@@ -202,18 +203,26 @@ def engine_of(folder: Path, right: Path, dtype: torch.dtype, *, is_native: bool)
     return HFEngine(HFModel(model=model, checkpoint=checkpoint, dtype=dtype, device=torch.device("cpu")), None)
 
 
-def check_fault(fault: Fault, scratch: Path, dtype: str = "float32") -> Any:
-    """Return what the check says of an engine with a fault."""
+OF_THE_REFERENCE = ("w8a8", "fp8-dynamic", "fp8-static", "deepseek", "fp8-blocks")
+"""Formats that the reference engine multiplies with."""
+
+
+def check_fault(fault: Fault, scratch: Path, dtype: str = "float32", engine: str = "hf") -> Any:
+    """Return what the check says of an engine with a fault: `hf`, or `reference` with its own products."""
     import harness
+    from harness.engines.reference import open_engine
 
     original = CHECKPOINTS / fault.model
     write_quantised(original, scratch / "right", fault.kind)
     write_quantised(
         original, scratch / "wrong", fault.kind, changed=lambda tensors: fault.change(tensors, fault.module)
     )
-    engine = engine_of(scratch / "wrong", scratch / "right", getattr(torch, dtype), is_native=fault.is_native)
+    if engine == "reference":
+        subject: Any = open_engine(scratch / "wrong", dtype=dtype, device="cpu", options={"weights": "checkpoint"})
+    else:
+        subject = engine_of(scratch / "wrong", scratch / "right", getattr(torch, dtype), is_native=fault.is_native)
     return harness.check(
-        engine, model=scratch / "right", prompts=[PROMPT], max_new_tokens=4, schedules=["plain"], dtype=dtype
+        subject, model=scratch / "right", prompts=[PROMPT], max_new_tokens=4, schedules=["plain"], dtype=dtype
     )
 
 
@@ -281,13 +290,14 @@ def main_sound() -> None:
 def main(names: list[str]) -> None:
     """Print a line for each fault, and how many of each kind there were."""
     scores = []
-    dtype = os.environ.get("DTYPE", "float32")
+    dtype, engine = os.environ.get("DTYPE", "float32"), os.environ.get("ENGINE", "hf")
     for name, fault in FAULTS.items():
-        if names and not any(each in name for each in names):
+        is_served = engine == "hf" or (fault.kind in OF_THE_REFERENCE and fault.module != "lm_head")
+        if not is_served or (names and not any(each in name for each in names)):
             continue
         with tempfile.TemporaryDirectory() as scratch:
             os.environ["HARNESS_CACHE"] = f"{scratch}/cache"
-            found = score(fault, check_fault(fault, Path(scratch), dtype))
+            found = score(fault, check_fault(fault, Path(scratch), dtype, engine))
         scores.append(found)
         print(
             f"| {name} | {found.detected} | {found.localised} | {found.named} | {found.cause} | {found.others} |",
