@@ -5,7 +5,8 @@
     python -m tests.quantised_faults --sound
 
 Each fault changes the tensors of one module in a copy of a checkpoint; the engine is HF with the weights of that copy
-(or the reference engine with its own products), and the truth is that of the checkpoint as it was. Nothing here uses the judge's own table of mistakes.
+(or the reference engine with its own products), and the truth is that of the checkpoint as it was. Nothing here uses
+the judge's own table of mistakes.
 """
 
 import os
