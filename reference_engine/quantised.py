@@ -83,5 +83,5 @@ def in_int8(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return integers [T, I] between -127 and 127 as int8, and the scale of each row, [T, 1] float32."""
     x32 = x_TI.to(torch.float32)
     scale_T1 = x32.abs().amax(dim=1, keepdim=True) / 127
-    scale_T1 = torch.where(scale_T1 > 0, scale_T1, 1.0)
+    scale_T1 = torch.where(scale_T1 == 0, 1.0, scale_T1)  # a NaN stays one, and makes the whole row NaN
     return (x32 / scale_T1).round().clamp(-127, 127).to(torch.int8), scale_T1

@@ -15,6 +15,21 @@ from reference_engine.errors import UnsupportedModelError
 __all__ = ["Quantisation"]
 
 _SERVED = "compressed-tensors with int8 weights and inputs, or with float8 weights, or fp8 in blocks"
+_FIELDS = {
+    "compressed-tensors": {
+        "quant_method", "format", "config_groups", "ignore", "quantization_status", "kv_cache_scheme", "version",
+        "global_compression_ratio",
+    },
+    "fp8": {
+        "quant_method", "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+        "scale_fmt",
+    },
+    "weights": {
+        "type", "num_bits", "strategy", "symmetric", "dynamic", "block_structure", "observer", "observer_kwargs",
+        "scale_dtype", "zp_dtype",
+    },
+}  # fmt: skip
+"""What is known of each part of the config; anything else that is set is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +55,15 @@ class Quantisation:
             return None
         if not isinstance(config, Mapping):
             raise _refused(where, "quantization_config", config)
-        if config.get("quant_method") == "fp8":
-            return cls(dtype="F8_E4M3", scale="weight_scale_inv", block=_sizes(config, "weight_block_size", where))
-        if config.get("quant_method") != "compressed-tensors":
-            raise _refused(where, "quant_method", config.get("quant_method"))
-        return cls._of_groups(config, where)
+        method = config.get("quant_method")
+        if method not in ("fp8", "compressed-tensors"):
+            raise _refused(where, "quant_method", method)
+        _check_fields(config, method, where)
+        if method == "compressed-tensors":
+            return cls._of_groups(config, where)
+        if config.get("fmt", "e4m3") != "e4m3":
+            raise _refused(where, "fmt", config["fmt"])
+        return cls(dtype="F8_E4M3", scale="weight_scale_inv", block=_sizes(config, "weight_block_size", where))
 
     @classmethod
     def _of_groups(cls, config: Mapping[str, Any], where: str) -> Quantisation:
@@ -52,12 +71,13 @@ class Quantisation:
         if not isinstance(groups, Mapping) or len(groups) != 1:
             raise _refused(where, "config_groups", groups)
         (group,) = groups.values()
-        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        weights, inputs = (_part(group, name, where) for name in ("weights", "input_activations"))
+        _check_fields(weights, "weights", where)
         asked = {name: weights.get(name) for name in ("type", "num_bits", "strategy", "symmetric", "dynamic")}
         if group.get("targets") != ["Linear"] or asked["num_bits"] != 8 or asked["dynamic"] or not asked["symmetric"]:
             raise _refused(where, "config_groups", asked)
         if config.get("format") == "int-quantized" and asked["type"] == "int" and asked["strategy"] == "channel":
-            of_inputs = {name: (inputs or {}).get(name) for name in ("type", "num_bits", "strategy", "dynamic")}
+            of_inputs = {name: inputs.get(name) for name in ("type", "num_bits", "strategy", "dynamic")}
             if of_inputs != {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}:
                 raise _refused(where, "input_activations", of_inputs)
             return cls(dtype="I8", scale="weight_scale")
@@ -67,6 +87,19 @@ class Quantisation:
             if asked["strategy"] == "block":
                 return cls(dtype="F8_E4M3", scale="weight_scale", block=_sizes(weights, "block_structure", where))
         raise _refused(where, "format", {"format": config.get("format"), **asked})
+
+
+def _part(group: object, name: str, where: str) -> Mapping[str, Any]:
+    part = group.get(name) or {} if isinstance(group, Mapping) else None
+    if not isinstance(part, Mapping):
+        raise _refused(where, name, group)
+    return part
+
+
+def _check_fields(config: Mapping[str, Any], part: str, where: str) -> None:
+    for name, value in config.items():
+        if name not in _FIELDS[part] and value:
+            raise _refused(where, name, value)
 
 
 def _sizes(config: Mapping[str, Any], name: str, where: str) -> tuple[int, int]:

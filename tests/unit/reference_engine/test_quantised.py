@@ -76,6 +76,12 @@ def test_integers_are_added_up_exactly() -> None:
     assert torch.equal(Int8Product(scale)(x, weight, None), sums.float() * steps * scale[:, 0])
 
 
+def test_a_nan_makes_its_row_nan() -> None:
+    x, weight = torch.randn(3, 96), torch.randint(-127, 128, (9, 96), dtype=torch.int8)
+    x[1, 5] = torch.nan
+    assert Int8Product(torch.rand(9, 1))(x, weight, None).isnan().all(dim=1).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_schedule_makes_the_same_tokens(folders: dict[str, Path], name: str) -> None:
     prompts, params = [list(range(4, 21)), [5, 6, 7]], SamplingParams(max_new_tokens=5, ignore_eos=True)
@@ -116,6 +122,10 @@ def test_what_is_served() -> None:
         (changed(SERVED, config_groups={"0": {"targets": ["Conv"], "weights": {"num_bits": 8}}}), "config_groups"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
         ({"quantization_config": "fp8"}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [2, 2]}}, "fmt"),
+        (changed(SERVED, transform_config={"hadamard": True}), "transform_config"),
+        (changed(SERVED, config_groups={"0": "all"}), "weights"),
+        (changed(SERVED, config_groups={"0": {"targets": ["Linear"], "weights": {"actorder": "group"}}}), "actorder"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_named(values: dict[str, Any], said: str) -> None:
