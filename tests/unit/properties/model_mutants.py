@@ -134,16 +134,17 @@ MUTANTS = [
     ),
     # The cache
     Mutant(
-        "K stored in place of V", (kv_cache.KVCache,), "store", "(0, slots_T, v_TKH)", "(0, slots_T, k_TKH)",
+        "K stored in place of V", (kv_cache.KVCache,), "store", "(layer, 1, v_TKH)", "(layer, 1, k_TKH)",
         cache(check_store), STORED,
     ),
     Mutant(
-        "last row not stored", (kv_cache.KVCache,), "store", "(0, slots_T, k_TKH)", "(0, slots_T[:-1], k_TKH[:-1])",
+        "last row not stored", (kv_cache.KVCache,), "store", "(0, slots_T, self._as_stored(layer, 0, k_TKH))",
+        "(0, slots_T[:-1], self._as_stored(layer, 0, k_TKH[:-1]))",
         cache(check_store), STORED,
     ),
     Mutant(
-        "K kept in a lower dtype", (kv_cache.KVCache,), "store", "(0, slots_T, k_TKH)",
-        "(0, slots_T, k_TKH.bfloat16().to(k_TKH.dtype))", cache(check_store), STORED,
+        "K kept in a lower dtype", (kv_cache.KVCache,), "store", "(layer, 0, k_TKH)",
+        "(layer, 0, k_TKH.bfloat16().to(k_TKH.dtype))", cache(check_store), STORED,
     ),
     Mutant(
         "V read where K lies", (kv_cache.KVCache,), "gather", "self._v[layer].index_select",

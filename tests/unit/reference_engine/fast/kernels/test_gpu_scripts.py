@@ -29,7 +29,8 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(model_runner, "load_weights", model_runner.load_weights)  # which the script replaces
+    for name in ("load_weights", "read_cache_scales"):  # which the script replaces
+        monkeypatch.setattr(model_runner, name, getattr(model_runner, name))
     return script("gpu_steps")
 
 
