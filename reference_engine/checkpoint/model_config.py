@@ -118,6 +118,11 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(generation or {}, config, where),
         )
         model._check_heads(fields)
+        if latent is not None and model.quantisation is not None:
+            raise UnsupportedModelError(
+                "latent attention is not served with quantised weights", where=where, expected="no quantization_config",
+                actual=f"{model.quantisation.dtype} weights",
+            )  # fmt: skip
         return model
 
     @property

@@ -1,4 +1,4 @@
-"""The reference engine with a cache in float8 and the checkpoint's scales: sound, and with mistakes of its own."""
+"""The reference engine with a cache in float8 and weights in few bits: sound, with mistakes of its own, and refused."""
 
 import pytest
 import torch
@@ -80,3 +80,30 @@ def test_a_mistake_with_scales_is_found_where_it_is(harness, folder, monkeypatch
     first = result["runs"][0]["first_divergence"]
     assert (result["verdict"], first["tap"]) == ("mismatch", "model.layers.0.k_cache")
     assert said in first["explanation"]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "said"),
+    [
+        ("qwen3-moe-tiny", "w8a8", "experts whose inputs are quantised are not judged"),
+        ("deepseek-v3-tiny", "w8a8", "latent attention is not served with quantised weights"),
+    ],
+)
+def test_quantised_weights_that_are_not_served(harness, checkpoints, tmp_path, model, kind, said):
+    write_quantised(checkpoints / model, tmp_path / kind, kind)
+    ran = harness("check", "--model", tmp_path / kind, "--engine-option", "weights=checkpoint", *ASKED)
+    assert (ran.status, said in ran.err) == (2, True), ran.err
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "fp8-dynamic", "deepseek"])
+def test_quantised_weights_pass_by_the_engine_s_own_products(harness, checkpoints, tmp_path, kind):
+    write_quantised(checkpoints / "qwen2-tiny", tmp_path / kind, kind)
+    ran = harness("check", "--model", tmp_path / kind, "--engine-option", "weights=checkpoint", *ASKED)
+    assert ran.json["verdict"] == "pass"
+    taps = {tap["name"]: tap["convention"] for tap in ran.json["runs"][0]["taps"]}
+    assert (taps["model.layers.1.mlp.down_proj"] is not None) == (kind == "w8a8")
+
+
+def test_weights_of_another_name_are_refused(harness, folder):
+    ran = harness("check", "--model", folder, "--engine-option", "weights=packed", *ASKED)
+    assert (ran.status, "dequantised or checkpoint" in ran.err) == (2, True)
