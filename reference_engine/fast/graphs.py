@@ -107,6 +107,8 @@ class DecodeGraphs:
         self._device = device
         self._capture = capture
         self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._logits_RV: torch.Tensor | None = None
+        """Of the latest step, whatever its shape: logits of its own for each recording would take gigabytes."""
 
     def run(self, forward: Forward, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], valid until the next step; or None if this batch is not one of them.
@@ -136,7 +138,9 @@ class DecodeGraphs:
         def compute() -> torch.Tensor:
             logits_RV = forward(fixed.batch)
             assert logits_RV is not None, "every row of a decode step is sampled"
-            return logits_RV
+            if self._logits_RV is None:  # the first call, before anything is recorded
+                self._logits_RV = logits_RV.new_empty(self._sizes[-1], logits_RV.shape[1])
+            return self._logits_RV[:size].copy_(logits_RV)
 
         replay, logits_RV = self._capture(compute)
         return _Recorded(fixed, replay, logits_RV)

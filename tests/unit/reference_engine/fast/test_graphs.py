@@ -198,3 +198,24 @@ def test_a_short_context_is_recorded_with_narrow_tables_and_gives_the_same(seen:
         assert seen[-1].block_tables_RB.shape[1] == width
         assert logits_RV is not None
         assert logits_RV.tolist() == forward(batch).tolist()
+
+
+def test_all_shapes_leave_their_logits_in_one_place() -> None:
+    places: list[int] = []
+
+    def capture(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        def replay() -> None:
+            function()
+
+        result = function()
+        places.append(result.data_ptr())
+        return replay, result
+
+    graphs = DecodeGraphs(max_num_seqs=4, max_blocks=20, device=CPU, capture=capture)
+    for lengths in ([3], [3, 7], [70], [1, 2, 3]):
+        batch = decode_batch([list(range(1, 19)) if length > 60 else [1, 2] for length in lengths], lengths)
+        logits_RV = graphs.run(lambda own: own.positions_T[:, None].float().expand(-1, 5), batch)
+        assert logits_RV is not None
+        assert logits_RV.tolist() == [[length - 1.0] * 5 for length in lengths]
+    assert len(places) > 3
+    assert len(set(places)) == 1
