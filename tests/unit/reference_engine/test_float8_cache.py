@@ -108,7 +108,6 @@ def test_scales_that_nothing_can_be_divided_by(checkpoint: Any, tmp_path: Path, 
         ({"kv_cache_dtype": "float8_e4m3fn", "kv_cache_scales": ((1.0, 1.0),)}, "not of all layers"),
         ({"kv_cache_scales": ((1.0, 1.0),)}, "that has none"),
         ({"kv_cache_dtype": "float8_e4m3fn", "attention_backend": "recompute"}, "expected kv_cache_dtype auto"),
-        ({"kv_cache_dtype": "float8_e4m3fn", "attention_backend": "cpp"}, "expected kv_cache_dtype auto"),
     ],
 )
 def test_what_is_refused(checkpoint: Any, options: dict[str, Any], said: str) -> None:

@@ -67,3 +67,10 @@ def test_the_engine_asks_before_it_loads(checkpoint: Any, monkeypatch: pytest.Mo
         ConfigError, match=r"the attention backend picky does not serve this.*found float32; 12; 16; cpu"
     ):
         LLMEngine(checkpoint.folder, EngineConfig(attention_backend="picky"))
+
+
+@pytest.mark.parametrize("name", ["cpp", "varlen", "recompute"])
+def test_a_cache_in_float8_is_for_backends_that_read_it(name: str) -> None:
+    spec = make_spec(dtype=torch.bfloat16, head_dim=64, block_size=256, stored_dtype=torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"expected .*kv_cache_dtype auto.*found .*float8_e4m3fn"):
+        find_backend(name, spec, FastAcceleration.backends)
