@@ -155,7 +155,7 @@ class Decoder:
         Those of matrix products are taken out of `weights`, so that what `product` makes of one replaces it in memory.
         """
         table, layers = weights[TOKEN_EMBEDDING], range(config.num_hidden_layers)
-        head = share.head(product(weights[LM_HEAD], None))
+        head = share.head(_with_scales(config, weights, LM_HEAD, weights[LM_HEAD], None, product, quantised))
         return cls(
             embed_tokens=_build_embedding(config, table, share),
             rotary=rotary,
@@ -204,6 +204,23 @@ def _build_embedding(
     return ScaledEmbedding(own, torch.tensor(config.hidden_size**0.5).to(table_VD))
 
 
+def _with_scales(
+    config: ModelConfig,
+    weights: dict[str, torch.Tensor],
+    name: str,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
+    quantised: QuantisedLinear,
+) -> Linear:
+    """Return the product with a weight, and with its scales where it has some."""
+    scale_OB = weights.pop(f"{name}_scale", None)
+    if scale_OB is None:
+        return product(weight_OI, bias_O)
+    block = None if config.quantisation is None else config.quantisation.block
+    return quantised(weight_OI, bias_O, scale_OB, None if block is None else block[1])
+
+
 def _build_layer(
     config: ModelConfig,
     weights: dict[str, torch.Tensor],
@@ -221,11 +238,7 @@ def _build_layer(
 
     def linear(name: str) -> Linear:
         weight, bias = weights.pop(f"{prefix}{name}.weight"), weights.get(f"{prefix}{name}.bias")
-        scale = weights.pop(f"{prefix}{name}.weight_scale", None)
-        if scale is None:
-            return product(weight, bias)
-        block = None if config.quantisation is None else config.quantisation.block
-        return quantised(weight, bias, scale, None if block is None else block[1])
+        return _with_scales(config, weights, f"{prefix}{name}.weight", weight, bias, product, quantised)
 
     def row_parallel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return share.row_parallel(linear(name))

@@ -235,7 +235,7 @@ def _part(header: Any, shape: tuple[int, ...], rank: int) -> torch.Tensor:
 def _tie(parameters: dict[str, torch.Tensor]) -> None:
     embedding = parameters[TOKEN_EMBEDDING]
     head = parameters.get(LM_HEAD)
-    if head is None or torch.equal(head, embedding):
+    if head is None or (head.dtype == embedding.dtype and torch.equal(head, embedding)):
         parameters[LM_HEAD] = embedding
 
 

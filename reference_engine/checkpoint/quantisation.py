@@ -24,6 +24,7 @@ _FIELDS = {
         "quant_method", "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers",
         "scale_fmt",
     },
+    "group": {"targets", "weights", "input_activations", "format"},
     "weights": {
         "type", "num_bits", "strategy", "symmetric", "dynamic", "block_structure", "observer", "observer_kwargs",
         "scale_dtype", "zp_dtype",
@@ -72,13 +73,18 @@ class Quantisation:
             raise _refused(where, "config_groups", groups)
         (group,) = groups.values()
         weights, inputs = (_part(group, name, where) for name in ("weights", "input_activations"))
+        _check_fields(group, "group", where)
         _check_fields(weights, "weights", where)
         asked = {name: weights.get(name) for name in ("type", "num_bits", "strategy", "symmetric", "dynamic")}
         if group.get("targets") != ["Linear"] or asked["num_bits"] != 8 or asked["dynamic"] or not asked["symmetric"]:
             raise _refused(where, "config_groups", asked)
+        if (group.get("format") or config.get("format")) != config.get("format"):
+            raise _refused(where, "format", group["format"])
         if config.get("format") == "int-quantized" and asked["type"] == "int" and asked["strategy"] == "channel":
+            _check_fields(inputs, "weights", where)
             of_inputs = {name: inputs.get(name) for name in ("type", "num_bits", "strategy", "dynamic")}
-            if of_inputs != {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}:
+            of_inputs["symmetric"] = inputs.get("symmetric", True)
+            if of_inputs != {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}:
                 raise _refused(where, "input_activations", of_inputs)
             return cls(dtype="I8", scale="weight_scale")
         if config.get("format") == "float-quantized" and asked["type"] == "float":

@@ -12,6 +12,7 @@ import torch
 
 from reference_engine.checkpoint.placement import Placement
 from reference_engine.checkpoint.quantisation import Quantisation
+from reference_engine.checkpoint.weights import TOKEN_EMBEDDING
 from reference_engine.errors import CheckpointError, ConfigError
 
 __all__ = ["QuantisedTensors"]
@@ -118,6 +119,11 @@ class QuantisedTensors:
                     expected=f"{placement.shape} in {self.quantisation.dtype}", actual=f"{found[0]} in {found[1]}",
                 )  # fmt: skip
         quantised = {each.parameter for each in self.weights.values()}
+        if TOKEN_EMBEDDING in quantised:
+            raise CheckpointError(
+                "a quantised embedding is not served", where=self.folder, expected=f"{TOKEN_EMBEDDING} without scales",
+                actual=self.quantisation.dtype,
+            )  # fmt: skip
         for name, placement in table.items():
             if placement.parameter in quantised and name not in self.weights:
                 raise CheckpointError(

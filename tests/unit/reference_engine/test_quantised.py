@@ -107,7 +107,25 @@ SERVED: dict[str, Any] = {
 }  # fmt: skip
 
 
+SERVED_GROUP = SERVED["config_groups"]["group_0"]
+
+
+def with_group(**values: object) -> dict[str, Any]:
+    """Float8 as it is served, but for what is said of the group."""
+    return changed(SERVED, config_groups={"0": {**SERVED_GROUP, **values}})
+
+
+def with_inputs(**values: object) -> dict[str, Any]:
+    """W8A8 as it is served, but for its inputs."""
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True, **values}
+    group = {
+        "targets": ["Linear"], "weights": {**SERVED_GROUP["weights"], "type": "int"}, "input_activations": inputs,
+    }  # fmt: skip
+    return changed(SERVED, format="int-quantized", config_groups={"0": group})
+
+
 def test_what_is_served() -> None:
+    assert Quantisation.of(with_inputs(), "config.json") == Quantisation(dtype="I8", scale="weight_scale")
     assert Quantisation.of({}, "config.json") is None
     assert Quantisation.of(changed(SERVED), "config.json") == Quantisation(dtype="F8_E4M3", scale="weight_scale")
 
@@ -125,6 +143,11 @@ def test_what_is_served() -> None:
         ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [2, 2]}}, "fmt"),
         (changed(SERVED, transform_config={"hadamard": True}), "transform_config"),
         (changed(SERVED, config_groups={"0": "all"}), "weights"),
+        (with_group(output_activations={"num_bits": 8}), "output_activations"),
+        (with_group(format="pack-quantized"), "format"),
+        (with_inputs(symmetric=False), "input_activations"),
+        (with_inputs(strategy="tensor"), "input_activations"),
+        (with_inputs(group_size=32), "group_size"),
         (changed(SERVED, config_groups={"0": {"targets": ["Linear"], "weights": {"actorder": "group"}}}), "actorder"),
     ],
 )  # fmt: skip
@@ -161,6 +184,43 @@ def test_scales_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Pa
     folder = rewritten(folders["w8a8"], tmp_path / "changed", change)
     with pytest.raises(EngineError, match=said):
         loaded(folder)
+
+
+def with_quantised(name: str, like: str, dtype: torch.dtype) -> Any:
+    """Give the tensor `name` a form with scales, made of the floats of `like`."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        floats = tensors[like].float()
+        scale = floats.abs().amax(dim=1, keepdim=True) / (127 if dtype == torch.int8 else 448)
+        steps = floats / scale
+        tensors[name] = (steps.round() if dtype == torch.int8 else steps).to(dtype)
+        tensors[f"{name}_scale"] = scale
+
+    return change
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("w8a8", torch.int8), ("fp8-dynamic", torch.float8_e4m3fn)])
+def test_a_head_with_scales_is_multiplied_with_them(
+    folders: dict[str, Path], tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """The embedding that it was made of is another tensor: the head is no longer tied."""
+    change = with_quantised("lm_head.weight", "model.embed_tokens.weight", dtype)
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True, num_logprobs=3)
+
+    def found(folder: Path) -> dict[int, float]:
+        with LLMEngine(folder, EngineConfig(dtype="float32", max_model_len=64)) as engine:
+            (output,) = engine.generate([list(range(4, 21))], params)
+        return dict(output.logprobs[0].top)
+
+    expected, actual = found(folders[name]), found(rewritten(folders[name], tmp_path / "head", change))
+    assert actual != expected
+    assert actual == pytest.approx(expected, abs=0.1)
+
+
+def test_an_embedding_with_scales_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    change = with_quantised("model.embed_tokens.weight", "model.embed_tokens.weight", torch.int8)
+    with pytest.raises(EngineError, match="quantised embedding is not served"):
+        loaded(rewritten(folders["w8a8"], tmp_path / "changed", change))
 
 
 def test_ranks_do_not_share_quantised_weights(folders: dict[str, Path]) -> None:
