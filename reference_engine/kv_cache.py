@@ -160,7 +160,8 @@ class KVCache:
     def _as_stored(self, layer: int, part: int, x: torch.Tensor) -> torch.Tensor:
         if self._stored_dtype is None:
             return x
-        top = torch.finfo(self._stored_dtype).max  # beyond it torch's cast gives NaN
+        # Beyond the largest number a cast gives that number, infinity or NaN, by dtype and device.
+        top = torch.finfo(self._stored_dtype).max
         quotient = (x.to(torch.float32) / self.scales[layer][part]).clamp(-top, top)
         return quotient.to(self._stored_dtype).view(torch.uint8)
 

@@ -151,7 +151,8 @@ class CacheFormat:
         if self.rotation:  # the basis is undone in float32 where the cache is read
             allowance = allowance + 1e-6 * held.values.abs().amax(dim=-1, keepdim=True)
         if self.has_scale:  # the product with the scale is rounded where the cache is read
-            allowance = allowance + torch.finfo(read.dtype).eps * held.values.abs()
+            info = torch.finfo(read.dtype)  # below its smallest normal number the steps are all alike
+            allowance = allowance + info.eps * held.values.abs().clamp(min=info.tiny)
         return ~(error <= allowance).all(dim=1)
 
 

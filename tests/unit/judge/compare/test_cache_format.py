@@ -309,3 +309,18 @@ def test_what_lies_beyond_the_largest_block_is_clipped():
 )
 def test_blocks_have_no_scales_but_their_own(numerics):
     assert not scaled(**numerics).is_known
+
+
+@pytest.mark.parametrize("kept", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_product_with_a_scale_is_rounded_to_the_steps_of_the_dtype(kept, dtype):
+    """Below 6.1e-5 those of float16 are all alike, and a share of the number is less than one of them."""
+    x = (0.02 * torch.randn(300, 1, 32, generator=torch.Generator().manual_seed(3))).to(dtype)
+    for scale in (0.0013, 0.0117, 0.31):
+        form = scaled(heads=1, cache=kept, cache_scales={"model.layers.0.k_cache": (scale,)})
+        stored = (x.float() / scale).to(getattr(torch, kept))
+        read = (stored.float() * scale).to(dtype)
+        assert not form.differs(read.flatten(1), x.flatten(1)).any()
+        wrong = read.clone()
+        wrong[:, 0, 0] += 0.25 * x.abs().amax().to(dtype)
+        assert form.differs(wrong.flatten(1), x.flatten(1)).all()
