@@ -63,6 +63,11 @@ def call_limited(function: Callable[..., Result], *args: Any, **kwargs: Any) -> 
 
 
 def _raise_hang(_: int, frame: FrameType | None) -> None:
-    # An exception in Hypothesis' callback of the garbage collector is lost and reported; the signal comes again.
-    if frame is None or frame.f_code.co_name != "gc_callback":
+    # An exception in a callback of the garbage collector is lost and reported as a warning; the signal comes again.
+    if frame is None or not _is_callback_of_the_collector(frame):
         raise HangError(_limit_s or 0.0)
+
+
+def _is_callback_of_the_collector(frame: FrameType) -> bool:
+    # Hypothesis has one by this name; the standard library's remove what was collected from weak sets and dicts.
+    return frame.f_code.co_name == "gc_callback" or frame.f_globals.get("__name__") in ("weakref", "_weakrefset")

@@ -1,6 +1,7 @@
 """A search reports every broken invariant once, and ends whatever the code under test does."""
 
 import signal
+import types
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -186,8 +187,14 @@ def test_a_callback_of_the_garbage_collector_is_not_interrupted() -> None:
     def call() -> None:
         signal.raise_signal(signal.SIGPROF)
 
+    def call_of_a_weak_set() -> str:
+        signal.raise_signal(signal.SIGPROF)
+        return "went on"
+
+    of_the_library = types.FunctionType(call_of_a_weak_set.__code__, {"signal": signal, "__name__": "_weakrefset"})
     with time_limit(10):
         assert call_limited(gc_callback) == "went on"
+        assert call_limited(of_the_library) == "went on"
         with pytest.raises(HangError):
             call_limited(call)
 
