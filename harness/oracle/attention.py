@@ -23,8 +23,11 @@ class AttentionSensitivity:
     amplification: torch.Tensor
     """[B, T]: sqrt(sum_j p_j^2 ||v_j||^2) / ||o||, each product p_j v_j rounded by itself."""
     score_sensitivity: torch.Tensor
-    """[B, T]: sqrt(sum_j p_j^2 b_j^2 ||v_j - o||^2) / ||o|| with b_j = ||q|| ||k_j|| scale, the bound of the score,
-    each score rounded by itself."""
+    """[B, T]: sqrt(sum_j p_j^2 b_j^2 ||v_j - o||^2) / ||o||, each score rounded by itself, its sum at every channel.
+
+    With x_i = q_i k_ji scale, b_j^2 = H (sum_i x_i^2 + (sum_i x_i)^2 / 3). The sums of the first channels are what is
+    rounded: if one channel makes most of a score, all that follow it are as large as the score. In a random order the
+    squares of all H sums add up to H (sum_i x_i^2 / 6 + (sum_i x_i)^2 / 3) on average."""
 
 
 def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
@@ -85,14 +88,17 @@ def _sensitivities(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two sensitivities of some queries, [B, t]."""
-    _, p = _scores(call, query, key, visible)
+    scores, p = _scores(call, query, key, visible)
     o = p @ value
     v2, p2 = value.square().sum(-1), p.square()
     norm = o.square().sum(dim=(1, 3)).sqrt()
     amplification = (p2 @ v2[..., None]).sum(dim=(1, 3)).sqrt() / norm
-    bound = query.norm(dim=-1)[..., None] * key.norm(dim=-1)[:, :, None] * scaling(call)
+    if call.options.get("softcap") is not None:
+        scores = query @ key.transpose(2, 3) * scaling(call)
+    squares = query.square() @ key.square().transpose(2, 3) * scaling(call) ** 2
+    bound2 = query.shape[-1] * (squares + scores.square() / 3)
     spread = v2[:, :, None] - 2 * o @ value.transpose(2, 3) + o.square().sum(-1)[..., None]
-    sensitivity = (p2 * bound.square() * spread).sum(dim=(1, 3)).clamp(min=0).sqrt() / norm
+    sensitivity = (p2 * bound2 * spread).sum(dim=(1, 3)).clamp(min=0).sqrt() / norm
     return amplification, sensitivity
 
 

@@ -78,13 +78,14 @@ def by_definition(call, scale, seen, *, softcap=None, sinks=None):
     for b, t, n in torch.cartesian_prod(*(torch.arange(size) for size in (batch, num_queries, num_heads))).tolist():
         there = seen.expand(batch, -1, -1, -1)[b, 0, t]
         q, k, v = query[b, n, t], key[b, n // group, there], value[b, n // group, there]
-        score = torch.einsum("h,sh->s", q, k) * scale
+        terms = torch.einsum("h,sh->sh", q, k) * scale
+        score = terms.sum(dim=1)
+        bound = (len(q) * (terms.square().sum(dim=1) + score.square() / 3)).sqrt()
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         weights = torch.exp(score - score.max())
         p = weights / (weights.sum() + (0.0 if sinks is None else torch.exp(sinks[n].double() - score.max())))
         o = torch.einsum("s,sh->h", p, v)
-        bound = q.norm() * k.norm(dim=-1) * scale
         context[b, t, n] = o
         products[b, t] += (p * v.norm(dim=-1)).square().sum()
         scores[b, t] += (p * bound * (v - o).norm(dim=-1)).square().sum()
@@ -317,11 +318,12 @@ def test_amplification_is_the_error_of_rounded_products(scale, options):
 @pytest.mark.parametrize("options", [{}, {"s_aux": SINKS}])
 @pytest.mark.parametrize("scale", [0.3, 2.0])
 def test_score_sensitivity_is_the_error_of_rounded_scores(scale, options):
-    """Every score is off by a relative rounding of its bound |q| |k| scale, as a sum of that size would be."""
+    """Every score is off by a relative rounding of what its sum over the channels may be rounded by."""
     call = call_of(queries=3, keys=12, scale=scale, **options)
     found = attention_sensitivity(call)
     q, k, v, scores = parts(call)
-    bound = q.norm(dim=-1)[..., None] * k.norm(dim=-1)[:, None] * HEAD_DIM**-0.5
+    squares = torch.einsum("ntd,nsd->nts", q.square(), k.square()) / HEAD_DIM
+    bound = (HEAD_DIM * (squares + scores.square() / 3)).sqrt()
     generator = torch.Generator().manual_seed(10)
     changed = (
         probabilities(call, scores + _EPS * bound * torch.randn(scores.shape, generator=generator, dtype=torch.float64))
@@ -330,3 +332,25 @@ def test_score_sensitivity_is_the_error_of_rounded_scores(scale, options):
     )
     measured = rms_relative(changed, probabilities(call, scores) @ v)
     torch.testing.assert_close(found.score_sensitivity[0], measured, rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("dominant", [1.0, 8.0])
+def test_a_score_is_rounded_at_every_channel(dominant):
+    """In any order of the channels: one that makes most of a score makes all sums after it as large."""
+    call = call_of(queries=3, keys=12)
+    factor = torch.ones(HEAD_DIM, dtype=torch.float64)
+    factor[3] = dominant
+    call = replace(call, query=call.query * factor, key=call.key * factor)
+    q, k, v, scores = parts(call)
+    terms = q[:, :, None] * k[:, None] / math.sqrt(HEAD_DIM)  # [heads, rows, keys, head size]
+    generator = torch.Generator().manual_seed(11)
+
+    def rounded():
+        sums = terms[..., torch.randperm(HEAD_DIM, generator=generator)].cumsum(dim=-1)
+        return (sums * torch.randn(sums.shape, generator=generator, dtype=torch.float64)).sum(dim=-1)
+
+    changed = (probabilities(call, scores + _EPS * rounded()) @ v for _ in range(_SAMPLES))
+    measured = rms_relative(changed, probabilities(call, scores) @ v)
+    share = measured / attention_sensitivity(call).score_sensitivity[0]
+    assert bool((share < 1).all())
+    assert bool((share > 0.4).all())
