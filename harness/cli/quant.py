@@ -28,7 +28,7 @@ def quant(
         typer.Option(
             metavar="NAMES",
             help="Types to make: of GGUF, by llama.cpp's quantiser, and torchao-int8, ...; comma list. "
-            f"[default: {DEFAULT_TYPES}; none where there is a --file or --caches]",
+            f"[default: {DEFAULT_TYPES}; none where there is a --file, --caches or --engine]",
         ),
     ] = None,
     file: Annotated[
@@ -45,7 +45,12 @@ def quant(
             help="Formats of the KV cache, each a row: float8_e4m3fn, int8:head, nvfp4, Q8_0, ...; comma list.",
         ),
     ] = "",
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Engine whose KV cache, with its options, is measured as a row, by phase."),
+    ] = None,
     engine_option: opt.EngineOption = None,
+    dtype: opt.Dtype = None,
     text_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Text to measure on. [default: what the model itself says, see --seed]"),
@@ -90,13 +95,18 @@ def quant(
         from harness.formats.checkpoint import resolve
         from harness.formats.checkpoint.gguf.types import PLAIN
         from harness.oracle.model import load_model
+        from harness.plan import plan_engine
         from harness.report.quant import quant_html, quant_text
 
-        names = types.split(",") if types is not None else [] if file or caches else DEFAULT_TYPES.split(",")
+        names = types.split(",") if types is not None else [] if file or caches or engine else DEFAULT_TYPES.split(",")
         wanted: list[str | Path] = [*(check_type(name) for name in names), *(file or [])]
         kept = [check_cache(name.strip()) for name in caches.split(",") if name.strip()]
         splits = check_splits(parts)
-        options = parse_llamacpp_options(opt.parse_engine_options(engine_option))
+        engine_options = opt.parse_engine_options(engine_option)
+        options = parse_llamacpp_options({} if engine else engine_options)
+        if dtype is not None and engine is None:
+            what, hint = "the dtype is that of --engine", "HuggingFace and llama.cpp run in float32"
+            raise HarnessError(Code.BAD_OPTION, what, where="--dtype", actual=dtype, hint=hint)
         for each in wanted:  # what is missing is known before anything costs time
             if each in HF_TYPES:
                 check_package(str(each))
@@ -106,6 +116,10 @@ def quant(
         with scratch_folder("harness-") as made:
             original = pad_checkpoint(folder, made / "padded") if pad else folder
             hf = load_model(original, dtype=torch.float32, stays=True)
+            plan = None
+            if engine is not None:
+                asked = {"engine": engine, "engine_options": engine_options, "dtype": dtype}
+                plan = plan_engine(model=str(original), **asked, local_files_only=local_files_only)
             given, text = _sequences(hf, text_file, sequences, tokens, seed)
             name = model or DEFAULT_MODEL
             result = measure_types(
@@ -113,6 +127,7 @@ def quant(
                 wanted,
                 given,
                 caches=kept,
+                engine=plan,
                 model=name,
                 text=text,
                 options=options,

@@ -59,7 +59,8 @@ def quant_html(result: QuantResult) -> str:
     rows = [[row.name, *_cells(row)] for row in result.types]
     lead = f"{result.num_rows} rows of {result.text}, perplexity of HuggingFace's original {result.perplexity:.4f}"
     given = {"title": printable(result.model), "lead": printable(lead), "headers": _HEADERS, "rows": rows}
-    return quant_page(**given, figures=list(_figures(result)), notes=list(_notes(result)))
+    notes = [f"{', '.join(names)}: {note}" for note, names in _notes(result).items()]
+    return quant_page(**given, figures=list(_figures(result)), notes=[printable(note) for note in notes])
 
 
 def _notes(result: QuantResult) -> dict[str, list[str]]:
@@ -68,6 +69,10 @@ def _notes(result: QuantResult) -> dict[str, list[str]]:
     for row in result.types:
         if row.note:
             notes.setdefault(row.note, []).append(row.name)
+        for cost in row.phases:
+            split = f"format {cost.kl_mean_format:.2e}, arithmetic {cost.kl_mean_arithmetic:.2e}"
+            said = f"{cost.phase}, {cost.num_rows} rows: KL mean {cost.kl_mean:.2e}, {split}"
+            notes.setdefault(said, []).append(row.name)
     return notes
 
 

@@ -21,6 +21,18 @@ class PartCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """The cost in the rows of one phase, mean KL in nats."""
+
+    phase: str
+    """`prefill` or `decode`."""
+    num_rows: int
+    kl_mean: float
+    kl_mean_format: float
+    kl_mean_arithmetic: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantRow:
     """One type of a model. KL is in nats, from the truth to what is measured, over the rows of the text."""
 
@@ -47,6 +59,8 @@ class QuantRow:
     """The cost of the arithmetic: the engine from HF with the dequantised weights."""
     parts: tuple[PartCost, ...] = ()
     """In the model's order; empty where none was asked for."""
+    phases: tuple[PhaseCost, ...] = ()
+    """Of an engine that computed prompts and single tokens."""
 
 
 ENGINE_FIGURES = ("perplexity", "kl_mean", "kl_median", "kl_p99", "kl_max", "same_top", "kl_mean_arithmetic")

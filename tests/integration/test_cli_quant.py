@@ -97,3 +97,16 @@ def test_caches_are_rows_of_their_own(harness, checkpoints):
 def test_caches_of_what_keeps_none_are_refused(harness):
     ran = harness("quant", "--model", "deepseek-v3-tiny", "--caches", "nvfp4", *SIZES)
     assert (ran.status, "the model keeps latents" in ran.err) == (2, True)
+
+
+def test_an_engines_cache_is_a_row_with_its_phases(harness):
+    asked = ["--engine", "reference", "--engine-option", "kv_cache_dtype=float8_e4m3fn", "--dtype", "float32"]
+    ran = harness("quant", "--model", "qwen3-tiny", *asked, *SIZES)
+    assert ran.status == 0, ran.err
+    assert "cache float8_e4m3fn of reference: decode, 6 rows: KL mean" in ran.out
+
+
+def test_a_dtype_is_that_of_an_engine(harness):
+    ran = harness("quant", "--dtype", "float16")
+    assert ran.status == 2
+    assert "the dtype is that of --engine" in ran.err

@@ -1,7 +1,7 @@
 """What a KV cache in few bits costs: HuggingFace's model, whose attention reads what the cache gives back."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,38 @@ def run_cache(name: str, hf: HFModel, sequences: Sequences) -> TypeRun:
         cache=form, cache_scale_of={"token": "token", "head": "head"}.get(scale_of),  # type: ignore[arg-type]
         cache_scales=scales if form in GRIDS or form == "nvfp4" else {},
     )  # fmt: skip
+    cost = format_cost(numerics, hf, sequences, f"--caches {name}")
+    return TypeRun(
+        name=f"cache {name}",
+        size_bytes=cost.size_bytes,
+        bits_per_weight=cost.bits,
+        tensor_types={},
+        note="HuggingFace with such a cache: no engine; size of keys and values of the text, bits of one number of them"
+        + (", with the checkpoint's scales" if numerics.cache_scales else ""),
+        exact=hf,
+        dequantised=cost.distributions,
+        engine=cost.distributions,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatCost:
+    """What HuggingFace's model says with a cache, and the cache's size."""
+
+    distributions: list[torch.Tensor]
+    """As `log_probabilities` returns them, of each sequence."""
+    bits: float
+    """Of one number, with its share of a scale."""
+    size_bytes: int
+    """Of keys and values of all sequences."""
+
+
+def format_cost(numerics: Numerics, hf: HFModel, sequences: Sequences, where: str) -> FormatCost:
+    """Run HuggingFace's model, whose attention reads keys and values as the declared cache gives them back.
+
+    Raises:
+        HarnessError: BAD_OPTION: the size of the model's heads is no multiple of the blocks', with `where` in it.
+    """
     kept = _Kept(numerics)
     try:
         with torch.no_grad(), watching(hf) as watch, watch.showing(kept):
@@ -61,21 +93,11 @@ def run_cache(name: str, hf: HFModel, sequences: Sequences) -> TypeRun:
         raise HarnessError(
             Code.BAD_OPTION,
             "the cache's blocks do not fit the heads of the model",
-            where=f"--caches {name}",
+            where=where,
             actual=str(error).splitlines()[0],
         ) from error
-    bits = _bits(form, scale_of, kept)
-    return TypeRun(
-        name=f"cache {name}",
-        size_bytes=round(kept.num_elements * bits / 8),
-        bits_per_weight=bits,
-        tensor_types={},
-        note="HuggingFace with such a cache: no engine; size of keys and values of the text, bits of one number of them"
-        + (", with the checkpoint's scales" if numerics.cache_scales else ""),
-        exact=hf,
-        dequantised=found,
-        engine=found,
-    )
+    bits = _bits(numerics, kept)
+    return FormatCost(distributions=found, bits=bits, size_bytes=round(kept.num_elements * bits / 8))
 
 
 class _Kept(Seeing):
@@ -97,11 +119,14 @@ class _Kept(Seeing):
     def _kept(self, call: AttentionCall, part: Any, x: torch.Tensor) -> torch.Tensor:
         """Return [B, K, S, H] as it comes back."""
         form = CacheFormat.declared(self._numerics, part, prefix_of(call.path), x.shape[1])
-        assert form is not None
+        if form is None:
+            return x
         return form.unturned(form.stored(x).values).to(x.dtype)
 
 
-def _bits(form: str, scale_of: str, kept: _Kept) -> float:
+def _bits(numerics: Numerics, kept: _Kept) -> float:
+    """Return the bits of a key's number; those of values may be others."""
+    form, scale_of = numerics.cache or "float32", numerics.cache_scale_of
     if form in _BITS:
         return _BITS[form]
     bits = 4 if form == "int4" else 8 if form == "int8" else 8 * getattr(torch, form).itemsize

@@ -1,6 +1,6 @@
 """Types of one model, each split into what its format costs and what the engine's arithmetic costs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
 from harness.campaigns.quant.caches import run_cache
+from harness.campaigns.quant.engine_cache import run_engine_cache
 from harness.campaigns.quant.files import make_file, note_on
 from harness.campaigns.quant.forward import hf_distributions, llamacpp_distributions
 from harness.campaigns.quant.hf.run import run_hf_type
@@ -27,7 +28,8 @@ from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf, open_gguf
 from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
-from harness.results.quant import ENGINE_FIGURES, PartCost, QuantResult, QuantRow
+from harness.plan import Plan
+from harness.results.quant import ENGINE_FIGURES, PartCost, PhaseCost, QuantResult, QuantRow
 
 
 def measure_types(
@@ -36,6 +38,7 @@ def measure_types(
     sequences: Sequences,
     *,
     caches: Sequence[str] = (),
+    engine: Plan | None = None,
     model: str,
     text: str,
     options: LlamaCppOptions,
@@ -48,12 +51,12 @@ def measure_types(
     The original is in float32. Types are names, GGUF files, and folders with a checkpoint of transformers. `model` and
     `text` say where model and tokens come from; `seed` is that of the text, and an importance matrix is made on the
     text of the next one. `splits` says by which parts each type's cost is told, too: names of `SPLITS`. `caches` are
-    formats of the KV cache, each a row of its own.
+    formats of the KV cache, each a row of its own; `engine` is one whose cache is measured.
 
     Raises:
         HarnessError: as `make_file`, `checkpoint_of_gguf` and `load_model`; BAD_OPTION: another vocabulary.
     """
-    total = len(types) + len(caches)
+    total = len(types) + len(caches) + (engine is not None)
     progress("HuggingFace", 0, total)
     truth = hf_distributions(hf, sequences)
     with scratch_folder("harness-quant-") as folder:
@@ -69,7 +72,10 @@ def measure_types(
             return _row(run, truth, sequences, part_costs(hf, run.exact, sequences, truth, splits, tell))
 
         rows = [measured(*each) for each in enumerate(types)]
-    for at, name in enumerate(caches, start=len(types)):
+        if engine is not None:
+            progress(engine.case.engine, len(types), total)
+            rows.append(_row(run_engine_cache(engine, hf, sequences, folder), truth, sequences, ()))
+    for at, name in enumerate(caches, start=len(rows)):
         progress(f"cache {name}", at, total)
         # No engine was run: what it says is the format's own cost.
         rows.append(replace(_row(run_cache(name, hf, sequences), truth, sequences, ()), kl_mean_arithmetic=None))
@@ -176,8 +182,30 @@ def _row(run: TypeRun, truth: Sequence[torch.Tensor], sequences: Sequences, part
         tensor_types=run.tensor_types,
         note=run.note,
         kl_mean_format=distance(truth, run.dequantised).mean,
+        phases=tuple(_phase_costs(run, truth)),
         **_figures_of_the_engine(run, truth, sequences),
     )
+
+
+def _phase_costs(run: TypeRun, truth: Sequence[torch.Tensor]) -> Iterator[PhaseCost]:
+    """Yield the cost in the rows of prompts, and in those of tokens that came one by one."""
+    if not run.prompt_lengths or run.engine is None:
+        return
+    for phase in ("prefill", "decode"):
+        exact, form, engine = (
+            [
+                rows[:end] if phase == "prefill" else rows[end:]
+                for rows, end in zip(each, run.prompt_lengths, strict=True)
+            ]
+            for each in (truth, run.dequantised, run.engine)
+        )
+        yield PhaseCost(
+            phase=phase,
+            num_rows=sum(map(len, exact)),
+            kl_mean=distance(exact, engine).mean,
+            kl_mean_format=distance(exact, form).mean,
+            kl_mean_arithmetic=distance(form, engine).mean,
+        )
 
 
 def _figures_of_the_engine(

@@ -1,7 +1,7 @@
 """A model in one type: how large it is, what its tensors are, and what it says."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ class TypeRun:
     """Of that."""
     engine: list[torch.Tensor] | None
     """Of the engine that the type is for; None: it is not installed."""
+    prompt_lengths: Sequence[int] = ()
+    """Tokens of each sequence that the engine computed as a prompt, where the rest came token by token."""
 
 
 def shares(tensors: Iterable[tuple[str, int]]) -> dict[str, float]:
