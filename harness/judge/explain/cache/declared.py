@@ -20,6 +20,7 @@ from harness.judge.explain.core.hypothesis import Hypothesis
 Change = Callable[[torch.Tensor], torch.Tensor]
 """From keys or values [R, K, H], float64, to what attention reads of them."""
 _PARTS = {"k": "keys", "v": "values"}
+_EITHER = "each other"
 _POWERS = {
     "are multiplied by their scale when they are read, and not divided when they are stored": None,
     "are divided by their scale when they are stored, and not multiplied when they are read": 0,
@@ -52,14 +53,26 @@ def _of_attention(failure: Failure, numerics: Numerics, formats: dict[str, Cache
     if formats["k"] is None or formats["v"] is None:
         return
     right = {part: _as_declared(form) for part, form in formats.items() if form is not None}
-    changes = {part: dict(_changes(part, formats, numerics, prefix_of(failure.operation.tap))) for part in _PARTS}
+    of_parts = {part: _changes(part, formats, numerics, prefix_of(failure.operation.tap)) for part in _PARTS}
+    changes = {part: {_of_either(name, part): change for name, change in of_parts[part]} for part in _PARTS}
     for name in dict.fromkeys([*changes["k"], *changes["v"]]):
         for parts in (("k", "v"), ("k",), ("v",)):
             if all(name in changes[part] for part in parts):
                 key, value = (changes[part][name] if part in parts else right[part] for part in _PARTS)
                 rows = [view.attend(key=key(view.key), value=value(view.value)) for view in failure.views]
                 who = " and ".join(_PARTS[part] for part in parts)
-                yield Hypothesis(cause=f"{who} {name}", output=torch.cat(rows))
+                said = name if len(parts) == 2 else name.replace(_EITHER, _other(parts[0]))
+                yield Hypothesis(cause=f"{who} {said}", output=torch.cat(rows))
+
+
+def _other(part: str) -> str:
+    """Return what a part has for its scale if it has that of the other."""
+    return "the values" if part == "k" else "the keys"
+
+
+def _of_either(name: str, part: str) -> str:
+    """Return a mistake's name so that keys and values with each other's scales have the same."""
+    return name.replace(_other(part), _EITHER)
 
 
 def _changes(
@@ -93,7 +106,7 @@ def _changes(
         return
     other = formats["v" if part == "k" else "k"]
     if other is not None and other.scales != own.scales:
-        yield from _with_scales_of(f"the {_PARTS['v' if part == 'k' else 'k']}", own, other.scales or (1.0,))
+        yield from _with_scales_of(_other(part), own, other.scales or (1.0,))
     if len(own.scales) > 1:
         yield "have the scale of the next head", _as_declared(replace(own, scales=(*own.scales[1:], own.scales[0])))
         yield "have the largest scale of all heads", _as_declared(replace(own, scales=(max(own.scales),)))

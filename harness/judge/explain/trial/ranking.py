@@ -32,7 +32,7 @@ _GENERIC = "any_kind.generic"
 _LAST = ("layer.wiring", "any_kind.settings", _GENERIC)
 """What is tried only where nothing else explains every row."""
 _SAME = 1e-6
-"""Relative distance up to which two causes give the same numbers."""
+"""Relative distance up to which two causes give the same numbers, in whatever dtype they are seen."""
 _EXACT_ALLOWANCE = 2.0
 """Roundings that the right cause may leave if none is allowed: a factor may be rounded, too."""
 
@@ -116,20 +116,19 @@ def _best(evidence: WrongRows) -> tuple[Trial | None, list[Trial], Trial | None]
     if best is None or _is_beaten(best, other):
         return fallback, [], other
     causes: dict[str, Trial] = {}
-    named = [trial for trial in group if not trial.hypothesis.freedom and trial.is_as_good_as(best)]
+
+    def is_same(one: Trial, other: Trial) -> bool:
+        return distance(one, other) <= max(_SAME, rounding_unit(evidence.failure.dtype))
+
     if best.hypothesis.freedom:  # what fits without a number that was fitted, and gives the same, is its name
-        best = next((trial for trial in named if _is_same(trial, best)), best)
+        best = next((trial for trial in group if trial.names(best) and is_same(trial, best)), best)
+    named = [trial for trial in group if not trial.hypothesis.freedom and trial.is_as_good_as(best)]
     for trial in group:
-        if trial.hypothesis.freedom and any(_is_same(each, trial) for each in named):
+        if trial.hypothesis.freedom and any(is_same(each, trial) for each in named):
             continue
         if trial.hypothesis.cause != best.hypothesis.cause and trial.is_as_good_as(best):
             causes.setdefault(trial.hypothesis.cause, trial)
     return best, list(causes.values()), other
-
-
-def _is_same(one: Trial, other: Trial) -> bool:
-    """Whether two causes give the same numbers, as far as rounding lets them be told apart."""
-    return distance(one, other) <= _SAME
 
 
 def _names(evidence: WrongRows) -> Iterator[str]:

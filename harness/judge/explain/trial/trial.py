@@ -122,6 +122,15 @@ class Trial:
         difference = int(best.holds.sum()) - int(self.holds.sum())
         return abs(difference) < self.margin and self.lags(best) <= CLEARLY
 
+    def names(self, fitted: "Trial") -> bool:
+        """Whether it explains as many rows as one with fitted numbers does, without any.
+
+        A number that is fitted follows how the rows were rounded: its residual is the less, and says nothing.
+        """
+        missed = int(fitted.holds.sum()) - int(self.holds.sum())
+        is_exact = not self.hypothesis.freedom and not self.hypothesis.is_vague
+        return is_exact and self.fits and missed < self.margin
+
     def lags(self, other: "Trial") -> float:
         """Return by how much this fit is the less likely, as the logarithm of the odds.
 

@@ -68,6 +68,14 @@ def test_a_fitted_cause_with_the_rows_of_another_is_no_cause_of_its_own(monkeypa
     assert explained(monkeypatch, *fitted, generic=(named,)).is_cause
 
 
+def test_a_fitted_number_that_follows_the_roundings_is_no_better_name(monkeypatch):
+    named = Hypothesis(cause="named", output=WRONG * (1 + 1.5 * UNIT))
+    fitted = Hypothesis(cause="fitted", output=WRONG * (1 + 0.6 * UNIT), freedom=1)
+    assert explained(monkeypatch, named, fitted).cause == "named"
+    elsewhere = Hypothesis(cause="elsewhere", output=WRONG.clone().index_fill(0, torch.arange(4), 3.0))
+    assert explained(monkeypatch, elsewhere, fitted).cause == "fitted", "it does not explain as many rows"
+
+
 def test_where_nothing_fits_that_is_said_with_what_was_seen(monkeypatch):
     found = explained(monkeypatch, Hypothesis(cause="no", output=random(3)))
     assert (found.cause, found.residual_after, found.num_explained, found.is_cause) == (NO_CAUSE, None, 0, False)
