@@ -116,7 +116,7 @@ class QuantisedCheckpoint:
             scheme = self.schemes.of(module)
             if self._is_quantised(tensors, FORMATS[scheme.format]):
                 yield self._weight(module, scheme, tensors)
-        if not modules:
+        if self.schemes.all and not modules:
             refuse("no tensor of the checkpoint is quantised as it says", self.where, actual=self.schemes.method)
 
     def _is_quantised(self, tensors: Mapping[str, str], format: Format) -> bool:

@@ -87,8 +87,8 @@ class Schemes:
     """What a checkpoint says of its modules."""
 
     method: str
-    default: Scheme
-    """Of the modules that no target names."""
+    default: Scheme | None
+    """Of the modules that no target names; None where the KV cache alone is quantised."""
     targets: tuple[tuple[str, Scheme], ...] = ()
     """Names or patterns of modules, and how these are quantised; the first that fits counts."""
     left_out: tuple[str, ...] = ()
@@ -97,11 +97,14 @@ class Schemes:
     @property
     def all(self) -> tuple[Scheme, ...]:
         """Every scheme that occurs."""
-        return tuple(dict.fromkeys((*(scheme for _, scheme in self.targets), self.default)))
+        every = (*(scheme for _, scheme in self.targets), self.default)
+        return tuple(dict.fromkeys(scheme for scheme in every if scheme is not None))
 
     def of(self, module: str) -> Scheme:
         """Return how a module is quantised, given that it is."""
-        return next((scheme for target, scheme in self.targets if _names(target, module)), self.default)
+        scheme = next((scheme for target, scheme in self.targets if _names(target, module)), self.default)
+        assert scheme is not None
+        return scheme
 
     def leaves_out(self, module: str) -> bool:
         """Whether the checkpoint says that a module is not quantised."""
@@ -131,7 +134,8 @@ def read_schemes(config: Mapping[str, Any], where: str) -> Schemes:
     left_out = tuple(str(each) for names in skipped if isinstance(names, list) for each in names)
     for pattern in (*left_out, *(target for target, _ in schemes)):
         _check_pattern(pattern, where)
-    return Schemes(method=method, default=schemes[0][1], targets=tuple(schemes[1:]), left_out=left_out)
+    default = schemes[0][1] if schemes else None
+    return Schemes(method=method, default=default, targets=tuple(schemes[1:]), left_out=left_out)
 
 
 def _check_pattern(pattern: str, where: str) -> None:
@@ -214,6 +218,8 @@ def _require(config: Mapping[str, Any], fields: Sequence[str], where: str) -> No
 
 def _compressed(config: Mapping[str, Any], where: str) -> Targets:
     groups = config.get("config_groups")
+    if groups == {} and isinstance(config.get("kv_cache_scheme"), dict):
+        return []
     if not isinstance(groups, dict) or not groups:
         refuse("there are no groups of modules", f"{where}.config_groups", expected="a table", actual=groups)
     found: Targets = []

@@ -56,6 +56,8 @@ class QuantisedSource:
 
     def __str__(self) -> str:
         """Say what was read, for the head of a verdict."""
+        if not self.modules:
+            return "the checkpoint is quantised in its KV cache alone: the weights are its own"
         named = ", ".join(self.modules[:3]) + (f" and {len(self.modules) - 3} more" if len(self.modules) > 3 else "")
         return (
             f"the weights are those of a quantised checkpoint, dequantised to float32: {' and '.join(self.formats)} in "

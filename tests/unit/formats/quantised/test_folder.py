@@ -1,9 +1,12 @@
 """The folder of the cache with dequantised weights, and what it says of its source."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, resolve
@@ -71,3 +74,39 @@ def test_scales_of_a_cache_are_read_from_the_checkpoint(tmp_path: Path, monkeypa
         cache_scales(write("zero", [0.0]))
     assert caught.value.code is Code.BAD_SCALE
     assert "model.layers.1.self_attn.k_scale" in str(caught.value)
+
+
+def kv_cache_alone(folder: Path, groups: object, scheme: object) -> Path:
+    """Write qwen3-tiny with a scale for its cache, as a quantiser leaves it that was told of nothing else."""
+    shutil.copytree(CHECKPOINTS / "qwen3-tiny", folder)
+    tensors = load_file(folder / "model.safetensors") | {"model.layers.0.self_attn.k_scale": torch.tensor([0.25])}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    table = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": groups,
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": table}))
+    return folder
+
+
+def test_a_cache_alone_may_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    path = kv_cache_alone(tmp_path / "cached", {}, {"num_bits": 8, "type": "float", "strategy": "tensor"})
+    folder = resolve(str(path))
+    assert cache_scales(folder) == {"model.layers.0.k_cache": (0.25,)}
+    own = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    plain = load_file(CHECKPOINTS / "qwen3-tiny" / "model.safetensors")
+    assert own.keys() == plain.keys()
+    assert all(torch.equal(own[name], plain[name]) for name in own)
+    assert str(read_quantised_source(folder)) == (
+        "the checkpoint is quantised in its KV cache alone: the weights are its own"
+    )
+
+
+@pytest.mark.parametrize(("groups", "scheme"), [({}, None), (None, {"num_bits": 8})])
+def test_a_table_that_names_nothing_is_refused(tmp_path: Path, groups: object, scheme: object):
+    with pytest.raises(HarnessError, match="there are no groups of modules"):
+        resolve(str(kv_cache_alone(tmp_path / "empty", groups, scheme)))
