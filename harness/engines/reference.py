@@ -57,19 +57,8 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
         raise HarnessError(Code.BAD_OPTION, what, where="--engine-option weights", expected=expected, actual=weights)
     if weights == "checkpoint":
         folder = served_folder(folder)
-        _refuse_experts_of_integers(folder)
     own = parse_reference_options(config)
     return ReferenceEngine(folder=folder, dtype=dtype, device=device, options=own, adapters=adapters)
-
-
-def _refuse_experts_of_integers(folder: Path) -> None:
-    """Refuse what a check would call wrong: a block of experts is not held to inputs that were quantised within it."""
-    with suppress(EngineError):  # which a run raises
-        config = ModelConfig.from_folder(folder)
-        if config.mlps and config.quantisation is not None and config.quantisation.dtype == "I8":
-            what = "experts whose inputs are quantised are not judged"
-            hint = "leave --engine-option weights=checkpoint out: dequantised weights are judged"
-            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=str(folder), hint=hint)
 
 
 class ReferenceEngine:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from reference_engine.families.experts import Expert
 from reference_engine.kv_cache import KVCache
+from reference_engine.quantised import Int8Product, in_int8
 from tests.quantised_checkpoints import write_quantised
 
 LAYERS = 3
@@ -82,17 +84,70 @@ def test_a_mistake_with_scales_is_found_where_it_is(harness, folder, monkeypatch
     assert said in first["explanation"]["cause"]
 
 
+def test_quantised_weights_that_are_not_served(harness, checkpoints, tmp_path):
+    write_quantised(checkpoints / "deepseek-v3-tiny", tmp_path / "w8a8", "w8a8")
+    ran = harness("check", "--model", tmp_path / "w8a8", "--engine-option", "weights=checkpoint", *ASKED)
+    assert (ran.status, "latent attention is not served with quantised weights" in ran.err) == (2, True), ran.err
+
+
+@pytest.fixture(scope="module")
+def experts(checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts") / "w8a8"
+    write_quantised(checkpoints / "qwen3-moe-tiny", folder, "w8a8")
+    return folder
+
+
+def of_experts(harness, folder, dtype):
+    asked = [dtype if each == "bfloat16" else each for each in ASKED]
+    ran = harness("check", "--model", folder, "--engine-option", "weights=checkpoint", *asked)
+    assert ran.status in (0, 1), ran.err
+    return ran.json
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_experts_with_quantised_inputs_pass(harness, experts, dtype):
+    result = of_experts(harness, experts, dtype)
+    assert result["verdict"] == "pass"
+    taps = {tap["name"]: tap["convention"] for tap in result["runs"][0]["taps"]}
+    assert taps["model.layers.1.mlp.experts"] == (
+        "inputs quantised to int8, one scale for a token, as the checkpoint says"
+    )
+
+
+def with_a_scale_for_all_tokens(self, x, weight, bias):
+    scale = x.float().abs().max() / 127
+    integers = (x.float() / scale).round().to(torch.int8)
+    return (torch._int_mm(integers, weight.T).float() * scale * self.scale_O1[:, 0]).to(x.dtype)
+
+
+def with_the_scales_of_the_next_output(self, x, weight, bias):
+    integers, scale = in_int8(x)
+    return (torch._int_mm(integers, weight.T).float() * scale * self.scale_O1[:, 0].roll(1)).to(x.dtype)
+
+
 @pytest.mark.parametrize(
-    ("model", "kind", "said"),
+    ("dtype", "mistake"),
     [
-        ("qwen3-moe-tiny", "w8a8", "experts whose inputs are quantised are not judged"),
-        ("deepseek-v3-tiny", "w8a8", "latent attention is not served with quantised weights"),
+        ("float32", with_a_scale_for_all_tokens),  # in 16 bits so few rows may have it by their rounding
+        ("float32", with_the_scales_of_the_next_output),
+        ("bfloat16", with_the_scales_of_the_next_output),
     ],
 )
-def test_quantised_weights_that_are_not_served(harness, checkpoints, tmp_path, model, kind, said):
-    write_quantised(checkpoints / model, tmp_path / kind, kind)
-    ran = harness("check", "--model", tmp_path / kind, "--engine-option", "weights=checkpoint", *ASKED)
-    assert (ran.status, said in ran.err) == (2, True), ran.err
+def test_experts_that_use_other_scales_are_found(harness, experts, monkeypatch, dtype, mistake):
+    own, apply, is_expert = Int8Product.__call__, Expert.__call__, []
+
+    def in_expert(self, x, activation):
+        is_expert.append(True)
+        try:
+            return apply(self, x, activation)
+        finally:
+            is_expert.pop()
+
+    monkeypatch.setattr(Expert, "__call__", in_expert)
+    monkeypatch.setattr(Int8Product, "__call__", lambda *args: (mistake if is_expert else own)(*args))
+    result = of_experts(harness, experts, dtype)
+    first = result["runs"][0]["first_divergence"]
+    assert (result["verdict"], first["tap"]) == ("mismatch", "model.layers.0.mlp.experts")
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "fp8-dynamic", "deepseek"])

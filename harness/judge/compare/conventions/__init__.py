@@ -6,7 +6,16 @@ of operation, here in this folder (docs/how-verdicts-work.md).
 """
 
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions import attention, checkpoint, linear, norm, quantised, quantised_cache, rotary
+from harness.judge.compare.conventions import (
+    attention,
+    checkpoint,
+    experts,
+    linear,
+    norm,
+    quantised,
+    quantised_cache,
+    rotary,
+)
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 
 CONVENTIONS: tuple[Convention, ...] = (
@@ -15,6 +24,7 @@ CONVENTIONS: tuple[Convention, ...] = (
     *linear.CONVENTIONS,
     *quantised.CONVENTIONS,
     *checkpoint.CONVENTIONS,
+    *experts.CONVENTIONS,
     *rotary.CONVENTIONS,
     *norm.CONVENTIONS,
 )

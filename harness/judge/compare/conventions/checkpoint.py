@@ -82,13 +82,17 @@ def input_roundings(hf: HFModel, weight: QuantisedWeight, width: int, dtype: tor
     scheme = weight.scheme.inputs
     if scheme is None or scheme.dtype not in ("int8", "float8_e4m3fn") or width % (scheme.group or 1):
         return
-    if scheme.share == "tensor" and not scheme.is_static:  # engines take each token's own: all rows are not at hand
-        scheme = replace(scheme, share="token")
+    scheme = by_rows(scheme)
     source = hf.quantised_source
     static = source.open().input_scale(weight) if scheme.is_static and source is not None else None
     if scheme.is_static and (static is None or static.numel() != 1):
         return
     yield from ways_to_round(scheme, None if static is None else float(static), dtype)
+
+
+def by_rows(scheme: InputScheme) -> InputScheme:
+    """Return a scheme with a scale for each token in the place of one for all: engines take that, and see all rows."""
+    return replace(scheme, share="token") if scheme.share == "tensor" and not scheme.is_static else scheme
 
 
 def ways_to_round(scheme: InputScheme, scale: float | None, dtype: torch.dtype) -> Iterator[InputRounding]:

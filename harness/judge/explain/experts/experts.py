@@ -17,11 +17,10 @@ from harness.judge.explain.experts.mixture import (
     exactly,
     experts_of,
     mixture_of,
-    one_expert,
     others_like,
     recorded_choices,
-    run_experts,
 )
+from harness.oracle.experts import one_expert, run_experts
 
 _MAX_ORDERED = 4
 """Experts of a row up to which every order of their weights is tried."""

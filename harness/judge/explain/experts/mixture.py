@@ -3,7 +3,6 @@
 `R` rows, `E` experts, `C` chosen ones of a row, `D` elements of a row.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import nn
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import is_readback
 from harness.judge.explain.core.failure import Failure
+from harness.oracle.experts import num_experts, one_expert, reads_slots, run_experts
 from harness.oracle.precision import eager_experts, preserve_precision, upcast
 
 _MAX_ELEMENTS = 1 << 26
@@ -151,7 +151,7 @@ def routed(failure: Failure, x: torch.Tensor) -> torch.Tensor | None:
 
 def _of_slots(failure: Failure) -> _Call | None:
     """Experts that all read all rows, each multiplied by its expert's score, which is zero for all experts but one."""
-    module = next((each for each in failure.module.children() if _reads_slots(each)), None)
+    module = next((each for each in failure.module.children() if reads_slots(each)), None)
     count = None if module is None else num_experts(module)
     flat = [each.flatten(1) for each in failure.inputs]
     tables = [each for each in flat if each.shape[1] == count]
@@ -170,50 +170,10 @@ def _of_slots(failure: Failure) -> _Call | None:
     return None
 
 
-def _reads_slots(module: nn.Module) -> bool:
-    """Whether a module of experts reads nothing but rows, a slot of them for each expert."""
-    return num_experts(module) is not None and len(inspect.signature(module.forward).parameters) == 1
-
-
 def choice_of(failure: Failure) -> str | None:
     """Return the tap of the choice that an operation reads."""
     found = [tap for tap in failure.operation.inputs if failure.graph[tap].kind is Kind.CHOICE]
     return found[0] if len(found) == 1 else None
-
-
-def num_experts(module: nn.Module) -> int | None:
-    """Return how many experts a module holds as tensors of [E, ...]; None for one that holds none.
-
-    Some families have experts without weights besides, for which one of the tensors has places.
-    """
-    counts = {len(parameter) for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
-    return max(counts) if counts else None
-
-
-def run_experts(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return HF's experts of rows x [R, D]: [R, D] float64."""
-    device = next(module.parameters()).device
-    if _reads_slots(module):
-        return _run_slots(module, x, chosen, weights)
-    if chosen.shape[1] == 1:  # some families know no single one: it is there twice, once with the weight 0
-        chosen, weights = chosen.expand(-1, 2), torch.cat((weights, torch.zeros_like(weights)), dim=1)
-    output: Any = module(x.to(device), chosen.to(device), weights.to(device))
-    added: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return added.to("cpu", torch.float64).reshape(x.shape)
-
-
-def _run_slots(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of the chosen experts [R, C], weighted and added: every expert computes every row."""
-    device, count = next(module.parameters()).device, num_experts(module)
-    slots: torch.Tensor = module(x.to(device).repeat(count or 1, 1)).to("cpu", torch.float64)
-    picked: torch.Tensor = slots.unflatten(0, (count or 1, len(x)))[chosen.T, torch.arange(len(x))]  # [C, R, D]
-    return (picked * weights.T[..., None]).sum(dim=0)
-
-
-def one_expert(module: nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
-    """Return one expert of rows x [R, D], with the weight 1."""
-    chosen = torch.full((len(x), 1), expert)
-    return run_experts(module, x, chosen, torch.ones(len(x), 1, dtype=torch.float64))
 
 
 @contextmanager
@@ -275,4 +235,4 @@ def experts_of(failure: Failure, operation: Operation) -> nn.Module:
     module = failure.hf.module(operation.module)
     if num_experts(module) is not None:
         return module
-    return next(each for each in module.children() if _reads_slots(each))
+    return next(each for each in module.children() if reads_slots(each))

@@ -1,0 +1,133 @@
+"""Experts of a quantised checkpoint, whose inputs are quantised before each of their products, as it declares.
+
+What the last product of an expert reads is computed within the operation. So it is not known to the rounding: what the
+engine's dtype does to it is tried out, and a code that is on a tie may be either.
+
+`R` rows, `C` chosen experts of a row, `W` elements of a row.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from harness.base.metrics import rounding_unit, row_errors
+from harness.formats.checkpoint.quantised.scheme import InputScheme
+from harness.formats.taps import ErrorModel, Kind
+from harness.judge.compare.bounds import CONTROL_FACTOR
+from harness.judge.compare.conventions.checkpoint import DECLARED_INPUTS, InputRounding, by_rows, ways_to_round
+from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
+from harness.oracle.experts import num_experts, reads_slots, run_experts
+from harness.oracle.precision import eager_experts, preserve_precision
+
+_MODEL = ErrorModel(roundings=1, accumulation=10)
+_TIE = 2e-4
+"""Distance of a scaled value from the middle of two codes within which float32 may round it either way."""
+_TIE_ROUNDINGS = 2
+"""Roundings to the engine's dtype by which a value may be off before it becomes a code, as gate times up is."""
+_TIE_FACTOR = 1.5
+"""An engine rounds some of the ties the other way: what these change at most, as a multiple of what all change."""
+
+
+def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
+    scheme = _input_scheme(subject)
+    if scheme is None:
+        return
+    for way in ways_to_round(by_rows(scheme), None, subject.dtype):
+        exact, noisy, tied = (_run(subject, way, *how) for how in ((None, False), (subject.dtype, False), (None, True)))
+        if exact is None or noisy is None or tied is None:
+            return
+        name, unit = DECLARED_INPUTS.format(way.scheme), rounding_unit(subject.dtype)
+        noise, ties = (row_errors(each, exact).nan_to_num(nan=0.0) / unit for each in (noisy, tied))
+        allowance = CONTROL_FACTOR * noise.clamp(min=float(noise.median())) + _TIE_FACTOR * ties
+        yield Rounding(name=name, model=_MODEL, expected=partial(torch.clone, exact), allowance=allowance)
+
+
+def _input_scheme(subject: SuspectRows) -> InputScheme | None:
+    """Return how the inputs of all experts are quantised; None where they are not, or where it is not known."""
+    source, operation = subject.hf.quantised_source, subject.operation
+    if source is None or len(subject.inputs) != 3 or not operation.module:
+        return None
+    module = subject.hf.module(operation.module)
+    if num_experts(module) is None or reads_slots(module):
+        return None
+    weights = source.open().weights.values()
+    schemes = {each.scheme.inputs for each in weights if each.module.startswith(f"{operation.module}.")}
+    scheme = next(iter(schemes)) if len(schemes) == 1 else None
+    return None if scheme is None or scheme.is_static else scheme
+
+
+def _run(subject: SuspectRows, way: InputRounding, dtype: torch.dtype | None, is_tied: bool) -> torch.Tensor | None:
+    """Return HF's experts with quantised inputs, [R, W] float64; None if their products are not seen.
+
+    Args:
+        subject: the rows.
+        way: how the inputs are quantised.
+        dtype: that each product, and what it reads, is rounded to; None: it is not.
+        is_tied: whether all values that are next to the middle of two codes are rounded the other way.
+    """
+    module = subject.hf.module(subject.operation.module)
+    graph, inputs = subject.hf.graph, [each.flatten(1) for each in subject.inputs]
+    is_choice = [graph[tap].kind is Kind.CHOICE for tap in subject.operation.inputs]
+    if is_choice.count(True) != 1:
+        return None
+    chosen = inputs.pop(is_choice.index(True)).to(torch.int64)
+    x, weights = sorted(inputs, key=lambda each: -each.shape[1])
+    own = next(module.parameters()).dtype
+    products = _Quantising(way, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad(), eager_experts(subject.hf.config), preserve_precision(own), products:
+            return run_experts(module, x.to(own), chosen, weights.to(own))
+
+    # The judge is asked within HF's forward, which is watched in its own thread.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        output = thread.submit(run).result()
+    return output if products.num_seen else None
+
+
+class _Quantising(TorchFunctionMode):
+    """Quantises what products read."""
+
+    def __init__(self, way: InputRounding, dtype: torch.dtype | None, tie: float | None) -> None:
+        super().__init__()
+        self._way, self._dtype, self._tie = way, dtype, tie
+        self.num_seen = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        x, *others = args
+        size = self._way.scheme.group or 1
+        if x.shape[-1] % size or not x.numel():
+            return func(*args, **(kwargs or {}))
+        self.num_seen += 1
+        with torch._C.DisableTorchFunction():  # the modes around this one keep values from being rounded
+            seen = self._seen(x.flatten(0, -2)).view_as(x).to(x.dtype)
+            return self._rounded(func(seen, *others, **(kwargs or {})))
+
+    def _seen(self, x: torch.Tensor) -> torch.Tensor:
+        scaled, step = self._way.steps(self._rounded(x))
+        codes = scaled.round()
+        if self._tie is not None:
+            is_tie = (scaled - codes).abs() > 0.5 - _TIE - self._tie * scaled.abs()
+            codes = torch.where(is_tie, codes + torch.sign(scaled - codes), codes)
+        return codes * step
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._dtype is None else x.to(self._dtype).to(x.dtype)
+
+
+CONVENTIONS = (
+    Convention(
+        name="inputs of experts quantised as a quantised checkpoint declares",
+        kinds=(Kind.OTHER,),
+        roundings=_as_declared,
+    ),
+)
