@@ -1,0 +1,96 @@
+"""Experts with quantised inputs: against a loop over rows that casts with torch, and where no scheme is known."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from harness.formats.checkpoint import resolve
+from harness.judge.compare.conventions.entry import SuspectRows
+from harness.judge.compare.conventions.experts import CONVENTIONS
+from harness.oracle.model import load_model
+from tests.quantised_checkpoints import write_quantised
+
+ROWS = 7
+TAP = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def of_scheme(checkpoints, tmp_path_factory):
+    """Rows of the experts of a checkpoint in some scheme, and what they are with inputs `seen` by each product."""
+    folder = tmp_path_factory.mktemp("experts")
+
+    def subject(kind, seen, dtype=torch.float32):
+        path = folder / kind
+        if not path.exists():
+            write_quantised(checkpoints / "qwen3-moe-tiny", path, kind)
+        hf = load_model(resolve(str(path)), dtype=torch.float32, stays=True)
+        module = hf.module(TAP)
+        generator = torch.Generator().manual_seed(4)
+        x = torch.randn(ROWS, module.gate_up_proj.shape[2], generator=generator)
+        chosen = torch.rand(ROWS, len(module.gate_up_proj), generator=generator).topk(2).indices
+        weights = torch.rand(ROWS, 2, generator=generator)
+        actual = torch.stack([by_hand(module, *row, seen) for row in zip(x, chosen, weights, strict=True)])
+        return SuspectRows(
+            hf=hf, operation=hf.graph[TAP], dtype=dtype, actual=actual, expected=actual,
+            rows=torch.arange(ROWS), positions=torch.arange(ROWS), inputs=[x, chosen, weights],
+        )  # fmt: skip
+
+    return subject
+
+
+def by_hand(module, x, chosen, weights, seen):
+    output = torch.zeros_like(x, dtype=torch.float64)
+    for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
+        gate, up = (module.gate_up_proj[expert].detach().double() @ seen(x.double())).chunk(2)
+        output += weight * (module.down_proj[expert].detach().double() @ seen(functional.silu(gate) * up))
+    return output
+
+
+def int8_of_a_token(x):
+    scale = x.abs().max().float() / 127
+    return (x / scale).round() * scale
+
+
+def float8_of_a_token(x):
+    scale = x.abs().max().float() / 448
+    return (x / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+
+def float8_of_groups(x, size):
+    return torch.cat([float8_of_a_token(part) for part in x.split(size)])
+
+
+def errors(subject):
+    (convention,) = CONVENTIONS
+    found = []
+    for rounding in convention.roundings(subject):
+        error = (subject.actual - rounding.expected()).norm(dim=1) / subject.actual.norm(dim=1)
+        found.append((float(error.median()), rounding))
+    return sorted(found, key=lambda each: each[0])
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("w8a8", int8_of_a_token), ("fp8-dynamic", float8_of_a_token)])
+def test_inputs_of_each_product_are_those_of_the_scheme(of_scheme, kind, seen):
+    error, rounding = errors(of_scheme(kind, seen))[0]
+    assert error < 1e-6
+    assert "one scale for a token, as the checkpoint says" in rounding.name
+    assert errors(of_scheme(kind, lambda x: x))[0][0] > 1e-3, "inputs that are not quantised are something else"
+
+
+def test_groups_of_inputs_have_scales_of_their_own(of_scheme):
+    plain = of_scheme("fp8-blocks", lambda x: x)
+    source = plain.hf.quantised_source.open()
+    size = next(each.scheme.inputs.group for name, each in source.weights.items() if ".experts." in name)
+    error, _ = errors(of_scheme("fp8-blocks", lambda x: float8_of_groups(x, size)))[0]
+    assert error < 1e-6
+
+
+def test_what_the_dtype_does_to_a_code_is_allowed(of_scheme):
+    fine, coarse = (errors(of_scheme("w8a8", int8_of_a_token, dtype))[0][1] for dtype in (torch.float32, torch.float16))
+    assert bool((coarse.allowance > 0).all())
+    assert float(fine.allowance.median()) < 100  # of float32, where no value is on a tie
+
+
+@pytest.mark.parametrize("kind", ["w4a16", "fp8-static"])
+def test_inputs_without_a_scheme_of_their_own_are_left_alone(of_scheme, kind):
+    assert errors(of_scheme(kind, lambda x: x)) == []
