@@ -7,6 +7,7 @@ of operation, here in this folder (docs/how-verdicts-work.md).
 
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import (
+    activation,
     attention,
     checkpoint,
     experts,
@@ -27,6 +28,7 @@ CONVENTIONS: tuple[Convention, ...] = (
     *experts.CONVENTIONS,
     *rotary.CONVENTIONS,
     *norm.CONVENTIONS,
+    *activation.CONVENTIONS,
 )
 
 

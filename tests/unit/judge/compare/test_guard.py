@@ -10,7 +10,14 @@ from harness.judge.compare import conventions as registry
 from harness.judge.compare import row_judge
 from harness.judge.compare.guard import guarded
 
-WRONG = ("model.layers.0.self_attn.q_proj", "model.layers.1.q_rope", "model.layers.0.attention", "model.norm", "logits")
+WRONG = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.q_rope",
+    "model.layers.0.attention",
+    "model.layers.0.mlp.act",
+    "model.norm",
+    "logits",
+)
 
 
 def test_what_was_raised_is_noted_with_its_place():
