@@ -7,14 +7,16 @@ from harness.engines.adapter import refuse_unknown_options
 from harness.errors import Code, HarnessError
 
 
-def export_folder(engine: str, options: Mapping[str, str], *, graph: str, command: str) -> Path:
-    """Return the folder of the export that the engine's options name, in which there is a file `graph`.
+def export_folder(
+    engine: str, options: Mapping[str, str], *, graph: str, command: str, served: Path | None = None
+) -> Path:
+    """Return the folder of the export that the engine's options name, or `served`, in which there is a file `graph`.
 
     Raises:
         HarnessError: BAD_OPTION: an option is unknown, or there is no such folder.
     """
     refuse_unknown_options(engine, options, ("export",))
-    export = Path(options.get("export", ""))
+    export = Path(options.get("export", served or ""))
     if not (export / graph).is_file():
         raise HarnessError(
             Code.BAD_OPTION,

@@ -19,18 +19,21 @@ from harness.engines.by_content.sites import See, Site
 from harness.engines.by_content.steps import Work
 from harness.engines.export import export_folder
 from harness.errors import Code, HarnessError
-
-_GRAPH = "model.onnx"
+from harness.formats.checkpoint.onnx_export import GRAPH_NAME, exported_folder
+from harness.formats.checkpoint.quantised import served_folder
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> StepEngine:
-    """Open an export of a checkpoint, `export=DIR`, as `python -m onnxruntime_genai.models.builder` writes it.
+    """Open an export of a checkpoint, as `python -m onnxruntime_genai.models.builder` writes it.
+
+    It is the model itself, or `export=DIR`.
 
     Raises:
         HarnessError: BAD_OPTION: no export is named; ENGINE_CANNOT_SERVE: it cannot be opened, or not on that device.
     """
     command = f"python -m onnxruntime_genai.models.builder -i {folder} -o DIR -p fp32 -e cpu"
-    export = export_folder("onnxruntime", options, graph=_GRAPH, command=command)
+    served = exported_folder(served_folder(folder))
+    export = export_folder("onnxruntime", options, graph=GRAPH_NAME, command=command, served=served)
     if device != "cpu":
         what = "ONNX Runtime is run on the CPU here"
         raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where="--device", expected="cpu", actual=device)
@@ -95,7 +98,7 @@ def _present_names(export: Path) -> list[str]:
 def with_all_outputs(export: Path, folder: Path) -> list[tuple[Site, str]]:
     """Copy an export with every node's outputs as outputs of its graph; return their sites and names."""
     shutil.copytree(export, folder, dirs_exist_ok=True)
-    model = onnx.load(folder / _GRAPH, load_external_data=False)
+    model = onnx.load(folder / GRAPH_NAME, load_external_data=False)
     known = {output.name for output in model.graph.output}
     sites = []
     for node in model.graph.node:
@@ -105,5 +108,5 @@ def with_all_outputs(export: Path, folder: Path) -> list[tuple[Site, str]]:
                 sites.append((Site(path, 0, node.op_type, place=place), name))
                 if name not in known:
                     model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
-    onnx.save(model, folder / _GRAPH)
+    onnx.save(model, folder / GRAPH_NAME)
     return sites

@@ -8,6 +8,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf
 from harness.formats.checkpoint.locations import cache_dir, embedded_cases
+from harness.formats.checkpoint.onnx_export import checkpoint_of_export, is_export
 from harness.formats.checkpoint.quantised import checkpoint_of_quantised, is_quantised
 from harness.formats.checkpoint.refusals import not_a_checkpoint
 
@@ -25,7 +26,7 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
             the name of an embedded checkpoint such as `qwen3-tiny`, or an id such as `Qwen/Qwen3-0.6B`.
         local_files_only: whether to do with what was downloaded before.
         revision: branch, tag or commit of a hub id.
-        hf: of a GGUF file, the checkpoint that it was made from.
+        hf: of a GGUF file or an export of ONNX Runtime GenAI, the checkpoint that it was made from.
 
     Raises:
         HarnessError: NOT_A_CHECKPOINT; of a quantised checkpoint what `checkpoint_of_quantised` raises; of a GGUF file
@@ -35,10 +36,23 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
     if path is not None and is_gguf(path):
         origin = None if hf is None else Checkpoint(resolve(hf, local_files_only=local_files_only))
         return checkpoint_of_gguf(path, cache_dir() / "gguf", hf=origin)
+    if path is not None and is_export(path):
+        if hf is None:
+            what, hint = "an export does not say all of the model that it was made from", "name that one as --hf"
+            raise HarnessError(Code.BAD_OPTION, what, where="--model", actual=path, hint=hint)
+        origin = Checkpoint(resolve(hf, local_files_only=local_files_only))
+        packed = checkpoint_of_export(path.absolute(), origin, cache_dir() / "exports")
+        return checkpoint_of_quantised(packed, cache_dir() / "dequantised")
     if hf is not None:
-        what, hint = "--hf names what a GGUF file was made from", "leave --hf out, or name a .gguf file as --model"
+        what = "--hf names what a GGUF file, or an export of ONNX Runtime, was made from"
+        hint = "leave --hf out, or name a .gguf file or the folder of an export as --model"
         raise HarnessError(
-            Code.BAD_OPTION, what, where="--hf", expected="a .gguf file as --model", actual=model, hint=hint
+            Code.BAD_OPTION,
+            what,
+            where="--hf",
+            expected="a .gguf file or an export as --model",
+            actual=model,
+            hint=hint,
         )
     if path is not None:
         if not (path / CONFIG_NAME).is_file():

@@ -14,6 +14,7 @@ from harness.judge.compare.acceptance import compare_acceptance
 from harness.judge.compare.align import Locator, match_requests
 from harness.judge.compare.cache import cache_errors
 from harness.judge.compare.compute import judged_compute, unjudged
+from harness.judge.compare.conventions.quantised import QUANTISED_INPUTS
 from harness.judge.compare.coverage import Requirements, check_caches, check_coverage, check_tokens
 from harness.judge.compare.divergence import first_divergence
 from harness.judge.compare.evidence import Evidence
@@ -176,7 +177,8 @@ def _judge(
         if hf is not None:
             local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
         (propagation,) = beside.finished()
-    caches = {op.tap: errors for op, errors in cache_errors(sides.ours, graph, usable, sides.theirs, sides.noise)}
+    theirs = sides.theirs if _runs_as_the_golden(local) else None
+    caches = {op.tap: errors for op, errors in cache_errors(sides.ours, graph, usable, theirs, sides.noise)}
     states, runs = StateJudgement(), None
     if hf is not None and not local.is_partial:
         runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))
@@ -186,6 +188,15 @@ def _judge(
     if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
         judged = [each for each in judged if each.errors is not None]
     return _Judgements(local=local, caches=caches, states=states, runs=runs, propagation=propagation, judged=judged)
+
+
+def _runs_as_the_golden(local: LocalJudgement) -> bool:
+    """Whether what the engine computes is as near to the golden's as rounding leaves it.
+
+    It is not where inputs of products are quantised: what a cache holds is then known from what was recorded alone.
+    """
+    quantised = QUANTISED_INPUTS.partition("{")[0]
+    return not any((errors.convention or "").startswith(quantised) for errors in local.errors.values())
 
 
 def _tokens_and_coverage(
@@ -216,7 +227,8 @@ def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
     findings += [systematic_finding(each) for each in found.judged if each.effect is not None]
     judged = {each.operation.tap for each in found.judged}
     findings += [choice_finding(*each) for each in found.propagation.other_choices.items() if each[0] not in judged]
-    findings += check_caches(sides.ours, sides.graph, sides.usable, [each.operation.tap for each in found.judged])
+    if _runs_as_the_golden(found.local):
+        findings += check_caches(sides.ours, sides.graph, sides.usable, [each.operation.tap for each in found.judged])
     return findings + slot_conflicts(sides.actual)
 
 

@@ -6,6 +6,10 @@ import sys
 import pytest
 
 import harness
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
+from harness.plan import plan_request
+from harness.results.check import Outcome
 
 pytest.importorskip("onnxruntime_genai", exc_type=ImportError)
 
@@ -40,3 +44,24 @@ def test_the_nodes_of_an_export_are_told_by_content(checkpoints, export):
 def test_an_export_has_to_be_there(checkpoints, tmp_path):
     with pytest.raises(harness.HarnessError, match=r"(?s)which is not there.*models.builder"):
         check(checkpoints, export=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def int4(checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("int4")
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
+    subprocess.run([*builder, "-i", checkpoints / "llama-tiny", "-o", folder], check=True, capture_output=True)
+    return folder
+
+
+def test_an_export_in_few_bits_is_the_model(checkpoints, int4):
+    plan = plan_request(
+        model=str(int4), hf=str(checkpoints / "llama-tiny"), engine="onnxruntime", dtype="float32", schedules=["plain"],
+        requests=[RequestSpec(token_ids=ids) for ids in PROMPTS], max_new_tokens=4,
+    )  # fmt: skip
+    (run,) = run_check(plan).runs
+    assert run.outcome is Outcome.PASS, run.findings
+    conventions = {tap.name: tap.convention for tap in run.taps}
+    assert conventions["model.layers.1.mlp.down_proj"] == (
+        "inputs quantised to int8, one scale for 32 inputs, as the checkpoint says"
+    )

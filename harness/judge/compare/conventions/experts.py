@@ -19,10 +19,11 @@ from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.checkpoint.quantised.scheme import InputScheme
 from harness.formats.taps import ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR
-from harness.judge.compare.conventions.checkpoint import DECLARED_INPUTS, InputRounding, by_rows, ways_to_round
+from harness.judge.compare.conventions.checkpoint import DECLARED_INPUTS
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.oracle.experts import num_experts, reads_slots, run_experts
 from harness.oracle.precision import eager_experts, preserve_precision
+from harness.oracle.quantised_inputs import InputRounding, by_rows, ways_to_round
 
 _MODEL = ErrorModel(roundings=1, accumulation=10)
 _TIE = 2e-4

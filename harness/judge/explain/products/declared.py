@@ -11,10 +11,10 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions.checkpoint import input_roundings, quantised_weight
 from harness.judge.compare.conventions.linear import rounded_inputs
 from harness.judge.compare.conventions.quantised import quantised_inputs
 from harness.judge.explain.core.failure import Failure
+from harness.oracle.quantised_inputs import input_roundings, quantised_weight
 
 
 def declared_failures(failure: Failure) -> Iterator[Failure]:

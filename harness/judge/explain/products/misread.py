@@ -15,10 +15,10 @@ import torch
 from harness.formats.checkpoint.quantised.checkpoint import QuantisedCheckpoint
 from harness.formats.checkpoint.quantised.codes import Codes
 from harness.formats.checkpoint.quantised.scheme import InputScheme, Scheme
-from harness.judge.compare.conventions.checkpoint import quantised_weight, ways_to_round
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import float8, int8, name_of
 from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.oracle.quantised_inputs import quantised_weight, ways_to_round
 
 Misreadings = Iterator[tuple[str, Codes]]
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)

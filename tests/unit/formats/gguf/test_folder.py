@@ -132,7 +132,7 @@ def test_with_hf_its_tokenizer_is_taken(checkpoints, tmp_path):
 
 
 def test_hf_without_a_gguf_file_is_refused(checkpoints):
-    with pytest.raises(HarnessError, match="--hf names what a GGUF file was made from"):
+    with pytest.raises(HarnessError, match="--hf names what a GGUF file, or an export"):
         checkpoint.resolve("qwen3-tiny", hf=str(checkpoints / "qwen3-tiny"))
 
 

@@ -10,8 +10,8 @@ from harness.engines.hf import HFEngine
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.checkpoint.quantised.scheme import InputScheme
-from harness.judge.compare.conventions.checkpoint import InputRounding, input_roundings
 from harness.oracle.model import load_model
+from harness.oracle.quantised_inputs import InputRounding, input_roundings
 from tests.quantised_checkpoints import Tensors, write_quantised
 from tests.quantised_faults import CHECKPOINTS, FAULTS, PROMPT, UP, check_fault, score
 
