@@ -26,6 +26,7 @@ from harness.engines.quantised_form import quantising, served_model
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf, open_gguf
+from harness.formats.checkpoint.onnx_export import is_export
 from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
@@ -133,7 +134,7 @@ class _Bench:
 
     def _folder(self, path: Path) -> TypeRun:
         """Run a checkpoint as transformers does, and with the weights that our own reader finds in it."""
-        checkpoint = Checkpoint(resolve(str(path)))
+        checkpoint = Checkpoint(resolve(str(path), hf=str(self.hf.folder) if is_export(path) else None))
         source = read_quantised_source(checkpoint.folder)
         exact = load_model(checkpoint, dtype=torch.float32, stays=self.stays)
         self._check_vocabulary(exact, path)
