@@ -16,7 +16,13 @@ from harness.formats.checkpoint.quantised.checkpoint import QuantisedWeight
 from harness.formats.checkpoint.quantised.codes import Codes
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
-from harness.judge.compare.conventions.linear import MODEL, product, weight_and_bias
+from harness.judge.compare.conventions.linear import (
+    ADDED_AFTER,
+    MODEL,
+    product,
+    product_then_bias,
+    weight_and_bias,
+)
 from harness.judge.compare.conventions.quantised import product_of_integers
 from harness.oracle.model import HFModel
 from harness.oracle.quantised_inputs import InputRounding, input_roundings, quantised_weight
@@ -34,12 +40,15 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
     if own is None:
         return
     weight, bias = weight_and_bias(subject)
-    weights = dict(_weights(subject, own)) if subject.dtype in HALF else {}
-    weights = {name: each.to(weight.device) for name, each in weights.items()}
+    weights = {name: each.to(weight.device) for name, each in _weights(subject, own)}
+    given, dtype = subject.inputs[0].flatten(1), subject.dtype
     for name, each in weights.items():
-        yield Rounding(name=name, model=MODEL, expected=partial(product, subject.inputs[0].flatten(1), each, bias))
+        yield Rounding(name=name, model=MODEL, expected=partial(product, given, each, bias))
+        if bias is not None and dtype in HALF:
+            after = partial(product_then_bias, given, each, bias, dtype)
+            yield Rounding(name=f"{name}; {ADDED_AFTER}", model=MODEL, expected=after)
     weights[""] = weight
-    x = subject.inputs[0].flatten(1).to(torch.float32)
+    x = given.to(torch.float32)
     for way in input_roundings(subject.hf, own, x.shape[1], subject.dtype):
         for more, each in weights.items():
             used = way.dtype if way.dtype in HALF else torch.float64
@@ -49,10 +58,11 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _weights(subject: SuspectRows, weight: QuantisedWeight) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights [O, I] float64 that engines in 16 bits make of the codes, besides the rounded exact one."""
+    """Yield the weights [O, I] float64 that engines make of the codes, besides the exact one, rounded in 16 bits."""
     dtype, codes = subject.dtype, _codes(subject.hf, weight)
     exact = codes.dequantised()
-    yield EXACT_WEIGHT.format(dtype_name(dtype)), exact.to(torch.float64)
+    if dtype in HALF:
+        yield EXACT_WEIGHT.format(dtype_name(dtype)), exact.to(torch.float64)
     scale = codes.scale.to(dtype).to(torch.float32)
     if not torch.equal(scale, codes.scale):
         rounded = replace(codes, scale=scale).dequantised().to(dtype)

@@ -15,6 +15,7 @@ from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, 
 
 PARTIAL_SUMS = "added up from {} parts, each rounded"
 SUMS_IN_DTYPE = "added up in {} from {} parts, each rounded"
+ADDED_AFTER = "the bias added to the rounded product"
 ROUNDED_INPUTS = "inputs rounded to {}, the weight's dtype"
 _NUM_RANKS = (2, 4, 8)
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "wo")
@@ -51,6 +52,23 @@ def product(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | 
     """Return [R, O] float64."""
     y = x_RI.to(torch.float64) @ weight_OI.T
     return y if bias_O is None else y + bias_O
+
+
+def product_then_bias(
+    x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return [R, O] float64: the product rounded to a dtype, and the bias added to that."""
+    return product(x_RI, weight_OI, None).to(dtype).to(torch.float64) + bias_O
+
+
+def _bias_after(subject: SuspectRows) -> Iterator[Rounding]:
+    """Add the bias in an operation of its own, as kernels without one are used."""
+    if subject.dtype not in HALF or len(subject.inputs) != 1:
+        return
+    weight, bias = weight_and_bias(subject)
+    if bias is not None:
+        expected = partial(product_then_bias, subject.inputs[0].flatten(1), weight, bias, subject.dtype)
+        yield Rounding(name=ADDED_AFTER, model=MODEL, expected=expected)
 
 
 def _partial_sums(subject: SuspectRows) -> Iterator[Rounding]:
@@ -120,4 +138,5 @@ CONVENTIONS = (
         name="inputs of a product rounded to the weight's dtype", kinds=(Kind.LINEAR,), roundings=rounded_products
     ),
     Convention(name="partial sums of ranks, each rounded", kinds=(Kind.LINEAR,), roundings=_partial_sums),
+    Convention(name="a bias added by itself", kinds=(Kind.LINEAR,), roundings=_bias_after),
 )

@@ -26,7 +26,7 @@ from harness.judge.compare.conventions.linear import (
 from ..judgements import draw
 
 ROWS, IN, OUT = 3, 8, 5
-ROUNDED, SHARED = (convention.roundings for convention in CONVENTIONS)
+ROUNDED, SHARED, AFTER = (convention.roundings for convention in CONVENTIONS)
 
 
 def subject_of(weight, x, *, bias=None, dtype=torch.bfloat16, name="o_proj", inputs=None, module=None, **declared):
@@ -60,6 +60,19 @@ def test_products_with_and_without_a_bias():
     plain = torch.tensor(by_hand, dtype=torch.float64)
     torch.testing.assert_close(product(x, weight, None), plain)
     torch.testing.assert_close(product(x, weight, bias), plain + bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_may_be_added_to_the_rounded_product(dtype):
+    weight, x = draw(OUT, IN).to(dtype), draw(ROWS, IN).to(dtype)
+    bias = (-(x.double() @ weight.double().T)[0]).to(dtype)  # what cancels shows how it was rounded
+    (found,) = AFTER(subject_of(weight, x, bias=bias, dtype=dtype))
+    by_hand = (x.double() @ weight.double().T).to(dtype).double() + bias.double()
+    assert (found.name, found.model) == ("the bias added to the rounded product", MODEL)
+    assert torch.equal(found.expected(), by_hand)
+    assert (by_hand - product(x, weight.double(), bias.double())).norm() > 0
+    assert not [*AFTER(subject_of(weight, x, dtype=dtype))]
+    assert not [*AFTER(subject_of(weight.float(), x.float(), bias=bias.float(), dtype=torch.float32))]
 
 
 def test_what_an_adapter_adds():
