@@ -19,7 +19,8 @@ from harness.engines.by_content.sites import See, Site
 from harness.engines.by_content.steps import Work
 from harness.engines.export import export_folder
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.onnx_export import GRAPH_NAME, exported_folder
+from harness.formats.checkpoint.exports import exported_folder
+from harness.formats.checkpoint.exports.onnx_graph import GRAPH_NAME
 from harness.formats.checkpoint.quantised import served_folder
 
 

@@ -17,8 +17,10 @@ from harness.engines.by_content.sites import See, Site
 from harness.engines.by_content.steps import Work
 from harness.engines.export import export_folder
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.exports import exported_folder
+from harness.formats.checkpoint.exports.openvino_graph import GRAPH_NAME
+from harness.formats.checkpoint.quantised import served_folder
 
-_GRAPH = "openvino_model.xml"
 _SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Without the second, 2026.4 keeps the cache in float16, but not in a graph that is watched: a pass would not speak of
 what is run."""
@@ -27,19 +29,22 @@ _NO_VALUES = ("Parameter", "Result", "Constant", "ReadValue", "Assign")
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> StepEngine:
-    """Open an export of a checkpoint, `export=DIR`, as `optimum-cli export openvino` writes it.
+    """Open an export of a checkpoint, as `optimum-cli export openvino` writes it.
+
+    It is the model itself, or `export=DIR`.
 
     Raises:
         HarnessError: BAD_OPTION: no export is named; ENGINE_CANNOT_SERVE: it cannot be opened, or not on that device.
     """
     command = f"optimum-cli export openvino --model {folder} --task text-generation-with-past --weight-format fp32 DIR"
-    export = export_folder("openvino", options, graph=_GRAPH, command=command)
+    own = exported_folder(served_folder(folder))
+    export = export_folder("openvino", options, graph=GRAPH_NAME, command=command, served=own)
     for option, given, served in (("--device", device, "cpu"), ("--dtype", dtype, "float32")):
         if given != served:
             what = "OpenVINO is run on the CPU here, in float32: in others it rounds at places of its own choice"
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=option, expected=served, actual=given)
     with engine_refusals("openvino", export):
-        stepper = OpenVINOStepper(export / _GRAPH)
+        stepper = OpenVINOStepper(export / GRAPH_NAME)
     return StepEngine(lambda: stepper, name="openvino", folder=folder, dtype=dtype)
 
 

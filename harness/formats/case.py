@@ -108,8 +108,8 @@ class Case(BaseModel):
         Annotated[str, Field(min_length=1)] | None,
         Option(
             "--hf FOLDER",
-            "HuggingFace checkpoint that a .gguf model was made from: its configuration and tokenizer are used, "
-            "and every tensor of the file is held against it.",
+            "HuggingFace checkpoint that a .gguf model, or an export of ONNX Runtime or OpenVINO, was made from: its "
+            "configuration and tokenizer are used, and every tensor of a .gguf file is held against it.",
         ),
     ] = None
     engine: Annotated[str, Field(min_length=1), Option("--engine NAME", "Engine under test. [default: reference]")] = (

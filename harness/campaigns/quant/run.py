@@ -25,8 +25,8 @@ from harness.engines.llamacpp.tensor import is_installed
 from harness.engines.quantised_form import quantising, served_model
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
+from harness.formats.checkpoint.exports import is_export
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf, open_gguf
-from harness.formats.checkpoint.onnx_export import is_export
 from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan

@@ -6,9 +6,9 @@ from pathlib import Path
 from harness.base.files import exists
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from harness.formats.checkpoint.exports import checkpoint_of_export, is_export
 from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf
 from harness.formats.checkpoint.locations import cache_dir, embedded_cases
-from harness.formats.checkpoint.onnx_export import checkpoint_of_export, is_export
 from harness.formats.checkpoint.quantised import checkpoint_of_quantised, is_quantised
 from harness.formats.checkpoint.refusals import not_a_checkpoint
 
@@ -26,7 +26,7 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
             the name of an embedded checkpoint such as `qwen3-tiny`, or an id such as `Qwen/Qwen3-0.6B`.
         local_files_only: whether to do with what was downloaded before.
         revision: branch, tag or commit of a hub id.
-        hf: of a GGUF file or an export of ONNX Runtime GenAI, the checkpoint that it was made from.
+        hf: of a GGUF file or an export of ONNX Runtime GenAI or OpenVINO, the checkpoint that it was made from.
 
     Raises:
         HarnessError: NOT_A_CHECKPOINT; of a quantised checkpoint what `checkpoint_of_quantised` raises; of a GGUF file
@@ -44,7 +44,7 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
         packed = checkpoint_of_export(path.absolute(), origin, cache_dir() / "exports")
         return checkpoint_of_quantised(packed, cache_dir() / "dequantised")
     if hf is not None:
-        what = "--hf names what a GGUF file, or an export of ONNX Runtime, was made from"
+        what = "--hf names what a GGUF file, or an export of a graph engine, was made from"
         hint = "leave --hf out, or name a .gguf file or the folder of an export as --model"
         raise HarnessError(
             Code.BAD_OPTION,

@@ -7,7 +7,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import resolve
-from harness.formats.checkpoint.onnx_export import exported_folder
+from harness.formats.checkpoint.exports import exported_folder
 from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import load_model
 
