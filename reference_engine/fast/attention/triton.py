@@ -28,6 +28,10 @@ from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
 __all__ = ["TritonAttention", "TritonPlan"]
 
 
+_LEAST_E4M3 = 8, 9
+"""Compute capability of the GPUs that have float8_e4m3fn."""
+
+
 class TritonLimits(KernelLimits):
     """Any block size; heads up to 256 wide; CUDA, or the CPU under Triton's interpreter."""
 
@@ -38,6 +42,13 @@ class TritonLimits(KernelLimits):
         found = super().refusals(spec)
         if spec.head_dim > MAX_HEAD_DIM:
             found.append((f"head_dim at most {MAX_HEAD_DIM}", str(spec.head_dim)))
+        if spec.device.type == "cuda" and spec.stored_dtype == torch.float8_e4m3fn:
+            capability = torch.cuda.get_device_capability(spec.device)
+            if capability < _LEAST_E4M3:  # Triton cannot convert it: the kernel would not compile
+                least = ".".join(map(str, _LEAST_E4M3))
+                found.append(
+                    (f"compute capability {least} for a cache in float8_e4m3fn", ".".join(map(str, capability)))
+                )
         if find_spec("triton") is None:
             found.append(("the package triton (pip install triton)", "no such package"))
         elif spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -143,3 +143,16 @@ def test_one_row_of_a_large_weight_is_for_the_kernel(
             assert [each.token_ids for each in engine.generate([[4, 5, 6]], params)] == [
                 each.token_ids for each in expected
             ]
+
+
+@pytest.mark.parametrize(("capability", "is_served"), [((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_without_e4m3_is_refused_such_a_cache(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_served: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    cuda = make_spec(device=torch.device("cuda"), dtype=torch.bfloat16)
+    kept = replace(cuda, stored_dtype=torch.float8_e4m3fn)
+    refusals = [what for what, _ in triton_backend.TritonAttention.limits.refusals(kept)]
+    assert ("compute capability 8.9 for a cache in float8_e4m3fn" in refusals) is not is_served
+    for other in (cuda, replace(cuda, stored_dtype=torch.float8_e5m2)):
+        assert not any("capability" in what for what, _ in triton_backend.TritonAttention.limits.refusals(other))
