@@ -125,16 +125,31 @@ def with_the_scales_of_the_next_output(self, x, weight, bias):
     return (torch._int_mm(integers, weight.T).float() * scale * self.scale_O1[:, 0].roll(1)).to(x.dtype)
 
 
+def with_the_scales_twice(self, x, weight, bias):
+    integers, scale = in_int8(x)
+    return (torch._int_mm(integers, weight.T).float() * scale * self.scale_O1[:, 0] ** 2).to(x.dtype)
+
+
+def of_the_next_output_in_down(self, x, weight, bias):
+    return (with_the_scales_of_the_next_output if len(weight) == 96 else OWN)(self, x, weight, bias)
+
+
+OWN = Int8Product.__call__
+
+
 @pytest.mark.parametrize(
-    ("dtype", "mistake"),
+    ("dtype", "mistake", "said"),
     [
-        ("float32", with_a_scale_for_all_tokens),  # in 16 bits so few rows may have it by their rounding
-        ("float32", with_the_scales_of_the_next_output),
-        ("bfloat16", with_the_scales_of_the_next_output),
+        # In 16 bits so few rows may have it by their rounding.
+        ("float32", with_a_scale_for_all_tokens, "no known way to get it wrong fits"),
+        ("float32", with_the_scales_twice, "in the experts, the scales are applied twice"),
+        ("bfloat16", with_the_scales_twice, "in the experts, the scales are applied twice"),
+        ("float32", of_the_next_output_in_down, "in down_proj of the experts, each block of outputs has the scale of"),
+        ("bfloat16", of_the_next_output_in_down, "in down_proj of the experts, each block of outputs has the scale of"),
     ],
 )
-def test_experts_that_use_other_scales_are_found(harness, experts, monkeypatch, dtype, mistake):
-    own, apply, is_expert = Int8Product.__call__, Expert.__call__, []
+def test_experts_that_use_other_scales_are_found(harness, experts, monkeypatch, dtype, mistake, said):
+    apply, is_expert = Expert.__call__, []
 
     def in_expert(self, x, activation):
         is_expert.append(True)
@@ -144,10 +159,11 @@ def test_experts_that_use_other_scales_are_found(harness, experts, monkeypatch, 
             is_expert.pop()
 
     monkeypatch.setattr(Expert, "__call__", in_expert)
-    monkeypatch.setattr(Int8Product, "__call__", lambda *args: (mistake if is_expert else own)(*args))
+    monkeypatch.setattr(Int8Product, "__call__", lambda *args: (mistake if is_expert else OWN)(*args))
     result = of_experts(harness, experts, dtype)
     first = result["runs"][0]["first_divergence"]
     assert (result["verdict"], first["tap"]) == ("mismatch", "model.layers.0.mlp.experts")
+    assert first["explanation"]["cause"].startswith(said)
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "fp8-dynamic", "deepseek"])

@@ -133,6 +133,7 @@ KINDS: Mapping[Kind, KindTraits] = {
             "layer.embedding",
             "layer.images",
             "experts.router",
+            "products.misread_experts",
             "experts.experts",
             "experts.shared_expert",
             "states.state",

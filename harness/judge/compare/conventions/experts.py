@@ -17,11 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.checkpoint.quantised.scheme import InputScheme
-from harness.formats.taps import ErrorModel, Kind
+from harness.formats.taps import ErrorModel, Kind, Operation
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.compare.conventions.checkpoint import DECLARED_INPUTS
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.oracle.experts import num_experts, reads_slots, run_experts
+from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts, preserve_precision
 from harness.oracle.quantised_inputs import InputRounding, by_rows, ways_to_round
 
@@ -35,7 +36,7 @@ _TIE_FACTOR = 1.5
 
 
 def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
-    scheme = _input_scheme(subject)
+    scheme = input_scheme(subject.hf, subject.operation) if len(subject.inputs) == 3 else None
     if scheme is None:
         return
     for way in ways_to_round(by_rows(scheme), None, subject.dtype):
@@ -48,12 +49,12 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
         yield Rounding(name=name, model=_MODEL, expected=partial(torch.clone, exact), allowance=allowance)
 
 
-def _input_scheme(subject: SuspectRows) -> InputScheme | None:
+def input_scheme(hf: HFModel, operation: Operation) -> InputScheme | None:
     """Return how the inputs of all experts are quantised; None where they are not, or where it is not known."""
-    source, operation = subject.hf.quantised_source, subject.operation
-    if source is None or len(subject.inputs) != 3 or not operation.module:
+    source = hf.quantised_source
+    if source is None or not operation.module:
         return None
-    module = subject.hf.module(operation.module)
+    module = hf.module(operation.module)
     if num_experts(module) is None or reads_slots(module):
         return None
     weights = source.open().weights.values()
@@ -79,7 +80,7 @@ def _run(subject: SuspectRows, way: InputRounding, dtype: torch.dtype | None, is
     chosen = inputs.pop(is_choice.index(True)).to(torch.int64)
     x, weights = sorted(inputs, key=lambda each: -each.shape[1])
     own = next(module.parameters()).dtype
-    products = _Quantising(way, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None)
+    products = QuantisedInputs(way, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None)
 
     def run() -> torch.Tensor:
         with torch.no_grad(), eager_experts(subject.hf.config), preserve_precision(own), products:
@@ -91,10 +92,11 @@ def _run(subject: SuspectRows, way: InputRounding, dtype: torch.dtype | None, is
     return output if products.num_seen else None
 
 
-class _Quantising(TorchFunctionMode):
-    """Quantises what products read."""
+class QuantisedInputs(TorchFunctionMode):
+    """Quantises what products read, in the modules that run within it."""
 
-    def __init__(self, way: InputRounding, dtype: torch.dtype | None, tie: float | None) -> None:
+    def __init__(self, way: InputRounding, dtype: torch.dtype | None = None, tie: float | None = None) -> None:
+        """Take how the inputs are quantised, what all is rounded to, and how near to a tie is rounded the other way."""
         super().__init__()
         self._way, self._dtype, self._tie = way, dtype, tie
         self.num_seen = 0
