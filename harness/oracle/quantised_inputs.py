@@ -3,7 +3,7 @@
 `R` rows, `I` inputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,19 +103,19 @@ def has_declared_inputs(hf: HFModel) -> bool:
 
 @contextmanager
 def inputs_as_declared(hf: HFModel, dtype: torch.dtype) -> Iterator[None]:
-    """Let HuggingFace's linear modules read inputs as their checkpoint declares them, the likeliest way."""
+    """Let HuggingFace's linear modules read inputs as their checkpoint declares them, the likeliest way.
+
+    Hooks on a module are shown its inputs as they were.
+    """
     with ExitStack() as stack:
         for path, module in hf.model.named_modules():
             weight = quantised_weight(hf, path) if isinstance(module, nn.Linear) else None
             way = None if weight is None else next(input_roundings(hf, weight, module.in_features, dtype), None)
             if way is not None:
-                stack.callback(module.register_forward_pre_hook(_quantising(way)).remove)
+                stack.callback(module.__dict__.pop, "forward", None)
+                module.forward = _quantising(way, module.forward)
         yield
 
 
-def _quantising(way: InputRounding) -> Any:
-    def quantised(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        x, *others = args
-        return (way.rounded(x.flatten(0, -2)).view(x.shape).to(x.dtype), *others)
-
-    return quantised
+def _quantising(way: InputRounding, forward: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda x: forward(way.rounded(x.flatten(0, -2)).view(x.shape).to(x.dtype))

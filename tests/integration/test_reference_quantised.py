@@ -1,9 +1,17 @@
 """The reference engine with a cache in float8 and weights in few bits: sound, with mistakes of its own, and refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from harness.engines import open_engine
+from harness.formats.case import RequestSpec
+from harness.formats.checkpoint import resolve
+from harness.judge.jobs.check import run_check
+from harness.plan import plan_request
+from harness.results.check import Outcome
 from reference_engine.families.experts import Expert
 from reference_engine.kv_cache import KVCache
 from reference_engine.quantised import Int8Product, in_int8
@@ -178,3 +186,39 @@ def test_quantised_weights_pass_by_the_engine_s_own_products(harness, checkpoint
 def test_weights_of_another_name_are_refused(harness, folder):
     ran = harness("check", "--model", folder, "--engine-option", "weights=packed", *ASKED)
     assert (ran.status, "dequantised or checkpoint" in ran.err) == (2, True)
+
+
+class WithoutRotary:
+    """Shows neither queries nor keys after rotary, as an engine that computes them within attention."""
+
+    name = "reference"
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.capabilities = replace(engine.capabilities, unsupported_taps=("q_rope", "k_rope"))
+
+    def run(self, workload, writer):
+        tap = writer.tap
+        writer.tap = lambda name, *args, **named: None if name.endswith("_rope") else tap(name, *args, **named)
+        self._engine.run(workload, writer)
+
+
+@pytest.mark.parametrize(("kind", "is_judged"), [("w8a8", False), ("fp8-dynamic", True)])
+def test_a_cache_that_only_the_golden_tells_is_not_judged_where_inputs_are_quantised(
+    checkpoints, tmp_path, monkeypatch, kind, is_judged
+):
+    """The golden's inputs are not: its keys are others, and the verdict says what was left out."""
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    write_quantised(checkpoints / "qwen3-tiny", tmp_path / kind, kind)
+    folder = resolve(str(tmp_path / kind))
+    engine = open_engine(
+        "reference", folder, dtype="float32", device="cpu", options={"weights": "checkpoint", "kv_cache_dtype": "auto"}
+    )
+    plan = plan_request(
+        model=str(tmp_path / kind), subject=WithoutRotary(engine), dtype="float32", schedules=["plain"],
+        requests=[RequestSpec(token_ids=[1, 5, 9, 33, 77, 120, 4, 8])], max_new_tokens=3,
+    )  # fmt: skip
+    (run,) = run_check(plan).runs
+    assert run.outcome is Outcome.PASS, run.findings
+    assert ("k_cache" in run.coverage.not_judged) is not is_judged
+    assert "v_cache" not in run.coverage.not_judged

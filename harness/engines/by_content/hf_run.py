@@ -6,7 +6,6 @@ import torch
 
 from harness.formats.taps import Operation
 from harness.oracle.model import HFModel
-from harness.oracle.quantised_inputs import inputs_as_declared
 from harness.oracle.rows import as_rows, from_rows
 from harness.oracle.watch import AttentionCall, run_attention, watching
 
@@ -19,15 +18,10 @@ class EndOfRun(Exception):  # noqa: N818 -- no error: nothing after it is wanted
 
 
 def run_hf(hf: HFModel, ids: torch.Tensor, choose: Choose) -> None:
-    """Run HF's model over tokens [requests, tokens] and ask for each tap what to go on with.
-
-    Inputs of products are quantised as a quantised checkpoint declares: values are found that are the same to rounding.
-    """
-    with torch.no_grad(), watching(hf) as watch, inputs_as_declared(hf, torch.float32):
-        choosing = _Choosing(hf, tuple(ids.shape), choose)
+    """Run HF's model over tokens [requests, tokens] and ask for each tap what to go on with."""
+    with torch.no_grad(), watching(hf) as watch, watch.showing(_Choosing(hf, tuple(ids.shape), choose)):
         try:
-            with watch.showing(choosing):
-                hf.run(input_ids=ids.to(hf.device), use_cache=False)
+            hf.run(input_ids=ids.to(hf.device), use_cache=False)
         except EndOfRun:
             return
 

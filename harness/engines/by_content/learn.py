@@ -13,7 +13,7 @@ from harness.engines.by_content.steps import Stepper, one_token_steps, recompute
 from harness.engines.by_content.tap_map import MappedTap, TapMap
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import HFModel
-from harness.oracle.quantised_inputs import has_declared_inputs
+from harness.oracle.quantised_inputs import has_declared_inputs, inputs_as_declared
 
 _DRAWS_OF_QUANTISED = 3
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
@@ -22,12 +22,14 @@ _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int]) -> TapMap:
     """Learn the map of an engine that should be a model in float32; `numbers` are of requests it has not seen.
 
-    Where inputs of products are quantised, one that lies between two codes hides what is computed from it: the best map
-    of several is taken, each of other tokens.
+    Where a checkpoint declares that inputs of products are quantised, an engine may do so or not, and an input that
+    lies between two codes hides what is computed from it: the best of several maps is taken.
     """
-    draws = range(_DRAWS_OF_QUANTISED if has_declared_inputs(hf) else 1)
-    maps = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=draw) for draw in draws]
-    return max(maps, key=lambda each: len(each.taps))
+    found = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=0)]
+    for draw in range(_DRAWS_OF_QUANTISED if has_declared_inputs(hf) else 0):
+        with inputs_as_declared(hf, torch.float32):
+            found.append(_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=draw))
+    return max(found, key=lambda each: len(each.taps))
 
 
 def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int], draw: int) -> TapMap:
