@@ -176,6 +176,10 @@ def _refuse_contradictions(case: Case) -> None:
         refuse("--engine-timeout", "the time limit must be positive", expected="seconds", actual=limit_s)
     if case.budget_s is not None and not 0 < case.budget_s < math.inf:
         refuse("--budget", "the budget must be positive", expected="seconds", actual=case.budget_s)
+    if case.rows is not None and case.rows < 1:
+        refuse("--rows", "the number of rows must be positive", expected="at least 1", actual=case.rows)
+    if case.rows_seed < 0:
+        refuse("--rows-seed", "the seed must not be negative", expected="at least 0", actual=case.rows_seed)
     if case.isolate is False and case.engine_python is not None:
         what = "an engine in another environment has a process of its own"
         refuse("--engine-python", what, hint="leave out --no-isolate")

@@ -237,6 +237,19 @@ class Case(BaseModel):
             is_in_files=False,
         ),
     ] = None
+    rows: Annotated[
+        _Count | None,
+        Option(
+            "--rows N",
+            "Judge products and attention at N positions of each request, drawn over its length, and where steps begin "
+            "and end or rows stand out; attention sees all of its history. For long prompts. [default: all]",
+            kind=int,
+        ),
+    ] = None
+    rows_seed: Annotated[
+        Annotated[int, Field(ge=0, lt=2**31)],
+        Option("--rows-seed N", "Draws other positions for --rows. [default: 0]", kind=int),
+    ] = 0
 
     @field_validator("schedules")
     @classmethod

@@ -3,7 +3,8 @@
 `B` requests, `T` queries, `S` keys, `N` query heads, `K` KV heads, `H` head size.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,16 +33,7 @@ class AttentionSensitivity:
 
 def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
     """Compute the sensitivities, in float32: they are factors of a bound."""
-    query, key, value = (x.to(torch.float32) for x in (call.query, call.key, call.value))
-    num_groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
-    visible = visible_keys(call)
-    per_query = query.itemsize * query.shape[0] * query.shape[1] * max(1, key.shape[2])
-    step = max(1, _SCORE_BYTES // per_query)
-    parts = [
-        _sensitivities(call, query[:, :, at : at + step], key, value, visible[:, :, at : at + step])
-        for at in range(0, query.shape[2], step)
-    ]
+    parts = [_sensitivities(call, *each) for each in _some_queries(call)]
     amplification, sensitivity = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
     return AttentionSensitivity(amplification=amplification, score_sensitivity=sensitivity)
 
@@ -51,18 +43,32 @@ def score_slope(call: AttentionCall) -> torch.Tensor:
 
     With scores s, probabilities p and values v it is sum_j p_j (s_j - sum_i p_i s_i) v_j.
     """
+    parts = []
+    for query, key, value, visible in _some_queries(call):
+        scores, p = _scores(call, query, key, visible)
+        centered = scores - (p * scores).sum(dim=-1, keepdim=True)
+        parts.append((p * centered) @ value)
+    return torch.cat(parts, dim=2).transpose(1, 2).flatten(2)
+
+
+def _some_queries(call: AttentionCall) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield queries, as many as memory is meant for, with all keys and values, in float32, and what they may see."""
     query, key, value = (x.to(torch.float32) for x in (call.query, call.key, call.value))
     num_groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
     visible, per_query = visible_keys(call), query.itemsize * query.shape[0] * query.shape[1] * max(1, key.shape[2])
     step = max(1, _SCORE_BYTES // per_query)
-    parts = []
     for at in range(0, query.shape[2], step):
-        own = slice(at, at + step)
-        scores, p = _scores(call, query[:, :, own], key, visible[:, :, own])
-        centered = scores - (p * scores).sum(dim=-1, keepdim=True)
-        parts.append((p * centered) @ value)
-    return torch.cat(parts, dim=2).transpose(1, 2).flatten(2)
+        yield query[:, :, at : at + step], key, value, visible[:, :, at : at + step]
+
+
+def of_queries(call: AttentionCall, positions: torch.Tensor) -> AttentionCall:
+    """Return the call of some of its queries, [n] int64, which see what they saw."""
+    at = positions.to(call.query.device)
+    mask = visible_keys(call) if call.mask is None else call.mask
+    if mask.shape[2] > 1:
+        mask = mask.index_select(2, at)
+    return replace(call, query=call.query.index_select(2, at), mask=mask)
 
 
 def visible_keys(call: AttentionCall) -> torch.Tensor:

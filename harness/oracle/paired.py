@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,7 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from harness.formats.taps import Operation
+from harness.formats.taps import Kind, Operation
+from harness.oracle.attention import of_queries
 from harness.oracle.caches import cache_of
 from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
@@ -35,6 +37,7 @@ from harness.oracle.precision import (
     without_tf32,
 )
 from harness.oracle.rows import as_rows, choice_of_positions, chosen_positions, from_rows
+from harness.oracle.sample import Sample, are_queries_apart
 from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
 
 
@@ -103,6 +106,7 @@ def run_pair(
     progress: Callable[[int, int], None] | None = None,
     use_cache: bool = False,
     inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    sample: Sample | None = None,
 ) -> tuple[Any, Any]:
     """Run both forwards over some requests and show every operation to the observer.
 
@@ -117,6 +121,7 @@ def run_pair(
         progress: told how many of how many parts of the model were run.
         use_cache: whether the model fills a cache of its own.
         inputs: what the forward takes beside the tokens, the images of the only request.
+        sample: where products and attention are computed; None for everywhere.
     """
     ids = ids.to(hf.device)
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
@@ -128,12 +133,13 @@ def run_pair(
         stack.enter_context(without_tf32())
         stack.enter_context(eager_experts(hf.config))
         watch = stack.enter_context(watching(hf))
-        control = Ahead(lambda: _run_control(of_control, watch, _Side(hf, ids.shape, kept, observer.control)))
+        side = _Side(hf, ids.shape, kept, observer.control, sample)
+        control = Ahead(partial(_run_control, of_control, watch, side))
         stack.callback(control.cancel)
         stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
         stack.enter_context(preserve_precision(truth_dtype))
-        side = _Side(hf, ids.shape, kept, observer.truth)
-        stack.enter_context(watch.showing(side))
+        side = _Side(hf, ids.shape, kept, observer.truth, sample)
+        stack.enter_context(watch.showing(side, narrowed=side.narrowed))
         logits = of_truth()
         control.finish()
         with torch._C.DisableTorchFunction():
@@ -189,7 +195,7 @@ def _in_float64(x: Any) -> Any:
 
 @torch.no_grad()
 def _run_control(forward: Callable[[], torch.Tensor], watch: Watch, side: "_Side") -> None:
-    with watch.showing(side):
+    with watch.showing(side, narrowed=side.narrowed):
         side.see("logits", forward())
 
 
@@ -243,11 +249,23 @@ class _Side:
         shape: Sequence[int],
         kept: torch.Tensor | None,
         show: Callable[[Value], torch.Tensor | None],
+        sample: Sample | None = None,
     ) -> None:
         self._operations, self._show = hf.graph.by_source, show
         self._num_requests, self._num_tokens = shape
-        self._kept = kept
+        self._kept, self._sample = kept, sample
+        self._sampled = {} if sample is None else sample.modules(hf)
         self._call: AttentionCall | None = None
+
+    def narrowed(self, path: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the sample's rows of a linear module's input, [requests, n, in] or [requests * n, in]."""
+        if self._sample is None or path not in self._sampled[Kind.LINEAR]:
+            return None
+        if x.dim() == 3 and x.shape[:2] == (self._num_requests, self._num_tokens):
+            return x.index_select(1, self._sample.positions.to(x.device))
+        if x.dim() == 2 and len(x) == self._num_requests * self._num_tokens:
+            return x.index_select(0, self._places(self._sample.positions).to(x.device))
+        return None
 
     def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
         """See `Watcher.see`."""
@@ -269,25 +287,51 @@ class _Side:
             return None if other is None else choice_of_positions(other, value, self._num_tokens)
         dim, places, num_tokens = operation.token_dim, None, self._num_tokens
         if self._kept is not None and value.shape[dim] == len(self._kept):
-            places, num_tokens = self._places(), len(self._kept)
+            places, num_tokens = self._places(self._kept), len(self._kept)
+        if self._is_narrowed(operation, value):
+            return self._show_sample(operation, value, call)
         rows = as_rows(value, dim, self._num_requests, num_tokens)
         if scores is not None:
             scores = as_rows(scores, dim, self._num_requests, num_tokens)
         other = self._show(Value(operation=operation, rows=rows, places=places, call=call, scores=scores))
         return None if other is None else _replaced(value, from_rows(other, value, dim))
 
-    def _places(self) -> torch.Tensor | None:
-        assert self._kept is not None
+    def _is_narrowed(self, operation: Operation, value: torch.Tensor) -> bool:
+        """Whether a value has the rows of the sample alone."""
+        if self._sample is None or operation.module not in self._sampled.get(operation.kind, ()):
+            return False
+        num_lines = 1 if operation.token_dim else self._num_requests
+        return value.shape[operation.token_dim] == num_lines * len(self._sample.positions)
+
+    def _show_sample(self, operation: Operation, value: torch.Tensor, call: AttentionCall | None) -> torch.Tensor:
+        """Show the rows of the sample, and return all rows in the shape that the module would have given."""
+        assert self._sample is not None
+        dim, places = operation.token_dim, self._places(self._sample.positions)
+        rows = as_rows(value, dim, self._num_requests, len(self._sample.positions))
+        other = self._show(Value(operation=operation, rows=rows, places=places, call=call))
+        assert other is not None, f"{operation.tap} was to be replaced"
+        num_lines = 1 if dim else self._num_requests
+        shape = list(value.shape)
+        shape[dim] = num_lines * self._num_tokens
+        return from_rows(other, value.new_empty(shape), dim).clone()  # the model may change what it is given
+
+    def _places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the places, [requests * n], of some positions, [n] int64."""
         requests = torch.arange(self._num_requests)[:, None] * self._num_tokens
-        return (requests + self._kept).flatten()
+        return (requests + positions).flatten()
 
     def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
         """See `Watcher.attend`; what is not finite is kept away from the rows that do not see it."""
         cleaned, hole = _without_holes(call)
         self._call = cleaned
+        positions = torch.arange(self._num_tokens)
+        is_sampled = self._sample is not None and call.path in self._sampled[Kind.ATTENTION]
+        if self._sample is not None and is_sampled and are_queries_apart(call, function):
+            positions = self._sample.positions
+            cleaned = of_queries(cleaned, positions)
         context, *rest = run_attention(cleaned, function)
         if hole is not None:
-            seen = torch.arange(self._num_tokens, device=context.device)[None] >= hole[:, None]
+            seen = positions.to(context.device)[None] >= hole[:, None]
             context = context.masked_fill(seen[..., None, None], torch.nan)
         return (context, *rest)
 

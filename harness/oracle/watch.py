@@ -109,10 +109,21 @@ class Watch:
         self._runs: dict[int, _Run] = {}
 
     @contextmanager
-    def showing(self, watcher: Watcher) -> Iterator[None]:
-        """Show the forwards that this thread runs in the block to `watcher`."""
+    def showing(
+        self,
+        watcher: Watcher,
+        *,
+        narrowed: Callable[[str, torch.Tensor], torch.Tensor | None] = lambda _path, _x: None,
+    ) -> Iterator[None]:
+        """Show the forwards that this thread runs in the block to `watcher`.
+
+        Args:
+            watcher: is shown the values.
+            narrowed: told the path of a module and its input; returns the rows of it that the module is to compute,
+                None for all. The watcher then returns all rows in the place of the output.
+        """
         ident = threading.get_ident()
-        run = _Run(self._hf, watcher)
+        run = _Run(self._hf, watcher, narrowed)
         self._runs[ident] = run
         try:
             with run.calls:
@@ -134,6 +145,8 @@ class Watch:
             return None
         value = args[key] if isinstance(key, int) else kwargs[key]
         other = run.show(f"{path}:input", value)
+        fewer = run.narrowed(path, value if other is None else other)
+        other = other if fewer is None else fewer
         if other is None:
             return None
         if isinstance(key, int):
@@ -176,8 +189,13 @@ class Watch:
 class _Run:
     """One forward as it is watched: which modules are being run, and how often each was."""
 
-    def __init__(self, hf: UntracedModel, watcher: Watcher) -> None:
-        self.watcher = watcher
+    def __init__(
+        self,
+        hf: UntracedModel,
+        watcher: Watcher,
+        narrowed: Callable[[str, torch.Tensor], torch.Tensor | None] = lambda _path, _x: None,
+    ) -> None:
+        self.watcher, self.narrowed = watcher, narrowed
         self.calls = _Calls(self)
         self._hf = hf
         self._num_shown = Counter[str]()

@@ -296,6 +296,10 @@ class Coverage:
     """Sites, or single taps, that were not judged at all: nothing that is computed from them was, either."""
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
     """Positions after which a state was read back and not judged: the truth would have run too many tokens."""
+    rows_left_out: Annotated[int, TOTAL] = 0
+    """Rows at which products and attention were not judged, as a sample of rows was asked for."""
+    least_rows_found: Annotated[int | None, LARGEST] = None
+    """Wrong rows of an operation in one request of which the sample holds one with 95 %; None without a sample."""
     judged_compute: Annotated[float | None, SMALLEST] = None
     """Share of the model's multiply-adds whose output was judged, by itself or through what is computed from it; None
     without the model."""

@@ -1,6 +1,6 @@
 """Check HF itself, sound and with faults in it, on every architecture of the zoo, and print what came of it.
 
-python -m tests.families.check [--dtypes float32,bfloat16,float16] [--no-faults] [ARCHITECTURE ...]
+python -m tests.families.check [--dtypes float32,bfloat16,float16] [--no-faults] [--rows N] [ARCHITECTURE ...]
 
 The engine is HF, prefill and decode through its own cache; the oracle is HF's forward. No line of the harness knows any
 of the architectures.
@@ -26,6 +26,7 @@ from harness.formats.case import RequestSpec
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.compare.bounds import CONTROL_FACTOR
+from harness.judge.compare.row_sample import RowSample
 from harness.judge.jobs.engine_run import record_run
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
@@ -71,7 +72,7 @@ class Checked:
 class Subject:
     """One architecture in one dtype: its golden, and HF as the engine."""
 
-    def __init__(self, name: str, dtype: str, folder: Path) -> None:
+    def __init__(self, name: str, dtype: str, folder: Path, rows: int | None = None) -> None:
         self._folder = folder / "golden"
         self.plan = plan_request(
             model=str(folder / name),
@@ -83,6 +84,7 @@ class Subject:
             ],
             max_new_tokens=NUM_NEW,
             schedules=["plain"],
+            rows=rows,
             local_files_only=True,
         )
         self.oracle = self._load()
@@ -104,22 +106,23 @@ def recorded_and_compared(plan: Plan, engine: HFEngine, golden: Golden, oracle: 
     with tempfile.TemporaryDirectory() as folder:
         record_run(plan, engine, plan.schedules[0], golden.requests, Path(folder) / "run")
         with Recording.open(Path(folder) / "run", verify=False) as actual:
-            return compare_run(actual, golden, hf=oracle).result
+            sample = None if plan.case.rows is None else RowSample(num_rows=plan.case.rows)
+            return compare_run(actual, golden, hf=oracle, sample=sample).result
 
 
 @contextmanager
-def subject(name: str, dtype: str) -> Iterator[Subject]:
+def subject(name: str, dtype: str, rows: int | None = None) -> Iterator[Subject]:
     """Build an architecture, write it, and open it as a subject."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         save(name, Path(folder) / name)
-        yield Subject(name, dtype, Path(folder))
+        yield Subject(name, dtype, Path(folder), rows)
 
 
-def checked(name: str, dtype: str) -> Checked:
+def checked(name: str, dtype: str, rows: int | None = None) -> Checked:
     """Check HF on an architecture in a dtype; what it raises is a result."""
     begin = time.perf_counter()
     try:
-        with subject(name, dtype) as opened:
+        with subject(name, dtype, rows) as opened:
             return Checked(run=opened.check(), seconds=time.perf_counter() - begin)
     except Exception as error:
         text = error.what if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"
@@ -136,10 +139,10 @@ class Trial:
     """Whether the first divergence is at a module that may be blamed."""
 
 
-def tried(name: str) -> list[Trial]:
+def tried(name: str, rows: int | None = None) -> list[Trial]:
     """Plant every fault that applies to an architecture, one at a time, and say where each was found."""
     faults = applicable(build(name))
-    with subject(name, FAULT_DTYPE) as opened:
+    with subject(name, FAULT_DTYPE, rows) as opened:
         trials = []
         for fault in faults:
             first = opened.check(fault).first_divergence
@@ -169,18 +172,19 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--no-faults", action="store_true")
+    parser.add_argument("--rows", type=int, help="judge products and attention in a sample of so many rows")
     options = parser.parse_args()
     torch.set_num_threads(1)  # small tensors: a second thread costs more than it brings
     dtypes = options.dtypes.split(",")
     names = options.names or architectures()
     results = {}
     for name in names:
-        results[name] = {dtype: checked(name, dtype) for dtype in dtypes}
+        results[name] = {dtype: checked(name, dtype, options.rows) for dtype in dtypes}
         sys.stderr.write(f"{name}: {'; '.join(f'{d} {each.word}' for d, each in results[name].items())}\n")
     trials = {}
     for name in () if options.no_faults else names:
         if any(each.word == "pass" for each in results[name].values()):
-            trials[name] = tried(name)
+            trials[name] = tried(name, options.rows)
             missed = [each for each in trials[name] if not each.is_found]
             for each in missed:
                 where = each.divergence.tap if each.divergence else "nowhere"

@@ -118,6 +118,35 @@ def test_the_next_command_is_about_the_one_request_where_its_rows_depend_on_no_o
     assert ran.json["next"]["command"].endswith(" --schedule plain --token-ids 1,9,10 --max-new-tokens 3")
 
 
+def test_a_sample_of_rows_says_what_it_left_out(check):
+    ran = check("--schedule", "plain", "--rows", "2", "--format", "json")
+    (document,) = ran.json["runs"]
+    assert (ran.status, ran.json["verdict"]) == (0, "pass")
+    assert document["coverage"]["rows_left_out"] > 0
+    assert any("--rows 2, --rows-seed 0" in note for note in ran.json["notes"])
+    whole = check("--schedule", "plain", "--format", "json").json
+    assert whole["runs"][0]["coverage"]["rows_left_out"] == 0
+    by_name = {tap["name"]: tap["num_rows"] for tap in whole["taps"]}
+    fewer = {tap["name"] for tap in ran.json["taps"] if tap["num_rows"] < by_name[tap["name"]]}
+    assert {"model.layers.0.mlp.up_proj", "model.layers.1.attention"} <= fewer
+    assert "model.layers.0.input_layernorm" not in fewer
+    assert "outside of the sample" in check("--schedule", "plain", "--rows", "2").out
+
+
+@pytest.mark.parametrize("given", [("--rows", "0"), ("--rows", "-3"), ("--rows", "4", "--rows-seed", "-1")])
+def test_rows_that_are_no_number_of_rows_are_refused(check, given):
+    ran = check("--schedule", "plain", *given)
+    assert ran.status == 2
+    assert ran.err.startswith(f"{Code.BAD_OPTION}: ")
+    assert f"where:    {given[-2]}" in ran.err
+
+
+def test_a_sample_finds_a_fault_and_the_next_command_has_it(check, install):
+    ran = check("--engine", install(PERTURBED), "--schedule", "plain", "--rows", "2", "--format", "json")
+    assert (ran.status, ran.json["first_divergence"]["tap"]) == (1, "model.layers.1.mlp.up_proj")
+    assert "--rows 2" in ran.json["next"]["command"]
+
+
 def test_a_pass_has_no_next_place(check):
     assert check("--schedule", "plain", "--format", "json").json["next"] is None
 

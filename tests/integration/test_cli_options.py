@@ -17,9 +17,9 @@ WORKLOAD = ["--device", "--truth", "--prompt", "--prompt-file", "--chat", "--tok
             "--max-new-tokens"]  # fmt: skip
 OPTIONS = {
     "check": ["--model", "--hf", "--tensors", *ENGINE, *WORKLOAD, "--schedule", "--taps", "--case", "--lora",
-              "--other-lora", "--stop-early", "--budget", "--dtype", "--out", "--fault", "--profile", "--estimate",
-              "--endpoint", "--served-model", "--concurrency", "--request-timeout", "--again",
-              "--local-files-only", "--format"],
+              "--other-lora", "--stop-early", "--budget", "--rows", "--rows-seed", "--dtype", "--out", "--fault",
+              "--profile", "--estimate", "--endpoint", "--served-model", "--concurrency", "--request-timeout",
+              "--again", "--local-files-only", "--format"],
     "golden": ["--model", "--hf", "--dtype", *WORKLOAD, "--continuation", "--case", "--lora", "--out",
                "--local-files-only", "--format"],
     "run": ["--out", "--golden", "--model", *ENGINE, "--dtype", *WORKLOAD, "--lora", "--case", "--schedule",

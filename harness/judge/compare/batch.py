@@ -8,6 +8,7 @@ import torch
 
 from harness.formats.recording import Recording
 from harness.judge.compare.align import Rows, joined
+from harness.judge.compare.row_sample import RowSample
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 
 
@@ -24,7 +25,16 @@ class RecordedRows:
 class PaddedBatch:
     """Sequences side by side: [sequences, tokens], the shorter ones padded after their end."""
 
-    def __init__(self, recording: Recording, sequences: Sequence[RowSequence]) -> None:
+    def __init__(
+        self, recording: Recording, sequences: Sequence[RowSequence], positions: torch.Tensor | None = None
+    ) -> None:
+        """Lay the sequences side by side.
+
+        Args:
+            recording: the engine's.
+            sequences: of its rows.
+            positions: [n] int64, ascending: those at which products and attention are judged; None for all.
+        """
         self.recording, self.sequences = recording, sequences
         lengths = _rotary_lengths(recording)
         whole = {each.request.id: len(each.request.token_ids) for each in sequences if each.request.inputs}
@@ -34,6 +44,7 @@ class PaddedBatch:
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
         self.is_own = self._padded([_is_judged(recording, sequence, lengths) for sequence in sequences], False)
         """[places] bool: rows that are judged in this batch."""
+        self.positions = positions
 
     def _padded(self, columns: Sequence[torch.Tensor], fill: int | bool) -> torch.Tensor:
         """[places] of columns that are shorter than the batch."""
@@ -50,6 +61,17 @@ class PaddedBatch:
             tokens = sequence.token_ids if sequence.request.inputs is None else sequence.request.token_ids
             line[: len(tokens)] = torch.tensor(tokens)
         return ids
+
+    @property
+    def num_sampled(self) -> int:
+        """Judged rows at the chosen positions."""
+        lines = self.is_own.view(-1, self.num_tokens)
+        return int((lines if self.positions is None else lines[:, self.positions]).sum())
+
+    def is_whole(self, tap: str) -> bool:
+        """Whether a tap was recorded in every row of every sequence."""
+        covered = sum(len(self._covered(index, places, rows, tap)[0]) for index, places, rows in self._by_step)
+        return covered == sum(map(len, self.sequences))
 
     @property
     def num_places(self) -> int:
@@ -81,17 +103,24 @@ class PaddedBatch:
 
     def _parts(self, tap: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for index, places, rows in self._by_step:
-            step = self.recording.steps[index]
-            if not step.has(tap):
-                continue
-            covered = step.rows_of(tap)
-            if covered is not None:
-                where = torch.full((len(step.request),), NOWHERE, dtype=torch.int64)
-                where[covered] = torch.arange(len(covered))
-                found = where[rows]
-                places, rows = places[found >= 0], found[found >= 0]
-            if len(places):
-                yield places, step.tap(tap)[rows]
+            there, found = self._covered(index, places, rows, tap)
+            if len(there):
+                yield there, self.recording.steps[index].tap(tap)[found]
+
+    def _covered(
+        self, index: int, places: torch.Tensor, rows: torch.Tensor | slice, tap: str
+    ) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        """Return the places of a step at which a tap was recorded, and where its rows stand among the recorded ones."""
+        step = self.recording.steps[index]
+        if not step.has(tap):
+            return places[:0], rows
+        covered = step.rows_of(tap)
+        if covered is None:
+            return places, rows
+        where = torch.full((len(step.request),), NOWHERE, dtype=torch.int64)
+        where[covered] = torch.arange(len(covered))
+        found = where[rows]
+        return places[found >= 0], found[found >= 0]
 
 
 def _rotary_lengths(recording: Recording) -> dict[int, int]:
@@ -120,10 +149,12 @@ def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
     return slice(first, last + 1) if is_run else rows
 
 
-def make_batches(recording: Recording, sequences: Sequence[RowSequence], max_tokens: int) -> list[PaddedBatch]:
+def make_batches(
+    recording: Recording, sequences: Sequence[RowSequence], max_tokens: int, sample: RowSample | None = None
+) -> list[PaddedBatch]:
     """Group sequences of similar lengths so that a batch has at most so many tokens, padding included.
 
-    One with images is alone.
+    One with images is alone. With a sample each batch has its positions.
     """
     groups: list[list[RowSequence]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
@@ -132,4 +163,5 @@ def make_batches(recording: Recording, sequences: Sequence[RowSequence], max_tok
             groups[-1].append(sequence)
         else:
             groups.append([sequence])
-    return [PaddedBatch(recording, group) for group in groups]
+    positions = [None if sample is None else sample.positions(group, index) for index, group in enumerate(groups)]
+    return [PaddedBatch(recording, *each) for each in zip(groups, positions, strict=True)]

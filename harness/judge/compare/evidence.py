@@ -9,6 +9,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.compare.batch import PaddedBatch
+from harness.judge.compare.row_sample import spread
 from harness.oracle.attention import scaling, visible_keys
 from harness.oracle.paired import PartCall
 from harness.oracle.watch import AttentionCall, window_of
@@ -62,13 +63,6 @@ class Evidence:
             roundings=self.roundings[keep],
             bound=self.bound[keep],
         )
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """Return at most so many of the items, the first among them, spread over all."""
-    if len(items) <= count:
-        return list(items)
-    return [items[at * len(items) // count] for at in range(count)]
 
 
 def histories(

@@ -6,6 +6,7 @@ recorded flows through HF's code, in the truth and in the control alike.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,9 +14,10 @@ import torch
 from harness.base.progress import Progress
 from harness.base.workers import Workers, num_spare_threads
 from harness.formats.recording import Recording
-from harness.judge.compare.batch import make_batches
+from harness.judge.compare.batch import PaddedBatch, make_batches
 from harness.judge.compare.local_judge import LocalJudge, LocalJudgement, Measured
 from harness.judge.compare.replay import DecidedError, Replay
+from harness.judge.compare.row_sample import RowSample, SampledRows
 from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
 from harness.oracle.batching import batch_tokens
@@ -32,6 +34,7 @@ def local_errors(
     *,
     truth: str = "auto",
     stops_early: bool = False,
+    sample: RowSample | None = None,
     progress: Progress | None = None,
 ) -> LocalJudgement:
     """Run the model once over all that the engine computed, every recorded value put back, and judge each operation.
@@ -42,9 +45,10 @@ def local_errors(
         usable: recorded taps whose shape and dtype fit.
         truth: `float64`, `float32` or `auto`.
         stops_early: go no further than the first part of the model with an operation that is out of bounds.
+        sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
     """
-    batches = make_batches(recording, sequences(recording), batch_tokens(hf))
+    batches, sampled = make_batches(recording, sequences(recording), batch_tokens(hf), sample), SampledRows()
     precision, declared = replay_dtype(truth, recording, hf), recording.manifest.numerics
     with Workers[Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(
@@ -60,6 +64,7 @@ def local_errors(
         with suppress(DecidedError):
             for index, batch in enumerate(batches):
                 watcher = Replay(judge, batch)
+                sampled = _with_batch(sampled, batch, sample if watcher.is_sampled else None)
                 report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
                 run_pair(
                     hf,
@@ -69,8 +74,22 @@ def local_errors(
                     logit_positions=watcher.logit_positions,
                     progress=report,
                     inputs=inputs_of(hf, batch.sequences[0].request, batch.num_tokens),
+                    sample=watcher.sample,
                 )
-    return judge.judgement()
+    return replace(judge.judgement(), sampled=sampled)
+
+
+def _with_batch(sampled: SampledRows, batch: PaddedBatch, sample: RowSample | None) -> SampledRows:
+    """Add the rows of a batch, of which a sample is judged, or all."""
+    num_rows = int(batch.is_own.sum())
+    if sample is None:
+        return replace(sampled, judged=sampled.judged + num_rows)
+    found = sample.least_found(max(map(len, batch.sequences)))
+    return SampledRows(
+        judged=sampled.judged + batch.num_sampled,
+        left_out=sampled.left_out + num_rows - batch.num_sampled,
+        least_found=max(found, sampled.least_found or 0),
+    )
 
 
 def replay_dtype(choice: str, recording: Recording, hf: HFModel) -> torch.dtype:

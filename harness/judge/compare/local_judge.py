@@ -13,10 +13,11 @@ from harness.base.workers import Workers
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.choices import choice_errors
-from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged, spread
+from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged
 from harness.judge.compare.granularity import unrecorded_before
 from harness.judge.compare.replay import TapRows
-from harness.judge.compare.row_judge import RowErrors, RowJudge
+from harness.judge.compare.row_judge import RowErrors, RowJudge, judged_queries
+from harness.judge.compare.row_sample import SampledRows, spread
 from harness.judge.compare.systematic import Effects, beyond_control
 from harness.oracle.attention import score_slope
 from harness.oracle.model import HFModel
@@ -60,6 +61,7 @@ class LocalJudgement:
     """Of taps with wrong rows."""
     is_partial: bool = False
     """Whether the model was left at the first part with a wrong operation: what lies after it was not judged."""
+    sampled: SampledRows = field(default_factory=SampledRows)
 
 
 @dataclass(slots=True)
@@ -293,8 +295,9 @@ def _slope(rows: TapRows, errors: RowErrors) -> torch.Tensor | None:
     """[R, W] how the rows move with the softmax scale; None where a row shows that by itself, or there is none."""
     if rows.value.call is None or errors.dtype not in (torch.bfloat16, torch.float16) or errors.num_bad:
         return None
-    slope = score_slope(rows.value.call).flatten(0, 1)
-    return slope[rows.places.to(slope.device)]
+    call, at = judged_queries(rows)
+    slope = score_slope(call).flatten(0, 1)
+    return slope[at.to(slope.device)]
 
 
 def _scores(rows: TapRows, places: torch.Tensor) -> torch.Tensor:

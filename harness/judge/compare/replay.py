@@ -11,7 +11,7 @@ Who calls whom, for each part of the model (oracle/paired.py; the two forwards n
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.oracle.paired import PartCall, Value
+from harness.oracle.sample import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,21 @@ class TapRows:
     def rows(self) -> Rows:
         """Identity of the rows."""
         return self.batch.rows(self.places)
+
+    def select(self, keep: torch.Tensor) -> "TapRows":
+        """Return some of the rows, [rows] bool."""
+
+        def some(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x[keep.to(x.device)]
+
+        return replace(
+            self,
+            places=self.places[keep],
+            actual=self.actual[keep.to(self.actual.device)],
+            expected=self.expected[keep.to(self.expected.device)],
+            control=some(self.control),
+            control_scores=some(self.control_scores),
+        )
 
     def inputs(self, places: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return the operation's inputs at the judged rows, or at other places."""
@@ -110,6 +126,27 @@ class Replay:
         self._part: PartCall | None = None
         computed = (op for op in judge.graph if not op.is_kept)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
+        self._sampled = frozenset(() if batch.positions is None else self._recorded_everywhere())
+        """Taps that are computed at the chosen positions alone."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether any operation is judged at the chosen positions alone."""
+        return bool(self._sampled)
+
+    @property
+    def sample(self) -> Sample | None:
+        """Where both forwards compute products and attention; None for everywhere."""
+        if self._batch.positions is None:
+            return None
+        return Sample(positions=self._batch.positions, taps=self._sampled)
+
+    def _recorded_everywhere(self) -> Iterator[str]:
+        """Yield the products and contexts that were recorded in every row of the batch."""
+        for op in self._judge.graph:
+            is_inside = op.kind in (Kind.LINEAR, Kind.ATTENTION) and op.tap not in self._judge.head_taps
+            if is_inside and op.tap in self._judge.usable and self._batch.is_whole(op.tap):
+                yield op.tap
 
     @property
     def logit_positions(self) -> list[int]:
@@ -121,25 +158,28 @@ class Replay:
 
     def control(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.control`."""
-        found = self._recorded_of(value)
-        if found is None:
+        tap, recorded = value.operation.tap, self._recorded(value.operation.tap)
+        found = None if recorded is None else _where(value, recorded)
+        if recorded is None or found is None:
             return None
-        recorded, at = found
-        self._recorded_rows[value.operation.tap] = recorded
-        self._control[value.operation.tap] = value.rows[at].flatten(1)
+        self._recorded_rows[tap] = recorded
+        here, at = found
+        self._control[tap] = value.rows[at].flatten(1)
         if value.scores is not None:
-            self._control_scores[value.operation.tap] = value.scores[at]
-        return put_back(value.rows, at, _usable_rows(value, recorded, at))
+            self._control_scores[tap] = value.scores[at]
+        return self._put_back(value, recorded, here, at)
 
     def truth(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.truth`."""
-        tap, replaced, found = value.operation.tap, None, self._recorded_of(value)
+        tap, replaced = value.operation.tap, None
+        recorded = self._recorded_rows.pop(tap, None) or self._recorded(tap)
         given = torch.zeros(self._batch.num_places, dtype=torch.bool)
-        if found is not None:
-            recorded, at = found
-            given[recorded.places] = True
-            self._judge_rows(value, recorded, at)
-            replaced = put_back(value.rows, at, _usable_rows(value, recorded, at))
+        found = None if recorded is None else _where(value, recorded)
+        if recorded is not None and found is not None:
+            here, at = found
+            given[(recorded if tap in self._sampled else here).places] = True
+            self._judge_rows(value, here, at)
+            replaced = self._put_back(value, recorded, here, at)
         self._is_recorded[tap] = given
         self._keep(value, replaced)
         return replaced
@@ -193,17 +233,12 @@ class Replay:
             given &= own
         return given
 
-    def _recorded_of(self, value: Value) -> tuple[RecordedRows, torch.Tensor] | None:
-        """Return the recorded rows of a value, and their numbers among its rows; None if there are none."""
-        recorded = self._recorded_rows.pop(value.operation.tap, None) or self._recorded(value.operation.tap)
-        if recorded is None or value.places is None:
-            return None if recorded is None else (recorded, recorded.places.to(value.rows.device))
-        at = torch.searchsorted(value.places, recorded.places).clamp(max=len(value.places) - 1)
-        is_there = value.places[at] == recorded.places
-        if not bool(is_there.any()):
-            return None
-        kept = RecordedRows(places=recorded.places[is_there], rows=recorded.rows[is_there])
-        return kept, at[is_there].to(value.rows.device)
+    def _put_back(self, value: Value, recorded: RecordedRows, here: RecordedRows, at: torch.Tensor) -> torch.Tensor:
+        """Return the rows to go on with: of a sample all rows, as they were recorded."""
+        if value.operation.tap in self._sampled and value.places is not None:
+            rows = value.rows.new_zeros(self._batch.num_places, *value.rows.shape[1:])
+            return put_back(rows, recorded.places.to(rows.device), recorded.rows)
+        return put_back(value.rows, at, _usable_rows(value, here, at))
 
     def _recorded(self, tap: str) -> RecordedRows | None:
         return self._batch.recorded(tap) if tap in self._judge.usable else None
@@ -217,7 +252,20 @@ class Replay:
                 self._values.pop(tap, None)
         if self._num_readers[operation.tap]:
             rows = value.rows.clone() if replaced is None else replaced
-            self._values[operation.tap] = value.in_all_places(rows, self._batch.num_places)
+            is_whole = operation.tap in self._sampled
+            self._values[operation.tap] = rows if is_whole else value.in_all_places(rows, self._batch.num_places)
+
+
+def _where(value: Value, recorded: RecordedRows) -> tuple[RecordedRows, torch.Tensor] | None:
+    """Return the recorded rows that a value has, and their numbers among its rows; None if there are none."""
+    if value.places is None:
+        return recorded, recorded.places.to(value.rows.device)
+    at = torch.searchsorted(value.places, recorded.places).clamp(max=len(value.places) - 1)
+    is_there = value.places[at] == recorded.places
+    if not bool(is_there.any()):
+        return None
+    kept = RecordedRows(places=recorded.places[is_there], rows=recorded.rows[is_there])
+    return kept, at[is_there].to(value.rows.device)
 
 
 def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
 from harness.judge.compare.guard import guarded
 from harness.judge.compare.replay import TapRows
 from harness.judge.compare.sequences import NOWHERE
-from harness.oracle.attention import attention_sensitivity
+from harness.oracle.attention import attention_sensitivity, of_queries
 from harness.oracle.model import HFModel
+from harness.oracle.watch import AttentionCall
 
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
@@ -127,21 +128,29 @@ class RowJudge:
             bound = control_bound(control, dtype, factor=factor, model=model)
             # HF may compute finer in a prompt, which is all that the control has, than in decode: one rounding less.
             return bound + largest_rounding(dtype) * more, True
-        bound = self._derived_bound(model, rows, roundings, dtype)
+        bound = self._derived_bound(model, rows, roundings, control, dtype)
         if control is None or not bool((control > bound).any()):
             return bound, False
         # HF's own module rounds more than the model of its kind says: the model does not hold for this module.
         return torch.maximum(bound, control_bound(control, dtype, factor=CONTROL_FACTOR, model=model)), True
 
     def _derived_bound(
-        self, model: ErrorModel, rows: TapRows, roundings: torch.Tensor, dtype: torch.dtype
+        self,
+        model: ErrorModel,
+        rows: TapRows,
+        roundings: torch.Tensor,
+        control: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        if rows.operation.kind is Kind.LINEAR:
-            # Amplification takes a pass over the weights, and only adds to the bound: looked at if it may decide.
-            bound = derived_bound(model, dtype, Sensitivity(), rows.expected)
-            if not bool((roundings > bound).any()):
-                return bound
-        return derived_bound(model, dtype, self._sensitivity(rows), rows.expected)
+        """Return the bound of each row. Sensitivities cost much and only add to it: measured where they may decide."""
+        bound = derived_bound(model, dtype, Sensitivity(), rows.expected)
+        is_open = roundings > bound
+        if control is not None:
+            is_open = is_open | (control > bound)
+        if bool(is_open.any()):
+            some = rows.select(is_open)
+            bound[is_open] = derived_bound(model, dtype, self._sensitivity(some), some.expected)
+        return bound
 
     def _sensitivity(self, rows: TapRows) -> Sensitivity:
         if rows.operation.kind is Kind.ATTENTION and rows.value.call is not None:
@@ -236,12 +245,23 @@ def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 
 
 def _attention_sensitivity(rows: TapRows) -> Sensitivity:
-    assert rows.value.call is not None
-    found = attention_sensitivity(rows.value.call)
-    at = rows.places.to(found.amplification.device)
+    call, at = judged_queries(rows)
+    found = attention_sensitivity(call)
     both = found.amplification, found.score_sensitivity
-    amplification, scores = (x.flatten()[at].to("cpu", torch.float64) for x in both)
+    amplification, scores = (x.flatten()[at.to(x.device)].to("cpu", torch.float64) for x in both)
     return Sensitivity(amplification=amplification, score_sensitivity=scores)
+
+
+def judged_queries(rows: TapRows) -> tuple[AttentionCall, torch.Tensor]:
+    """Return the call of attention with no more queries than are judged, and where the rows stand among these."""
+    call = rows.value.call
+    assert call is not None
+    num_queries = call.query.shape[2]
+    line, position = rows.places // num_queries, rows.places % num_queries
+    positions = position.unique()
+    if len(positions) == num_queries:
+        return call, rows.places
+    return of_queries(call, positions), line * len(positions) + torch.searchsorted(positions, position)
 
 
 def _column_norms2(weight: torch.Tensor, num_in: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from harness.judge.compare.local import local_errors, replay_dtype
 from harness.judge.compare.local_judge import LocalErrors, LocalJudgement
 from harness.judge.compare.positions import position_errors
 from harness.judge.compare.propagated import Propagation, propagated_errors
+from harness.judge.compare.row_sample import RowSample, rows_standing_out
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
 from harness.judge.compare.slots import slot_conflicts
 from harness.judge.compare.states import StateJudgement, StateRuns, judge_states
@@ -61,6 +62,7 @@ def compare_run(
     requirements: Requirements | None = None,
     truth: str = "auto",
     stops_early: bool = False,
+    sample: RowSample | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare an engine's recording with a golden, or with another engine's recording.
@@ -72,13 +74,14 @@ def compare_run(
         requirements: what `actual` must hold to pass; by default the taps of `expected`, and a decode step.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
         stops_early: judge no further than the first operation that is wrong.
+        sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
 
     Raises:
         HarnessError: the recordings hold different prompts or are of different dtypes, or one of them is damaged.
     """
     begin, sides, required = time.perf_counter(), _sides(actual, expected, hf), requirements or Requirements()
-    found = _judge(sides, hf, truth=truth, stops_early=stops_early, progress=progress)
+    found = _judge(sides, hf, truth=truth, stops_early=stops_early, sample=sample, progress=progress)
     tokens, coverage, gaps = _tokens_and_coverage(sides, expected, hf, found, required)
     for recording in (actual, expected.recording):
         recording.verify_all()
@@ -165,18 +168,29 @@ class _Judgements:
 
 
 def _judge(
-    sides: _Sides, hf: HFModel | None, *, truth: str, stops_early: bool, progress: Progress | None
+    sides: _Sides,
+    hf: HFModel | None,
+    *,
+    truth: str,
+    stops_early: bool,
+    sample: RowSample | None,
+    progress: Progress | None,
 ) -> _Judgements:
     """Judge operations by themselves, the cache, and how errors propagate."""
     actual, graph, usable = sides.actual, sides.graph, sides.usable
-    local = LocalJudgement(errors={}, evidence={})
+    local, done = LocalJudgement(errors={}, evidence={}), list[Propagation]()
     with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
         beside.submit(
             lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
         )
+        if sample is not None:  # which needs to know what stands out
+            done = list(beside.finished())
+            sample = replace(sample, standing_out=rows_standing_out(done[0]))
         if hf is not None:
-            local = local_errors(actual, hf, usable, truth=truth, stops_early=stops_early, progress=progress)
-        (propagation,) = beside.finished()
+            local = local_errors(
+                actual, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress
+            )
+        (propagation,) = done or beside.finished()
     theirs = sides.theirs if _runs_as_the_golden(local) else None
     caches = {op.tap: errors for op, errors in cache_errors(sides.ours, graph, usable, theirs, sides.noise)}
     states, runs = StateJudgement(), None
@@ -216,7 +230,13 @@ def _tokens_and_coverage(
         also=_ties(found.propagation.logits, noise),
     )
     gaps += [] if TOKENS in required.not_offered else check_tokens(ours, tokens.compared)
-    coverage = replace(coverage, states_left_out=found.states.left_out)
+    sampled = found.local.sampled
+    coverage = replace(
+        coverage,
+        states_left_out=found.states.left_out,
+        rows_left_out=sampled.left_out,
+        least_rows_found=sampled.least_found,
+    )
     return tokens, _with_what_was_judged(coverage, sides, found.judged, hf), [*differences, *gaps]
 
 

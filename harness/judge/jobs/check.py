@@ -18,6 +18,7 @@ from harness.formats.taps import Graph, Kind
 from harness.judge.compare import Comparison, Requirements, compare_run
 from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.compare.propagated import what_logits_show
+from harness.judge.compare.row_sample import RowSample
 from harness.judge.explain import explain_run
 from harness.judge.jobs.engine_run import (
     followed_schedules,
@@ -155,6 +156,7 @@ def compare_planned(
         ),
         truth=plan.case.truth,
         stops_early=plan.case.stops_early,
+        sample=None if plan.case.rows is None else RowSample(num_rows=plan.case.rows, seed=plan.case.rows_seed),
         progress=progress,
     )
 
@@ -181,6 +183,12 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
         yield (
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "
             "it reaches the cache or the logits"
+        )
+    if found := [run.coverage.least_rows_found for run in runs if run.coverage.least_rows_found]:
+        yield (
+            f"products and attention were judged in a sample of rows, as asked (--rows {plan.case.rows}, --rows-seed "
+            f"{plan.case.rows_seed}): what is wrong in {max(found)} rows of a request is judged in one of them with "
+            "95 %; what is wrong in fewer, where they stand out against HF's"
         )
     share = min((each for run in runs if (each := run.coverage.judged_compute) is not None), default=1.0)
     if share < LEAST_JUDGED and any(run.outcome is Outcome.NOTHING for run in runs):

@@ -16,6 +16,7 @@ from harness.oracle.model import load_model
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import eager_experts, preserve_precision
 from harness.oracle.rows import as_rows
+from harness.oracle.sample import Sample
 from harness.oracle.watch import Seeing, watching
 
 from .state import bits, surroundings
@@ -500,3 +501,87 @@ def test_progress_counts_the_parts_of_the_model(load, token_ids):
     )  # fmt: skip
     assert [done for done, _ in said] == list(range(1, len(hf.parts) + 1))
     assert {total for _, total in said} == {len(hf.parts)}
+
+
+# Products and attention at some positions alone.
+
+
+class Recorded(Notes):
+    """Puts rows of an earlier run in the place of every value, as a replay does."""
+
+    def __init__(self, earlier, sample, num_tokens):
+        super().__init__(*(self._rows_of(earlier.values[side], sample) for side in ("control", "truth")))
+        self.places, self._num_tokens = {}, num_tokens
+
+    def _rows_of(self, values, sample):
+        def instead(value):
+            tap = value.operation.tap
+            self.places[tap] = value.places
+            if value.places is not None and tap in sample.taps:
+                positions = (value.places % self._num_tokens).unique()
+                assert positions.tolist() == sample.positions.tolist()
+            return values[tap]
+
+        return instead
+
+
+SAMPLED = (*FAMILIES, "falcon_h1", "llama4_text", "recurrent_gemma")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", SAMPLED)
+def test_a_sample_has_the_rows_that_all_of_it_has(tiny, family, dtype):
+    """Of attention, too, whose rows see what they saw; what nothing computed is what the observer gave."""
+    hf, lines = tiny(family, dtype), [list(range(3, 20)), list(range(40, 57))]
+    whole = pair(hf, lines)
+    dear = frozenset(
+        op.tap for op in hf.graph
+        if op.kind in (Kind.LINEAR, Kind.ATTENTION) and op.tap not in hf.graph.head
+    )  # fmt: skip
+    sample = Sample(positions=torch.tensor([0, 5, 6, 16]), taps=dear)
+    observer = Recorded(whole, sample, len(lines[0]))
+    found = pair(hf, lines, observer=observer, sample=sample)
+    narrowed = {tap for tap, places in observer.places.items() if places is not None}
+    assert narrowed, "there are some"
+    assert {op.tap for op in hf.graph if op.kind is Kind.ATTENTION} <= narrowed <= dear
+    linear = {tap for tap in dear if type(hf.module(hf.graph[tap].module)) is torch.nn.Linear}
+    latent = {tap for tap in linear if tap.endswith("kv_b_proj")}
+    assert linear - narrowed <= latent, "which has heads before tokens"
+    for tap in found.values["truth"]:
+        places = observer.places[tap]
+        for side, least in (("truth", 1e-11), ("control", 8 * torch.finfo(dtype).eps)):
+            rows, expected = found.values[side][tap], whole.values[side][tap]
+            assert relative(rows, expected if places is None else expected[places]) < least, (side, tap)
+
+
+def test_what_a_sample_left_out_has_to_be_given(load, token_ids):
+    hf, sample = load("llama-tiny"), Sample(positions=torch.tensor([3]), taps={"model.layers.0.mlp.up_proj"})
+    with pytest.raises(AssertionError, match="up_proj was to be replaced"):
+        pair(hf, token_ids, sample=sample)
+
+
+def test_a_module_is_computed_whole_where_one_of_its_outputs_is_no_tap_of_the_sample(load, token_ids):
+    """And so is all that is no linear module."""
+    hf, places = load("llama-tiny"), {}
+    sample = Sample(positions=torch.tensor([3, 9]), taps={"model.layers.0.input_layernorm", "model.layers.0.output"})
+    pair(hf, token_ids, observer=Notes(truth=lambda value: places.__setitem__(value.operation.tap, value.places)),
+         sample=sample)  # fmt: skip
+    assert set(places.values()) == {None}
+
+
+@pytest.mark.parametrize("at", [2, 9])
+def test_a_hole_spoils_a_sample_behind_it(load, token_ids, at):
+    hf = load("llama-tiny")
+    sample = Sample(positions=torch.tensor([1, 5, 20]), taps={"model.layers.0.attention"})
+
+    def poisoned(value):
+        if value.operation.tap == "model.layers.0.attention":
+            found.append(value.rows.isfinite().flatten(1).all(dim=1).tolist())
+            return value.rows.new_zeros(23, *value.rows.shape[1:])
+        if value.operation.tap == "model.layers.0.k_rope":
+            return value.rows.index_fill(0, torch.tensor([at]), torch.nan)
+        return None
+
+    found = []
+    pair(hf, token_ids, observer=Notes(truth=poisoned, control=poisoned), sample=sample)
+    assert found == [[True, at > 5, False]] * 2

@@ -34,7 +34,7 @@ def test_the_keys_are_the_promised_ones(result: CheckResult):
     assert set(document["tokens"]) == {"compared", "equal", "ties"}
     assert set(document["coverage"]) == {
         "expected", "recorded", "missing", "missing_taps", "not_offered", "triggers", "only_through", "not_judged",
-        "judged_compute", "states_left_out",
+        "judged_compute", "states_left_out", "rows_left_out", "least_rows_found",
     }  # fmt: skip
     assert set(document["timings_s"]) == {"golden", "engine", "compare"}
     assert document["first_divergence"] is None or set(document["first_divergence"]) == DIVERGENCE_KEYS

@@ -8,9 +8,10 @@ from harness.formats.taps import Kind
 from harness.judge.compare.batch import make_batches
 from harness.judge.compare.local_judge import LocalJudge, unrecorded_before
 from harness.judge.compare.replay import Replay, put_back
+from harness.judge.compare.row_sample import RowSample
 from harness.judge.compare.sequences import sequences
 from harness.oracle.paired import run_pair
-from harness.results.check import Verdict
+from harness.results.check import Outcome, Verdict
 
 from ....closeness import near, near_roundings
 from .conftest import LENGTHS, NUM_NEW
@@ -201,3 +202,68 @@ def test_ways_lead_from_a_tap_back_to_what_was_recorded(one):
     inner = [op.tap for op in graph.of_layer(1) if op.kind is not Kind.CACHE and op.tap != f"{PREFIX}output"]
     assert list(found[f"{PREFIX}output"]) == inner
     assert found["model.layers.2.output"] is not None
+
+
+# Products and attention in a sample of the rows.
+
+SAMPLE = RowSample(num_rows=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3_moe", "falcon_h1"])
+def test_a_sample_judges_its_rows_as_all_rows_are_judged(bench, tmp_path, name, dtype):
+    one = bench(name, dtype)
+    recording = one.recorded().write(tmp_path / "r")
+    whole, sampled = one.comparison(recording), one.comparison(recording, sample=SAMPLE)
+    assert sampled.result.outcome is Outcome.PASS
+    assert sampled.errors.keys() == whole.errors.keys()
+    fewer = {each for each, errors in sampled.errors.items() if len(errors.rows) < len(whole.errors[each].rows)}
+    dear = {op.tap for op in one.hf.graph if op.kind in (Kind.LINEAR, Kind.ATTENTION)} - one.hf.graph.head
+    assert fewer <= dear
+    assert len(fewer) > len(dear) / 2
+    for each, errors in sampled.errors.items():
+        others = dict(zip(whole.errors[each].rows.identities(), whole.errors[each].roundings.tolist(), strict=True))
+        expected = [others[row] for row in errors.rows.identities()]
+        assert errors.roundings.tolist() == near(expected, absolute=1e-6), each
+
+
+def test_what_a_sample_leaves_out_is_said(one, tmp_path):
+    recording = one.recorded().write(tmp_path / "r")
+    coverage = one.compare(recording, sample=SAMPLE).coverage
+    judged = tap(one.compare(recording, sample=SAMPLE), f"{PREFIX}mlp.up_proj").num_rows
+    assert coverage.rows_left_out == everywhere() - judged > 0
+    assert coverage.least_rows_found == SAMPLE.least_found(max(LENGTHS) + NUM_NEW - 1)
+    assert one.compare(recording).coverage.rows_left_out == 0
+    assert one.compare(recording).coverage.least_rows_found is None
+    many = one.compare(recording, sample=RowSample(num_rows=1000)).coverage
+    assert (many.rows_left_out, many.least_rows_found) == (0, None), "all of them are no sample"
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "attention", "mlp.up_proj", "self_attn.o_proj"])
+@pytest.mark.parametrize("row", [(0, 3), (0, 6), (1, 2), (2, 4)])
+def test_one_wrong_row_stands_out_wherever_it_is(one, tmp_path, name, row):
+    """It is not drawn, and no step begins or ends there: as an engine's one wrong row, it changes what follows it."""
+    actual = one.recorded()
+    for each in (f"{PREFIX}{name}", "model.layers.2.output", "model.norm"):
+        actual.at(each, *row).mul_(1.5)
+    run = one.compare(actual.write(tmp_path / "r"), sample=SAMPLE)
+    first = run.first_divergence
+    assert (first.tap, first.request, first.position) == (f"{PREFIX}{name}", *row)
+
+
+def test_a_product_that_was_not_recorded_in_every_row_is_judged_wherever_it_was(one, tmp_path):
+    actual = one.recorded()
+    without(actual, f"{PREFIX}mlp.up_proj", (2, 3))
+    run = one.compare(actual.write(tmp_path / "r"), wanted=[], sample=SAMPLE)
+    assert tap(run, f"{PREFIX}mlp.up_proj").num_rows == everywhere() - 1
+    assert tap(run, f"{PREFIX}mlp.gate_proj").num_rows < everywhere() / 2
+    assert run.outcome is Outcome.PASS
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("schedule", ["plain", "chunked:3", "mixed:5", "batched", "preempted"])
+def test_a_sample_alarms_under_no_schedule(one, tmp_path, schedule):
+    recording = one.recorded(schedule, engine="reference").write(tmp_path / "r")
+    run = one.compare(recording, sample=SAMPLE, wanted=[])
+    assert run.outcome is Outcome.PASS
+    assert run.coverage.rows_left_out > 0

@@ -233,7 +233,7 @@ def test_values_in_some_places_are_unknown_in_all_others():
 
 def test_a_part_is_settled_before_it_is_decided_whether_to_go_on():
     judge = Judged()
-    replay = Replay(judge, SimpleNamespace(num_places=1))
+    replay = Replay(judge, SimpleNamespace(num_places=1, positions=None))
     replay.part_done()
     judge.is_decided = True
     with pytest.raises(DecidedError):

@@ -1,6 +1,7 @@
 """Rows of one operation and their bounds: which dtype, which bound, which convention, on rows by hand."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -246,12 +247,26 @@ def test_amplification_is_looked_at_where_it_may_decide():
     x = draw(3, WIDTH)
     weight = draw(5, WIDTH)
     expected, plain = x @ weight.T, derived_bound(KINDS[Kind.LINEAR].error_model, F32, Sensitivity(), torch.ones(3, 5))
-    for roundings, is_asked in ((0.9 * float(plain[0]), False), (1.1 * float(plain[0]), True)):
-        judge, rows = linear(weight, x, expected, off(expected, [0.1, roundings, 0.1], F32))
-        found = judge.judge(rows)
-        model = KINDS[Kind.LINEAR].error_model
-        sensitivity = judge._sensitivity(rows) if is_asked else Sensitivity()
-        torch.testing.assert_close(found.bound, derived_bound(model, F32, sensitivity, expected))
+    for share, is_asked in ((0.9, False), (1.1, True)):
+        judge, rows = linear(weight, x, expected, off(expected, [0.1, share * float(plain[0]), 0.1], F32))
+        found, model = judge.judge(rows), KINDS[Kind.LINEAR].error_model
+        bounds = [derived_bound(model, F32, each, expected) for each in (Sensitivity(), judge._sensitivity(rows))]
+        torch.testing.assert_close(found.bound, torch.where(torch.tensor([False, is_asked, False]), *reversed(bounds)))
+        assert bool(bounds[1][1] > bounds[0][1])
+
+
+def test_amplification_is_looked_at_where_the_control_is_out_of_the_plain_bound():
+    """Else a module that HF itself computes less exactly would be held to its control, for no reason."""
+    x, weight = draw(3, WIDTH), draw(5, WIDTH)
+    weight[:, 0], x[:, 0] = 100.0, 0.0
+    expected = x @ weight.T
+    judge, rows = linear(weight, x, expected, expected.float())
+    model = KINDS[Kind.LINEAR].error_model
+    plain, whole = (derived_bound(model, F32, each, expected) for each in (Sensitivity(), judge._sensitivity(rows)))
+    control = off(expected, ((plain + whole) / 2).tolist(), F32)
+    found = judge.judge(replace(rows, control=control))
+    torch.testing.assert_close(found.bound, whole)
+    assert not found.is_bounded_by_control
 
 
 def test_the_sensitivity_of_attention_is_that_of_the_rows_places():
