@@ -159,7 +159,7 @@ def _context_not_shortened() -> AbstractContextManager[InjectedFault]:
 def _sees_later_drafts(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Every row of a verification sees all of its drafts."""
 
-    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any) -> torch.Tensor:
+    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any = None) -> torch.Tensor:
         if not 1 < len(q) < len(k):
             return original(q, k, v, window)
         return torch.cat([original(row[None], k, v, window) for row in q])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -27,8 +28,26 @@ def replaced(*changes: tuple[object, str, Callable[[Any], Any]]) -> Iterator[Inj
     planted = InjectedFault()
     with ExitStack() as stack:
         for owner, name, change in changes:
-            stack.enter_context(patch.object(owner, name, _counted(change(getattr(owner, name)), planted)))
+            original = getattr(owner, name)
+            made = change(original)
+            _refuse_other_parameters(name, original, made)
+            stack.enter_context(patch.object(owner, name, _counted(made, planted)))
         yield planted
+
+
+def _refuse_other_parameters(name: str, original: Callable[..., Any], made: Callable[..., Any]) -> None:
+    """Refuse a replacement that cannot be called as the original is: that would raise, and look like a detection.
+
+    Raises:
+        TypeError: it takes other parameters.
+    """
+    needed = [each for each in signature(original).parameters.values() if each.default is each.empty]
+    positional = [None for each in needed if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = {each.name: None for each in needed if each.kind is each.KEYWORD_ONLY}
+    try:
+        signature(made).bind(*positional, **named)
+    except TypeError as error:
+        raise TypeError(f"what replaces {name} cannot be called as that is: {error}") from error
 
 
 def replacing(

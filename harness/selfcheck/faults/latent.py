@@ -48,7 +48,10 @@ def _scaled_by(width: Callable[[LatentShape], int]) -> Any:
     """Scale scores by the root of a width alone."""
 
     def make(original: Call) -> Call:
-        return lambda self, config: replace(original(self, config), score_scale=width(self.model_config.latent) ** -0.5)
+        def scaled(self: Any, config: Any, model_dir: Any) -> Any:
+            return replace(original(self, config, model_dir), score_scale=width(self.model_config.latent) ** -0.5)
+
+        return scaled
 
     return replacing((ModelRunner, "_cache_spec", make))
 

@@ -52,6 +52,29 @@ def everything():
     return {(owner.__name__, name): value for owner in OWNERS for name, value in vars(owner).items()}
 
 
+def test_a_replacement_is_called_as_the_original_is():
+    """Planting asks for it; else a fault would raise instead of being wrong, once the engine's own code has changed."""
+
+    class Owner:
+        def method(self, first, second=None, *, named):
+            return first, second, named
+
+    for made in (lambda self, first, second=None, *, named: 0, lambda *args, **named: 0, lambda self, x, *, named: 0):
+        with replacing((Owner, "method", lambda _original, made=made: made))():
+            pass
+    for made in (lambda self, *, named: 0, lambda self, first: 0, lambda self, first, second, *, named: 0):
+        with pytest.raises(TypeError, match="what replaces method cannot be called as that is"):
+            replacing((Owner, "method", lambda _original, made=made: made))().__enter__()
+    assert Owner().method(1, named=2) == (1, None, 2), "and nothing was replaced"
+
+
+def test_every_fault_and_variant_can_be_planted():
+    for each in (*FAULTS.values(), *variants()):
+        if each.inject is not None:
+            with each.inject():
+                pass
+
+
 def test_there_are_faults_of_every_kind():
     assert len(FAULTS) >= 50
     assert {fault.category for fault in FAULTS.values()} >= set(Category) - {Category.SCHEDULER}
