@@ -64,13 +64,14 @@ def held_states(cache: Any) -> dict[tuple[int, str], torch.Tensor]:
     """Return the states that a cache of HF's holds, [requests, ...], by layer and name.
 
     The names are `conv_state` and `recurrent_state`, of a layer's second one `conv_state.1`. A convolution's that
-    keeps its past to go back to is as long as the kernel here.
+    keeps its past to go back to is as long as the kernel here. The latest tokens, which some families keep beside, are
+    none: they are input, and not computed.
     """
     found = {}
     for at, layer in enumerate(getattr(cache, "layers", ())):
         for name in ("conv", "recurrent"):
             for index, state in getattr(layer, f"{name}_states", {}).items():
-                if isinstance(state, torch.Tensor):
+                if isinstance(state, torch.Tensor) and state.is_floating_point():
                     kept = state[..., -layer.conv_kernel_size[index] :] if name == "conv" else state
                     found[at, f"{name}_state{f'.{index}' if index else ''}"] = kept
     return found

@@ -79,7 +79,8 @@ def _attention(operation: Operation, seen: ForwardTrace) -> Operation:
         return operation
     parts = [f"{operation.module}:{part}" for part in _INTERFACE]
     inputs = tuple(seen.aliases.get(part, part) for part in parts)
-    if not set(inputs) <= set(seen.shown):  # keys that are not those of the tokens, compressed ones for example
+    is_among_tokens = operation.token_dim == 1  # as HF's interface returns it: else among layers, for example
+    if not is_among_tokens or not set(inputs) <= set(seen.shown):  # keys that are none of the tokens', compressed ones
         return replace(operation, kind=Kind.OTHER)
     return replace(operation, inputs=inputs, window=seen.windows.get(operation.module))
 

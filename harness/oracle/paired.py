@@ -323,7 +323,7 @@ class _Side:
     def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
         """See `Watcher.attend`; what is not finite is kept away from the rows that do not see it."""
         cleaned, hole = _without_holes(call)
-        self._call = cleaned
+        self._call = cleaned if call.query.shape[2] == self._num_tokens else None  # else attention among other things
         positions = torch.arange(self._num_tokens)
         is_sampled = self._sample is not None and call.path in self._sampled[Kind.ATTENTION]
         if self._sample is not None and is_sampled and are_queries_apart(call, function):

@@ -9,6 +9,7 @@ from typing import Any
 SIZES: dict[str, Any] = {
     # width and depth
     "vocab_size": 256,
+    "unpadded_vocab_size": 256,
     "hidden_size": 64,
     "hidden_size_global": 64,
     "n_embd": 64,

@@ -164,6 +164,14 @@ def test_attention_reads_its_own_interface():
     assert graph._attention(context, seen) == op("attn:context", Kind.OTHER, ["mask", "x"])
 
 
+def test_attention_among_other_things_than_tokens_is_none():
+    """As inkling2's, whose queries choose among the sums of earlier layers."""
+    shown = {f"attn:{part}": None for part in ("query", "key", "value")}
+    seen = SimpleNamespace(aliases={}, shown=shown, windows={})
+    context = replace(op("attn:context", Kind.ATTENTION, ["mask", "x"]), token_dim=2)
+    assert graph._attention(context, seen).kind is Kind.OTHER
+
+
 def test_caches_stand_before_the_attention_that_reads_them():
     def attention(layer, window):
         prefix = f"model.layers.{layer}."

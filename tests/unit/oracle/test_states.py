@@ -1,5 +1,7 @@
 """The states that HF's caches hold: where they are, and that one forward leaves what a slow scan does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -38,6 +40,14 @@ def test_each_state_stands_after_the_operations_of_its_mixer(tiny, family, mixer
 def test_a_family_without_states_has_none(tiny):
     assert not keeps_states(tiny("llama"))
     assert not [op for op in tiny("llama").graph if op.kind is Kind.STATE]
+
+
+def test_tokens_beside_the_states_are_none():
+    """As qwen4_exp keeps the latest ones for its n-grams."""
+    layer = SimpleNamespace(conv_states={0: torch.ones(1, 2, 3), 2: torch.ones(1, 1, 3, dtype=torch.int64)},
+                            recurrent_states={}, conv_kernel_size={0: 2, 2: 3})  # fmt: skip
+    found = held_states(SimpleNamespace(layers=[layer]))
+    assert {key: tuple(state.shape) for key, state in found.items()} == {(0, "conv_state"): (1, 2, 2)}
 
 
 def test_states_in_modules_are_no_taps(tiny):
