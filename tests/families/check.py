@@ -26,7 +26,7 @@ from harness.formats.case import RequestSpec
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.compare.bounds import CONTROL_FACTOR
-from harness.judge.compare.row_sample import RowSample
+from harness.judge.jobs.check import planned_sample
 from harness.judge.jobs.engine_run import record_run
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
@@ -106,8 +106,7 @@ def recorded_and_compared(plan: Plan, engine: HFEngine, golden: Golden, oracle: 
     with tempfile.TemporaryDirectory() as folder:
         record_run(plan, engine, plan.schedules[0], golden.requests, Path(folder) / "run")
         with Recording.open(Path(folder) / "run", verify=False) as actual:
-            sample = None if plan.case.rows is None else RowSample(num_rows=plan.case.rows)
-            return compare_run(actual, golden, hf=oracle, sample=sample).result
+            return compare_run(actual, golden, hf=oracle, sample=planned_sample(plan)).result
 
 
 @contextmanager

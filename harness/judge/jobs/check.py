@@ -156,9 +156,14 @@ def compare_planned(
         ),
         truth=plan.case.truth,
         stops_early=plan.case.stops_early,
-        sample=None if plan.case.rows is None else RowSample(num_rows=plan.case.rows, seed=plan.case.rows_seed),
+        sample=planned_sample(plan),
         progress=progress,
     )
+
+
+def planned_sample(plan: Plan) -> RowSample | None:
+    """Return the sample of rows in which products and attention are judged; None for all."""
+    return None if plan.case.rows is None else RowSample(num_rows=plan.case.rows, seed=plan.case.rows_seed)
 
 
 def _wanted(plan: Plan, capabilities: Capabilities, graph: Graph) -> list[str]:

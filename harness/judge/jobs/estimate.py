@@ -20,6 +20,7 @@ from harness.formats.recording import Recording
 from harness.formats.schedule import Schedule
 from harness.formats.taps import layer_of
 from harness.judge.compare import compare_run
+from harness.judge.jobs.check import planned_sample
 from harness.judge.jobs.engine_run import describe_run
 from harness.judge.jobs.model import planned_model
 from harness.oracle.decode import greedy_continuation
@@ -222,7 +223,8 @@ class _Run:
         record(HFEngine(self._hf, None), run)
         with Recording.open(run.folder, verify=False) as actual:
             start = _clock()
-            compare_run(actual, self.golden, hf=self._hf, truth=plan.case.truth, progress=marks.note)
+            sample = planned_sample(plan)
+            compare_run(actual, self.golden, hf=self._hf, truth=plan.case.truth, sample=sample, progress=marks.note)
             total = _clock() - start
             self.recording_bytes = _Bytes.of(actual, self._more)
         self._replay = marks.seconds("replay")
