@@ -80,6 +80,8 @@ class _Lane:
     num_padding: int
     num_fed: int = 0
     is_read_back: bool = False
+    is_lost: bool = False
+    """Whether the cache no longer counts: what the batch computes of it from now on is ignored."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ class HFEngine:
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
-        schedules = ("plain", "chunked", "batched", "prefix-hit", "rewound", "speculative")
+        schedules = ("plain", "chunked", "batched", "prefix-hit", "forked", "preempted", "rewound", "speculative")
         self.capabilities = Capabilities(schedules=schedules, keeps_states=True, takes_images=True)
 
     @cached_property
@@ -141,7 +143,10 @@ class HFEngine:
         """Run the workload through HF's own cache; see `Engine.run`."""
         is_padded = len({request.prompt_length for request in workload.requests}) > 1
         together = workload.schedule.is_batched and (not is_padded or self._masks_padding)
-        alone = workload.requests if workload.schedule.is_batched else [one for (one,) in workload.batches]
+        schedule, forks = workload.schedule, dict[int, RequestInfo]()
+        alone = workload.requests if schedule.is_batched else [one for (one,) in workload.batches]
+        if schedule.trigger == "forked":
+            forks = {one.id: copy for one, copy in zip(workload.requests, workload.copies, strict=True)}
         groups = [list(workload.requests)] if together else [[request] for request in alone]
         known: dict[tuple[object, ...], Snapshot] = {}
         images = {each.id: decoder_inputs(self._hf, each) for each in workload.all_requests if each.inputs is not None}
@@ -150,10 +155,14 @@ class HFEngine:
             batch = _Batch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes, images)
             if workload.schedule.has_drafts:
                 batch.run_with_drafts(workload)
-            elif workload.schedule.is_repeated:
+            elif forks:
+                batch.run_with_forks(forks)
+            elif schedule.is_repeated:
                 batch.run_on_prefix(known)
+            elif schedule.trigger == "preempted":
+                batch.run_preempted()
             else:
-                batch.run(workload.schedule.chunk_size)
+                batch.run(schedule.chunk_size)
             unread = {op.site for op in self._hf.graph if op.is_kept and op.tap not in batch.read_back}
             self.capabilities = replace(
                 self.capabilities, unsupported_taps=tuple(sorted({*self.capabilities.unsupported_taps, *unread}))
@@ -202,9 +211,53 @@ class _Batch:
 
     def run(self, chunk_size: int | None) -> None:
         with HFDecoder(self._hf) as decoder:
-            for columns in self._columns(chunk_size):
-                self._forward(self._next_forward(columns), decoder)
-                self._read_back_finished(decoder)
+            self._run_prompts(chunk_size, decoder)
+            self._run_decode(decoder)
+
+    def run_with_forks(self, forks: Mapping[int, RequestInfo]) -> None:
+        """Fork each request once its prompt is computed: the fork goes on from a copy of its cache, beside it.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: HF's cache of this family cannot be copied by request.
+        """
+        with HFDecoder(self._hf) as decoder, engine_refusals("transformers", "--schedule forked"):
+            self._run_prompts(None, decoder)
+            decoder.take_lanes([*range(len(self._lanes)), *range(len(self._lanes))])
+            self._mask += [list(row) for row in self._mask]
+            copies = [replace(each, request=forks[each.request.id], is_read_back=False) for each in self._lanes]
+            first = len(self._lanes)
+            rows = [(first + at, each.request.id, each.num_fed - 1) for at, each in enumerate(copies)]
+            self._lanes += copies
+            self._write_states(rows, decoder)
+            self._run_decode(decoder)
+
+    def run_preempted(self) -> None:
+        """Let every request but the first lose its cache half way through its decode, and compute it again."""
+        lost = self._lanes[1:] or self._lanes
+        num_steps = max(len(lane.request.token_ids) - lane.request.prompt_length for lane in lost) // 2
+        with HFDecoder(self._hf) as decoder:
+            self._run_prompts(None, decoder)
+            self._run_decode(decoder, num_steps)
+            for lane in lost:
+                lane.is_lost = lane.num_fed < len(lane.request.token_ids)
+            self._run_decode(decoder)
+        for lane in (each for each in lost if each.is_lost):
+            self._lanes, self._mask = [_Lane(lane.request, 0)], [[]]
+            with HFDecoder(self._hf) as decoder:
+                self._forward_of([(lane.request, range(lane.num_fed))], self._lanes[0], decoder)
+                self._run_decode(decoder)
+
+    def _run_prompts(self, chunk_size: int | None, decoder: HFDecoder) -> None:
+        for columns in self._columns(chunk_size):
+            self._forward(self._next_forward(columns), decoder)
+            self._read_back_finished(decoder)
+
+    def _run_decode(self, decoder: HFDecoder, num_steps: int | None = None) -> None:
+        """Feed one token of each request after the other, to the end of all or for so many steps."""
+        left = max((len(each.request.token_ids) - each.num_fed for each in self._lanes if not each.is_lost), default=0)
+        for _ in range(left if num_steps is None else min(left, num_steps)):
+            self._forward(self._next_forward(1), decoder)
+            self._read_back_finished(decoder)
 
     def run_on_prefix(self, known: dict[tuple[object, ...], Snapshot]) -> None:
         """Compute one request, from where the cache holds its prompt without the last token.
@@ -270,7 +323,7 @@ class _Batch:
         self._forward(forward, decoder)
 
     def _columns(self, chunk_size: int | None) -> Iterator[int]:
-        """Yield the width of each forward: the padded prompts, whole or in chunks, then one column at a time."""
+        """Yield the width of each forward over the padded prompts, whole or in chunks."""
         at, size = 0, chunk_size or self._longest
         while at < self._longest:
             end = min(at + size, self._longest)
@@ -278,8 +331,6 @@ class _Batch:
                 end += 1
             yield end - at
             at = end
-        for _ in range(max(len(lane.request.token_ids) - lane.request.prompt_length for lane in self._lanes)):
-            yield 1
 
     def _sees_ahead(self, lane: _Lane, position: int) -> bool:
         """Whether attention looks from before a position to after it: a part of an image sees all of it (Gemma 3)."""
@@ -382,7 +433,7 @@ class _Batch:
         ids, positions, owners = [0] * num_padding, [0] * num_padding, [-1] * num_padding
         num_columns = num_padding + sum(len(part) for _, part in parts)
         for request, part in parts:
-            own = request.token_ids[part.start : part.stop]
+            own = [] if lane.is_lost else request.token_ids[part.start : part.stop]
             forward.kept += range(index * num_columns + len(ids), index * num_columns + len(ids) + len(own))
             forward.request += [request.id] * len(own)
             forward.position += part[: len(own)]
@@ -398,12 +449,13 @@ class _Batch:
         forward.ids.append(ids)
         forward.positions.append(positions)
         self._mask[index] += [0] * num_padding + [1] * (num_columns - num_padding)
-        lane.num_fed = parts[-1][1].stop if parts else lane.num_fed
+        if parts and not lane.is_lost:
+            lane.num_fed = parts[-1][1].stop
 
     def _read_back_finished(self, decoder: HFDecoder) -> None:
         """Read each request's cache when it is done: after a window, padding soon takes the place of its rows."""
         for index, lane in enumerate(self._lanes):
-            if lane.num_fed >= len(lane.request.token_ids) and not lane.is_read_back:
+            if lane.num_fed >= len(lane.request.token_ids) and not lane.is_read_back and not lane.is_lost:
                 lane.is_read_back = True
                 self._read_back(index, lane, decoder)
 

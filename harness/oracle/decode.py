@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from transformers import Cache
 
 from harness.formats.recording import RequestInfo
 from harness.oracle.caches import cache_argument, caches_of, held_states, keeps_states, new_cache
@@ -100,6 +101,18 @@ class HFDecoder:
     def restore(self, snapshot: "Snapshot") -> None:
         """Go on from a snapshot, which stays as it is."""
         self.cache, self._ids = deepcopy(snapshot.cache), [list(row) for row in snapshot.ids]
+
+    def take_lanes(self, lanes: Sequence[int]) -> None:
+        """Go on with the requests of these lanes, some of them more than once, each with a copy of what was cached.
+
+        Raises:
+            ValueError: the family's cache is none of HF's own kind.
+        """
+        self._ids = [list(self._ids[lane]) for lane in lanes] if self._ids else []
+        for cache in self.cache.values():
+            if not isinstance(cache, Cache):
+                raise ValueError(f"{type(cache).__name__} cannot be copied by request")
+            cache.reorder_cache(torch.tensor(lanes, device=self._hf.device))
 
     def rewind(self, num_tokens: int) -> None:
         """Forget the latest tokens of every request.

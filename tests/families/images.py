@@ -34,7 +34,7 @@ from harness.formats.schedule import parse_schedules
 from harness.judge.compare import compare_run
 from harness.judge.compare.coverage import Requirements
 from harness.judge.explain import explain_run
-from harness.judge.jobs.engine_run import record_run
+from harness.judge.jobs.engine_run import record_run, with_duplicate_requests
 from harness.oracle.images import DecoderInputs, decoder_inputs, handing
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model
@@ -52,7 +52,9 @@ TEXT = (
     "cohere2_vision", "aria", "lfm2_vl",
 )  # fmt: skip
 OF_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-SCHEDULES = ("plain", "chunked:3", "chunked:7", "batched", "prefix-hit", "rewound", "speculative")
+SCHEDULES = (
+    "plain", "chunked:3", "chunked:7", "batched", "prefix-hit", "forked", "preempted", "rewound", "speculative",
+)  # fmt: skip
 IMAGE, BEGIN, END = 250, 252, 253
 NUM_NEW = 5
 _VISION = {
@@ -435,11 +437,12 @@ class Subject:
             if fault is not None:
                 fault.model(engine._hf.model)
                 stack.enter_context(planted(fault))
-            record_run(self.plan, engine, own, self.golden.requests, out)
+            golden, copies = with_duplicate_requests(self.plan, self.golden, own, self.oracle)
+            record_run(self.plan, engine, own, golden.requests[: len(self.plan.prompts)], out, copies=copies)
         with Recording.open(out, verify=False) as actual:
             required = Requirements(wanted=engine.capabilities.wanted(self.oracle.graph), require=own.requires)
-            found = compare_run(actual, self.golden, hf=self.oracle, requirements=required)
-            return explain_run(found, actual, self.golden, self.oracle)
+            found = compare_run(actual, golden, hf=self.oracle, requirements=required)
+            return explain_run(found, actual, golden, self.oracle)
 
 
 @contextmanager

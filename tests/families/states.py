@@ -30,7 +30,7 @@ from harness.judge.compare import compare_run
 from harness.judge.compare.coverage import Requirements
 from harness.judge.compare.run import Comparison
 from harness.judge.explain import explain_run
-from harness.judge.jobs.engine_run import record_run
+from harness.judge.jobs.engine_run import record_run, with_duplicate_requests
 from harness.oracle.decode import HFDecoder
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model
@@ -44,7 +44,7 @@ FAMILIES = (
     "mamba", "mamba2", "falcon_mamba", "falcon_h1", "qwen3_next", "jamba", "bamba", "lfm2", "granitemoehybrid",
     "zamba2", "olmo_hybrid", "qwen3_5", "kimi_linear",
 )  # fmt: skip
-SCHEDULES = ("plain", "chunked", "batched", "prefix-hit", "rewound", "speculative")
+SCHEDULES = ("plain", "chunked", "batched", "prefix-hit", "forked", "preempted", "rewound", "speculative")
 PROMPT_LENGTHS, NUM_NEW = (40, 17), 12
 _Held = list[torch.Tensor]
 
@@ -234,6 +234,95 @@ class NotCleared(Faulty):
         return super().feed(ids, **options)
 
 
+class NotClearedAgain(Faulty):
+    """A request that is computed again begins with the states that it had when it was preempted."""
+
+    lane = 1
+
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        left = Faulty.left
+        if not self.pieces and left is not None and self.cache and all(len(each) > 1 for each in held(left)):
+            for cache, other in zip(self.cache.values(), left.cache.values(), strict=True):
+                for layer, theirs in zip(cache.layers, other.layers, strict=True):
+                    for name, value in vars(theirs).items():
+                        if name in ("conv_states", "recurrent_states"):
+                            own = {at: each[self.lane :][:1].clone() for at, each in value.items() if each is not None}
+                            setattr(layer, name, {**value, **own})
+                        elif "conv" in name or "recurrent" in name or name in ("has_previous_state", "dtype", "device"):
+                            setattr(layer, name, deepcopy(value))
+        return super().feed(ids, **options)
+
+    def after_piece(self, before: _Held) -> None:
+        if len(self.pieces) == self.num_before:
+            self.cache_when_lost = deepcopy(self.cache)
+
+    def __exit__(self, *error: Any) -> None:
+        self.cache = getattr(self, "cache_when_lost", self.cache)
+        super().__exit__(*error)
+
+    num_before: int | None = 1 + (NUM_NEW - 1) // 2
+    """Pieces before a request is preempted: its prompt, and half of its decode; None for all of the batch."""
+
+
+def forked_with(change: Callable[[_Held, int], None], *names: str) -> type[Faulty]:
+    """Change the states of the forks, which come after their originals."""
+
+    class Forked(Faulty):
+        def take_lanes(self, lanes: Sequence[int]) -> None:
+            super().take_lanes(lanes)
+            change(held(self, *names), len(lanes) // 2)
+
+    return Forked
+
+
+def forks_zero(states: _Held, num: int) -> None:
+    for each in states:
+        each[num:] = 0
+
+
+def forks_exchanged(states: _Held, num: int) -> None:
+    for each in states:
+        each[num:] = each[:num].flip(0).clone()
+
+
+class SharedWithFork(Faulty):
+    """An original and its fork have one place for their states: what the fork writes is what both go on from."""
+
+    num = 0
+
+    def take_lanes(self, lanes: Sequence[int]) -> None:
+        super().take_lanes(lanes)
+        self.num = len(lanes) // 2
+
+    def after_piece(self, before: _Held) -> None:
+        for each in held(self) if self.num else ():
+            each[: self.num] = each[self.num :].clone()
+
+
+class ForkedLate(Faulty):
+    """A fork begins with the states of its original one token later than with its keys and values."""
+
+    num = 0
+
+    def take_lanes(self, lanes: Sequence[int]) -> None:
+        super().take_lanes(lanes)
+        self.num, self.at = len(lanes) // 2, len(self.pieces)
+
+    def after_piece(self, before: _Held) -> None:
+        if self.num and len(self.pieces) == self.at + 1:
+            own = [each.clone() for each in held(self)]
+            again = deepcopy(self.cache)
+            HFDecoder.feed(self, self.fed, **self.given)
+            late = [each.clone() for each in held(self)]
+            self.cache = again
+            for state, first, second in zip(held(self), own, late, strict=True):
+                state.copy_(torch.cat([first[: self.num], second[self.num :]]))
+
+    def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
+        self.fed, self.given = [list(row) for row in ids], options
+        return super().feed(ids, **options)
+
+
 def scaled(states: _Held, _before: _Held, factor: float = 1.01) -> None:
     for each in states:
         each.mul_(factor)
@@ -302,6 +391,25 @@ FAULTS = (
           says=("is the state of request",)),
     Fault(name="another's state at the start", schedule="plain", decoder=lambda: NotCleared,
           says=("begins with what request",), families=("falcon_h1", "qwen3_next", "bamba")),
+    Fault(name="not copied to the fork", schedule="forked", decoder=partial(forked_with, forks_zero),
+          says=("not copied to the fork",), families=("falcon_h1", "qwen3_next", "mamba2", "lfm2", "jamba")),
+    Fault(name="tail not copied to the fork", schedule="forked", decoder=partial(forked_with, forks_zero, "conv"),
+          says=("copied to the fork without the tail",)),
+    Fault(name="recurrence not copied to the fork", schedule="forked",
+          decoder=partial(forked_with, forks_zero, "recurrent"),
+          says=("copied to the fork without the recurrent state",)),
+    Fault(name="another's copy for the fork", schedule="forked", decoder=partial(forked_with, forks_exchanged),
+          says=("is the state of request", "begins with what request"),
+          families=("falcon_h1", "qwen3_next", "mamba2", "lfm2")),
+    Fault(name="shared with the fork", schedule="forked", decoder=lambda: SharedWithFork,
+          says=("is the state of request",), families=("falcon_h1", "qwen3_next", "mamba", "lfm2", "bamba")),
+    Fault(name="forked a token late", schedule="forked", decoder=lambda: ForkedLate, says=("is in it twice",)),
+    Fault(name="not cleared when computed again", schedule="preempted", decoder=lambda: NotClearedAgain,
+          says=("was not cleared",), families=("falcon_h1", "qwen3_next", "bamba")),
+    Fault(name="another's state when computed again", schedule="preempted",
+          decoder=lambda: type("L", (NotClearedAgain,), {"lane": 0, "num_before": None}),
+          says=("begins with what request",),
+          families=("falcon_h1", "qwen3_next", "bamba")),
     Fault(name="scaled by 1.01", schedule="plain", decoder=lambda: at_piece(4, scaled), says=()),
     Fault(name="dimensions exchanged", schedule="plain", decoder=lambda: at_piece(4, exchanged, "recurrent"), says=(),
           families=("falcon_h1", "qwen3_next", "bamba")),
@@ -348,15 +456,16 @@ class Subject:
         engine.match_taps(self.oracle.graph)
         self._num_runs += 1
         out = self.folder / f"run-{self.plan.case.dtype}-{self._num_runs}"
+        golden, copies = with_duplicate_requests(self.plan, self.golden, own, self.oracle)
         with decoding_with(decoder):
-            record_run(self.plan, engine, own, self.golden.requests, out)
+            record_run(self.plan, engine, own, golden.requests[: len(self.plan.prompts)], out, copies=copies)
         with Recording.open(out, verify=False) as actual:
             wanted = engine.capabilities.wanted(self.oracle.graph)
             required = Requirements(wanted=wanted, require=own.requires)
-            found = compare_run(actual, self.golden, hf=self.oracle, requirements=required)
+            found = compare_run(actual, golden, hf=self.oracle, requirements=required)
             if not explains:
                 return found.result
-            return explain_run(_first_alone(found), actual, self.golden, self.oracle)
+            return explain_run(_first_alone(found), actual, golden, self.oracle)
 
 
 def _first_alone(found: Comparison) -> Comparison:

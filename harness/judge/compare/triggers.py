@@ -27,6 +27,8 @@ class _Seen:
     """Blocks of each request in its latest step."""
     given_up: dict[int, int] = field(default_factory=dict)
     """End of the latest draft of each request."""
+    goes_on: set[int] = field(default_factory=set)
+    """Requests that went on from what a step had left: their engine has a cache."""
 
 
 def reached_triggers(recording: Recording, traits: Traits | None = None) -> tuple[str, ...]:
@@ -97,11 +99,14 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, 
         if any(_has_computed(other, request, first, seen) for other in step.request.unique().tolist()):
             yield "forked"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
-    # An engine without a cache computes every position in every step: it has no blocks that it could have lost.
+    # An engine without a cache computes every position in every step: it has nothing that it could have lost.
+    has_lost = has_tables or (first == 0 and request in seen.goes_on)
     if first < seen.given_up.get(request, 0):
         yield "rewound"
-    elif has_tables and not computed.isdisjoint(new):
+    elif has_lost and not computed.isdisjoint(new):
         yield "preempted"
+    if computed and first > max(computed):
+        seen.goes_on.add(request)
     if new - computed and max(new) < prompt_length - 1 and (step.sampled is None or not len(_sampled(step, request))):
         yield "chunked_prefill"
     computed |= new
@@ -142,7 +147,7 @@ _MESSAGES: Mapping[str, str] = {
     "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
     "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
-    "preempted": "no request lost its blocks and was computed again (give a second prompt, or lower num_blocks)",
+    "preempted": "no request lost what was cached and was computed again (a second prompt, more new tokens, or a lower num_blocks)",
     "rewound": "no request went back over tokens that it had given up (raise --max-new-tokens to at least 4)",
     "drafts_accepted": "no step computed an accepted draft (raise --max-new-tokens to at least 4)",
     "gqa": "the model has as many KV heads as query heads, or no model was given (name one with --model)",

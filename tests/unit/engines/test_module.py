@@ -316,7 +316,8 @@ def test_an_hf_model_shows_all_taps_of_hfs_own(hf_model, folder, graph):
     engine = hf_object(hf_model, folder, graph)
     assert engine.name == "Qwen3ForCausalLM"
     assert engine.capabilities.all_unsupported_taps() == ()
-    assert engine.capabilities.schedules == ("plain", "chunked", "batched", "prefix-hit", "rewound", "speculative")
+    schedules = ("plain", "chunked", "batched", "prefix-hit", "forked", "preempted", "rewound", "speculative")
+    assert engine.capabilities.schedules == schedules
 
 
 def test_an_hf_model_with_names_is_run_as_anybodys(hf_model, folder):

@@ -114,15 +114,21 @@ class _Ways:
             yield f"is the state of position {at + by}", partial(self._later, by)
         if 0 < begin < at:
             yield f"is the state of position {begin - 1}", lambda read: self._own(read)[: self._begin(read)]
+        if (left := self._left_before(first)) >= 0:
+            yield (
+                f"was not cleared before the request was computed again: what it left at position {left} is in it",
+                lambda read: self._earlier_rows(read) + self._own(read),
+            )
 
     def _not_restored(self, hit: int) -> str:
-        """Name what begins with zero after a hit: whether the other state of the layer was restored shows beside it."""
-        zero = f"it begins with zero at position {hit}"
+        """Name what begins with zero after a hit or a fork: whether the layer's other state was kept is seen beside."""
+        zero, is_fork = f"it begins with zero at position {hit}", _is_under(self._failure, ScheduleKind.FORKED)
+        what, when = ("copied to the fork", "") if is_fork else ("restored", " after a hit")
         if not self._is_sound_beside(self.reads[0]):
-            return f"was not restored after a hit: {zero}"
+            return f"was not {what}{when}: {zero}"
         if self._failure.operation.site.startswith("conv"):
-            return f"restored without the tail: {zero}, though the recurrent state was restored"
-        return f"restored without the recurrent state: {zero}, though the convolution's was restored"
+            return f"{what} without the tail: {zero}, though the recurrent state was {what}"
+        return f"{what} without the recurrent state: {zero}, though the convolution's was {what}"
 
     def _is_sound_beside(self, read: ReadState) -> bool:
         """Whether another state of the layer is right at the place where this one is wrong."""
@@ -179,7 +185,8 @@ class _Ways:
         """Yield states with what was given up: the latest that the request went back over, or all."""
         drafts = self._drafts(self.reads[0])
         if drafts and self._requests[self.reads[0].request].draft_of is None:
-            what = "tokens that were taken back" if _is_rewound(self._failure) else "rejected drafts"
+            is_rewound = _is_under(self._failure, ScheduleKind.REWOUND)
+            what = "tokens that were taken back" if is_rewound else "rejected drafts"
             first = self._requests[drafts[-1].draft].prompt_length
             from_there = f"{what} are in it, from position {first} on"
             yield from_there, lambda read: self._among(read, self._drafts(read)[-1:])
@@ -245,6 +252,15 @@ class _Ways:
     def _earlier(self, by: int, read: ReadState) -> Line:
         return self._own(read)[:-by]
 
+    def _left_before(self, read: ReadState) -> int:
+        """Return the last position that a request had computed before it began anew; -1 if it never did."""
+        began = self._own(read)[0][1]
+        return self._runs.last_computed(read.request, began)[0]
+
+    def _earlier_rows(self, read: ReadState) -> Line:
+        """Return the rows that a request had computed before it began anew."""
+        return line_of(self._runs, ReadState(read.request, self._left_before(read), self._own(read)[0][1]))
+
     def _later(self, by: int, read: ReadState) -> Line | None:
         later = ReadState(read.request, read.position + by, read.step)
         return self._own(later) if later.position <= self._last(read.request, read) else None
@@ -269,8 +285,8 @@ class _Ways:
         return sorted((each for each, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
 
 
-def _is_rewound(failure: Failure) -> bool:
-    return (failure.recording.manifest.schedule or "") == ScheduleKind.REWOUND
+def _is_under(failure: Failure, schedule: ScheduleKind) -> bool:
+    return (failure.recording.manifest.schedule or "") == schedule
 
 
 EXPLANATIONS = (other_rows,)

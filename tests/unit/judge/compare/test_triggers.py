@@ -76,6 +76,14 @@ def test_only_an_engine_with_blocks_can_lose_them(tables, is_preempted):
     assert "preempted" not in reached_triggers(recording(*once))
 
 
+def test_an_engine_that_goes_on_from_its_cache_and_then_begins_anew_has_lost_it():
+    """It shows no blocks; that it has a cache shows in a step that computes none of what was there."""
+    decoded = [step(0, [0] * 4, range(4)), step(1, [0], [4])]
+    assert "preempted" in reached_triggers(recording(*decoded, step(2, [0] * 6, range(6))))
+    assert "preempted" not in reached_triggers(recording(*decoded, step(2, [0] * 2, [4, 5]))), "it went back one row"
+    assert "preempted" not in reached_triggers(recording(*decoded, step(2, [1] * 6, range(6)))), "another request"
+
+
 def test_a_prompt_in_chunks():
     whole = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9])
     assert "chunked_prefill" not in reached_triggers(recording(whole))
@@ -119,7 +127,7 @@ def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):
 
 def by_definition(steps, requests):
     """Conditions that steps reach; each step is rows, sampled rows or None, block tables or None, and its phase."""
-    reached, computed, num_blocks = set(), {}, {}
+    reached, computed, num_blocks, went_on = set(), {}, {}, set()
     for rows, sampled, tables, phase in steps:
         if any(len(blocks) > 1 for blocks in (tables or {}).values()):
             reached.add("block_boundary")
@@ -149,8 +157,10 @@ def by_definition(steps, requests):
                 if any(requests[other][0][:first] == tokens[:first] for other in others):
                     reached.add("forked")
             before = computed.setdefault(request, set())
-            if tables and before & set(positions):
+            if (tables or (first == 0 and request in went_on)) and before & set(positions):
                 reached.add("preempted")
+            if before and first > max(before):
+                went_on.add(request)
             if set(positions) - before and max(positions) < prompt_length - 1 and (sampled is None or not chose):
                 reached.add("chunked_prefill")
             before |= set(positions)
