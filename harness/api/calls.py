@@ -39,6 +39,8 @@ def check(
     dtype: Dtype = "auto",
     device: "str | torch.device | None" = None,
     truth: str = "auto",
+    rows: int | None = None,
+    rows_seed: int = 0,
     engine_options: Mapping[str, object] | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -60,6 +62,8 @@ def check(
         dtype: float32, bfloat16, float16; `auto` for the module's or the checkpoint's own.
         device: where engine and oracle run; None for the module's own, or the CPU.
         truth: precision of the truth: `float64`, `float32`, or `auto` for what the dtype needs.
+        rows: positions of each request at which products and attention are judged, for long prompts; None for all.
+        rows_seed: draws other positions.
         engine_options: of an engine that is opened by its name.
         out: folder, new or empty, for `report.html` and the engine's recordings; None keeps nothing.
         progress: called with what is being done, how much of it is done, and how much there is.
@@ -82,6 +86,8 @@ def check(
             requests=requests_of(prompts),
             max_new_tokens=max_new_tokens,
             schedules=_several(schedules),
+            rows=rows,
+            rows_seed=rows_seed,
             local_files_only=local_files_only,
         )
         result = run_check(chosen.opened(plan), out=None if out is None else Path(out), progress=progress)

@@ -147,7 +147,7 @@ _MESSAGES: Mapping[str, str] = {
     "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
     "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
-    "preempted": "no request lost what was cached and was computed again (a second prompt, more new tokens, or a lower num_blocks)",
+    "preempted": "no request lost its cache and was computed again (give a second prompt, or fewer blocks)",
     "rewound": "no request went back over tokens that it had given up (raise --max-new-tokens to at least 4)",
     "drafts_accepted": "no step computed an accepted draft (raise --max-new-tokens to at least 4)",
     "gqa": "the model has as many KV heads as query heads, or no model was given (name one with --model)",

@@ -59,6 +59,15 @@ def test_options_of_an_engine_have_pythons_types():
     assert report.is_ok
 
 
+def test_rows_are_judged_in_a_sample():
+    whole, sampled = (check("reference", schedules=["plain"], rows=rows, rows_seed=3) for rows in (None, 2))
+    sampled.assert_ok()
+    assert whole.runs[0].coverage.rows_left_out == 0 < sampled.runs[0].coverage.rows_left_out
+    assert "--rows 2" in sampled.text()
+    with pytest.raises(harness.HarnessError, match="rows must be positive"):
+        check("reference", schedules=["plain"], rows=0)
+
+
 def test_an_engine_object_without_an_entry_point(folder):
     inner = open_engine("reference", folder, dtype="float32", device="cpu")
     engine = SimpleNamespace(name="mine", capabilities=inner.capabilities, run=inner.run)

@@ -76,7 +76,10 @@ def test_a_request_that_is_lost_is_computed_again_alone(tiny_folder, tmp_path):
 @pytest.mark.parametrize(("schedule", "num_new"), [("forked", 1), ("preempted", 1), ("preempted", 2)])
 def test_what_ends_too_early_does_not_reach_its_schedule(tiny_folder, schedule, num_new):
     report = check(tiny_folder("llama"), [schedule], max_new_tokens=num_new)
-    said = {"forked": "no request went on from one that was still running", "preempted": "no request lost what was cached"}
+    said = {
+        "forked": "no request went on from one that was still running",
+        "preempted": "no request lost its cache",
+    }
     messages = [each.message for each in report.runs[0].findings if each.code is Code.TRIGGER_NOT_REACHED]
     assert any(each.startswith(said[schedule]) for each in messages)
 
