@@ -22,6 +22,7 @@ from reference_engine.fast.graphs import Capture, CudaCapture, DecodeGraphs, is_
 from reference_engine.fast.huge_pages import prefer_huge_pages
 from reference_engine.fast.products import Products, with_row_kernel
 from reference_engine.fast.quantised import with_quantised_kernels
+from reference_engine.fast.row_way import with_row_way
 from reference_engine.kv_cache import CacheSpec
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder, Forward
@@ -57,6 +58,8 @@ class FastAcceleration(Acceleration):
         kernel = getattr(_operators(backend), "linear", None)
         if isinstance(backend, TritonAttention):
             return Linear if self.config.compile_layers else partial(with_row_kernel, backend.operators.linear)
+        if kernel is not None:
+            kernel = with_row_way(kernel, self.spec.dtype)
         self._products = Products.of(self.config, weights, self.spec.dtype, kernel, self.num_engines)
         return self._products
 

@@ -7,19 +7,15 @@ core, so that among numbers which are about as fast the largest is taken.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
 
-from reference_engine.fast.cpp_operators import cache_folder
+from reference_engine.fast.measurements import keep_times, kept_times
 
 __all__ = ["ThreadCount", "choose_num_threads"]
 
@@ -29,8 +25,6 @@ NUM_WEIGHTS, WEIGHT_SHAPE = 8, (2048, 1024)
 NUM_ROUNDS = 7
 MAX_LOAD = 0.5
 """Processes that want to run, a processor, above which nothing is measured."""
-QUOTAS = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-"""The file in which Linux gives a container's share of the processors."""
 SLACK = 0.1
 """The ratio by which a larger number may be slower than the fastest."""
 
@@ -59,14 +53,20 @@ def choose_num_threads() -> ThreadCount:
     """
     if VARIABLE in os.environ:
         return ThreadCount(torch.get_num_threads(), VARIABLE, {})
-    kept = cache_folder() / f"threads-{_machine()}.json"
-    milliseconds = _read(kept)
+    milliseconds = _kept()
     if not milliseconds:
         if _is_busy():
             return ThreadCount(torch.get_num_threads(), "torch's own number, the machine is too busy to measure", {})
         milliseconds = _measure(_candidates())
-        _keep(kept, milliseconds)
+        keep_times("threads", _candidates(), {str(number): own for number, own in milliseconds.items()})
     return ThreadCount(_largest_fast(milliseconds), "measured", milliseconds)
+
+
+def _kept() -> dict[int, float]:
+    try:
+        return {int(number): own for number, own in kept_times("threads", _candidates()).items()}
+    except ValueError:
+        return {}
 
 
 def _is_busy() -> bool:
@@ -106,37 +106,3 @@ def _measure(candidates: Sequence[int]) -> dict[int, float]:
 def _largest_fast(milliseconds: Mapping[int, float]) -> int:
     limit = (1 + SLACK) * min(milliseconds.values())
     return max(number for number, own in milliseconds.items() if own <= limit)
-
-
-def _machine() -> str:
-    """Return a name for what the measurement depends on: the processor, and which part of it this process has."""
-    parts: list[object] = [platform.machine(), _candidates(), torch.__version__]
-    parts += [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    for quota in QUOTAS:
-        parts += _lines(quota)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-
-
-def _read(path: Path) -> dict[int, float]:
-    """Return what `_keep` wrote; empty if there is nothing, or nothing that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {int(number): float(own) for number, own in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _keep(path: Path, milliseconds: Mapping[int, float]) -> None:
-    """Write the file; where that is not allowed, the next process measures again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(milliseconds) + "\n", encoding="utf-8")
-    except OSError:
-        return

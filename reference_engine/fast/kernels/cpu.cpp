@@ -1,6 +1,6 @@
 // The operations of `fused.FusedDecoder` on a CPU, one sweep each, and matrix products of few rows.
 //
-// The operators have the schemas of the Triton kernels beside this file, and round where `layers`, `rotary` and torch
+// The operators have the schemas of the Triton kernels beside this file but for how they work, and round where `layers`, `rotary` and torch
 // round: to T after each operation that is one there. Sums, softmax and sigmoid are float32. Products and attention
 // name their vectors (cpu/vectors.h); other loops are written for the compiler to turn into some (`omp simd` allows it
 // to reorder a sum). All run on torch's own threads. Only torch's stable ABI is used: its headers compile in seconds.
@@ -18,7 +18,7 @@ STABLE_TORCH_LIBRARY(reference_engine_cpu, library) {
   library.def(
       "norm_rotate(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, int num_heads, "
       "int num_kv_heads, bool keeps_normed=False) -> (Tensor, Tensor)");
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias, *, int row_outputs=2, bool asks_ahead=True) -> Tensor");
   library.def("silu_mul(Tensor gate_up) -> Tensor");
   library.def("store_kv(Tensor k, Tensor v, Tensor slots, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()");
   library.def(

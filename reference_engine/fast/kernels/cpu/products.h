@@ -24,13 +24,18 @@ constexpr int64_t kTileRows = 4, kTileOutputs = 6;  // sums in 24 of 32 register
 #else
 constexpr int64_t kTileRows = 4, kTileOutputs = 3;  // sums in 12 of 16
 #endif
-// Outputs of a single row that are computed at once. One or two streams of weights come faster than four or eight.
-constexpr int64_t kRowOutputs = 2;
+// The way to compute a single row, in which machines differ: outputs that are computed at once, each a stream of weights,
+// and whether the weights of the next ones are asked for. The products are the same bits in each.
+struct RowWay {
+  int64_t num_outputs;
+  bool asks_ahead;
+};
+constexpr int64_t kMostRowOutputs = 8;
 // Rows of x that stay in the second cache while weights go by.
 constexpr int64_t kBlockRows = 32;
 // Outputs that a thread takes at once; whoever is done first takes the next.
 constexpr int64_t kChunkOutputs = 48;
-static_assert(kBlockRows % kTileRows == 0 && kChunkOutputs % kTileOutputs == 0 && kChunkOutputs % kRowOutputs == 0);
+static_assert(kBlockRows % kTileRows == 0 && kChunkOutputs % kTileOutputs == 0 && kChunkOutputs % kMostRowOutputs == 0);
 
 // Asks for `size` bytes at `from`; that they lie behind the end of an array is no error.
 inline void prefetch(const void* from, int64_t size) {
@@ -51,7 +56,7 @@ struct Ahead {
 };
 
 // Dot products of one row with kOutputs others.
-template <int64_t kOutputs, typename T>
+template <int64_t kOutputs, bool kAsksAhead, typename T>
 void dot_row(const float* x_P, const T* weight_OI, int64_t num_inputs, float* products_O) {
   Vector sums[kOutputs];
   for (auto& own : sums) own = zero();
@@ -65,7 +70,7 @@ void dot_row(const float* x_P, const T* weight_OI, int64_t num_inputs, float* pr
   const int64_t num_whole = num_inputs / kPair * kPair, num_left = num_inputs - num_whole;
   for (int64_t i = 0; i < num_whole; i += kPair) {
     add_inputs(i, [&](const T* from) {
-      prefetch(from + kOutputs * num_inputs, kPair * sizeof(T));
+      if constexpr (kAsksAhead) prefetch(from + kOutputs * num_inputs, kPair * sizeof(T));
       return load_pair(from);
     });
   }
@@ -107,8 +112,8 @@ void dot_tile_of(
 template <typename T>
 class Product {
  public:
-  Product(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& out)
-      : num_rows_(x.size(0)), num_inputs_(weight.size(1)), num_outputs_(weight.size(0)), stride_(whole_pairs(num_inputs_)),
+  Product(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& out, RowWay way)
+      : way_(way), num_rows_(x.size(0)), num_inputs_(weight.size(1)), num_outputs_(weight.size(0)), stride_(whole_pairs(num_inputs_)),
         weight_OI_(data<T>(weight)), bias_O_(bias.has_value() ? data<T>(*bias) : nullptr), out_TO_(mutable_data<T>(out)),
         wide_TP_(std::make_unique_for_overwrite<float[]>(num_rows_ * stride_)) {
     for_rows(num_rows_, stride_, [&](int64_t row) {
@@ -125,7 +130,7 @@ class Product {
       const auto wide_OP = std::make_unique_for_overwrite<float[]>(num_kept() * stride_);
       for (int64_t chunk = next++; chunk < num_chunks; chunk = next++) {
         const int64_t begin = chunk * kChunkOutputs, end = std::min(num_outputs_, begin + kChunkOutputs);
-        if (num_rows_ == 1) compute_row(begin, end); else compute_rows(begin, end, wide_OP.get());
+        if (num_rows_ == 1) compute_row<kMostRowOutputs>(begin, end); else compute_rows(begin, end, wide_OP.get());
       }
     });
   }
@@ -140,14 +145,24 @@ class Product {
     return num_rows_ > kBlockRows ? kChunkOutputs : kTileOutputs;
   }
 
+  // As many outputs at once as the way says, of which there are at most so many.
+  template <int64_t kOutputs>
   void compute_row(int64_t begin, int64_t end) const {
-    float products[kRowOutputs];
-    for (; begin + kRowOutputs <= end; begin += kRowOutputs) {
-      dot_row<kRowOutputs>(wide_TP_.get(), weight_OI_ + begin * num_inputs_, num_inputs_, products);
-      for (int64_t o = 0; o < kRowOutputs; ++o) write(0, begin + o, products[o]);
+    if constexpr (kOutputs > 1) {
+      if (way_.num_outputs < kOutputs) return compute_row<kOutputs / 2>(begin, end);
+    }
+    if (way_.asks_ahead) compute_row_by<kOutputs, true>(begin, end); else compute_row_by<kOutputs, false>(begin, end);
+  }
+
+  template <int64_t kOutputs, bool kAsksAhead>
+  void compute_row_by(int64_t begin, int64_t end) const {
+    float products[kOutputs];
+    for (; begin + kOutputs <= end; begin += kOutputs) {
+      dot_row<kOutputs, kAsksAhead>(wide_TP_.get(), weight_OI_ + begin * num_inputs_, num_inputs_, products);
+      for (int64_t o = 0; o < kOutputs; ++o) write(0, begin + o, products[o]);
     }
     for (; begin < end; ++begin) {
-      dot_row<1>(wide_TP_.get(), weight_OI_ + begin * num_inputs_, num_inputs_, products);
+      dot_row<1, kAsksAhead>(wide_TP_.get(), weight_OI_ + begin * num_inputs_, num_inputs_, products);
       write(0, begin, products[0]);
     }
   }
@@ -199,17 +214,19 @@ class Product {
     out_TO_[row * num_outputs_ + output] = static_cast<T>(biased);
   }
 
+  const RowWay way_;
   const int64_t num_rows_, num_inputs_, num_outputs_, stride_;
   const T *weight_OI_, *bias_O_;
   T* out_TO_;
   const std::unique_ptr<float[]> wide_TP_;
 };
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor linear(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t row_outputs, bool asks_ahead) {
   check_contiguous(x);
   check_contiguous(weight);
   Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
-  by_dtype(x, [&](auto zero) { Product<decltype(zero)>(x, weight, bias, out).run(); });
+  by_dtype(x, [&](auto zero) { Product<decltype(zero)>(x, weight, bias, out, {row_outputs, asks_ahead}).run(); });
   return out;
 }
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from reference_engine.fast.cpp_operators import find_compiler, load_operators
+from reference_engine.fast.row_way import WAYS
 from reference_engine.layers import RMSNorm
 from reference_engine.rotary import apply_rotary
 
@@ -107,6 +108,17 @@ def test_linear(operators: Any, dtype: torch.dtype, outputs: int, inputs: int, h
         actual = operators.linear(x, weight, bias)
         assert (actual.dtype, actual.shape) == (dtype, (rows, outputs))
         assert relative_l2(actual, expected) < TOLERANCE[dtype], rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (7, 40), (101, 96), (50, 33)])
+def test_a_row_is_the_same_bits_in_every_way(operators: Any, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    x, weight = torch.randn(1, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    expected = operators.linear(x, weight, None)
+    for way in WAYS:
+        actual = operators.linear(x, weight, None, row_outputs=way.row_outputs, asks_ahead=way.asks_ahead)
+        assert torch.equal(actual, expected), way
+    assert torch.equal(operators.linear(x.expand(3, -1).contiguous(), weight, None)[:1], expected), "nor beside others"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
