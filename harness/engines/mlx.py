@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import torch
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.utils import load_model
 
 from harness.engines.adapter import engine_refusals, refuse_unknown_options
@@ -63,16 +63,35 @@ class MLXStepper:
         ((request, tokens, first),) = work
         cache = self._caches.setdefault(request, make_prompt_cache(self._model))
         if first < self._num_tokens[request]:
+            with engine_refusals("mlx-lm", "a cache that goes back"):
+                self._refuse_states()
             trim_prompt_cache(cache, self._num_tokens[request] - first)
         self._num_tokens[request] = first + len(tokens)
         return as_torch(self._model(mx.array([tokens]), cache=cache))[0]
 
+    def _refuse_states(self) -> None:
+        """Refuse what mlx-lm's own speculation does: it looks at caches before they are filled.
+
+        Raises:
+            ValueError: a cache of the model never goes back.
+        """
+        kinds = sorted({type(each).__name__ for each in make_prompt_cache(self._model) if not each.is_trimmable()})
+        if kinds:
+            raise ValueError(f"a prompt cache of {', '.join(kinds)} cannot be trimmed")
+
+    def states(self, request: int) -> dict[int, list[torch.Tensor]]:
+        """Return what convolutions and recurrences of each layer keep, in mlx-lm's order and layout."""
+        parts = {layer: _parts(cache) for layer, cache in enumerate(self._caches[request])}
+        arrays = {
+            layer: [array for part in own if isinstance(part, ArraysCache) for array in part.cache]
+            for layer, own in parts.items()
+        }
+        return {layer: [as_torch(each)[0] for each in own if each is not None] for layer, own in arrays.items() if own}
+
     def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
-        caches = {
-            layer: cache for layer, cache in enumerate(self._caches[request]) if hasattr(cache, "keys_and_values")
-        }
-        return {layer: _keys_and_values(cache) for layer, cache in caches.items()}
+        parts = ((layer, part) for layer, cache in enumerate(self._caches[request]) for part in _parts(cache))
+        return {layer: _keys_and_values(part) for layer, part in parts if hasattr(part, "keys_and_values")}
 
     def fill_unused(self, value: float) -> int:
         """See `FillsUnused`: places that a cache has behind its tokens; a ring has none."""
@@ -142,6 +161,15 @@ class ModuleCalls:
             own = Site(site.path, site.call, site.what, place=place)
             if self._only is None or own in self._only:
                 self._see(own, as_torch(array))
+
+
+def _parts(cache: Any) -> Iterator[Any]:
+    """Yield the caches of a layer: one, or several in a list."""
+    if isinstance(cache, CacheList):
+        for each in cache.caches:
+            yield from _parts(each)
+    else:
+        yield cache
 
 
 def _keys_and_values(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:

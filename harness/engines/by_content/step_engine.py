@@ -10,6 +10,7 @@ import torch
 
 from harness.engines.adapter import Capabilities, Part, Workload
 from harness.engines.by_content.kept import KeptCache
+from harness.engines.by_content.kept_states import KeptStates, Places, find_places
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, rewinds, watched_run
@@ -38,7 +39,8 @@ class StepEngine:
     object has a method `finish(request)`, it is called when a request has ended. Before it `cached(request)` is called
     where there is one: it returns the keys and values that are kept, {layer: ([positions, KV heads, head size] twice)}.
     `states(request)`, called after a step, returns the states that are kept, {layer: {"conv_state": tensor,
-    "recurrent_state": tensor}}, as HF's cache has them of one request.
+    "recurrent_state": tensor}}, as HF's cache has them of one request; or {layer: [tensor, ...]} in any order and
+    layout, of which each is found by what it holds.
     Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
     what it holds from there on. `fill_unused` and `fill_states` let `harness fuzz --poison` into its memory: see
     `harness.engines.poison`.
@@ -58,6 +60,7 @@ class StepEngine:
         self._numbers = count(1 << 20)
         self._graph: Graph | None = None
         self.map: TapMap | None = None
+        self._places: Places = {}
         self.capabilities = Capabilities(schedules=(*_SCHEDULES, *_WITH_DRAFTS), keeps_cache=False)
 
     @cached_property
@@ -85,6 +88,8 @@ class StepEngine:
         again = recomputes(stepper)
         schedules = _SCHEDULES if learned.is_packed else _SCHEDULES[: 1 if again else 2]
         kept = self._kept(stepper, graph, learned)
+        places = self._places = find_places(stepper, hf, next(self._numbers))
+        kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
         self.capabilities = Capabilities(
             schedules=(*schedules, *(_WITH_DRAFTS if rewinds(stepper) else ())),
             keeps_states=hasattr(stepper, "states"),
@@ -115,7 +120,7 @@ class StepEngine:
         """See `Engine.run`."""
         assert self.map is not None, "match_taps comes first"
         assert self._graph is not None
-        run = _Run(self._open(), self.map, self._graph, writer, self._numbers, workload.poison)
+        run = _Run(self._open(), self.map, self._places, self._graph, writer, self._numbers, workload.poison)
         for batch in workload.batches:
             for work in _steps(batch, workload):
                 run.step(work)
@@ -127,6 +132,7 @@ class _Run:
         self,
         stepper: Stepper,
         tap_map: TapMap,
+        places: Places,
         graph: Graph,
         writer: RecordingWriter,
         numbers: Iterator[int],
@@ -139,7 +145,7 @@ class _Run:
         self._lasting = {tap for tap, each in tap_map.taps.items() if each.is_sampled_only or tap in graph.head}
         self._sites = tap_map.sites
         self._numbers, self._own = numbers, dict[int, int]()
-        self._cache = KeptCache(stepper, graph, tap_map)
+        self._cache, self._states = KeptCache(stepper, graph, tap_map), KeptStates(stepper, places)
         self._num_computed = Counter[int]()
         """Rows of each request, by its number in the engine, with those that it has given up."""
 
@@ -181,9 +187,7 @@ class _Run:
 
     def _write_states(self, request: RequestInfo, positions: range) -> None:
         """Write what the engine keeps of states, where it shows them."""
-        shown = getattr(self._stepper, "states", None)
-        layers = {} if shown is None else shown(self._number(request))
-        states = {(layer, name): state[None] for layer, own in layers.items() for name, state in own.items()}
+        states = {key: state[None] for key, state in self._states.read(self._number(request)).items()}
         write_states(self._writer, self._graph, states, [(0, request.id, positions.stop - 1)])
 
     def finish(self, requests: list[RequestInfo]) -> None:

@@ -136,6 +136,7 @@ def check_taps(
     shapes |= {cache: shapes[written] for cache, written in caches.items() if written in shapes}
     states = {op.tap: [*op.shape] for op in graph if op.kind is Kind.STATE}
     shapes |= {tap: shape for tap, shape in states.items() if shape}
+    shapes |= {entry.name: entry.shape for entry in actual.taps if keeps_one_less(graph, entry)}
     findings, usable = [], set[str]()
     for entry in actual.taps:
         # What a cache of a coarser dtype has lost shows when it is read back.
@@ -147,6 +148,15 @@ def check_taps(
         else:
             findings.append(Finding(code=Code.TAP_MISMATCH, message=message, tap=entry.name))
     return findings, usable
+
+
+def keeps_one_less(graph: Graph, entry: TapEntry) -> bool:
+    """Whether a tap is a convolution's state with one column less than HF's: what the next token needs."""
+    if entry.name not in graph or graph[entry.name].kind is not Kind.STATE:
+        return False
+    shape = graph[entry.name].shape
+    is_convolution = graph[entry.name].site.startswith("conv_state") and len(shape) > 1
+    return is_convolution and tuple(entry.shape) == (*shape[:-1], shape[-1] - 1)
 
 
 def _mismatch(

@@ -22,7 +22,7 @@ from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.replay import Replay, TapRows
 from harness.judge.compare.sequences import NOWHERE, RowSequence
-from harness.judge.compare.shapes import engine_dtype
+from harness.judge.compare.shapes import engine_dtype, keeps_one_less
 from harness.oracle.batching import batch_tokens
 from harness.oracle.caches import held_states
 from harness.oracle.model import HFModel
@@ -67,6 +67,11 @@ class StateRuns:
         self._judge = _NoJudge(hf.graph, {tap for tap in usable if tap in hf.graph and not hf.graph[tap].is_kept})
         self._steps = [step for step in recording.steps if not is_readback(step)]
         self._known: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
+
+    @cached_property
+    def _with_one_less(self) -> set[str]:
+        """Taps of convolutions' states whose engine keeps one column less than HF."""
+        return {entry.name for entry in self.recording.taps if keeps_one_less(self._hf.graph, entry)}
 
     @cached_property
     def prefixes(self) -> Prefixes:
@@ -141,6 +146,7 @@ class StateRuns:
     def _by_tap(self, cache: object, num_requests: int) -> list[dict[str, torch.Tensor]]:
         named = self._hf.graph.states
         states = {named[key]: state for key, state in held_states(cache).items() if key in named}
+        states |= {tap: state[..., 1:] for tap, state in states.items() if tap in self._with_one_less}
         flat = {tap: state.flatten(1).to("cpu", torch.float64) for tap, state in states.items()}
         return [{tap: state[at] for tap, state in flat.items()} for at in range(num_requests)]
 

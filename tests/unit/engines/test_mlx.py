@@ -55,6 +55,46 @@ def test_a_model_that_it_does_not_know_is_refused_in_its_words(checkpoints):
         check(checkpoints, "qwen3-moe-tiny")
 
 
+def mamba(tiny_folder, **options):
+    return harness.check("mlx", model=tiny_folder("mamba"), prompts=PROMPTS, max_new_tokens=4, **options)
+
+
+def test_states_are_found_and_pass(tiny_folder):
+    """A convolution's has one column less than HF's, and the other way around; HF itself cannot do chunks of Mamba."""
+    report = mamba(tiny_folder, dtype="float32", schedules=["plain", "chunked:3"])
+    assert report, report.text()
+    for run in report.runs:
+        assert sum(tap.num_rows for tap in run.taps if "_state" in tap.name) >= 4 * 2 * 4
+        assert not [site for site in run.coverage.not_offered if "_state" in site]
+
+
+@pytest.mark.parametrize(("kept", "cause"), [(0, "conv"), (1, "recurrent")])
+def test_a_state_that_is_lost_is_named(tiny_folder, monkeypatch, kept, cause):
+    from harness.engines import mlx
+
+    class Losing(mlx.MLXStepper):
+        def step(self, work):
+            logits = super().step(work)
+            ((request, _tokens, first),) = work
+            if first >= len(PROMPTS[0]):
+                for cache in self._caches[request]:
+                    cache.cache[kept] = 0 * cache.cache[kept]
+            return logits
+
+    monkeypatch.setattr(mlx, "MLXStepper", Losing)
+    engine = open_engine("mlx", tiny_folder("mamba"), dtype="float32", device="cpu", options={})
+    options = {"prompts": PROMPTS, "max_new_tokens": 4, "dtype": "float32", "schedules": ["plain"]}
+    (run,) = harness.check(engine, model=tiny_folder("mamba"), **options).runs
+    assert f"{cause}_state" in run.first_divergence.tap
+    assert run.first_divergence.position == len(PROMPTS[0])
+    assert run.first_divergence.explanation.cause == "is zero: it was never written, or it was cleared"
+
+
+def test_states_do_not_go_back(tiny_folder):
+    with pytest.raises(harness.HarnessError, match=r"(?s)H015.*ArraysCache cannot be trimmed"):
+        mamba(tiny_folder, dtype="float32", schedules=["rewound"])
+
+
 def test_what_it_cannot_do_is_refused(checkpoints):
     from harness.engines.mlx import open_engine
 

@@ -62,6 +62,54 @@ def test_states_of_a_live_engine_are_judged(tiny_folder, late):
         assert run.outcome is Outcome.PASS, [each.message for each in run.findings]
 
 
+class HeldInAnotherLayout(Held):
+    """Shows the states as lists, in the layout of mlx-lm: a convolution's without its oldest column, columns first."""
+
+    def states(self, request):
+        return {
+            layer: [own["recurrent_state"].transpose(-1, -2), own["conv_state"][:, 1:].T, torch.zeros(3, 5)]
+            for layer, own in super().states(request).items()
+        }
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("late", [False, True])
+def test_states_in_another_layout_are_found_by_what_they_hold(tiny_folder, late):
+    folder = tiny_folder("falcon_h1")
+    engine = StepEngine(lambda: HeldInAnotherLayout(folder, late=late), name="held", folder=folder, dtype="float32")
+    found = harness.check(
+        engine, model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=4, schedules=["plain"]
+    )
+    (run,) = found.runs
+    judged = {tap.name: tap for tap in run.taps if "_state" in tap.name}
+    assert set(judged) == {f"model.layers.{at}.{name}_state" for at in (0, 1) for name in ("conv", "recurrent")}
+    assert all(tap.num_rows == 4 for tap in judged.values())
+    wrong = {each.tap: each.explanation.cause for each in run.findings if "conv_state" in (each.tap or "")}
+    late_ones = [tap for tap in judged if late and "conv" in tap]
+    assert wrong == dict.fromkeys(late_ones, "is not updated in decode: it is the state at the end of the prompt")
+    assert late or run.outcome is Outcome.PASS, [each.message for each in run.findings]
+
+
+class HeldElsewhere(Held):
+    """Shows tensors that are no states of HF's, and in the second layer none."""
+
+    def states(self, request):
+        shown = super().states(request)
+        return {0: [2 * shown[0]["recurrent_state"], shown[0]["conv_state"]], 1: []}
+
+
+def test_states_that_are_not_found_are_said_to_be_lacking(tiny_folder):
+    folder = tiny_folder("falcon_h1")
+    engine = StepEngine(lambda: HeldElsewhere(folder), name="held", folder=folder, dtype="float32")
+    found = harness.check(
+        engine, model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=4, schedules=["plain"]
+    )
+    assert found, found.text()
+    assert {tap.name for tap in found.runs[0].taps if "_state" in tap.name} == {"model.layers.0.conv_state"}
+    lacking = {each for each in engine.capabilities.unsupported_taps if "_state" in each}
+    assert lacking == {"recurrent_state", "model.layers.1.conv_state"}
+
+
 class Named(nn.Module):
     """HF's modules under HF's names, in a module of somebody's own."""
 

@@ -10,7 +10,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import Replicated
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.shapes import cache_format, check_taps, engine_dtype, refuse_part
+from harness.judge.compare.shapes import cache_format, check_taps, engine_dtype, keeps_one_less, refuse_part
 
 GRAPH = Graph((
     Operation(tap="k", kind=Kind.LINEAR), Operation(tap="k_cache", kind=Kind.CACHE, inputs=("k",)),
@@ -131,3 +131,19 @@ def test_a_tap_may_not_be_coarser_than_the_engine(engine, is_fine):
 
 def test_a_cache_whose_writing_the_golden_does_not_have_may_have_any_shape():
     assert checked(("k_cache", "BF16", (9,)), expected=()) == ({"k_cache"}, {})
+
+
+@pytest.mark.parametrize(
+    ("site", "shape", "is_one_less"),
+    [
+        ("conv_state", [6, 3], True), ("conv_state.1", [6, 3], True), ("conv_state", [6, 4], False),
+        ("conv_state", [6, 2], False), ("conv_state", [3, 6], False), ("conv_state", [18], False),
+        ("recurrent_state", [6, 3], False), ("mixer", [6, 3], False), ("nowhere", [6, 3], False),
+    ],
+)  # fmt: skip
+def test_a_convolutions_state_may_lack_its_oldest_column(site, shape, is_one_less):
+    """The next token does not need it, and some engines do not keep it."""
+    sites = {"conv_state": Kind.STATE, "conv_state.1": Kind.STATE, "recurrent_state": Kind.STATE, "mixer": Kind.OTHER}
+    graph = Graph(tuple(Operation(tap=f"layers.0.{each}", kind=kind, shape=(6, 4)) for each, kind in sites.items()))
+    entry = SimpleNamespace(name=f"layers.0.{site}", dtype="F32", shape=shape)
+    assert keeps_one_less(graph, entry) == is_one_less
