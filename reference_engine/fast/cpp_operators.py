@@ -26,7 +26,7 @@ __all__ = ["cache_folder", "find_compiler", "load_operators"]
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
 HEADERS = SOURCE.with_suffix("")
 """The folder of what it includes."""
-NAMES = ("rms_norm", "add_norm", "norm_rotate", "silu_mul", "linear", "store_kv", "paged_decode")
+NAMES = ("rms_norm", "add_norm", "norm_rotate", "silu_mul", "linear", "store_kv", "paged_decode", "decode_layers")
 OPTIONS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp-simd")
 """The last one allows the loops that say so to become vectors; no other threads than torch's are started."""
 EXACTNESS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

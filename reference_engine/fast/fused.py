@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import silu
 
 from reference_engine.batch import Batch
+from reference_engine.fast.layer_loop import LayerLoop
 from reference_engine.layers import MLP, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer, Layer
 
@@ -44,13 +45,15 @@ class FusedDecoder:
     """The decoder's."""
     operators: Any
     """The kernels: `triton_operators` or those of `cpp_operators`."""
+    loop: LayerLoop | None = None
+    """All layers in one call, for the steps that it serves."""
 
     @classmethod
     def of(cls, decoder: Decoder, operators: Any) -> FusedDecoder:
         """Return another reading of a decoder that is not compiled."""
         layers = tuple(layer for layer in decoder.layers if isinstance(layer, DecoderLayer))
         assert len(layers) == len(decoder.layers), "compiled layers are fused by the compiler"
-        return cls(decoder, layers, operators)
+        return cls(decoder, layers, operators, LayerLoop.of(layers, decoder.norm, operators))
 
     def __call__(self, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], or None when no row is sampled."""
@@ -66,6 +69,8 @@ class FusedDecoder:
         self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch
     ) -> torch.Tensor:
         """Return the residual stream [T, D] after the last layer, normalised."""
+        if self.loop is not None and self.loop.serves(batch):
+            return self.loop(x_TD, rotation, batch)
         norms_behind = [*(layer.input_layernorm for layer in self.layers[1:]), self.decoder.norm]
         first = self.layers[0].input_layernorm
         normed_TD: torch.Tensor = self.operators.rms_norm(x_TD, first.weight_X, first.eps)

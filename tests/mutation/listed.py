@@ -16,8 +16,8 @@ LISTED: tuple[Mutant, ...] = (
     replaced(f"{_COMPARE}/bounds.py", "    if model.roundings:\n", "    if False:\n"),
     # a convention always preferred
     replaced(f"{_COMPARE}/row_judge.py", "best is None or best.num_bad >= errors.num_bad", "best is None"),
-    # `preempted` reached without block tables
-    replaced(f"{_COMPARE}/triggers.py", "if has_tables and not computed", "if not computed"),
+    # `preempted` reached by an engine without a cache
+    replaced(f"{_COMPARE}/triggers.py", "elif has_lost and not computed", "elif not computed"),
     # the variance over channels, or rows, dropped
     replaced(f"{_COMPARE}/systematic.py", "_variance(rows) + _variance(channels)", "_variance(rows)"),
     replaced(f"{_COMPARE}/systematic.py", "_variance(rows) + _variance(channels)", "_variance(channels)"),

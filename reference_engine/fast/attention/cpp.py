@@ -78,6 +78,15 @@ class CppAttention(PagedAttention):
             },
         )
 
+    def layer_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and the values of a layer, [blocks, slots, K, H] each."""
+        k_cache_BSKH, v_cache_BSKH = self._caches[layer]
+        return k_cache_BSKH, v_cache_BSKH
+
+    def window(self, layer: int) -> int | None:
+        """Return the latest tokens that a row of a layer sees; None for all."""
+        return self._layer_windows[layer]
+
     def attend(
         self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, batch: Batch
     ) -> torch.Tensor:

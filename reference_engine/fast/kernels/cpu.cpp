@@ -9,6 +9,7 @@
 // W width of the fused projection, B blocks, S slots in a block, C keys.
 
 #include "cpu/attention.h"
+#include "cpu/layers.h"
 #include "cpu/norms.h"
 #include "cpu/products.h"
 
@@ -24,6 +25,10 @@ STABLE_TORCH_LIBRARY(reference_engine_cpu, library) {
   library.def(
       "paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor context_lens, "
       "Tensor(a!) out, *, int? window=None) -> ()");
+  library.def(
+      "decode_layers(Tensor x, Tensor cos, Tensor sin, Tensor slots, Tensor block_tables, Tensor context_lens, "
+      "Tensor[] norms, Tensor[] weights, Tensor[] biases, Tensor[] qk_norms, Tensor(a!)[] caches, int[] windows, float eps, "
+      "float qk_eps, int num_heads, int num_kv_heads, int row_outputs, bool asks_ahead) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(reference_engine_cpu, CPU, library) {
@@ -34,4 +39,5 @@ STABLE_TORCH_LIBRARY_IMPL(reference_engine_cpu, CPU, library) {
   library.impl("silu_mul", TORCH_BOX(&silu_mul));
   library.impl("store_kv", TORCH_BOX(&store_kv));
   library.impl("paged_decode", TORCH_BOX(&paged_decode));
+  library.impl("decode_layers", TORCH_BOX(&decode_layers));
 }
