@@ -27,6 +27,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 import harness
 import harness.engines.hf as engine_room
+import harness.engines.hf_batch as batch_room
 from harness.api.arguments import requests_of
 from harness.engines.hf import HFEngine
 from harness.formats.recording import Recording, RequestInfo
@@ -455,12 +456,10 @@ def planted(fault: Fault) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(engine_room, "decoder_inputs", handed))
         if "prefix cache" in fault.name:
-            known, own = Keyless(), engine_room._Batch.run_on_prefix
-            stack.enter_context(
-                patch.object(engine_room._Batch, "run_on_prefix", lambda self, _known: own(self, known))
-            )
+            known, own = Keyless(), batch_room.Batch.run_on_prefix
+            stack.enter_context(patch.object(batch_room.Batch, "run_on_prefix", lambda self, _known: own(self, known)))
         if fault.cut is not None:
-            stack.enter_context(patch.object(engine_room, "handing", fault.cut(handing)))
+            stack.enter_context(patch.object(batch_room, "handing", fault.cut(handing)))
         yield
 
 

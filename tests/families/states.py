@@ -422,7 +422,7 @@ FAULTS = (
 def decoding_with(decoder: type[HFDecoder]) -> Iterator[None]:
     """Let the engine go through another decoder."""
     Faulty.left = None
-    with patch("harness.engines.hf.HFDecoder", decoder):
+    with patch("harness.engines.hf.HFDecoder", decoder), patch("harness.engines.hf_batch.HFDecoder", decoder):
         yield
 
 

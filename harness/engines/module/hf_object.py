@@ -8,7 +8,8 @@ from math import prod
 import torch
 
 from harness.engines.adapter import Workload
-from harness.engines.hf import HFEngine, ShownTap
+from harness.engines.hf import HFEngine
+from harness.engines.hf_forward import ShownTap
 from harness.engines.module.names import operation_of
 from harness.engines.module.values import evaluating
 from harness.errors import Code, HarnessError

@@ -63,7 +63,7 @@ class Engine:
         engine = HFEngine(self._loaded(), None)
         engine.match_taps(self.oracle.graph)
         engine.__dict__["sources"] = {at: tap for at, tap in engine.sources.items() if not at.endswith(left_out)}
-        monkeypatch.setattr("harness.engines.hf._Batch._read_back", lambda *_: None)
+        monkeypatch.setattr("harness.engines.hf_batch.Batch._read_back", lambda *_: None)
         inject(engine._hf.model)
         record_run(self.plan, engine, self.plan.schedules[0], self.golden.requests, path)
         with Recording.open(path, verify=False) as actual:
