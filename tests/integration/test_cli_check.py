@@ -130,10 +130,9 @@ def test_a_sample_of_rows_says_what_it_left_out(check):
     fewer = {tap["name"] for tap in ran.json["taps"] if tap["num_rows"] < by_name[tap["name"]]}
     assert {"model.layers.0.mlp.up_proj", "model.layers.1.attention"} <= fewer
     assert "model.layers.0.input_layernorm" not in fewer
-    assert "outside of the sample" in check("--schedule", "plain", "--rows", "2").out
 
 
-@pytest.mark.parametrize("given", [("--rows", "0"), ("--rows", "-3"), ("--rows", "4", "--rows-seed", "-1")])
+@pytest.mark.parametrize("given", [("--rows", "0"), ("--rows", "4", "--rows-seed", "-1")])
 def test_rows_that_are_no_number_of_rows_are_refused(check, given):
     ran = check("--schedule", "plain", *given)
     assert ran.status == 2
@@ -141,6 +140,7 @@ def test_rows_that_are_no_number_of_rows_are_refused(check, given):
     assert f"where:    {given[-2]}" in ran.err
 
 
+@pytest.mark.slow
 def test_a_sample_finds_a_fault_and_the_next_command_has_it(check, install):
     ran = check("--engine", install(PERTURBED), "--schedule", "plain", "--rows", "2", "--format", "json")
     assert (ran.status, ran.json["first_divergence"]["tap"]) == (1, "model.layers.1.mlp.up_proj")
