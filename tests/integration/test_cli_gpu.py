@@ -35,6 +35,18 @@ def test_a_check(dtype):
     assert (done.returncode, result["verdict"], result["device"]) == (0, "pass", "cuda"), done.stderr
 
 
+def test_a_check_of_a_sample_of_rows():
+    done = run("check", "--device", "cuda", "--schedule", "plain", "--rows", "4", "--format", "json")
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["verdict"]) == (0, "pass"), done.stderr
+    assert result["runs"][0]["coverage"]["rows_left_out"] > 0
+
+
+def test_hf_forked_and_preempted():
+    done = run("check", "--engine", "hf", "--device", "cuda", "--schedule", "forked,preempted", "--format", "json")
+    assert json.loads(done.stdout)["verdict"] == "pass", done.stderr
+
+
 @pytest.mark.parametrize("name", ["w8a8", "deepseek"])
 def test_a_quantised_checkpoint(tmp_path, name):
     folder = tmp_path / name
