@@ -19,6 +19,9 @@ from harness.oracle.watch import AttentionCall
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of a weight that are squared at a time: they stay in the second-level cache."""
+_OPEN_OF_ATTENTION = 0.5
+"""Share of the bound without sensitivities from which on those of attention are measured. They decide above 1; below it
+a report would show shares of a bound that is far too small, as sensitivities are most of it in float32."""
 _MAJORITY = 0.5
 """Share of the rows from which the finer dtype is the operation's."""
 
@@ -144,9 +147,10 @@ class RowJudge:
     ) -> torch.Tensor:
         """Return the bound of each row. Sensitivities cost much and only add to it: measured where they may decide."""
         bound = derived_bound(model, dtype, Sensitivity(), rows.expected)
-        is_open = roundings > bound
+        share = _OPEN_OF_ATTENTION if rows.operation.kind is Kind.ATTENTION else 1.0
+        is_open = roundings > share * bound
         if control is not None:
-            is_open = is_open | (control > bound)
+            is_open = is_open | (control > share * bound)
         if bool(is_open.any()):
             some = rows.select(is_open)
             bound[is_open] = derived_bound(model, dtype, self._sensitivity(some), some.expected)
