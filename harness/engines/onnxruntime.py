@@ -46,27 +46,35 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
 class GenAIStepper:
     """A model of ONNX Runtime GenAI, one request a step, with a generator for each."""
 
+    rewinds = True
+
     def __init__(self, export: Path) -> None:
         """Open an export, with every node's outputs as outputs of the graph."""
         with scratch_folder("harness-") as folder:
             self._outputs = {site: partial(self._read, name) for site, name in with_all_outputs(export, folder)}
             self._model = genai.Model(str(folder))
-        self._present = _present_names(export)
+        decoder = json.loads((export / "genai_config.json").read_text())["model"]["decoder"]
+        self._logits: str = decoder["outputs"]["logits"]
+        self._present = _present_names(decoder)
         self._generators: dict[int, Any] = {}
         self._running: Any = None
 
     def step(self, work: Work) -> torch.Tensor:
-        """See `Stepper.step`.
+        """See `Stepper.step`; goes back by `rewind_to`, as a chat does that is edited.
 
         Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: the runtime does not go back with this model.
             ValueError: the work is of several requests.
         """
-        ((request, tokens, _first),) = work
+        ((request, tokens, first),) = work
         if request not in self._generators:
             self._generators[request] = genai.Generator(self._model, genai.GeneratorParams(self._model))
         self._running = self._generators[request]
+        if first < self._running.token_count():
+            with engine_refusals("onnxruntime-genai", "rewind_to"):
+                self._running.rewind_to(first)
         self._running.append_tokens([tokens])
-        return torch.from_numpy(self._running.get_logits()).float()[0, -1:]
+        return torch.from_numpy(self._running.get_output(self._logits)).float()[0]
 
     def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
@@ -89,9 +97,8 @@ class GenAIStepper:
         return self._running.get_output(name)
 
 
-def _present_names(export: Path) -> list[str]:
+def _present_names(decoder: Mapping[str, Any]) -> list[str]:
     """Return the names of the graph's outputs that are the cache: keys and values of each layer in turn."""
-    decoder = json.loads((export / "genai_config.json").read_text())["model"]["decoder"]
     names = decoder["outputs"]["present_key_names"], decoder["outputs"]["present_value_names"]
     return [name % layer for layer in range(decoder["num_hidden_layers"]) for name in names]
 

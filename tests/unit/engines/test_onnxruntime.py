@@ -13,6 +13,8 @@ from harness.results.check import Outcome
 
 pytest.importorskip("onnxruntime_genai", exc_type=ImportError)
 
+from harness.engines import onnxruntime as engine
+
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
 
 
@@ -24,9 +26,9 @@ def export(checkpoints, tmp_path_factory):
     return folder
 
 
-def check(checkpoints, **options):
+def check(checkpoints, schedules=("plain",), **options):
     return harness.check(
-        "onnxruntime", model=checkpoints / "qwen3-tiny", prompts=PROMPTS, max_new_tokens=4, schedules=["plain"],
+        "onnxruntime", model=checkpoints / "qwen3-tiny", prompts=PROMPTS, max_new_tokens=4, schedules=schedules,
         engine_options=options,
     )  # fmt: skip
 
@@ -39,6 +41,36 @@ def test_the_nodes_of_an_export_are_told_by_content(checkpoints, export):
     assert not lost & {"k_cache", "v_cache"}
     assert len(lost) < 8
     assert run.tokens.equal == run.tokens.compared == 8
+
+
+def test_a_request_goes_back(checkpoints, export):
+    rewound, speculative = check(checkpoints, ["rewound", "speculative"], export=export).runs
+    assert [rewound.outcome, speculative.outcome] == [Outcome.PASS, Outcome.PASS], rewound.findings
+    assert rewound.tokens.compared > 8  # those that it gives up
+    assert speculative.acceptance
+
+
+class KeepsAToken:
+    """A generator that keeps one token more than it should."""
+
+    def __init__(self, own):
+        self.own = own
+
+    def __getattr__(self, name):
+        return getattr(self.own, name)
+
+    def rewind_to(self, length):
+        self.own.rewind_to(length + 1)
+
+
+def test_a_token_too_many_after_going_back_is_found(checkpoints, export, monkeypatch):
+    opened = engine.genai.Generator
+    monkeypatch.setattr(engine.genai, "Generator", lambda *given: KeepsAToken(opened(*given)))
+    folder = checkpoints / "qwen3-tiny"
+    forgetful = engine.open_engine(folder, dtype="float32", device="cpu", options={"export": str(export)})
+    (run,) = harness.check(forgetful, model=folder, prompts=PROMPTS, max_new_tokens=4, schedules=["rewound"]).runs
+    values = next(each for each in run.findings if each.tap.endswith("v_cache"))
+    assert values.explanation.provenance.holds == "the value of request 0, position 8"
 
 
 def test_an_export_has_to_be_there(checkpoints, tmp_path):

@@ -113,7 +113,8 @@ def _offsets_by_request(failure: Failure, offsets: torch.Tensor) -> str | None:
 def places(failure: Failure) -> dict[str, torch.Tensor]:
     """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length.
 
-    Rows of drafts count as those of the request that they are of.
+    Rows of drafts count as those of the request that they are of. A row that the request found in the cache has its own
+    position for its index: which step computed it is not known here.
     """
     requests = failure.recording.manifest.requests
     lengths = {request.id: request.prompt_length for request in requests}
@@ -121,9 +122,12 @@ def places(failure: Failure) -> dict[str, torch.Tensor]:
     chunk, batch, prompt, others = [], [], [], []
     for request, position, step in failure.rows.identities():
         rows = failure.recording.steps[step]
-        at = last_index(rows, request, position)
         original = drafts.get(request, request)
-        own = sum(drafts.get(each, each) == original for each in rows.request[:at].tolist())
+        if bool(((rows.request == request) & (rows.position == position)).any()):
+            at = last_index(rows, request, position)
+            own = sum(drafts.get(each, each) == original for each in rows.request[:at].tolist())
+        else:
+            at = own = position
         chunk.append(own)
         batch.append(at)
         prompt.append(lengths[original])

@@ -49,7 +49,7 @@ class Engine:
             device="cpu",
             requests=[RequestSpec(token_ids=each) for each in prompts],
             max_new_tokens=3,
-            schedules=["plain"],
+            schedules=["plain", "rewound"],
             local_files_only=True,
         )
         self.folder, self.oracle = folder, self._loaded()
@@ -58,14 +58,15 @@ class Engine:
     def _loaded(self):
         return load_model(self.plan.folder, dtype=torch.float32, stays=True)
 
-    def explained(self, path, inject, left_out, monkeypatch):
+    def explained(self, path, inject, left_out, monkeypatch, schedule="plain"):
         """Return the tap that is found first, and its explanation."""
         engine = HFEngine(self._loaded(), None)
         engine.match_taps(self.oracle.graph)
         engine.__dict__["sources"] = {at: tap for at, tap in engine.sources.items() if not at.endswith(left_out)}
         monkeypatch.setattr("harness.engines.hf_batch.Batch._read_back", lambda *_: None)
         inject(engine._hf.model)
-        record_run(self.plan, engine, self.plan.schedules[0], self.golden.requests, path)
+        (own,) = (each for each in self.plan.schedules if each.name == schedule)
+        record_run(self.plan, engine, own, self.golden.requests, path)
         with Recording.open(path, verify=False) as actual:
             found = compare_run(actual, self.golden, hf=self.oracle)
             first = explain_run(found, actual, self.golden, self.oracle).first_divergence
@@ -111,6 +112,15 @@ def test_a_cause_is_found_through_rotary_and_attention(mistral, tmp_path, monkey
     first, explanation = mistral.explained(tmp_path / "run", inject, left_out, monkeypatch)
     assert first == f"model.layers.0.{tap}"
     assert (explanation.is_cause, explanation.cause) == (True, cause)
+
+
+def test_a_cause_is_found_through_rotary_where_the_history_is_of_a_row_that_was_given_up(
+    mistral, tmp_path, monkeypatch
+):
+    first, explanation = mistral.explained(tmp_path / "run", theta(1e6), ROTATED, monkeypatch, schedule="rewound")
+    assert first == "model.layers.0.attention"
+    assert explanation.cause == "wrong rope theta: 1e+06 instead of 10000"
+    assert "could not be tried" not in explanation.detail
 
 
 def test_the_edge_of_the_window_is_said_where_rows_begin_to_be_wrong(mistral, tmp_path, monkeypatch):
