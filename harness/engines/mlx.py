@@ -10,7 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import torch
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_lm.utils import load_model
 
 from harness.engines.adapter import engine_refusals, refuse_unknown_options
@@ -44,7 +51,7 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
 
 
 class MLXStepper:
-    """A model of mlx-lm, one request a step, with a prompt cache for each."""
+    """A model of mlx-lm: one request a step with its prompt cache, or a padded batch as in its `BatchGenerator`."""
 
     rewinds = True
 
@@ -53,13 +60,18 @@ class MLXStepper:
         self._model = model
         self._caches: dict[int, Any] = {}
         self._num_tokens = Counter[int]()
+        self._batch: list[int] = []
+        self._batch_cache: list[Any] = []
+        """Of the requests of the batch; what has left it has a cache of its own again."""
 
     def step(self, work: Work) -> torch.Tensor:
         """See `Stepper.step`; goes back as mlx-lm's own speculation does, which does not look at what trimming returns.
 
         Raises:
-            ValueError: the work is of several requests.
+            ValueError: a cache of the model is not made for batches.
         """
+        if len(work) > 1 or work[0][0] in self._batch:
+            return self._batched_step([request for request, _, _ in work], [tokens for _, tokens, _ in work])
         ((request, tokens, first),) = work
         cache = self._caches.setdefault(request, make_prompt_cache(self._model))
         if first < self._num_tokens[request]:
@@ -68,6 +80,39 @@ class MLXStepper:
             trim_prompt_cache(cache, self._num_tokens[request] - first)
         self._num_tokens[request] = first + len(tokens)
         return as_torch(self._model(mx.array([tokens]), cache=cache))[0]
+
+    def _batched_step(self, requests: list[int], tokens: list[list[int]]) -> torch.Tensor:
+        """Compute a batch: padded on the right while the caches are filled, which are then shifted to their end."""
+        self._change_batch(requests)
+        lengths = [len(each) for each in tokens]
+        padding = [max(lengths) - length for length in lengths]
+        for cache in self._batch_cache if any(padding) else ():
+            cache.prepare(lengths=lengths, right_padding=padding)
+        ids = mx.array([each + [0] * pad for each, pad in zip(tokens, padding, strict=True)])
+        logits = as_torch(self._model(ids, cache=self._batch_cache))
+        for cache in self._batch_cache if any(padding) else ():
+            cache.finalize()
+        return torch.stack([rows[length - 1] for rows, length in zip(logits, lengths, strict=True)])
+
+    def _change_batch(self, requests: list[int]) -> None:
+        """Let requests leave the batch, or put a new one together."""
+        if requests == self._batch:
+            return
+        keep = [at for at, request in enumerate(self._batch) if request in requests]
+        self._caches |= {request: self._cache_of(request) for request in self._batch if request not in requests}
+        if requests and [self._batch[at] for at in keep] == requests:
+            for cache in self._batch_cache:
+                cache.filter(keep)
+        else:
+            layers = zip(*map(self._cache_of, requests), strict=True)
+            self._batch_cache = [each[0].merge(each) for each in layers]
+        self._batch = requests
+
+    def _cache_of(self, request: int) -> list[Any]:
+        """Return a request's cache by layer: out of the batch where it is in it, an empty one where it is new."""
+        if request in self._batch:
+            return [cache.extract(self._batch.index(request)) for cache in self._batch_cache]
+        return list(self._caches.get(request) or make_prompt_cache(self._model))
 
     def _refuse_states(self) -> None:
         """Refuse what mlx-lm's own speculation does: it looks at caches before they are filled.
@@ -81,7 +126,7 @@ class MLXStepper:
 
     def states(self, request: int) -> dict[int, list[torch.Tensor]]:
         """Return what convolutions and recurrences of each layer keep, in mlx-lm's order and layout."""
-        parts = {layer: _parts(cache) for layer, cache in enumerate(self._caches[request])}
+        parts = {layer: _parts(cache) for layer, cache in enumerate(self._cache_of(request))}
         arrays = {
             layer: [array for part in own if isinstance(part, ArraysCache) for array in part.cache]
             for layer, own in parts.items()
@@ -90,21 +135,23 @@ class MLXStepper:
 
     def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
-        parts = ((layer, part) for layer, cache in enumerate(self._caches[request]) for part in _parts(cache))
+        parts = ((layer, part) for layer, cache in enumerate(self._cache_of(request)) for part in _parts(cache))
         return {layer: _keys_and_values(part) for layer, part in parts if hasattr(part, "keys_and_values")}
 
     def fill_unused(self, value: float) -> int:
         """See `FillsUnused`: places that a cache has behind its tokens; a ring has none."""
-        caches = [cache for own in self._caches.values() for cache in own if type(cache) is KVCache]
-        arrays = [
-            (array, cache.offset) for cache in caches for array in (cache.keys, cache.values) if array is not None
-        ]
+        own = [cache for each in self._caches.values() for cache in each if type(cache) is KVCache]
+        ends = [(cache, cache.offset) for cache in own]
+        ends += [(cache, cache.size()) for cache in self._batch_cache if type(cache) is BatchKVCache]
+        arrays = [(array, end) for cache, end in ends for array in (cache.keys, cache.values) if array is not None]
         for array, end in arrays:
             array[..., end:, :] = in_range(value, getattr(torch, str(array.dtype).removeprefix("mlx.core.")))
         return sum(array[..., end:, :].size for array, end in arrays)
 
     def finish(self, request: int) -> None:
         """Forget a request."""
+        if request in self._batch:
+            self._change_batch([each for each in self._batch if each != request])
         self._caches.pop(request, None)
         self._num_tokens.pop(request, None)
 

@@ -10,8 +10,9 @@ from harness.engines.by_content.first_step import find_first
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.later_steps import LaterSteps
 from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, watched_step
+from harness.engines.by_content.tables import RowOrder
 from harness.engines.by_content.tap_map import MappedTap, TapMap
-from harness.formats.taps import Graph, Kind, Operation
+from harness.formats.taps import Graph, Operation
 from harness.oracle.model import HFModel
 from harness.oracle.quantised_inputs import has_declared_inputs, inputs_as_declared
 
@@ -48,32 +49,37 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
     return TapMap(
         taps=later.taps,
         uncertain=later.uncertain,
-        is_packed=_is_packed(stepper, hf, later.taps, numbers),
+        row_order=_row_order(stepper, hf, later.taps, numbers),
         num_tensors=len(seen),
     )
 
 
-def _is_packed(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]) -> bool:
-    """Whether the rows of two requests follow each other: seen at the embedding."""
-    embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in taps), None)
-    if embedding is None:
-        return False
-    ids = _random_ids(hf, 8)
+def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]) -> RowOrder | None:
+    """Return how the rows of two requests lie in a step: seen at the first tap. None: it is of one request."""
+    first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
+    if first is None:
+        return None
+    ids, lengths = _random_ids(hf, 8), (3, 5)
     try:
         seen = watched_step(stepper, [(next(numbers), ids[:3], 0), (next(numbers), ids[3:], 0)])
     except Exception:  # an engine of one request a step
-        return False
-    source = taps[embedding].sources[0]
-    rows = None if source.site not in seen else source.read(seen[source.site], len(ids))
+        return None
+    source = taps[first].sources[0]
+    if source.site not in seen:
+        return None
     expected: list[torch.Tensor] = []
 
     def look(operation: Operation, value: torch.Tensor) -> None:
-        if operation.tap == embedding:
+        if operation.tap == first:
             expected.append(value)
             raise EndOfRun
 
     run_hf(hf, torch.tensor(ids)[None], look)
-    return rows is not None and relative_error(rows, expected[0]) <= 0.1
+    for order in RowOrder:
+        rows = source.read_all(seen[source.site], lengths, order)
+        if rows is not None and relative_error(rows, expected[0]) <= 0.1:
+            return order
+    return None
 
 
 def _random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:

@@ -14,6 +14,7 @@ from harness.engines.by_content.kept_states import KeptStates, Places, find_plac
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, rewinds, watched_run
+from harness.engines.by_content.tables import RowOrder
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison
@@ -85,8 +86,7 @@ class StepEngine:
                 expected=f"tensors of {self._folder}",
                 hint="an engine that is compiled or runs in another process shows no tensors",
             )
-        again = recomputes(stepper)
-        schedules = _SCHEDULES if learned.is_packed else _SCHEDULES[: 1 if again else 2]
+        schedules = _schedules(learned.row_order, is_again=recomputes(stepper))
         kept = self._kept(stepper, graph, learned)
         places = self._places = find_places(stepper, hf, next(self._numbers))
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
@@ -153,7 +153,8 @@ class _Run:
         """Compute some positions of some requests, each with those of the draft that it gives up, and record them."""
         parts = [part for each in work for part in each]
         rows = [(request, at) for request, positions in parts for at in positions]
-        last = [end - 1 for end in accumulate(sum(len(positions) for _, positions in each) for each in work)]
+        lengths = [sum(len(positions) for _, positions in each) for each in work]
+        last = [end - 1 for end in accumulate(lengths)]
         sampled = [row for row, (request, at) in enumerate(rows) if at >= request.prompt_length - 1]
         verifies = not set(sampled) <= set(last)  # each row of a draft chooses a token
         chosen = [at for at, row in enumerate(sampled if verifies else last) if row in sampled]
@@ -170,11 +171,11 @@ class _Run:
         if self._poison is not None:
             victim = None if self._poison.victim is None else self._own.get(self._poison.victim)
             self._poison.before_step(self._stepper, victim)
-        for each in work:
-            self._num_computed[self._number(each[0][0])] += sum(len(positions) for _, positions in each)
+        for each, length in zip(work, lengths, strict=True):
+            self._num_computed[self._number(each[0][0])] += length
         given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
         shown, logits = self._watched(given, sampled if verifies else None, num_again + len(rows))
-        taps = self._map.read(shown, num_rows=num_again + len(rows), num_requests=len(logits))
+        taps = self._map.read(shown, lengths=[num_again + lengths[0], *lengths[1:]], num_sampled=len(logits))
         for tap, value in taps.items():
             own = value[-len(rows) :].reshape(-1, *self._graph[tap].shape)
             if tap not in self._lasting:
@@ -227,6 +228,19 @@ class _Run:
         if request_id not in self._own:
             self._own[request_id] = next(self._numbers)
         return self._own[request_id]
+
+
+def _schedules(order: RowOrder | None, *, is_again: bool) -> tuple[str, ...]:
+    """Return the schedules of an engine: in a padded batch there are no chunks beside decode.
+
+    Args:
+        order: of the rows of several requests.
+        is_again: whether a step computes all earlier tokens of its request again.
+    """
+    if order is RowOrder.PACKED:
+        return _SCHEDULES
+    alone = ("plain",) if is_again else ("plain", "chunked")
+    return alone if order is None or is_again else (*alone, "batched")
 
 
 def _steps(requests: list[RequestInfo], workload: Workload) -> Iterator[list[list[Part]]]:

@@ -8,7 +8,7 @@ import torch
 
 from harness.engines.by_content.columns import Columns
 from harness.engines.by_content.sites import Site
-from harness.engines.by_content.tables import RowLayout
+from harness.engines.by_content.tables import RowLayout, RowOrder
 
 
 class Evidence(StrEnum):
@@ -38,7 +38,11 @@ class Source:
 
     def read(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
         """Return the tap's rows, [num_rows, W]; None if the tensor has less rows or columns."""
-        rows = self.layout.rows(tensor, num_rows)
+        return self.read_all(tensor, [num_rows], RowOrder.PACKED)
+
+    def read_all(self, tensor: torch.Tensor, lengths: Sequence[int], order: RowOrder) -> torch.Tensor | None:
+        """Return the tap's rows of several requests, [all of them, W]; None if the tensor has less rows or columns."""
+        rows = self.layout.rows_of(tensor, lengths, order)
         if rows is None or rows.shape[1] < self.columns.stop:
             return None
         return self.columns.of(rows)
@@ -63,8 +67,8 @@ class TapMap:
     taps: Mapping[str, MappedTap]
     uncertain: Mapping[str, str]
     """Taps that are not taken from any tensor, and why."""
-    is_packed: bool
-    """Whether the rows of several requests follow each other in the order of the step's work."""
+    row_order: RowOrder | None
+    """How the rows of several requests lie, in the order of the step's work; None: a step is of one request."""
     num_tensors: int
     """Tensors that were looked at."""
 
@@ -73,19 +77,22 @@ class TapMap:
         """All sites to watch."""
         return frozenset(source.site for tap in self.taps.values() for source in tap.sources)
 
-    def read(self, shown: Mapping[Site, torch.Tensor], *, num_rows: int, num_requests: int) -> dict[str, torch.Tensor]:
-        """Return the rows of each tap in a step: [num_rows, W], or [num_requests, W] where only those are computed."""
+    def read(
+        self, shown: Mapping[Site, torch.Tensor], *, lengths: Sequence[int], num_sampled: int
+    ) -> dict[str, torch.Tensor]:
+        """Return the rows of each tap in a step: [rows, W], or [num_sampled, W] where only those are computed.
+
+        Args:
+            shown: the tensors of the step.
+            lengths: rows of each request.
+            num_sampled: rows of what is computed only for those that choose a token.
+        """
+        order = self.row_order or RowOrder.PACKED
         taps = {}
         for tap, mapped in self.taps.items():
-            wanted = num_requests if mapped.is_sampled_only else num_rows
-            rows = _first(mapped.sources, shown, wanted)
+            wanted = ([num_sampled], RowOrder.PACKED) if mapped.is_sampled_only else (lengths, order)
+            found = (source.read_all(shown[source.site], *wanted) for source in mapped.sources if source.site in shown)
+            rows = next((each for each in found if each is not None), None)
             if rows is not None:
                 taps[tap] = rows
         return taps
-
-
-def _first(sources: Sequence[Source], shown: Mapping[Site, torch.Tensor], num_rows: int) -> torch.Tensor | None:
-    for source in sources:
-        if source.site in shown and (rows := source.read(shown[source.site], num_rows)) is not None:
-            return rows
-    return None

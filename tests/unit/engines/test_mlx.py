@@ -31,6 +31,24 @@ def test_every_operation_passes(checkpoints, name, num_taps):
     assert all(run.coverage.not_offered == () for run in report.runs)
 
 
+@pytest.mark.parametrize("name", ["qwen3-tiny", "gemma3-tiny"])
+def test_a_batch_passes(checkpoints, name):
+    """Prompts of unequal length, one longer than the window: padded on the right, then shifted."""
+    prompts = [*PROMPTS, [*range(20, 56)]]
+    (run,) = harness.check(
+        "mlx", model=checkpoints / name, prompts=prompts, max_new_tokens=4, schedules=["batched"]
+    ).runs
+    assert run.findings == ()
+    assert run.coverage.missing == 0
+
+
+def test_padding_in_the_states_of_a_batch_is_named(tiny_folder):
+    """mlx-lm's Mamba does not look at the lengths that its cache is told: reports/cpu/mlx_ragged_states.py."""
+    (run,) = mamba(tiny_folder, dtype="float32", schedules=["batched"]).runs
+    causes = {finding.tap: finding.explanation.cause for finding in run.findings if finding.explanation}
+    assert causes["backbone.layers.0.conv_state"] == "padding is in it: rows of token 0 after the prompt"
+
+
 def test_what_its_config_does_not_read_is_named(checkpoints):
     (run,) = check(checkpoints, "llama-tiny", schedules=["plain"]).runs
     assert run.first_divergence.tap == "model.layers.0.q_rope"

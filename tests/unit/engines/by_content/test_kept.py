@@ -9,7 +9,7 @@ import harness
 from harness.engines.by_content.columns import Columns
 from harness.engines.by_content.kept import KeptCache
 from harness.engines.by_content.sites import Site
-from harness.engines.by_content.tables import RowLayout
+from harness.engines.by_content.tables import RowLayout, RowOrder
 from harness.engines.by_content.tap_map import Evidence, MappedTap, Source, TapMap
 from harness.formats.taps import Graph, Kind, Operation
 
@@ -94,7 +94,7 @@ def test_keys_of_another_order_are_put_in_that_of_hf():
     mapped = MappedTap(tap=keys, evidence=Evidence.CONTENT, sources=(source,))
     rows = torch.arange(12.0).reshape(3, 1, 4)
     engine = SimpleNamespace(cached=lambda _request: {0: (rows, rows)})
-    taps = TapMap(taps={keys: mapped}, uncertain={}, is_packed=True, num_tensors=1)
+    taps = TapMap(taps={keys: mapped}, uncertain={}, row_order=RowOrder.PACKED, num_tensors=1)
     held = KeptCache(engine, graph, taps).read(0, 5)
     kept, own = held["model.layers.0.k_cache"]
     assert kept == range(2, 5)

@@ -1,0 +1,76 @@
+"""Engines that put requests side by side, each padded to the longest: on the right, or on the left."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import harness
+from harness.engines.by_content import StepEngine
+
+PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)], [7, 8]]
+
+
+class Padded:
+    """HF's model over a padded batch, which only becomes smaller."""
+
+    def __init__(self, folder, side):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.side, self.requests = side, []
+
+    def step(self, work):
+        requests = [request for request, _, _ in work]
+        if not set(requests) <= set(self.requests):
+            self.requests, self.cache = requests, DynamicCache()
+            self.mask = torch.zeros(len(requests), 0, dtype=torch.int64)
+        keep = torch.tensor([self.requests.index(request) for request in requests])
+        if requests != self.requests:
+            self.cache.batch_select_indices(keep)
+        self.requests, self.mask = requests, self.mask[keep]
+        width = max(len(tokens) for _, tokens, _ in work)
+        ids, positions, mask = torch.zeros(3, len(work), width, dtype=torch.int64)
+        for row, (_, tokens, first) in enumerate(work):
+            begin = self.begin(width, len(tokens))
+            own = slice(begin, begin + len(tokens))
+            ids[row, own], mask[row, own] = torch.tensor(tokens), 1
+            positions[row, own] = torch.arange(first, first + len(tokens))
+        self.mask = torch.cat([self.mask, mask], dim=1)
+        given = {"attention_mask": self.seen(), "position_ids": positions, "cache": self.cache}
+        logits = self.model(ids, **given).logits
+        ends = [self.begin(width, len(tokens)) + len(tokens) - 1 for _, tokens, _ in work]
+        return logits[torch.arange(len(work)), ends]
+
+    def begin(self, width, length):
+        return width - length if self.side == "left" else 0
+
+    def seen(self):
+        return self.mask
+
+
+class AttendsToPadding(Padded):
+    """What a mask that is left out does."""
+
+    def seen(self):
+        return torch.ones_like(self.mask)
+
+
+def check(kind, side, folder, *schedules):
+    engine = StepEngine(lambda: kind(folder, side), name="padded", folder=folder, dtype="float32")
+    return harness.check(engine, model=folder, prompts=PROMPTS, max_new_tokens=4, schedules=schedules)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_passes(checkpoints, side):
+    (run,) = check(Padded, side, checkpoints / "qwen2-tiny", "batched").runs
+    assert run.findings == ()
+    assert run.coverage.missing == 0
+    assert run.tokens.equal == run.tokens.compared == 12
+
+
+def test_attention_to_padding_is_found(checkpoints):
+    (run,) = check(AttendsToPadding, "left", checkpoints / "qwen2-tiny", "batched").runs
+    assert run.first_divergence.tap == "model.layers.0.attention"
+
+
+def test_there_are_no_chunks_beside_decode(checkpoints):
+    with pytest.raises(harness.HarnessError, match=r"(?s)H015.*expected: plain, chunked, batched"):
+        check(Padded, "left", checkpoints / "qwen2-tiny", "mixed:4")
