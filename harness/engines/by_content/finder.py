@@ -211,9 +211,15 @@ class TapFinder:
         known = self._of_site(operation)
         for name in self._predicted(operation, known):
             for columns in {found.columns.start: found.columns for found in known.values()}.values():
-                if (found := self._named(name, columns)) is not None:
+                found = self._named(name, columns)
+                if found is not None and not any(self._is_copy(found, other) for other in known.values()):
                     return found
         return None
+
+    def _is_copy(self, found: Found, other: Found) -> bool:
+        """Whether a tensor is another layer's: a module of all layers may be dumped by each name with its last call."""
+        rows, others = self._rows(found), self._rows(other)
+        return rows.shape == others.shape and torch.equal(rows, others)
 
     def _of_site(self, operation: Operation) -> dict[int, Found]:
         """Return what was found for the operation's like in other layers."""

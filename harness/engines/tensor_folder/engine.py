@@ -1,5 +1,6 @@
 """A folder of dumped tensors in the place of an engine: it has computed one prefill, and computes nothing more."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ class FolderEngine:
 
         Raises:
             HarnessError: as `read_tensors`; TENSORS_OF_OTHER_TOKENS: no tensor has a row for each token, or none holds
-                a value of theirs; DIFFERENT_DTYPES.
+                a value of theirs, or they are of several prefills; DIFFERENT_DTYPES.
         """
         files = read_tensors(self._folder)
         hf, rounding = load_model(self._checkpoint, dtype=torch.float32, stays=True), rounding_unit(self._dtype)
@@ -58,6 +59,7 @@ class FolderEngine:
         self._refuse_other_dtype([table.rows.dtype for table in finder.tables])
         finder.find()
         self._refuse_other_tokens(hf, files, rounding)
+        self._refuse_several_prefills(hf)
         self._graph = graph
         own_rows = tuple(tap for tap, found in finder.found.items() if found.is_last_row and tap not in graph.head)
         lacking = graph.not_shown(finder.found)
@@ -152,10 +154,12 @@ class FolderEngine:
         assert self._finder is not None
         found = self._finder.found
         embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in found), None)
-        is_empty = all(each.evidence is not Evidence.CONTENT for each in found.values())
+        is_empty = all(each.evidence is not Evidence.CONTENT or each.is_last_row for each in found.values())
         if not is_empty and (embedding is None or found[embedding].evidence is Evidence.CONTENT):
             return
-        hint = "give the tokens that the engine computed, one request alone, and the model that it ran"
+        hint = (
+            "give the tokens that the engine computed, one request alone and not in chunks, and the model that it ran"
+        )
         told = embedded_tokens(hf, files.tensors, max(1e-5, 4 * rounding))
         if told is not None and told[1][: len(self._ids)] != self._ids:
             name, tokens = told
@@ -175,6 +179,32 @@ class FolderEngine:
                 where=self._folder,
                 expected=f"tensors of {self._checkpoint.folder}",
                 hint=hint,
+            )
+
+    def _refuse_several_prefills(self, hf: HFModel) -> None:
+        """Refuse a second prefill of the same tokens: the sound tensors of one run would hide another run's bug.
+
+        Its embedding's name is the first one's but for numbers (of processes, steps, calls), and no other tap's is so.
+        """
+        assert self._finder is not None
+        found, name = self._finder.found, self._finder.name
+        embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in found), None)
+        if embedding is None:
+            return
+        own, alike = name(embedding), _without_numbers(name(embedding))
+        if any(_without_numbers(name(tap)) == alike for tap in found if tap != embedding):
+            return  # the names are numbers
+        rows, tables = self._finder.rows(embedding), self._finder.tables
+        named = [each for each in tables if each.name != own and _without_numbers(each.name) == alike]
+        others = [each.name for each in named if torch.equal(each.rows, rows)]
+        if others:
+            raise HarnessError(
+                Code.TENSORS_OF_OTHER_TOKENS,
+                "the tensors are of several prefills of these tokens",
+                where=self._folder,
+                expected="one prefill",
+                actual=f"{len(others) + 1}: {own}; {'; '.join(others[:_MOST_SHOWN])}",
+                hint="leave the files of one process and one step in the folder",
             )
 
     def _refuse_other_dtype(self, dtypes: Sequence[torch.dtype]) -> None:
@@ -210,6 +240,11 @@ def finder_of(tensors: Sequence[NamedTensor], hf: HFModel, ids: Sequence[int], r
         last_rows=[Table(name, each.reshape(1, -1)) for name, each in one_row.items()],
         rounding=rounding,
     )
+
+
+def _without_numbers(name: str) -> str:
+    """Return a name with # for its numbers; those of ranks stay, which may hold the same."""
+    return re.sub(r"(?i)((?<![a-z])(?:tp|pp|ep|dp|rank)[_=]?)?\d+", lambda at: at[0] if at[1] else "#", name)
 
 
 def _difference(expected: Sequence[int], actual: Sequence[int]) -> tuple[str, str]:
