@@ -264,3 +264,59 @@ def test_two_steps_of_msprobe_are_refused(check, folder, checkpoints):
     ran = check()
     assert ran.status == 2, ran.out + ran.err
     assert ran.err.startswith("H086: the tensors are of several prefills of these tokens\n")
+
+
+SPLIT, ADDED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def write_ranks(folder, model, *, scale=1.0):
+    """Write what the modules of two tensor-parallel ranks make, before they are added up; `scale` is rank 1's."""
+    for rank in (0, 1):
+        (folder / f"step0/rank{rank}/proc{100 + rank}").mkdir(parents=True)
+
+    def shares(path, module, given, output):
+        if path.endswith((*SPLIT, "act_fn")):
+            return output.chunk(2, dim=-1)
+        if path.endswith(ADDED):
+            parts = zip(given.chunk(2, dim=-1), module.weight.chunk(2, dim=1), (1.0, scale), strict=True)
+            return [(x @ w.T) * factor for x, w, factor in parts]
+        if path.endswith("embed_tokens"):
+            mine = (given < 128)[..., None]
+            return output * mine, output * ~mine
+        return output, output
+
+    def see(path):
+        def hook(module, args, output):
+            given = args[0] if args else None
+            if not isinstance(output, torch.Tensor):
+                return None
+            parts = shares(path, module, given, output)
+            for rank, part in enumerate(parts):
+                place = folder / f"step0/rank{rank}/proc{100 + rank}"
+                torch.save(part.clone(), place / f"Module.{path}.forward.0.output.0.pt")
+            return sum(parts) if path.endswith(ADDED) else None
+
+        return hook
+
+    for path, module in model.named_modules():
+        if path and path != "model":
+            module.register_forward_hook(see(path))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([IDS]), use_cache=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [1.0, 0.75])
+def test_what_ranks_hold_is_put_together(check, folder, checkpoints, dtype, scale):
+    path = checkpoints / "qwen2-tiny"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True).eval()
+    write_ranks(folder, model, scale=scale)
+    ran = check(dtype)
+    sources = {each["tap"]: each["tensor"] for each in ran.json["sources"]}
+    name = "step0/rank*/proc*/Module.model.layers.0.{}.forward.0.output.0.pt, 2 ranks {}"
+    assert sources["model.layers.0.self_attn.k_proj"] == name.format("self_attn.k_proj", "side by side")
+    if scale == 1.0:
+        assert sources["model.layers.0.mlp.down_proj"] == name.format("mlp.down_proj", "added up")
+        assert ran.status == 0, ran.out + ran.err
+    else:
+        assert ran.json["first_divergence"]["tap"] == "model.layers.0.self_attn.o_proj"

@@ -14,6 +14,7 @@ from harness.engines.by_content.names import TapNames
 from harness.engines.by_content.tables import Table, tables_of
 from harness.engines.by_content.tap_map import Evidence
 from harness.engines.tensor_folder.prompt import embedded_tokens
+from harness.engines.tensor_folder.ranks import together
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.recording import RecordingWriter
@@ -230,7 +231,8 @@ def finder_of(tensors: Sequence[NamedTensor], hf: HFModel, ids: Sequence[int], r
         ids: the tokens.
         rounding: RMS relative error of one rounding in the engine.
     """
-    given = {each.name: each.tensor for each in tensors}
+    # where names decide, what ranks hold together comes before the part of one of them
+    given = {each.name: each.tensor for each in [*together(tensors), *tensors]}
     one_row = {name: each for name, each in given.items() if each.dim() >= 1 and each.numel() == each.shape[-1]}
     return TapFinder(
         hf,
