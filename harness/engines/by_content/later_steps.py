@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
-from math import prod
+from itertools import islice, permutations, product
+from math import inf, prod
 
 import torch
 
@@ -41,7 +41,7 @@ class LaterSteps:
         prefill: Mapping[Site, torch.Tensor],
         decode: Mapping[Site, torch.Tensor],
         *,
-        num_again: int,
+        is_again: bool,
         rounding: float,
     ) -> None:
         """Take the steps.
@@ -51,12 +51,12 @@ class LaterSteps:
             ids: the prompt, and one token.
             prefill: tensors of the prompt's step.
             decode: tensors of the token's step.
-            num_again: tokens of the prompt that the second step computes again: none, or all.
+            is_again: whether the second step computes the prompt again.
             rounding: RMS relative error of one rounding in the engine.
         """
         self._hf, self._ids, self._rounding = hf, torch.tensor(ids)[None], rounding
         self._prefill, self._decode, self._num_tokens = prefill, decode, len(ids) - 1
-        self._num_again = num_again
+        self._is_again = is_again
         self._order = {site: at for at, site in enumerate(prefill)}
         self._taken: set[Source] = set()
         """Sources that hold a tap for certain."""
@@ -151,7 +151,7 @@ class LaterSteps:
 
     def _sampled(self, source: Source) -> _Read | None:
         """Return the one row that a source has in each of the steps; None if it has less rows or columns."""
-        rows = source.read(self._prefill[source.site], 1), source.read(self._decode[source.site], 1)
+        rows = [source.read(step[source.site], range(1)) for step in (self._prefill, self._decode)]
         if rows[0] is None or rows[1] is None:
             return None
         return _Read(source, torch.cat([rows[0], rows[1]]), is_sampled_only=True)
@@ -160,9 +160,13 @@ class LaterSteps:
         """Return a source's rows in both steps; None if it has not as many rows or columns, or is not there."""
         if source.site not in self._prefill or source.site not in self._decode:
             return None
-        long = source.read(self._prefill[source.site], self._num_tokens)
-        short = source.read(self._decode[source.site], self._num_again + 1)
-        return None if long is None or short is None else _Read(source, torch.cat([long, short[-1:]]))
+        num, decode = self._num_tokens, self._decode[source.site]
+        dim, parts = source.layout.dim, source.layout.parts
+        is_of_context = dim < decode.dim() and decode.shape[dim] == (num + 1) * parts
+        source = replace(source, is_of_context=self._is_again or is_of_context)
+        long = source.read(self._prefill[source.site], range(num))
+        short = source.read(decode, range(num, num + 1))
+        return None if long is None or short is None else _Read(source, torch.cat([long, short]))
 
     def _own(self, tap: str) -> _Read | None:
         """Return the tensor that was found for a tap, or that may be it."""
@@ -174,24 +178,45 @@ class LaterSteps:
         for chosen in islice(product(*candidates), _MOST_TRIALS):
             taken = dict(zip((op.tap for op in lost), chosen, strict=True))
             if self._is_computed_from(reader, taken):
-                for tap, read in taken.items():
+                for tap, read in self._nearest_of_exchanged(reader, taken).items():
                     self._take(tap, [read], Evidence.CONSUMERS)
                 if reader.tap not in self.taps:
                     self._take(reader.tap, self._pending[reader.tap][-1:], Evidence.CONTENT)
                 return
 
     def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
-        errors: list[float] = []
+        return self._errors_with(reader, taken).get(reader.tap, inf) <= self._held
+
+    def _nearest_of_exchanged(self, reader: Operation, taken: Mapping[str, _Read]) -> Mapping[str, _Read]:
+        """Return the same tensors for taps as HF's values are nearest to: a sum is the same in any order."""
+        if len(taken) == 1:
+            return taken
+        best, least = taken, inf
+        for order in permutations(taken.values()):
+            other = dict(zip(taken, order, strict=True))
+            if any(other[tap].rows.shape != read.rows.shape for tap, read in taken.items()):
+                continue
+            errors = self._errors_with(reader, other)
+            if errors.get(reader.tap, inf) <= self._held and (error := sum(errors[tap] for tap in other)) < least:
+                best, least = other, error
+        return best
+
+    def _errors_with(self, reader: Operation, taken: Mapping[str, _Read]) -> dict[str, float]:
+        """Return how far tensors are from HF's values, of taps that take them and of the operation that reads them."""
+        errors: dict[str, float] = {}
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
             read = taken.get(operation.tap) or self._own(operation.tap)
-            if operation.tap == reader.tap and read is not None:
-                errors.append(relative_error(read.rows, value[-len(read.rows) :]))
+            if read is None:
+                return None
+            if operation.tap in taken or operation.tap == reader.tap:
+                errors[operation.tap] = relative_error(read.rows, value[-len(read.rows) :])
+            if operation.tap == reader.tap:
                 raise EndOfRun
-            return None if read is None else self._in_place_of(value, read)
+            return self._in_place_of(value, read)
 
         run_hf(self._hf, self._ids, look)
-        return bool(errors) and errors[0] <= self._held
+        return errors
 
     def _candidates(self, operation: Operation, reader: Operation) -> list[_Read]:
         """Return what may be an operation's value, each once: what is like another layer's sources first.

@@ -43,8 +43,7 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
     lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
     rounding = rounding_unit(dtype)
     first = find_first(hf, ids, lasting, rounding=rounding)
-    num_again = num_tokens if recomputes(stepper) else 0
-    later = LaterSteps(hf, prompt, prefill, decode, num_again=num_again, rounding=rounding)
+    later = LaterSteps(hf, prompt, prefill, decode, is_again=recomputes(stepper), rounding=rounding)
     later.tell_apart(first)
     return TapMap(
         taps=later.taps,
@@ -59,7 +58,7 @@ def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], num
     first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
     if first is None:
         return None
-    ids, lengths = _random_ids(hf, 8), (3, 5)
+    ids, spans = _random_ids(hf, 8), (range(3), range(5))
     try:
         seen = watched_step(stepper, [(next(numbers), ids[:3], 0), (next(numbers), ids[3:], 0)])
     except Exception:  # an engine of one request a step
@@ -76,7 +75,7 @@ def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], num
 
     run_hf(hf, torch.tensor(ids)[None], look)
     for order in RowOrder:
-        rows = source.read_all(seen[source.site], lengths, order)
+        rows = source.read_all(seen[source.site], spans, order)
         if rows is not None and relative_error(rows, expected[0]) <= 0.1:
             return order
     return None
@@ -88,7 +87,7 @@ def _random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:
 
 
 def _unmistakable(graph: Graph) -> tuple[int, int]:
-    """Return numbers of requests and of tokens that no dimension of the model has."""
+    """Return numbers of requests and of tokens that no dimension of the model has, nor the next ones."""
     sizes = {size for operation in graph for size in operation.shape}
-    free = [length for length in _LENGTHS if length not in sizes] or list(_LENGTHS)
+    free = [length for length in _LENGTHS if not sizes & {length, length + 1}] or list(_LENGTHS)
     return free[1 % len(free)], free[0]

@@ -1,7 +1,7 @@
 """A live torch engine as an engine under test, without a table of its tensors."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, count
 from pathlib import Path
@@ -167,17 +167,16 @@ class _Run:
             sampled_rows=sampled,
             partial_rows=dict.fromkeys(self._lasting, sampled) if sampled else None,
         )
-        num_again = parts[0][1].start if recomputes(self._stepper) else 0
         if self._poison is not None:
             victim = None if self._poison.victim is None else self._own.get(self._poison.victim)
             self._poison.before_step(self._stepper, victim)
         for each, length in zip(work, lengths, strict=True):
             self._num_computed[self._number(each[0][0])] += length
         given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
-        shown, logits = self._watched(given, sampled if verifies else None, num_again + len(rows))
-        taps = self._map.read(shown, lengths=[num_again + lengths[0], *lengths[1:]], num_sampled=len(logits))
-        for tap, value in taps.items():
-            own = value[-len(rows) :].reshape(-1, *self._graph[tap].shape)
+        spans = [range(start, start + len(tokens)) for _, tokens, start in given]
+        shown, logits = self._watched(given, sampled if verifies else None, spans)
+        for tap, value in self._map.read(shown, spans=spans, num_sampled=len(logits)).items():
+            own = value.reshape(-1, *self._graph[tap].shape)
             if tap not in self._lasting:
                 self._writer.tap(tap, own)
             elif sampled:
@@ -202,24 +201,24 @@ class _Run:
                 free(number)
 
     def _watched(
-        self, work: Work, rows: list[int] | None, num_rows: int
+        self, work: Work, rows: list[int] | None, spans: Sequence[range]
     ) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
         shown = dict[Site, torch.Tensor]()
 
         def see(site: Site, tensor: torch.Tensor) -> None:
-            self._fill_padding(site, tensor, num_rows)
+            self._fill_padding(site, tensor, spans)
             shown[site] = tensor.clone()
 
         return shown, watched_run(self._stepper, work, see, only=self._sites, rows=rows)
 
-    def _fill_padding(self, site: Site, tensor: torch.Tensor, num_rows: int) -> None:
+    def _fill_padding(self, site: Site, tensor: torch.Tensor, spans: Sequence[range]) -> None:
         """Fill rows of padding where they come from: what is behind the tokens' own embeddings."""
         if self._poison is None or hasattr(self._stepper, "watching"):  # its own way shows copies
             return
         for source in self._embedding:
             if source.site == site:
                 rows = tensor.movedim(source.layout.dim, 0)
-                is_live = torch.arange(len(rows), device=rows.device) < num_rows * source.layout.parts
+                is_live = torch.arange(len(rows), device=rows.device) < source.num_rows(spans) * source.layout.parts
                 self._poison.fill_rows(rows, is_live)
 
     def _number(self, request: RequestInfo) -> int:

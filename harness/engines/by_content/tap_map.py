@@ -35,16 +35,25 @@ class Source:
     site: Site
     layout: RowLayout
     columns: Columns
+    is_of_context: bool = False
+    """Whether it has rows of all earlier tokens of its requests too, before those of the step."""
 
-    def read(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-        """Return the tap's rows, [num_rows, W]; None if the tensor has less rows or columns."""
-        return self.read_all(tensor, [num_rows], RowOrder.PACKED)
+    def num_rows(self, spans: Sequence[range]) -> int:
+        """Return how many rows it has in a step of these positions of requests."""
+        return sum(span.stop if self.is_of_context else len(span) for span in spans)
 
-    def read_all(self, tensor: torch.Tensor, lengths: Sequence[int], order: RowOrder) -> torch.Tensor | None:
+    def read(self, tensor: torch.Tensor, span: range) -> torch.Tensor | None:
+        """Return the tap's rows of one request, [len(span), W]; None if the tensor has less rows or columns."""
+        return self.read_all(tensor, [span], RowOrder.PACKED)
+
+    def read_all(self, tensor: torch.Tensor, spans: Sequence[range], order: RowOrder) -> torch.Tensor | None:
         """Return the tap's rows of several requests, [all of them, W]; None if the tensor has less rows or columns."""
+        lengths = [span.stop if self.is_of_context else len(span) for span in spans]
         rows = self.layout.rows_of(tensor, lengths, order)
         if rows is None or rows.shape[1] < self.columns.stop:
             return None
+        if self.is_of_context:
+            rows = torch.cat([own[span.start :] for own, span in zip(rows.split(lengths), spans, strict=True)])
         return self.columns.of(rows)
 
 
@@ -78,19 +87,19 @@ class TapMap:
         return frozenset(source.site for tap in self.taps.values() for source in tap.sources)
 
     def read(
-        self, shown: Mapping[Site, torch.Tensor], *, lengths: Sequence[int], num_sampled: int
+        self, shown: Mapping[Site, torch.Tensor], *, spans: Sequence[range], num_sampled: int
     ) -> dict[str, torch.Tensor]:
         """Return the rows of each tap in a step: [rows, W], or [num_sampled, W] where only those are computed.
 
         Args:
             shown: the tensors of the step.
-            lengths: rows of each request.
+            spans: positions of each request.
             num_sampled: rows of what is computed only for those that choose a token.
         """
         order = self.row_order or RowOrder.PACKED
         taps = {}
         for tap, mapped in self.taps.items():
-            wanted = ([num_sampled], RowOrder.PACKED) if mapped.is_sampled_only else (lengths, order)
+            wanted = ([range(num_sampled)], RowOrder.PACKED) if mapped.is_sampled_only else (spans, order)
             found = (source.read_all(shown[source.site], *wanted) for source in mapped.sources if source.site in shown)
             rows = next((each for each in found if each is not None), None)
             if rows is not None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 import harness
 from harness.engines.by_content.learn import learn_map
+from harness.engines.by_content.step_engine import StepEngine
 from harness.engines.by_content.steps import watched_step
+from harness.engines.module.stepper import ModuleStepper
 from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, Split, StepRows
 from harness.oracle.model import load_model
 
@@ -212,7 +215,7 @@ def test_the_map_says_what_the_table_of_the_page_says(fused_engine, checkpoints)
     engine, numbers = fused_engine(), count()
     hf = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32)
     learned = learn_map(engine, hf, dtype=torch.float32, numbers=numbers)
-    read = learned.read(watched_step(engine, [(next(numbers), PROMPTS[1], 0)]), lengths=[14], num_sampled=1)
+    read = learned.read(watched_step(engine, [(next(numbers), PROMPTS[1], 0)]), spans=[range(14)], num_sampled=1)
     by_hand = {}
     writer = SimpleNamespace(begin_step=lambda **_step: None, tap=lambda tap, rows: by_hand.update({tap: rows.clone()}))
     rows = StepRows(phase="prefill", request=[0] * 14, position=range(14), sampled_rows=[13], kept=range(14))
@@ -301,3 +304,23 @@ def test_an_engine_with_the_logits_of_the_last_token_alone_verifies_nothing(fuse
 def test_an_engine_that_says_nothing_is_not_asked_to_go_back(fused_engine, checkpoints):
     with pytest.raises(harness.HarnessError, match="cannot follow the schedule 'rewound'"):
         check(fused_engine(), checkpoints, schedules=["rewound"])
+
+
+class Nameless:
+    """A model of transformers in a list, where nothing finds its modules by their names."""
+
+    def __init__(self, folder):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self.held = [ModuleStepper(model, torch.device("cpu"))]
+
+    def step(self, work):
+        return self.held[0].step(work)
+
+
+def test_rows_of_earlier_tokens_are_not_taken_for_those_of_the_step(checkpoints):
+    """DeepSeek-V3 in transformers makes keys and values of all latents of its cache in each step."""
+    folder = checkpoints / "deepseek-v3-tiny"
+    engine = StepEngine(lambda: Nameless(folder), name="nameless", folder=folder, dtype="float32")
+    for run in check(engine, checkpoints, "deepseek-v3-tiny", schedules=("plain", "chunked:3")).runs:
+        assert run.findings == ()
+        assert "model.layers.0.self_attn.kv_b_proj" not in run.coverage.not_offered
