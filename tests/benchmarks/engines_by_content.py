@@ -1,0 +1,185 @@
+"""Taps of nano-vllm and of SGLang found by content, against their adapters' tables: sound, and with bugs planted.
+
+    python -m tests.benchmarks.engines_by_content nano_vllm [--model PATH] [--dtype float32] [--fault NAME]
+
+Prints a line for each dtype and fault, each of a process of its own: the taps that the table shows, those of them that
+the map shows, the taps whose rows are not the table's bit for bit (false matches), and the first divergence of both.
+"""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import harness
+from harness.api.reports import CheckReport
+from harness.engines import Engine
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [list(range(3, 50)), list(range(60, 71)), list(range(100, 142))]
+ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang"}
+"""Folders of docs/adapters, and the classes of their `by_content.py`."""
+
+
+def rotary(model: Any) -> None:
+    """Turn queries and keys as at the position after theirs."""
+    module = model.layers[0].self_attn.rotary_emb  # nano-vllm has one for all models of a process
+    if not hasattr(module, "is_turned"):
+        module.is_turned, module.cos_sin_cache.data = True, module.cos_sin_cache.data.roll(-1, 0)
+
+
+def scale(model: Any) -> None:
+    """Take half of the softmax's scale."""
+    for layer in model.layers:
+        name = "scaling" if hasattr(layer.self_attn.attn, "scaling") else "scale"
+        setattr(layer.self_attn.attn, name, getattr(layer.self_attn.attn, name) * 0.5)
+
+
+def eps(model: Any) -> None:
+    """Take another eps in one norm."""
+    norm = model.layers[1].post_attention_layernorm
+    setattr(norm, "eps" if hasattr(norm, "eps") else "variance_epsilon", 0.5)
+
+
+def swap(model: Any) -> None:
+    """Swap gate and up."""
+    weight = model.layers[1].mlp.gate_up_proj.weight
+    weight.data = torch.cat([*reversed(weight.data.chunk(2))])
+
+
+def heads(model: Any) -> None:
+    """Read the context from another head."""
+    weight = model.layers[2].self_attn.o_proj.weight
+    weight.data = weight.data.roll(32, 1)
+
+
+def norm(model: Any) -> None:
+    """Take the final norm's weight as 1 + weight."""
+    model.norm.weight.data += 1
+
+
+def mended(_model: Any) -> None:
+    """Mend nano-vllm's norm, which in float32 writes into its own input and residual."""
+    layernorm = importlib.import_module("nanovllm.layers.layernorm").RMSNorm
+    for name in ("rms_forward", "add_rms_forward"):
+        forward = getattr(layernorm, name)
+        setattr(layernorm, name, _on_copies(forward))
+
+
+def _on_copies(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def copied(self: Any, *given: torch.Tensor) -> Any:
+        if given[0].dtype is not torch.float32:
+            return forward(self, *given)
+        made = forward(self, *(each.double() for each in given))
+        return tuple(each.float() for each in made) if isinstance(made, tuple) else made.float()
+
+    return copied
+
+
+FAULTS = {each.__name__: each for each in (rotary, scale, eps, swap, heads, norm)}
+
+
+class Rows:
+    """A recording's writer that keeps a copy of each row."""
+
+    def __init__(self, writer: Any, kept: dict[tuple[str, int, int], torch.Tensor]) -> None:
+        """Take a writer, and what gets the rows by tap, request and position."""
+        self._writer, self._kept = writer, kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def begin_step(self, **given: Any) -> None:
+        """Begin a step of the writer's."""
+        self._at = [*zip(given["request"], given["position"], strict=True)]
+        self._partial = given.get("partial_rows") or {}
+        self._writer.begin_step(**given)
+
+    def tap(self, name: str, value: torch.Tensor) -> None:
+        """Write rows, and keep them."""
+        rows = self._partial.get(name, range(len(self._at)))
+        for row, each in zip(rows, value, strict=True):
+            self._kept[name, *self._at[row]] = each.detach().clone().flatten()
+        self._writer.tap(name, value)
+
+
+def rows_of(engine: Engine, folder: Path, dtype: str) -> tuple[dict[tuple[str, int, int], torch.Tensor], CheckReport]:
+    """Check an engine, and return its rows by tap, request and position, and the report."""
+    kept: dict[tuple[str, int, int], torch.Tensor] = {}
+    run = engine.run
+    engine.run = lambda workload, writer: run(workload, Rows(writer, kept))  # type: ignore[method-assign]
+    return kept, harness.check(engine, model=folder, dtype=dtype, prompts=PROMPTS, max_new_tokens=6)
+
+
+def told(report: CheckReport) -> str:
+    """Return the outcome and the first divergence with its cause."""
+    first = report.runs[0].first_divergence
+    return "pass" if first is None else f"{first.tap}: {first.explanation.cause}"
+
+
+def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
+    """Run an engine by content and by its table, and return what came of it."""
+    sys.path.insert(0, str(ROOT / "docs" / "adapters" / engine))
+    content, table = importlib.import_module("by_content"), importlib.import_module("engine")
+    if engine == "sglang":  # its settings are of the process: one engine for both
+        content.Engine = built = cache(table.Engine)
+        table.open_engine = lambda folder, *, dtype, **_given: built(folder, dtype)
+    if engine == "nano_vllm" and dtype == "float32" and fault != "as it is":
+        mended(None)
+    plant = FAULTS.get(fault, lambda _model: None)
+
+    def opened(build: Callable[..., Any]) -> Callable[..., Any]:
+        def with_fault(*args: Any, **named: Any) -> Any:
+            made = build(*args, **named)
+            model = made.model if hasattr(made, "model") else made.runner.model
+            if not getattr(model, "has_fault", False):
+                model.has_fault = True
+                plant(model.model)
+            return made
+
+        return with_fault
+
+    setattr(content, ENGINES[engine], opened(getattr(content, ENGINES[engine])))
+    given = {"dtype": dtype, "device": "cpu", "options": {}}
+    live, report = rows_of(content.open_engine(folder, **given), folder, dtype)
+    known, other = rows_of(opened(table.open_engine)(folder, **given), folder, dtype)
+    shown, there = {tap for tap, *_ in live}, {tap for tap, *_ in known}
+    false = {key[0] for key in live.keys() & known.keys() if not torch.equal(live[key], known[key])}
+    lost = ", ".join(sorted(there - shown)) or "-"
+    same = "the same" if told(report) == told(other) else told(other)
+    return f"| {len(shown & there)} of {len(there)} | {lost} | {', '.join(sorted(false)) or 0} | {told(report)} | {same} |"
+
+
+def main() -> None:
+    """Run one case, or every one in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--model", type=Path, default=ROOT / "cases" / "checkpoints" / "qwen3-tiny")
+    parser.add_argument("--dtype", action="append")
+    parser.add_argument("--fault")
+    options = parser.parse_args()
+    if options.fault is not None and len(options.dtype or ()) == 1:
+        print(case(options.engine, options.model, options.dtype[0], options.fault), flush=True)
+        os._exit(0)  # threads of SGLang may not end
+    print("| dtype | fault | taps found | not found | false | first divergence | the table's |\n|---|---|---:|---|---|---|---|")
+    for dtype in options.dtype or ("float32", "bfloat16"):
+        for fault in [options.fault] if options.fault else ["sound", "as it is", *FAULTS]:
+            if fault == "as it is" and (options.engine, dtype) != ("nano_vllm", "float32"):
+                continue
+            command = [sys.executable, "-m", "tests.benchmarks.engines_by_content", options.engine]
+            command += ["--model", str(options.model), "--dtype", dtype, "--fault", fault]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+            line = done.stdout.splitlines()[-1:] or [f"| {done.stderr.strip().splitlines()[-1]} |"]
+            print(f"| {dtype} | {fault} {line[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
