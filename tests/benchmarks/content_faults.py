@@ -1,10 +1,11 @@
-"""Is the map still right where the model is wrong? Checkpoints with a mistake, run by engines whose taps are found by content.
+"""Is the map still right where the model is wrong? Checkpoints with a mistake, run by engines that are read by content.
 
     python -m tests.benchmarks.content_faults module|mlx|onnxruntime|openvino CHECKPOINT [--fault NAME]
 
-The engine runs a checkpoint with one mistake, and is held to the one without. HF's own engine on the wrong checkpoint says
-what each tap is there: a tap whose rows are other ones is a false match. Prints a line for each mistake that the model can
-have: taps found of those that HF's engine shows, false matches, the operation that is wrong, the first divergence.
+The engine runs a checkpoint with one mistake, and is held to the one without. HF's own engine on the wrong checkpoint
+says what each tap is there: a tap whose rows are other ones is a false match. Prints a line for each mistake that the
+model can have: taps found of those that HF's engine shows, false matches, the operation that is wrong, the first
+divergence.
 """
 
 import argparse
@@ -77,7 +78,9 @@ def of_another_layer(parameter: str) -> Callable[[torch.Tensor, Any], torch.Tens
     """Return what takes the parameter of another layer of the same shape; where there is none, its own reversed."""
 
     def change(weight: torch.Tensor, model: Any) -> torch.Tensor:
-        others = [each for name, each in model.named_parameters() if name.endswith(parameter) and ".layers.1." not in name]
+        others = [
+            each for name, each in model.named_parameters() if name.endswith(parameter) and ".layers.1." not in name
+        ]
         return next((each.data for each in others if each.shape == weight.shape), weight.flip(0))
 
     return change
@@ -85,7 +88,11 @@ def of_another_layer(parameter: str) -> Callable[[torch.Tensor, Any], torch.Tens
 
 MISTAKES = (
     Mistake("norm's weight plus one", ".input_layernorm.weight", lambda w, _: w + 1),
-    Mistake("norm of another layer", ".post_attention_layernorm.weight", of_another_layer(".post_attention_layernorm.weight")),
+    Mistake(
+        "norm of another layer",
+        ".post_attention_layernorm.weight",
+        of_another_layer(".post_attention_layernorm.weight"),
+    ),
     Mistake("final norm without its weight", "model.norm.weight", lambda w, _: w * 0 + 0.5, is_of_layer=False),
     Mistake("norm of keys reversed", ".k_norm.weight", lambda w, _: w.flip(0) * 1.3),
     Mistake("heads of queries rolled", ".q_proj.weight", heads_rolled),
@@ -104,7 +111,9 @@ MISTAKES = (
     Mistake("embedding three times as large", ".embed_tokens.weight", lambda w, _: w * 3, is_of_layer=False),
     Mistake("columns of the head rolled", "lm_head.weight", lambda w, _: w.roll(3, 1), is_of_layer=False),
     Mistake("order of experts rolled", ".experts.down_proj", lambda w, _: w.roll(1, 0)),
-    Mistake("experts' gate and up exchanged", ".experts.gate_up_proj", lambda w, _: torch.cat([*reversed(w.chunk(2, 1))], 1)),
+    Mistake(
+        "experts' gate and up exchanged", ".experts.gate_up_proj", lambda w, _: torch.cat([*reversed(w.chunk(2, 1))], 1)
+    ),
     Mistake("rows of the router rolled", ".mlp.gate.weight", lambda w, _: w.roll(1, 0)),
     Mistake("rows of the latent's product rolled", ".kv_b_proj.weight", lambda w, _: w.roll(16, 0)),
     Mistake("rows of the queries' product rolled", ".q_b_proj.weight", lambda w, _: w.roll(16, 0)),

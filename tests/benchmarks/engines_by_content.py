@@ -155,7 +155,9 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
     false = {key[0] for key in live.keys() & known.keys() if not torch.equal(live[key], known[key])}
     lost = ", ".join(sorted(there - shown)) or "-"
     same = "the same" if told(report) == told(other) else told(other)
-    return f"| {len(shown & there)} of {len(there)} | {lost} | {', '.join(sorted(false)) or 0} | {told(report)} | {same} |"
+    return (
+        f"| {len(shown & there)} of {len(there)} | {lost} | {', '.join(sorted(false)) or 0} | {told(report)} | {same} |"
+    )
 
 
 def main() -> None:
@@ -169,7 +171,8 @@ def main() -> None:
     if options.fault is not None and len(options.dtype or ()) == 1:
         print(case(options.engine, options.model, options.dtype[0], options.fault), flush=True)
         os._exit(0)  # threads of SGLang may not end
-    print("| dtype | fault | taps found | not found | false | first divergence | the table's |\n|---|---|---:|---|---|---|---|")
+    print("| dtype | fault | taps found | not found | false | first divergence | the table's |")
+    print("|---|---|---:|---|---|---|---|")
     for dtype in options.dtype or ("float32", "bfloat16"):
         for fault in [options.fault] if options.fault else ["sound", "as it is", *FAULTS]:
             if fault == "as it is" and (options.engine, dtype) != ("nano_vllm", "float32"):
