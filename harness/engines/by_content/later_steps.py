@@ -1,6 +1,6 @@
 """A prompt and one token more: they tell apart what is the same at position 0, and show where the rows are."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, permutations, product
 from math import inf, prod
@@ -82,6 +82,7 @@ class LaterSteps:
             lost = [each for each in lost if each.kind not in _NO_VALUES]
             if lost and not operation.is_kept and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
+        self._prefer_content()
         unclear = [tap for tap in self._pending if tap not in self.taps]
         self.uncertain |= dict.fromkeys(
             unclear, "the tensors that hold it at position 0 hold another value at later ones"
@@ -185,7 +186,13 @@ class LaterSteps:
                 return
 
     def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
-        return self._errors_with(reader, taken).get(reader.tap, inf) <= self._held
+        """Whether HF computes from tensors what the engine has, and would not if one of them were zero."""
+
+        def error_of(given: Mapping[str, _Read]) -> float:
+            return self._errors_with(reader, given).get(reader.tap, inf)
+
+        without = ({**taken, tap: replace(read, rows=torch.zeros_like(read.rows))} for tap, read in taken.items())
+        return error_of(taken) <= self._held and all(error_of(each) > self._held for each in without)
 
     def _nearest_of_exchanged(self, reader: Operation, taken: Mapping[str, _Read]) -> Mapping[str, _Read]:
         """Return the same tensors for taps as HF's values are nearest to: a sum is the same in any order."""
@@ -218,6 +225,37 @@ class LaterSteps:
         run_hf(self._hf, self._ids, look)
         return errors
 
+    def _prefer_content(self) -> None:
+        """Take the tensors that hold what HF computes from those found, where the one that was taken does not.
+
+        An input that was found later may show that what was computed from another one is that of another layer.
+        """
+
+        def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
+            own = self._found.get(operation.tap)
+            if own is None:
+                return None
+            if self.taps[operation.tap].evidence is not Evidence.DEFINITION and not self._holds(own, value):
+                holding = [read for read in self._whole(operation, self._prefill) if self._holds(read, value)]
+                if holding:
+                    self._take(operation.tap, holding, Evidence.CONTENT)
+            return self._in_place_of(value, self._found[operation.tap])
+
+        run_hf(self._hf, self._ids, look)
+
+    def _holds(self, read: _Read, value: torch.Tensor) -> bool:
+        return relative_error(read.rows, value[-len(read.rows) :]) <= self._held
+
+    def _whole(self, operation: Operation, sites: Iterable[Site]) -> Iterator[_Read]:
+        """Yield the tensors at sites that have a row for each token, and as many columns as a tap."""
+        columns = Columns(start=0, stop=prod(operation.shape))
+        for site in sites:
+            for layout, rows in layouts_with_rows(self._prefill[site], self._num_tokens):
+                if rows.shape[1] == columns.stop:
+                    read = self._read(Source(site=site, layout=layout, columns=columns))
+                    if read is not None:
+                        yield read
+
     def _candidates(self, operation: Operation, reader: Operation) -> list[_Read]:
         """Return what may be an operation's value, each once: what is like another layer's sources first.
 
@@ -226,18 +264,11 @@ class LaterSteps:
         sites = list(self._prefill)
         known = [at for tap in operation.inputs if (at := self._place(tap)) is not None]
         between = sites[max(known, default=0) + 1 : self._place(reader.tap)]
-        columns = Columns(start=0, stop=prod(operation.shape))
-        whole = (
-            Source(site=site, layout=layout, columns=columns)
-            for site in reversed(between)
-            for layout, rows in layouts_with_rows(self._prefill[site], self._num_tokens)
-            if rows.shape[1] == columns.stop
-        )
+        others: Iterable[_Read] = ()
+        if reader.kind is not Kind.NORM:
+            others = (*self._pending.get(operation.tap, ()), *self._whole(operation, reversed(between)))
         reads: list[_Read] = []
-        pending = self._pending.get(operation.tap, [])
-        others = () if reader.kind is Kind.NORM else (*(read.source for read in pending), *whole)
-        for source in [*self._like(operation), *others]:
-            read = self._read(source)
+        for read in (*map(self._read, self._like(operation)), *others):
             if read is not None and not any(torch.equal(read.rows, other.rows) for other in reads):
                 reads.append(read)
         return reads[:_MOST_CANDIDATES]
