@@ -1,4 +1,4 @@
-"""Taps of nano-vllm and of SGLang found by content, against their adapters' tables: sound, and with bugs planted.
+"""Taps of nano-vllm, SGLang and vLLM found by content, against their adapters' tables: sound, and with bugs planted.
 
     python -m tests.benchmarks.engines_by_content nano_vllm [--model PATH] [--dtype float32] [--fault NAME]
 
@@ -24,7 +24,7 @@ from harness.engines import Engine
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [list(range(3, 50)), list(range(60, 71)), list(range(100, 142))]
-ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang"}
+ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang", "vllm": "Vllm"}
 """Folders of docs/adapters, and the classes of their `by_content.py`."""
 
 
@@ -38,8 +38,9 @@ def rotary(model: Any) -> None:
 def scale(model: Any) -> None:
     """Take half of the softmax's scale."""
     for layer in model.layers:
-        name = "scaling" if hasattr(layer.self_attn.attn, "scaling") else "scale"
-        setattr(layer.self_attn.attn, name, getattr(layer.self_attn.attn, name) * 0.5)
+        attention = getattr(layer.self_attn.attn, "impl", layer.self_attn.attn)
+        name = "scaling" if hasattr(attention, "scaling") else "scale"
+        setattr(attention, name, getattr(attention, name) * 0.5)
 
 
 def eps(model: Any) -> None:
@@ -125,18 +126,36 @@ def told(report: CheckReport) -> str:
     return "pass" if first is None else f"{first.tap}: {first.explanation.cause}"
 
 
+def plant_before_packing(plant: Callable[[Any], None]) -> None:
+    """Change each model that vLLM loads, before its weights are brought into the forms of kernels."""
+    loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
+    pack = loader.process_weights_after_loading
+
+    def planted(model: Any, *given: Any) -> None:
+        plant(model.model)
+        pack(model, *given)
+
+    loader.process_weights_after_loading = planted
+
+
 def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
     """Run an engine by content and by its table, and return what came of it."""
     sys.path.insert(0, str(ROOT / "docs" / "adapters" / engine))
-    content, table = importlib.import_module("by_content"), importlib.import_module("engine")
+    content = importlib.import_module("by_content")
+    table = importlib.import_module("harness.engines.vllm" if engine == "vllm" else "engine")
     if engine == "sglang":  # its settings are of the process: one engine for both
         content.Engine = built = cache(table.Engine)
         table.open_engine = lambda folder, *, dtype, **_given: built(folder, dtype)
     if engine == "nano_vllm" and dtype == "float32" and fault != "as it is":
         mended(None)
     plant = FAULTS.get(fault, lambda _model: None)
+    if engine == "vllm":
+        plant_before_packing(plant)
 
     def opened(build: Callable[..., Any]) -> Callable[..., Any]:
+        if engine == "vllm":  # it opens a model for each run
+            return build
+
         def with_fault(*args: Any, **named: Any) -> Any:
             made = build(*args, **named)
             model = made.model if hasattr(made, "model") else made.runner.model
@@ -149,8 +168,8 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
 
     setattr(content, ENGINES[engine], opened(getattr(content, ENGINES[engine])))
     given = {"dtype": dtype, "device": "cpu", "options": {}}
-    live, report = rows_of(content.open_engine(folder, **given), folder, dtype)
     known, other = rows_of(opened(table.open_engine)(folder, **given), folder, dtype)
+    live, report = rows_of(content.open_engine(folder, **given), folder, dtype)
     shown, there = {tap for tap, *_ in live}, {tap for tap, *_ in known}
     false = {key[0] for key in live.keys() & known.keys() if not torch.equal(live[key], known[key])}
     lost = ", ".join(sorted(there - shown)) or "-"

@@ -19,7 +19,7 @@ PROTOCOLS = {"blocks": block_manager, "scheduler": scheduler}
 FILES = [(engine, name) for engine in ENGINES for name in PROTOCOLS]
 MOST_LINES = {"nano_vllm": 60, "mini_sglang": 60, "sglang": 140, "vllm": 85}
 OTHERS = {
-    Path("vllm", "pool.py"),
+    *(Path("vllm", f"{name}.py") for name in ("pool", "by_content")),
     *(Path("nano_vllm", f"{name}.py") for name in ("cpu_attention", "engine", "by_content")),
     *(Path("sglang", f"{name}.py") for name in ("pool", "cpu", "engine", "by_content")),
 }  # fmt: skip
@@ -56,10 +56,10 @@ def test_an_adapter_runs_where_its_engine_is_installed(engine: str, name: str, t
     assert "raised" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("engine", ["nano_vllm", "sglang"])
-def test_an_engine_by_content_is_short_and_names_no_tensor(engine: str) -> None:
+@pytest.mark.parametrize(("engine", "most_lines"), [("nano_vllm", 70), ("sglang", 70), ("vllm", 90)])
+def test_an_engine_by_content_is_short_and_names_no_tensor(engine: str, most_lines: int) -> None:
     text = (FOLDER / engine / "by_content.py").read_text()
-    assert len(text.splitlines()) <= 70
+    assert len(text.splitlines()) <= most_lines
     assert not {"o_proj", "down_proj", "gate_up_proj", "input_layernorm"} & set(re.findall(r"\w+", text))
 
 

@@ -154,8 +154,10 @@ class _Mode(TorchDispatchMode):
 
 def _made(operator: Any, result: Any) -> Iterator[torch.Tensor]:
     """Yield the results that are tensors of their own."""
-    results = result if isinstance(result, tuple | list) else (result,)
     returns = operator._schema.returns
+    if not returns:
+        return
+    results = result if isinstance(result, tuple | list) else (result,)
     declared = returns if len(returns) == len(results) else returns * len(results)  # a list is declared once
     for value, each in zip(results, declared, strict=True):
         if each.alias_info is None:

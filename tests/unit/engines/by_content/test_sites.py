@@ -59,3 +59,19 @@ def test_nothing_stays_behind():
     hooks = dict(nn.modules.module._global_forward_hooks)
     watched(model, torch.ones(2, 3))
     assert dict(nn.modules.module._global_forward_hooks) == hooks
+
+
+@torch.library.custom_op("harness_tests::double", mutates_args={"x"})
+def double(x: torch.Tensor) -> None:
+    """Write into an argument and return nothing, as kernels of engines do."""
+    x.mul_(2)
+
+
+def test_an_operator_that_returns_nothing_shows_what_it_has_written_into():
+    class Writes(nn.Module):
+        def forward(self, x):
+            double(x)
+            return x
+
+    seen = [(site.what, tensor.tolist()) for site, tensor in watched(Writes(), torch.ones(2))]
+    assert ("harness_tests.double.default", [2.0, 2.0]) in seen
