@@ -38,7 +38,8 @@ class Vllm:
     def step(self, work):
         left, self.left = self.left, {str(number) for number, _, _ in work}
         for number, tokens, first in work:
-            known, groups = self.tokens.setdefault(number, []), self.blocks.setdefault(number, [[] for _ in self.groups])
+            known = self.tokens.setdefault(number, [])
+            groups = self.blocks.setdefault(number, [[] for _ in self.groups])
             known[first:] = tokens
             while len(groups[0]) * BLOCK < len(known):
                 for blocks in groups:
@@ -55,11 +56,8 @@ class Vllm:
         return logits
 
     def request(self, number, first):
-        return NewRequestData(
-            str(number), list(self.tokens[number]), mm_features=[], sampling_params=SamplingParams(temperature=0.0),
-            pooling_params=None, block_ids=tuple(map(list, self.blocks[number])), num_computed_tokens=first,
-            lora_request=None,
-        )  # fmt: skip
+        params, blocks = SamplingParams(temperature=0.0), tuple(map(list, self.blocks[number]))
+        return NewRequestData(str(number), list(self.tokens[number]), [], params, None, blocks, first, None)
 
     def finish(self, number):
         self.free += chain(*self.blocks.pop(number))
@@ -80,9 +78,8 @@ class Vllm:
         for names, blocks in zip(self.groups, self.blocks[number], strict=True):
             slots = [block * BLOCK + at for block in blocks for at in range(BLOCK)][: len(self.tokens[number])]
             for name in names:
-                held[extract_layer_index(name)] = [
-                    each.read(self.layers[name].kv_cache, slots) for each in self.layouts[name]
-                ]
+                cache = self.layers[name].kv_cache
+                held[extract_layer_index(name)] = [layout.read(cache, slots) for layout in self.layouts[name]]
         return held
 
 
