@@ -1,4 +1,4 @@
-"""Taps of nano-vllm, SGLang and vLLM found by content, against their adapters' tables: sound, and with bugs planted.
+"""Engines whose taps are found by content, against their adapters' tables: sound, and with bugs planted.
 
     python -m tests.benchmarks.engines_by_content nano_vllm [--model PATH] [--dtype float32] [--fault NAME]
 
@@ -24,8 +24,10 @@ from harness.engines import Engine
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [list(range(3, 50)), list(range(60, 71)), list(range(100, 142))]
-ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang", "vllm": "Vllm"}
-"""Folders of docs/adapters, and the classes of their `by_content.py`."""
+ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang", "vllm": "Vllm", "llamacpp": "LlamaCpp"}
+"""Folders of docs/adapters, and the classes of their `by_content.py`; that of llama.cpp is in this folder."""
+TABLES = {"vllm": "harness.engines.vllm", "llamacpp": "harness.engines.llamacpp.engine"}
+"""Modules of engines of the package; each opens a model for itself."""
 
 
 def rotary(model: Any) -> None:
@@ -141,8 +143,8 @@ def plant_before_packing(plant: Callable[[Any], None]) -> None:
 def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
     """Run an engine by content and by its table, and return what came of it."""
     sys.path.insert(0, str(ROOT / "docs" / "adapters" / engine))
-    content = importlib.import_module("by_content")
-    table = importlib.import_module("harness.engines.vllm" if engine == "vllm" else "engine")
+    content = importlib.import_module("tests.benchmarks.llamacpp_content" if engine == "llamacpp" else "by_content")
+    table = importlib.import_module(TABLES.get(engine, "engine"))
     if engine == "sglang":  # its settings are of the process: one engine for both
         content.Engine = built = cache(table.Engine)
         table.open_engine = lambda folder, *, dtype, **_given: built(folder, dtype)
@@ -153,7 +155,7 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
         plant_before_packing(plant)
 
     def opened(build: Callable[..., Any]) -> Callable[..., Any]:
-        if engine == "vllm":  # it opens a model for each run
+        if engine in TABLES:
             return build
 
         def with_fault(*args: Any, **named: Any) -> Any:
@@ -193,7 +195,8 @@ def main() -> None:
     print("| dtype | fault | taps found | not found | false | first divergence | the table's |")
     print("|---|---|---:|---|---|---|---|")
     for dtype in options.dtype or ("float32", "bfloat16"):
-        for fault in [options.fault] if options.fault else ["sound", "as it is", *FAULTS]:
+        faults = {} if options.engine == "llamacpp" else FAULTS
+        for fault in [options.fault] if options.fault else ["sound", "as it is", *faults]:
             if fault == "as it is" and (options.engine, dtype) != ("nano_vllm", "float32"):
                 continue
             command = [sys.executable, "-m", "tests.benchmarks.engines_by_content", options.engine]

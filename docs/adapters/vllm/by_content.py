@@ -33,7 +33,7 @@ class Vllm:
         self.free = list(range(1, NUM_BLOCKS))
         self.groups = [group.layer_names for group in self.runner.kv_cache_config.kv_cache_groups]
         self.layers = self.runner.compilation_config.static_forward_context
-        self.layouts = {name: [self.layout(layer, part) for part in (0, 1)] for name, layer in self.layers.items()}
+        self.layouts = {name: [self.layout(self.layers[name], part) for part in (0, 1)] for name in chain(*self.groups)}
 
     def step(self, work):
         left, self.left = self.left, {str(number) for number, _, _ in work}
