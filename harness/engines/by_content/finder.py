@@ -162,7 +162,7 @@ class TapFinder:
 
     def _holding_last_row(self, operation: Operation, value: torch.Tensor) -> Found | None:
         """Return the tensor of one row that holds the last token's, where an engine may compute that alone."""
-        if not (operation.is_head or operation.sampled_only):
+        if operation.tap not in self._hf.graph.prunable:
             return None
         row = value[-1:].T
         errors = {

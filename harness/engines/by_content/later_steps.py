@@ -1,6 +1,6 @@
 """A prompt and one token more: they tell apart what is the same at position 0, and show where the rows are."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, permutations, product
 from math import inf, prod
@@ -142,7 +142,7 @@ class LaterSteps:
             read = self._read(Source(site=site, layout=layout, columns=columns))
             if read is not None:
                 return read
-        if not (operation.is_head or operation.sampled_only):
+        if operation.tap not in self._hf.graph.prunable:
             return None
         for layout, _rows in layouts_with_rows(self._prefill[site], 1):
             read = self._sampled(Source(site=site, layout=layout, columns=columns))
@@ -230,18 +230,43 @@ class LaterSteps:
 
         An input that was found later may show that what was computed from another one is that of another layer.
         """
+        kept = set[str]()
+        while kept_too := self._put_right(kept):
+            kept |= kept_too
+
+    def _put_right(self, kept: Collection[str]) -> set[str]:
+        """Take such tensors, unless what the engine computes next is from those that were taken before.
+
+        Args:
+            kept: taps whose tensors stay.
+
+        Returns:
+            Taps whose tensors have to stay, too: nothing was taken.
+        """
+        taken, needed = dict[str, list[_Read]](), set[str]()
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
-            own = self._found.get(operation.tap)
+            tap, own = operation.tap, self._found.get(operation.tap)
             if own is None:
                 return None
-            if self.taps[operation.tap].evidence is not Evidence.DEFINITION and not self._holds(own, value):
+            if not self._holds(own, value) and self.taps[tap].evidence is not Evidence.DEFINITION:
                 holding = [read for read in self._whole(operation, self._prefill) if self._holds(read, value)]
-                if holding:
-                    self._take(operation.tap, holding, Evidence.CONTENT)
-            return self._in_place_of(value, self._found[operation.tap])
+                if not holding:
+                    needed.update(taken.keys() & self._by_consumers & {*operation.inputs})
+                elif tap not in kept:
+                    taken[tap] = holding
+            return self._in_place_of(value, taken.get(tap, [own])[0])
 
         run_hf(self._hf, self._ids, look)
+        if not needed:
+            for tap, reads in taken.items():
+                self._take(tap, reads, Evidence.CONTENT)
+        return needed
+
+    @property
+    def _by_consumers(self) -> set[str]:
+        """Taps whose tensors were found by what is computed from them."""
+        return {tap for tap, mapped in self.taps.items() if mapped.evidence is Evidence.CONSUMERS}
 
     def _holds(self, read: _Read, value: torch.Tensor) -> bool:
         return relative_error(read.rows, value[-len(read.rows) :]) <= self._held

@@ -94,6 +94,9 @@ class StepEngine:
             schedules=(*schedules, *(_WITH_DRAFTS if rewinds(stepper) else ())),
             keeps_states=hasattr(stepper, "states"),
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
+            sampled_only=tuple(
+                tap for tap, each in learned.taps.items() if each.is_sampled_only and tap not in graph.head
+            ),
             notes=(*_notes(learned), *getattr(stepper, "notes", ())),
             sources=_sources(learned, stepper),
         )

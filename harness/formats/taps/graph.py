@@ -129,6 +129,16 @@ class Graph:
         return next((op for op in self.of_layer(layer) if op.kind is Kind.ATTENTION), None)
 
     @cached_property
+    def prunable(self) -> frozenset[str]:
+        """Taps that an engine may compute for those rows alone that choose a token: no later row reads them.
+
+        They are those behind the last attention or state, and it.
+        """
+        reads_rows = (Kind.ATTENTION, Kind.CACHE, Kind.STATE)
+        last = max((at for at, op in enumerate(self.operations) if op.kind in reads_rows), default=len(self))
+        return frozenset(op.tap for at, op in enumerate(self.operations) if at >= last or op.sampled_only or op.is_head)
+
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the decoder layers."""
         return tuple(sorted({op.layer for op in self.operations if op.layer is not None}))

@@ -316,6 +316,24 @@ def test_lookup_by_tap_and_by_source(tiny):
 # What names alone tell.
 
 
+def test_what_no_later_row_reads_may_be_computed_for_few_rows(checkpoints):
+    last = [
+        "attention", "self_attn.o_proj", "attn_residual", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+        "mlp.act", "mlp.down_proj", "output",
+    ]  # fmt: skip
+    graph = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32).graph
+    assert graph.prunable == {*(f"model.layers.2.{site}" for site in last), "model.norm", "lm_head"}
+
+
+def test_what_comes_before_the_last_state_is_computed_for_all_rows(checkpoints):
+    """In Qwen3-Next the last layer has attention, those before it a recurrence."""
+    graph = load_model(checkpoints / "qwen3-next-tiny", dtype=torch.float32).graph
+    states = {op.tap for op in graph if op.kind in (Kind.STATE, Kind.CACHE)}
+    last = max(graph.layers)
+    assert graph.prunable.isdisjoint(states)
+    assert {layer for tap in graph.prunable if (layer := layer_of(tap)) is not None} == {last}
+
+
 @given(st.data())
 def test_names_of_a_recording_are_its_graph_in_their_order(data):
     names = data.draw(st.permutations([tap for tap, _, _ in contract(3, has_qk_norm=True)]))

@@ -151,6 +151,34 @@ def test_a_fault_is_found_at_its_operation_and_hides_no_tap(fused_engine, fused,
     assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
 
 
+def computing_few_rows(engine, fused):
+    """The toy as an engine that computes rows after the last attention only where a token is chosen."""
+    model, last = engine.model, engine.model.layers[-1]
+    attend, norm, forward = last.attn.forward, last.post_attention_layernorm, model.forward
+
+    def few(ids, batch):
+        sampled = batch["sampled"]
+        last.attn.forward = lambda *given: attend(*given)[sampled]
+        norm.forward = lambda x, residual: fused.RMSNorm.forward(norm, x, residual[sampled])
+        return forward(ids, {**batch, "sampled": slice(None)})
+
+    model.forward = lambda ids, batch: few(ids, batch)
+    return engine
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fault", [None, *(name for name, (tap, _) in FAULTS.items() if ".2." in tap)])
+def test_an_engine_may_compute_few_rows_after_the_last_attention(fused_engine, fused, checkpoints, fault):
+    engine = computing_few_rows(fused_engine(), fused)
+    tap, plant = FAULTS[fault] if fault else (None, lambda *_given: None)
+    plant(engine.model, fused)
+    for run in check(engine, checkpoints, schedules=SCHEDULES).runs:
+        first = run.first_divergence
+        assert (None if first is None else first.tap) == tap
+        assert run.coverage.missing == 0
+        assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
+
+
 class Answering:
     """An engine that returns what it is told to, and computes nothing."""
 
