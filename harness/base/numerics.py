@@ -28,6 +28,8 @@ class Numerics:
     """What has a scale that follows its largest number: a token with all KV heads, or a head of a token."""
     cache_values: str | None = None
     """The same of the values if it is not that of the keys."""
+    attention_inputs: Literal["float16", "bfloat16"] | None = None
+    """Dtype to which attention rounds the keys and values that it reads, where they are kept in a finer one."""
     cache_rotations: tuple[int, int] = (0, 0)
     """Size of the Hadamard matrix by which heads of keys and of values turn before they are quantised; 0 for none."""
     interleaved_heads: int = 0

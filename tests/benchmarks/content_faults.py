@@ -1,6 +1,6 @@
 """Is the map still right where the model is wrong? Checkpoints with a mistake, run by engines that are read by content.
 
-    python -m tests.benchmarks.content_faults module|mlx|onnxruntime|openvino CHECKPOINT [--fault NAME]
+    python -m tests.benchmarks.content_faults module|llamacpp|mlx|onnxruntime|openvino CHECKPOINT [--fault NAME]
 
 The engine runs a checkpoint with one mistake, and is held to the one without. HF's own engine on the wrong checkpoint
 says what each tap is there: a tap whose rows are other ones is a false match. Prints a line for each mistake that the
@@ -9,6 +9,7 @@ divergence.
 """
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -200,6 +201,9 @@ def opened(engine: str, wrong: Path, right: Path, scratch: Path) -> Any:
     if engine == "module":
         model = AutoModelForCausalLM.from_pretrained(wrong, dtype=torch.float32, local_files_only=True).eval()
         return StepEngine(lambda: Nameless(model), name=engine, folder=right, dtype="float32")
+    if engine == "llamacpp":
+        llamacpp = importlib.import_module("tests.benchmarks.llamacpp_content")
+        return llamacpp.engine_of(wrong, right)
     options = {} if engine == "mlx" else {"export": str(export(engine, wrong, scratch))}
     made = open_engine(engine, wrong, dtype="float32", device="cpu", options=options)
     made._folder = right  # type: ignore[attr-defined]
@@ -253,7 +257,7 @@ def lines(engine: str, folder: Path, fault: str | None) -> Iterator[str]:
 def main() -> None:
     """Print the table of an engine and a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=("module", "mlx", "onnxruntime", "openvino"))
+    parser.add_argument("engine", choices=("module", "llamacpp", "mlx", "onnxruntime", "openvino"))
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--fault")
     options = parser.parse_args()

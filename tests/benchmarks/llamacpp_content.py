@@ -19,7 +19,7 @@ from harness.formats.checkpoint.gguf.writer import write_gguf
 
 _VIEWS = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS")
 """Operators that make no values, or that write into the cache."""
-NUM_SEQUENCES = 64
+NUM_SEQUENCES = 256
 
 
 class NumberedNodes(GraphWatcher):
@@ -52,7 +52,7 @@ class NumberedNodes(GraphWatcher):
         if self._see is not None and node.address in self._sites:
             values = node.values()
             if values.is_floating_point():
-                self._see(self._sites[node.address], values.squeeze())
+                self._see(self._sites[node.address], values[0])
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,8 @@ class LlamaCpp:
         """Load a GGUF file."""
         self.nodes = NumberedNodes()
         self.held = Model(path)
-        self.context = Context(self.held, LlamaCppOptions(), self.nodes, num_seqs=NUM_SEQUENCES, num_cells=4096)
+        options = LlamaCppOptions(cache_type_k="F32", cache_type_v="F32", flash_attention="off")
+        self.context = Context(self.held, options, self.nodes, num_seqs=NUM_SEQUENCES, num_cells=8192)
         self.watching = self.nodes.watching
         self.sequences: dict[int, int] = {}
 
@@ -90,6 +91,11 @@ class LlamaCpp:
         self.context.decode(rows)
         return torch.stack([torch.tensor(self.context.logits(at)) for at, row in enumerate(rows) if row[3]])
 
+    def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys and values of each layer: see `Cached`."""
+        rows = self.context.read_back(self.sequences[request])
+        return dict(enumerate(zip(rows.keys, rows.values, strict=True)))
+
     def finish(self, request: int) -> None:
         """Free a request's cells."""
         self.context.forget(self.sequences.pop(request))
@@ -97,6 +103,11 @@ class LlamaCpp:
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Any) -> StepEngine:
     """Open a checkpoint: a GGUF file is made of it."""
+    return engine_of(folder, folder)
+
+
+def engine_of(folder: Path, right: Path) -> StepEngine:
+    """Open a checkpoint; the truth is another one, which it should be."""
     with scratch_folder("harness-") as made:
         engine = LlamaCpp(write_gguf(folder, made / "model.gguf"))
-    return StepEngine(lambda: engine, name="llamacpp", folder=folder, dtype=dtype)
+    return StepEngine(lambda: engine, name="llamacpp", folder=right, dtype="float32")

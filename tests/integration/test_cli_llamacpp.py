@@ -136,7 +136,33 @@ def test_quantised_caches_pass(check, keys, values, head_dim, small_llama):
     names = {"F16": "float16"}
     assert found["k_cache"] == f"kept in {names.get(keys, keys)}, as declared"
     assert found["v_cache"] == f"kept in {names.get(values, values)}, as declared"
-    assert f"keys kept in {names.get(keys, keys)}, values in {names.get(values, values)}" in found["attention"]
+    assert f"keys read in {names.get(keys, keys)}, values in {names.get(values, values)}" in found["attention"]
+
+
+MIXED = [
+    ("F32", "F32"), ("F32", "F16"), ("F16", "F32"), ("BF16", "F32"), ("F32", "BF16"), ("Q8_0", "F32"), ("F32", "Q8_0"),
+]  # fmt: skip
+
+
+@needs_llamacpp
+@pytest.mark.parametrize(
+    ("keys", "values", "flash"),
+    [*((*each, "on") for each in MIXED), *((*each, "off") for each in MIXED[:-1])],  # flash attention reads such values
+)
+def test_caches_in_two_formats_pass(check, keys, values, flash, small_llama):
+    """Flash attention casts what is kept in float32 to float16."""
+    cache = ["--engine-option", f"cache_type_k={keys}", "--engine-option", f"cache_type_v={values}"]
+    ran = check(small_llama(32), *cache, "--engine-option", f"flash_attention={flash}", "--format", "json", *LONGER)
+    assert ran.status == 0, ran.out
+    (found,) = {tap["convention"] for run in ran.json["runs"] for tap in run["taps"] if tap["site"] == "attention"}
+    names = {"F32": "float16" if flash == "on" else "float32", "F16": "float16", "BF16": "bfloat16"}
+    keys, values = names.get(keys, keys), names.get(values, values)
+    if keys == values == "float32":
+        assert not found
+    else:
+        assert found.startswith(
+            f"keys and values read in {keys}" if keys == values else f"keys read in {keys}, values in {values}"
+        )
 
 
 @pytest.fixture
@@ -267,7 +293,7 @@ def test_quant_splits_what_format_and_arithmetic_cost(harness, tmp_path, monkeyp
     rows = {row["name"]: row for row in ran.json["types"]}
     assert set(rows["Q8_0"]) == {
         "name", "size_bytes", "bits_per_weight", "tensor_types", "note", "perplexity", "kl_mean", "kl_median", "kl_p99",
-        "kl_max", "same_top", "kl_mean_format", "kl_mean_arithmetic", "parts",
+        "kl_max", "same_top", "kl_mean_format", "kl_mean_arithmetic", "parts", "phases",
     }  # fmt: skip
     assert rows["F32"]["kl_mean_format"] == 0
     assert rows["F32"]["kl_mean_format"] < rows["Q8_0"]["kl_mean_format"] < rows["Q4_0"]["kl_mean_format"]

@@ -91,9 +91,12 @@ class LlamaCppEngine:
     def _declared_cache(self) -> dict[str, Any]:
         """Return what the cache does to keys and values, as `Numerics` says it."""
         names = [PLAIN.get(name, name) for name in self._options.cache_names]
+        # llm_graph_context::build_attn_mha casts what is in float32 before flash attention, which `auto` takes on a CPU.
+        read = "float16" if "float32" in names and self._options.flash_attention != "off" else None
         if names == ["float32", "float32"]:
-            return {}
+            return {"attention_inputs": read}
         return {
+            "attention_inputs": read,
             "cache": names[0],
             "cache_values": names[1],
             "cache_rotations": self._rotations,

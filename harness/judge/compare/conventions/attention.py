@@ -19,9 +19,9 @@ from harness.oracle.watch import AttentionCall, run_attention
 EAGER = "scores rounded to the engine's dtype"
 SCALED_FIRST = "queries scaled in the engine's dtype, and scores rounded to it"
 SCALED_FIRST_BY_ROUNDED = "queries scaled in the engine's dtype by a scale of that dtype, and scores rounded to it"
-CACHE = "keys and values kept in {}"
-CACHE_PRODUCTS = "keys and values kept in {}, queries and probabilities rounded to it"
-CACHE_FLASH = "keys and values kept in {}, the sum of the values too (flash attention)"
+CACHE = "keys and values read in {}"
+CACHE_PRODUCTS = "keys and values read in {}, queries and probabilities rounded to it"
+CACHE_FLASH = "keys and values read in {}, the sum of the values too (flash attention)"
 _EAGER_MODEL = ErrorModel(roundings=1, accumulation=25, products=8)
 """Attention against HF's eager code in the engine's dtype: a product of another shape lets a few scores round the other
 way, each by a whole rounding."""
@@ -79,14 +79,12 @@ def _run_eager(
 
 
 def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
-    """Keys and values come from a cache of the declared dtype; products with it are done in that dtype or not."""
-    call, name = subject.call, subject.declared.cache
-    dtype = getattr(torch, name or "", None)
-    if call is None or not isinstance(dtype, torch.dtype) or dtype.itemsize >= subject.dtype.itemsize:
+    """Keys and values are read in the declared dtype; products with them are done in that dtype or not."""
+    call, (keys, values) = subject.call, formats_read(subject)
+    if call is None or keys is None or keys.dtype is None or values is None or keys.dtype != values.dtype:
         return
-    if subject.declared.cache_values not in (None, name) or any(
-        each is not None and each.has_scale for each in declared_formats(subject)
-    ):
+    dtype = keys.dtype
+    if dtype.itemsize >= subject.dtype.itemsize:
         return
     found = attention_sensitivity(call)
     amplification = found.amplification.flatten()[subject.rows].to("cpu", torch.float64)
@@ -115,10 +113,22 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
     )
 
 
-def declared_formats(subject: SuspectRows) -> tuple[CacheFormat | None, CacheFormat | None]:
-    """Return the declared formats of the keys and the values that the rows read."""
-    layer = prefix_of(subject.operation.tap)
-    return CacheFormat.declared(subject.declared, "k", layer), CacheFormat.declared(subject.declared, "v", layer)
+def formats_read(subject: SuspectRows) -> tuple[CacheFormat | None, CacheFormat | None]:
+    """Return the declared formats in which the rows read keys and values: those of the cache, or what it is rounded to.
+
+    None for both where nothing is declared.
+    """
+    layer, read = prefix_of(subject.operation.tap), subject.declared.attention_inputs
+    declared = CacheFormat.declared(subject.declared, "k", layer), CacheFormat.declared(subject.declared, "v", layer)
+    if read is None:
+        return declared
+    rounded = CacheFormat(name=read)
+    keys, values = (rounded if each is None or _is_finer(each, rounded) else each for each in declared)
+    return keys, values
+
+
+def _is_finer(form: CacheFormat, other: CacheFormat) -> bool:
+    return form.dtype is not None and other.dtype is not None and form.dtype.itemsize > other.dtype.itemsize
 
 
 def _attend(subject: SuspectRows, call: AttentionCall, stored: Round, used: Round | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a quantised cache, as ggml computes it on a CPU: queries are quantised, too.
+"""Attention over a quantised cache, or keys and values in two formats, as ggml computes it: queries are rounded, too.
 
 `B` requests, `T` queries, `S` keys, `N` query heads, `K` KV heads, `H` head size, `R` rows. Heads are in the order and
 the basis of the cache (`CacheFormat.turned`), in which scores are the same. See ggml's
@@ -14,15 +14,17 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
 from harness.judge.compare.cache_blocks import FORMATS, Stored, quantised, rounded_sums
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.conventions.attention import MODEL, declared_formats, probabilities
+from harness.judge.compare.conventions.attention import MODEL, formats_read, probabilities
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows, dtype_name
 from harness.oracle.attention import attention_sensitivity, scaling
 from harness.oracle.watch import AttentionCall
 
 SCALED = "keys kept in {}, values in {}"
-KEPT = "keys kept in {}, values in {}, queries rounded as a product with the keys asks for"
+KEPT = "keys read in {}, values in {}, queries rounded as a product with the keys asks for"
 ROUNDED_PROBABILITIES = KEPT + ", probabilities to the dtype of the values"
 ROUNDED_SUMS = KEPT + ", the sum of the values in their dtype (flash attention)"
+_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+"""Of a cache of ggml's that is not quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,14 @@ class _Operands:
 
 
 def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
-    """Keys or values, or both, are in blocks of integers."""
-    call, (keys, values) = subject.call, declared_formats(subject)
+    """Keys or values, or both, are in blocks of integers; or they are in two dtypes."""
+    call, (keys, values) = subject.call, formats_read(subject)
     if call is None or keys is None or values is None or subject.dtype != torch.float32:
         return
-    if not {keys.name, values.name} & set(FORMATS) or not (keys.is_known and values.is_known):
+    if not (keys.is_known and values.is_known):
+        return
+    are_two_dtypes = keys.dtype != values.dtype and {keys.dtype, values.dtype} <= _DTYPES
+    if not ({keys.name, values.name} & set(FORMATS) or are_two_dtypes):
         return
     operands = _Operands(*_query_and_key(call, keys), values.stored(call.value))
     ties = _allowance_of_ties(subject, call, operands)
@@ -75,7 +80,7 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
 
 def _scaled_cache(subject: SuspectRows) -> Iterator[Rounding]:
     """Keys or values, or both, are numbers in few bits with scales; queries and probabilities are not rounded."""
-    call, (keys, values) = subject.call, declared_formats(subject)
+    call, (keys, values) = subject.call, formats_read(subject)
     if call is None or keys is None or values is None or not (keys.has_scale or values.has_scale):
         return
     if not (keys.is_known and values.is_known):
@@ -153,7 +158,7 @@ def _allowance_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Ope
 
 CONVENTIONS = (
     Convention(
-        name="a quantised cache, whose products take quantised queries",
+        name="a quantised cache, whose products take quantised queries; or keys and values in two formats",
         kinds=(Kind.ATTENTION,),
         roundings=_quantised_cache,
         is_declared=True,

@@ -87,7 +87,7 @@ def roundings(expected, actual):
 @pytest.mark.parametrize("name", FORMATS)
 def test_attention_is_ggmls(hf, call, name):
     rounding = first_rounding(hf, call, name)
-    assert f"keys kept in {name}, values in {name}" in rounding.name
+    assert f"keys read in {name}, values in {name}" in rounding.name
     assert (roundings(rounding.expected(), attend(call, name)) <= rounding.allowance + 0.1).all()
 
 

@@ -61,6 +61,8 @@ FORMATS_OF = [
     ("Q8_0", "float16", (0, 0), 0),
     ("Q5_1", "bfloat16", (64, 0), 64),
     ("float16", "Q8_0", (0, 64), 64),
+    ("float16", "bfloat16", (0, 0), 0),
+    ("float32", "float16", (0, 0), 0),
     ("float16", "IQ4_NL", (0, 0), 0),
     ("Q5_0", "Q4_0", (64, 32), 0),
 ]
@@ -75,8 +77,8 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
     of_keys = CacheFormat(name=keys, interleaved_heads=interleaved, rotation=rotations[0])
     of_values = CacheFormat(name=held, rotation=rotations[1])
     query, key = of_keys.turned(call.query), of_keys.stored(call.key)
-    if keys == "float16":
-        query, k = query.half().double(), key.values
+    if keys.startswith("float"):
+        query, k = query.to(getattr(torch, keys)).double(), key.values
     else:
         is_exact = not rotations[0]
         sums, query = rounded_sums(query, is_exact=is_exact), quantised(query, "Q8_0", is_exact=is_exact).values
@@ -116,7 +118,9 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
     [
         {"cache": None},
         {"cache": "float16"},
-        {"cache": "float16", "cache_values": "bfloat16"},
+        {"cache": "float16", "cache_values": "float16"},
+        {"cache": "float8_e4m3fn", "cache_values": "float16"},
+        {"cache": "float16", "attention_inputs": "float16"},
         {"cache_values": "Q3_K"},
         {"cache": "Q3_K", "cache_values": "Q8_0"},
         {"dtype": torch.float16},
@@ -127,6 +131,24 @@ def test_where_a_quantised_cache_applies(changed):
     assert len(list(QUANTISED_CACHE(subject_of(call_of(), cache="Q8_0")))) == 1
     assert list(QUANTISED_CACHE(subject_of(call_of(), **{"cache": "Q8_0"} | changed))) == []
     assert list(QUANTISED_CACHE(subject_of(None, cache="Q8_0"))) == []
+
+
+@pytest.mark.parametrize(
+    ("declared", "read"),
+    [
+        ({"cache": "Q8_0", "cache_values": "float32"}, ("Q8_0", "float16")),
+        ({"cache": "float32", "cache_values": "Q4_0"}, ("float16", "Q4_0")),
+        ({"cache": "bfloat16", "cache_values": "float32"}, ("bfloat16", "float16")),
+    ],
+)
+def test_what_attention_rounds_before_it_is_read(declared, read):
+    """As where the cache itself holds what attention reads."""
+    call = call_of()
+    rounded = list(QUANTISED_CACHE(subject_of(call, **declared, attention_inputs="float16")))
+    kept = list(QUANTISED_CACHE(subject_of(call, cache=read[0], cache_values=read[1])))
+    assert [each.name for each in rounded] == [each.name for each in kept]
+    for one, other in zip(rounded, kept, strict=True):
+        assert torch.equal(one.expected(), other.expected())
 
 
 # Room of ties.
