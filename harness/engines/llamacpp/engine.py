@@ -91,7 +91,7 @@ class LlamaCppEngine:
     def _declared_cache(self) -> dict[str, Any]:
         """Return what the cache does to keys and values, as `Numerics` says it."""
         names = [PLAIN.get(name, name) for name in self._options.cache_names]
-        # llm_graph_context::build_attn_mha casts what is in float32 before flash attention, which `auto` takes on a CPU.
+        # Flash attention, which `auto` takes on a CPU, casts float32 before (llm_graph_context::build_attn_mha).
         read = "float16" if "float32" in names and self._options.flash_attention != "off" else None
         if names == ["float32", "float32"]:
             return {"attention_inputs": read}
