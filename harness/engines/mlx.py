@@ -15,6 +15,7 @@ from mlx_lm.models.cache import (
     BatchKVCache,
     CacheList,
     KVCache,
+    LRUPromptCache,
     make_prompt_cache,
     trim_prompt_cache,
 )
@@ -59,7 +60,11 @@ class MLXStepper:
         """Take a model that is loaded."""
         self._model = model
         self._caches: dict[int, Any] = {}
-        self._num_tokens = Counter[int]()
+        self._tokens: dict[int, list[int]] = {}
+        """Of each request's cache."""
+        self._prefixes = LRUPromptCache()
+        """Of requests that have ended, as mlx-lm's server keeps them; filled only where prefixes are looked up."""
+        self._are_kept: set[int] = set()
         self._batch: list[int] = []
         self._batch_cache: list[Any] = []
         """Of the requests of the batch; what has left it has a cache of its own again."""
@@ -74,12 +79,23 @@ class MLXStepper:
             return self._batched_step([request for request, _, _ in work], [tokens for _, tokens, _ in work])
         ((request, tokens, first),) = work
         cache = self._caches.setdefault(request, make_prompt_cache(self._model))
-        if first < self._num_tokens[request]:
+        computed = self._tokens.get(request, [])
+        if first < len(computed):
             with engine_refusals("mlx-lm", "a cache that goes back"):
                 self._refuse_states()
-            trim_prompt_cache(cache, self._num_tokens[request] - first)
-        self._num_tokens[request] = first + len(tokens)
+            trim_prompt_cache(cache, len(computed) - first)
+        self._tokens[request] = computed[:first] + tokens
         return as_torch(self._model(mx.array([tokens]), cache=cache))[0]
+
+    def begin(self, request: int, token_ids: list[int]) -> int:
+        """Take the nearest cache of a request that has ended, as mlx-lm's server does; see `StepEngine`."""
+        self._are_kept.add(request)
+        cache, rest = self._prefixes.fetch_nearest_cache("", token_ids)
+        if cache is None:
+            return 0
+        self._caches[request] = cache
+        self._tokens[request] = token_ids[: len(token_ids) - len(rest)]
+        return len(self._tokens[request])
 
     def _batched_step(self, requests: list[int], tokens: list[list[int]]) -> torch.Tensor:
         """Compute a batch: padded on the right while the caches are filled, which are then shifted to their end."""
@@ -152,8 +168,10 @@ class MLXStepper:
         """Forget a request."""
         if request in self._batch:
             self._change_batch([each for each in self._batch if each != request])
-        self._caches.pop(request, None)
-        self._num_tokens.pop(request, None)
+        cache, tokens = self._caches.pop(request, None), self._tokens.pop(request, None)
+        if request in self._are_kept:
+            self._are_kept.remove(request)
+            self._prefixes.insert_cache("", tokens, cache)
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: what mlx-lm has read of the config."""

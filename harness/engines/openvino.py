@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,20 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
     return StepEngine(lambda: stepper, name="openvino", folder=folder, dtype=dtype)
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Requests that run side by side, padded on the left; their cache is the state of a request for inference."""
+
+    requests: list[int]
+    running: Any
+    mask: np.ndarray
+    """[requests, tokens of the cache] int64, 0 for padding."""
+
+
 class OpenVINOStepper:
-    """A model whose KV cache is the state of a request for inference, one request a step."""
+    """A model whose KV cache is the state of a request for inference: of one request, or of a batch."""
+
+    rewinds = True
 
     def __init__(self, graph: Path) -> None:
         """Open a graph, with the outputs of its nodes as outputs of its own."""
@@ -59,43 +72,61 @@ class OpenVINOStepper:
         self._outputs = {site: partial(self._read, place) for site, place in with_all_outputs(model)}
         self._inputs = {each.get_any_name() for each in model.inputs}
         self._model = core.compile_model(model, "CPU", _SETTINGS)
-        self._running: dict[int, Any] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._ended: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        """The caches of requests that have left their batch."""
         self._latest: Any = None
 
     def step(self, work: Work) -> torch.Tensor:
-        """See `Stepper.step`.
+        """See `Stepper.step`; goes back as openvino-genai does, which cuts the state off."""
+        batch = self._batch_of([request for request, _, _ in work])
+        kept = [batch.requests.index(request) for request, _, _ in work]
+        self._ended |= {each: _rows_of(batch, at) for at, each in enumerate(batch.requests) if at not in kept}
+        if len(work) == 1 and work[0][2] < batch.mask.shape[1]:
+            _cut_off(batch, work[0][2])
+        lengths = [len(tokens) for _, tokens, _ in work]
+        width = max(lengths)
+        padding = [width - length for length in lengths]
+        own = np.array([[0] * pad + [1] * length for pad, length in zip(padding, lengths, strict=True)], dtype=np.int64)
+        batch.requests, batch.mask = (
+            [request for request, _, _ in work],
+            np.concatenate((batch.mask[kept], own), axis=1),
+        )
+        ids = [[0] * pad + tokens for pad, (_, tokens, _) in zip(padding, work, strict=True)]
+        inputs = {
+            "input_ids": np.array(ids, dtype=np.int64),
+            "attention_mask": batch.mask,
+            "position_ids": np.maximum(batch.mask.cumsum(axis=1) - 1, 0)[:, -width:],
+            "beam_idx": np.array(kept, dtype=np.int32),
+        }
+        self._latest = batch.running
+        self._latest.infer({name: array for name, array in inputs.items() if name in self._inputs})
+        logits = torch.from_numpy(self._read(0))
+        return logits[0] if len(work) == 1 else logits[:, -1]
+
+    def _batch_of(self, requests: list[int]) -> _Batch:
+        """Return the batch of requests; of those that are not in one yet, a new one.
 
         Raises:
-            ValueError: the work is of several requests.
+            ValueError: they are in several: a batch only becomes smaller.
         """
-        ((request, tokens, first),) = work
-        if request not in self._running:
-            self._running[request] = self._model.create_infer_request()
-        self._latest = self._running[request]
-        end = first + len(tokens)
-        inputs = {
-            "input_ids": np.array([tokens], dtype=np.int64),
-            "attention_mask": np.ones((1, end), dtype=np.int64),
-            "position_ids": np.arange(first, end, dtype=np.int64)[None],
-            "beam_idx": np.zeros(1, dtype=np.int32),
-        }
-        self._latest.infer({name: array for name, array in inputs.items() if name in self._inputs})
-        return torch.from_numpy(self._read(0))[0, -1:]
+        batch = self._batches.get(requests[0])
+        if batch is None:
+            batch = _Batch(list(requests), self._model.create_infer_request(), np.zeros((len(requests), 0), np.int64))
+            self._batches |= dict.fromkeys(requests, batch)
+        if any(self._batches.get(each) is not batch for each in requests):
+            raise ValueError("a batch of OpenVINO takes no more requests when it runs")
+        return batch
 
     def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
-        states = {
-            _place_in_cache(state.name): np.array(state.state.data) for state in self._running[request].query_state()
-        }
-        kept = {
-            place: torch.from_numpy(array)[0].transpose(0, 1) for place, array in states.items() if place is not None
-        }
-        layers = {layer for layer, _part in kept}
-        return {layer: (kept[layer, "key"], kept[layer, "value"]) for layer in layers}
+        batch = self._batches[request]
+        return self._ended[request] if request in self._ended else _rows_of(batch, batch.requests.index(request))
 
     def finish(self, request: int) -> None:
         """Forget a request."""
-        self._running.pop(request, None)
+        self._batches.pop(request, None)
+        self._ended.pop(request, None)
 
     def watching(self, see: See, only: Collection[Site] | None) -> NodeOutputs:
         """Watch the outputs of the nodes."""
@@ -104,6 +135,31 @@ class OpenVINOStepper:
     def _read(self, place: int) -> np.ndarray:
         """Return a copy of an output of the latest step: the next one writes into the same memory."""
         return np.array(self._latest.get_output_tensor(place).data)
+
+
+def _states(batch: _Batch) -> Iterator[tuple[tuple[int, str], Any]]:
+    """Yield the states that are keys or values, [requests, KV heads, tokens, head size], by layer and part."""
+    for state in batch.running.query_state():
+        place = _place_in_cache(state.name)
+        if place is not None:
+            yield place, state
+
+
+def _cut_off(batch: _Batch, num_tokens: int) -> None:
+    """Keep the first tokens of a cache."""
+    for _place, state in _states(batch):
+        state.state = openvino.Tensor(np.ascontiguousarray(state.state.data[:, :, :num_tokens]))
+    batch.mask = batch.mask[:, :num_tokens]
+
+
+def _rows_of(batch: _Batch, at: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return what the cache holds of a request by layer, [positions, KV heads, head size] twice, without padding."""
+    own = batch.mask[at].astype(bool)
+    kept = {place: torch.from_numpy(state.state.data[at][:, own].copy()) for place, state in _states(batch)}
+    return {
+        layer: (kept[layer, "key"].transpose(0, 1), kept[layer, "value"].transpose(0, 1))
+        for layer in {layer for layer, _part in kept}
+    }
 
 
 def _place_in_cache(state: str) -> tuple[int, str] | None:

@@ -1,7 +1,7 @@
 """A live torch engine as an engine under test, without a table of its tensors."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, count
 from pathlib import Path
@@ -28,6 +28,7 @@ from harness.results.tap_source import TapSource
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 _WITH_DRAFTS = ("rewound", "speculative")
+_WITH_PREFIXES = ("prefix-hit",)
 _NUM_KEPT = 3
 """Tokens of a request whose cache is looked at."""
 
@@ -42,6 +43,8 @@ class StepEngine:
     `states(request)`, called after a step, returns the states that are kept, {layer: {"conv_state": tensor,
     "recurrent_state": tensor}}, as HF's cache has them of one request; or {layer: [tensor, ...]} in any order and
     layout, of which each is found by what it holds.
+    `begin(request, token_ids)` is called before a request's first step under `prefix-hit`, with its prompt: it makes
+    what is cached of its first tokens the request's own, and returns their number, which is less than the prompt's.
     Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
     what it holds from there on. `fill_unused` and `fill_states` let `harness fuzz --poison` into its memory: see
     `harness.engines.poison`.
@@ -62,7 +65,7 @@ class StepEngine:
         self._graph: Graph | None = None
         self.map: TapMap | None = None
         self._places: Places = {}
-        self.capabilities = Capabilities(schedules=(*_SCHEDULES, *_WITH_DRAFTS), keeps_cache=False)
+        self.capabilities = Capabilities(schedules=(*_SCHEDULES, *_WITH_DRAFTS, *_WITH_PREFIXES), keeps_cache=False)
 
     @cached_property
     def _first(self) -> Stepper:
@@ -91,7 +94,11 @@ class StepEngine:
         places = self._places = find_places(stepper, hf, next(self._numbers))
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
         self.capabilities = Capabilities(
-            schedules=(*schedules, *(_WITH_DRAFTS if rewinds(stepper) else ())),
+            schedules=(
+                *schedules,
+                *(_WITH_DRAFTS if rewinds(stepper) else ()),
+                *(_WITH_PREFIXES if hasattr(stepper, "begin") else ()),
+            ),
             keeps_states=hasattr(stepper, "states"),
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             sampled_only=tuple(
@@ -125,7 +132,9 @@ class StepEngine:
         assert self._graph is not None
         run = _Run(self._open(), self.map, self._places, self._graph, writer, self._numbers, workload.poison)
         for batch in workload.batches:
-            for work in _steps(batch, workload):
+            has_hits = workload.schedule.trigger == "prefix_hit"
+            cached = {request.id: run.begin(request) for request in batch} if has_hits else {}
+            for work in _steps(batch, workload, cached):
                 run.step(work)
             run.finish(batch)
 
@@ -150,7 +159,29 @@ class _Run:
         self._numbers, self._own = numbers, dict[int, int]()
         self._cache, self._states = KeptCache(stepper, graph, tap_map), KeptStates(stepper, places)
         self._num_computed = Counter[int]()
-        """Rows of each request, by its number in the engine, with those that it has given up."""
+        """Rows of each request, by its number in the engine, with those that it has given up or may have taken over."""
+        self._longest = 0
+        """Tokens of the longest request that has ended: so many a hit may leave in the cache, if it is wrong."""
+
+    def begin(self, request: RequestInfo) -> int:
+        """Return how many of a prompt's tokens the engine has cached, which it then does not compute.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: the engine says no such number.
+        """
+        number, begin = self._number(request), getattr(self._stepper, "begin")  # noqa: B009 (no part of `Stepper`)
+        cached = begin(number, list(request.token_ids[: request.prompt_length]))
+        if not isinstance(cached, int) or not 0 <= cached < request.prompt_length:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                f"the engine does not say how many tokens of request {request.id} are cached",
+                where=f"{type(self._stepper).__name__}.begin",
+                expected=f"a number from 0 to {request.prompt_length - 1}",
+                actual=cached,
+                hint="the prompt's last token is computed always: its logits choose the next one",
+            )
+        self._num_computed[number] += self._longest if cached else 0
+        return cached
 
     def step(self, work: list[list[Part]]) -> None:
         """Compute some positions of some requests, each with those of the draft that it gives up, and record them."""
@@ -200,6 +231,7 @@ class _Run:
             number = self._own.pop(request.id)
             held = self._cache.read(number, len(request.token_ids), self._num_computed.pop(number))
             write_read_back(self._writer, request, held)
+            self._longest = max(self._longest, len(request.token_ids))
             if free is not None:
                 free(number)
 
@@ -245,9 +277,18 @@ def _schedules(order: RowOrder | None, *, is_again: bool) -> tuple[str, ...]:
     return alone if order is None or is_again else (*alone, "batched")
 
 
-def _steps(requests: list[RequestInfo], workload: Workload) -> Iterator[list[list[Part]]]:
-    """Yield the work of each step: prompts, whole or in chunks, then one token of each request, or what it verifies."""
-    ahead = {each.id: list(workload.steps(each)) for each in requests}
+def _steps(requests: list[RequestInfo], workload: Workload, cached: Mapping[int, int]) -> Iterator[list[list[Part]]]:
+    """Yield the work of each step: prompts, whole or in chunks, then one token of each request, or what it verifies.
+
+    Of a prompt, what is not cached: the first `cached` tokens of a request, by its id.
+    """
+    ahead = {
+        each.id: [
+            [(request, range(max(at.start, cached.get(each.id, 0)), at.stop)) for request, at in parts]
+            for parts in workload.steps(each)
+        ]
+        for each in requests
+    }
     while any(ahead.values()):
         ready = [request for request in requests if ahead[request.id]]
         yield [ahead[request.id].pop(0) for request in (ready if workload.schedule.is_batched else ready[:1])]

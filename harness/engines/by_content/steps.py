@@ -23,6 +23,7 @@ class Stepper(Protocol):
     # An object whose steps compute all earlier tokens of a request again has an attribute `recomputes`, which is true.
     # One that forgets what it holds from a request's first position on, where that is not the next one, has an
     # attribute `rewinds`, which is true. If it returns the logits of all tokens besides, it can verify drafts.
+    # One that has a cache of prefixes has a method `begin(request, token_ids)`: see `StepEngine`.
 
     def step(self, work: Work) -> torch.Tensor:
         """Compute the tokens, and return the logits of each request's last one, [requests, vocabulary].

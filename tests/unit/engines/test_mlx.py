@@ -14,7 +14,7 @@ from harness.oracle.model import load_model
 from harness.plan import plan_engine
 from harness.results.poison import Memory
 
-pytest.importorskip("mlx_lm", exc_type=ImportError)
+mlx_cache = pytest.importorskip("mlx_lm.models.cache", exc_type=ImportError)
 
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
 
@@ -40,6 +40,24 @@ def test_a_batch_passes(checkpoints, name):
     ).runs
     assert run.findings == ()
     assert run.coverage.missing == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", "gemma3-tiny"])
+def test_a_prompt_cache_passes(checkpoints, name):
+    (run,) = check(checkpoints, name, schedules=["prefix-hit"]).runs
+    assert run.findings == ()
+    assert run.coverage.missing == 0
+
+
+def test_a_prompt_cache_with_a_token_too_many_is_named(checkpoints, monkeypatch):
+    """The copy of a cache is trimmed by one token less than it should be."""
+    trim = mlx_cache.trim_prompt_cache
+    monkeypatch.setattr(mlx_cache, "trim_prompt_cache", lambda cache, num: trim(cache, max(0, num - 1)))
+    engine = open_engine("mlx", checkpoints / "qwen3-tiny", dtype="float32", device="cpu", options={})
+    options = {"prompts": PROMPTS, "max_new_tokens": 4, "dtype": "float32", "schedules": ["prefix-hit"]}
+    (run,) = harness.check(engine, model=checkpoints / "qwen3-tiny", **options).runs
+    assert run.first_divergence.tap == "model.layers.0.q_rope"
+    assert run.first_divergence.request >= len(PROMPTS)
 
 
 def test_padding_in_the_states_of_a_batch_is_named(tiny_folder):

@@ -9,6 +9,8 @@ import harness
 
 pytest.importorskip("openvino", exc_type=ImportError)
 
+from harness.engines import openvino
+
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
 
 
@@ -25,10 +27,8 @@ def export(checkpoints, tmp_path_factory):
 
 
 def check(checkpoints, export, **options):
-    return harness.check(
-        "openvino", model=checkpoints / "qwen3-tiny", prompts=PROMPTS, max_new_tokens=4,
-        engine_options={"export": export}, **options,
-    )  # fmt: skip
+    given = {"prompts": PROMPTS, "max_new_tokens": 4, "engine_options": {"export": export}} | options
+    return harness.check("openvino", model=checkpoints / "qwen3-tiny", **given)
 
 
 def test_every_operation_and_the_cache_pass(checkpoints, export):
@@ -37,6 +37,61 @@ def test_every_operation_and_the_cache_pass(checkpoints, export):
     assert any("54 taps were found by content" in note for note in report.notes)
     assert any("KV_CACHE_PRECISION=f32" in note for note in report.notes)
     assert all(run.coverage.not_offered == () for run in report.runs)
+
+
+def test_batches_and_drafts_pass(checkpoints, export):
+    """Three requests end one after the other; a batch is padded on the left."""
+    schedules = ["batched", "rewound", "speculative", "speculative:1"]
+    report = check(checkpoints, export, schedules=schedules, prompts=[*PROMPTS, [7, 8]])
+    assert report, report.text()
+    assert [run.coverage.missing for run in report.runs] == [0, 0, 0, 0]
+
+
+def in_process(checkpoints, export, schedule):
+    """Check an engine that the test has changed."""
+    options = {"export": str(export)}
+    engine = openvino.open_engine(checkpoints / "qwen3-tiny", dtype="float32", device="cpu", options=options)
+    given = {"prompts": PROMPTS, "max_new_tokens": 4, "dtype": "float32", "schedules": [schedule]}
+    (run,) = harness.check(engine, model=checkpoints / "qwen3-tiny", **given).runs
+    return run
+
+
+def test_a_cache_that_is_cut_off_too_late_is_named(checkpoints, export, monkeypatch):
+    cut_off = openvino._cut_off
+    monkeypatch.setattr(openvino, "_cut_off", lambda batch, num: cut_off(batch, num + 1))
+    found = in_process(checkpoints, export, "rewound").first_divergence
+    assert found.tap == "model.layers.0.q_rope"
+    assert found.explanation.cause == "rotary at a position off by one (+1)"
+    assert found.position == len(PROMPTS[0]) - 1  # the first that is computed again
+
+
+def test_padding_that_is_attended_to_is_found(checkpoints, export, monkeypatch):
+    """The mask of the whole batch is one of ones."""
+    running = openvino.OpenVINOStepper._batch_of
+
+    def unmasked(stepper, requests):
+        batch = running(stepper, requests)
+        infer = batch.running.infer
+        if len(requests) > 1 and not isinstance(batch.running, Unmasked):
+            batch.running = Unmasked(batch.running, infer)
+        return batch
+
+    monkeypatch.setattr(openvino.OpenVINOStepper, "_batch_of", unmasked)
+    found = in_process(checkpoints, export, "batched").first_divergence
+    assert (found.tap, found.request) == ("model.layers.0.attention", 0)
+
+
+class Unmasked:
+    """A request for inference that is given a mask without padding."""
+
+    def __init__(self, running, infer):
+        self.running, self.own_infer = running, infer
+
+    def __getattr__(self, name):
+        return getattr(self.running, name)
+
+    def infer(self, inputs):
+        return self.own_infer(inputs | {"attention_mask": inputs["attention_mask"] * 0 + 1})
 
 
 def test_an_export_has_to_be_there(checkpoints, tmp_path):

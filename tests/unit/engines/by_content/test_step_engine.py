@@ -334,6 +334,59 @@ def test_an_engine_that_says_nothing_is_not_asked_to_go_back(fused_engine, check
         check(fused_engine(), checkpoints, schedules=["rewound"])
 
 
+def with_prefixes(engine, fused, cached=lambda table, num: table[:num]):
+    """The toy with whole blocks of prompts that it has seen; `cached` chooses the slots that a hit reads."""
+    seen, step = {}, engine.step
+
+    def begin(request, prompt):
+        num = max((len(prefix) for prefix in seen if list(prefix) == prompt[: len(prefix)]), default=0)
+        engine.slots[request] = cached(seen.get(tuple(prompt[:num]), []), num)
+        for end in range(fused.BLOCK, len(prompt), fused.BLOCK):
+            seen.setdefault(tuple(prompt[:end]), engine.slots[request])
+        return num
+
+    engine.begin = begin
+    engine.step = lambda work: step(work)
+    return engine
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_begins_where_its_cache_ends(fused_engine, fused, checkpoints, dtype):
+    (run,) = check(with_prefixes(fused_engine(dtype=dtype), fused), checkpoints, schedules=("prefix-hit",)).runs
+    assert run.findings == ()
+    assert "prefix_hit" in run.coverage.triggers
+    assert run.coverage.missing == 0
+
+
+def test_a_hit_on_another_block_is_found(fused_engine, fused, checkpoints):
+    """The last block of what is cached is the first one."""
+
+    def first_again(table, num):
+        return [*table[: num - fused.BLOCK], *table[: fused.BLOCK]][:num]
+
+    engine = with_prefixes(fused_engine(), fused, first_again)
+    (run,) = check(engine, checkpoints, schedules=("prefix-hit",)).runs
+    assert run.first_divergence.tap == "model.layers.0.attention"
+    assert run.first_divergence.request >= len(PROMPTS)
+
+
+@pytest.mark.parametrize("answer", [-1, 9, None])
+def test_a_hit_leaves_the_last_token_to_compute(fused_engine, fused, checkpoints, answer):
+    engine = fused_engine()
+    engine.begin = lambda _request, _prompt: answer
+    with pytest.raises(harness.HarnessError, match="how many tokens of request 0 are cached"):
+        check(engine, checkpoints, schedules=("prefix-hit",))
+
+
+def test_an_engine_that_finds_no_prefix_does_not_pass(fused_engine, checkpoints):
+    engine = fused_engine()
+    engine.begin = lambda _request, _prompt: 0
+    (run,) = check(engine, checkpoints, schedules=("prefix-hit",)).runs
+    assert run.outcome.value != "pass"
+    assert any("no request found its beginning in the cache" in each.message for each in run.findings)
+
+
 class Nameless:
     """A model of transformers in a list, where nothing finds its modules by their names."""
 
