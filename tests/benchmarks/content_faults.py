@@ -176,11 +176,12 @@ def planted(folder: Path, name: str, out: Path) -> str | None:
 def export(engine: str, folder: Path, out: Path) -> Path:
     """Return the folder of an export for an engine's runtime."""
     command = {
-        "onnxruntime": ["-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu", "-i", folder, "-o", out],
-        "openvino": ["-m", "optimum.exporters.openvino", "--model", folder, "--task", "text-generation-with-past",
-                     "--weight-format", "fp32", out],
+        "onnxruntime": [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu",
+                        "-i", folder, "-o", out],
+        "openvino": ["optimum-cli", "export", "openvino", "--model", folder, "--task", "text-generation-with-past",
+                     "--weight-format", "fp32", "--disable-convert-tokenizer", out],
     }[engine]  # fmt: skip
-    subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    subprocess.run([*map(str, command)], check=True, capture_output=True)
     return out
 
 
