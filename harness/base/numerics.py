@@ -30,6 +30,8 @@ class Numerics:
     """The same of the values if it is not that of the keys."""
     attention_inputs: Literal["float16", "bfloat16"] | None = None
     """Dtype to which attention rounds the keys and values that it reads, where they are kept in a finer one."""
+    gelu: Literal["float16"] | None = None
+    """Dtype of gelu's argument and value, where both are rounded to it: ggml reads the tanh form from a table."""
     cache_rotations: tuple[int, int] = (0, 0)
     """Size of the Hadamard matrix by which heads of keys and of values turn before they are quantised; 0 for none."""
     interleaved_heads: int = 0

@@ -9,7 +9,6 @@ divergence.
 """
 
 import argparse
-import importlib
 import json
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from harness.engines import open_engine
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import Work
 from harness.engines.module.stepper import ModuleStepper
-from tests.benchmarks.engines_by_content import rows_of
+from tests.benchmarks.engines_by_content import llamacpp_by_content, rows_of
 from tests.families.quiet import quiet
 
 FALSE = 1e-2
@@ -203,8 +202,7 @@ def opened(engine: str, wrong: Path, right: Path, scratch: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(wrong, dtype=torch.float32, local_files_only=True).eval()
         return StepEngine(lambda: Nameless(model), name=engine, folder=right, dtype="float32")
     if engine == "llamacpp":
-        llamacpp = importlib.import_module("tests.benchmarks.llamacpp_content")
-        return llamacpp.engine_of(wrong, right)
+        return llamacpp_by_content(wrong, right)
     options = {} if engine == "mlx" else {"export": str(export(engine, wrong, scratch))}
     made = open_engine(engine, wrong, dtype="float32", device="cpu", options=options)
     made._folder = right  # type: ignore[attr-defined]

@@ -20,15 +20,19 @@ import torch
 
 import harness
 from harness.api.reports import CheckReport
+from harness.base.scratch import scratch_folder
 from harness.engines import Engine
 from harness.engines.by_content.columns import relative_error
+from harness.engines.llamacpp.options import parse_llamacpp_options
+from harness.formats.checkpoint.gguf.writer import write_gguf
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [list(range(3, 50)), list(range(60, 71)), list(range(100, 142))]
-ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang", "vllm": "Vllm", "llamacpp": "LlamaCpp"}
-"""Folders of docs/adapters, and the classes of their `by_content.py`; that of llama.cpp is in this folder."""
+ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang", "vllm": "Vllm", "llamacpp": "LlamaCppStepper"}
+"""Folders of docs/adapters, and the classes of their `by_content.py`; that of llama.cpp is the package's."""
 TABLES = {"vllm": "harness.engines.vllm", "llamacpp": "harness.engines.llamacpp.engine"}
 """Modules of engines of the package; each opens a model for itself."""
+LLAMACPP = "harness.engines.llamacpp.by_content"
 IN_FLOAT32 = {"cache_type": "F32", "flash_attention": "off"}
 """Options of llama.cpp with which attention is in float32."""
 LIMITS = {"llamacpp": 1e-4}
@@ -127,6 +131,15 @@ def rows_of(engine: Engine, folder: Path, dtype: str) -> tuple[dict[tuple[str, i
     return kept, harness.check(engine, model=folder, dtype=dtype, prompts=PROMPTS, max_new_tokens=6)
 
 
+def llamacpp_by_content(folder: Path, right: Path) -> Engine:
+    """Open llama.cpp without its table on a checkpoint of which a GGUF file is made; the truth is another one."""
+    content = importlib.import_module(LLAMACPP)
+    with scratch_folder("harness-") as made:
+        path = write_gguf(folder, made / "model.gguf")
+        engine: Engine = content.open_by_content(path, right, parse_llamacpp_options(IN_FLOAT32))
+        return engine
+
+
 def told(report: CheckReport) -> str:
     """Return the outcome and the first divergence with its cause."""
     first = report.runs[0].first_divergence
@@ -148,7 +161,7 @@ def plant_before_packing(plant: Callable[[Any], None]) -> None:
 def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
     """Run an engine by content and by its table, and return what came of it."""
     sys.path.insert(0, str(ROOT / "docs" / "adapters" / engine))
-    content = importlib.import_module("tests.benchmarks.llamacpp_content" if engine == "llamacpp" else "by_content")
+    content = importlib.import_module(LLAMACPP if engine == "llamacpp" else "by_content")
     table = importlib.import_module(TABLES.get(engine, "engine"))
     if engine == "sglang":  # its settings are of the process: one engine for both
         content.Engine = built = cache(table.Engine)
@@ -176,7 +189,8 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
     setattr(content, ENGINES[engine], opened(getattr(content, ENGINES[engine])))
     given = {"dtype": dtype, "device": "cpu", "options": IN_FLOAT32 if engine == "llamacpp" else {}}
     known, other = rows_of(opened(table.open_engine)(folder, **given), folder, dtype)
-    live, report = rows_of(content.open_engine(folder, **given), folder, dtype)
+    found = llamacpp_by_content(folder, folder) if engine == "llamacpp" else content.open_engine(folder, **given)
+    live, report = rows_of(found, folder, dtype)
     shown, there = {tap for tap, *_ in live}, {tap for tap, *_ in known}
     false = {
         key[0] for key in live.keys() & known.keys() if relative_error(live[key], known[key]) > LIMITS.get(engine, 0)

@@ -132,9 +132,17 @@ class LaterSteps:
         self.taps[tap] = MappedTap(
             tap=tap,
             evidence=evidence,
-            sources=tuple(read.source for read in ordered),
+            sources=tuple(source for read in ordered for source in self._sources(read)),
             is_sampled_only=ordered[0].is_sampled_only,
         )
+
+    def _sources(self, read: _Read) -> Iterator[Source]:
+        """Yield the ways to read what was taken."""
+        yield read.source
+        if read.is_sampled_only:
+            for other in self._of_one_row(read.source.site, read.source.columns):
+                if other.source != read.source and torch.equal(other.rows, read.rows):
+                    yield other.source
 
     def _long(self, site: Site, columns: Columns, operation: Operation) -> _Read | None:
         """Return the rows of a site, in whatever dimension they are; None if it has not as many."""
@@ -142,13 +150,14 @@ class LaterSteps:
             read = self._read(Source(site=site, layout=layout, columns=columns))
             if read is not None:
                 return read
-        if operation.tap not in self._hf.graph.prunable:
-            return None
+        return next(self._of_one_row(site, columns), None) if operation.tap in self._hf.graph.prunable else None
+
+    def _of_one_row(self, site: Site, columns: Columns) -> Iterator[_Read]:
+        """Yield the one row of a site, counted by each dimension that may: a step of several requests tells which."""
         for layout, _rows in layouts_with_rows(self._prefill[site], 1):
             read = self._sampled(Source(site=site, layout=layout, columns=columns))
             if read is not None:
-                return read
-        return None
+                yield read
 
     def _sampled(self, source: Source) -> _Read | None:
         """Return the one row that a source has in each of the steps; None if it has less rows or columns."""

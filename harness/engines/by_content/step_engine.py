@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from harness.base.numerics import Numerics
 from harness.engines.adapter import Capabilities, Part, Workload
 from harness.engines.by_content.kept import KeptCache
 from harness.engines.by_content.kept_states import KeptStates, Places, find_places
@@ -50,7 +51,15 @@ class StepEngine:
     `harness.engines.poison`.
     """
 
-    def __init__(self, open_stepper: Callable[[], Stepper], *, name: str, folder: Path, dtype: str) -> None:
+    def __init__(
+        self,
+        open_stepper: Callable[[], Stepper],
+        *,
+        name: str,
+        folder: Path,
+        dtype: str,
+        numerics: Numerics | None = None,
+    ) -> None:
         """Take what opens the engine.
 
         Args:
@@ -58,7 +67,9 @@ class StepEngine:
             name: of the engine, for reports.
             folder: checkpoint of the model that it runs.
             dtype: of the engine.
+            numerics: what is not in its dtype.
         """
+        self._numerics = numerics
         self.name, self._open, self._folder = name, open_stepper, folder
         self._dtype = getattr(torch, dtype)
         self._numbers = count(1 << 20)
@@ -100,6 +111,7 @@ class StepEngine:
                 *(_WITH_PREFIXES if hasattr(stepper, "begin") else ()),
             ),
             keeps_states=hasattr(stepper, "states"),
+            numerics=self._numerics,
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             sampled_only=tuple(
                 tap for tap, each in learned.taps.items() if each.is_sampled_only and tap not in graph.head

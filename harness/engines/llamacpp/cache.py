@@ -50,6 +50,52 @@ def parse_state(state: memoryview) -> CachedRows:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """What is saved of a sequence, a layer after the other: of those layers alone that keep it."""
+
+    cache: list[tuple[torch.Tensor, torch.Tensor]]
+    """Keys and values, [positions, W] each; empty where they are laid out in another way (two caches)."""
+    states: list[list[torch.Tensor]]
+    """State of the convolution and of the recurrence, flat."""
+
+
+def parse_saved(state: memoryview, *, has_cache: bool, has_states: bool) -> SavedRows:
+    """Parse the state of one sequence of any architecture, as far as it is known.
+
+    The layout of states is that of `llama_memory_recurrent::state_write`, after that of a cache where there is one.
+    """
+    reader = _Reader(state)
+    reader.numbers("Ii")
+    cache, states = [], list[list[torch.Tensor]]()
+    try:
+        if has_cache:
+            (num_streams,) = reader.numbers("I")
+            streams = [rows for _ in range(num_streams) if (rows := _stream(reader)) is not None]
+            for rows in streams[:1]:
+                order = rows.positions.argsort()
+                cache = [(keys[order], values[order]) for keys, values in zip(rows.keys, rows.values, strict=True)]
+        states = _states(reader) if has_states else []
+    except HarnessError:
+        return SavedRows([], [])
+    return SavedRows(cache, states) if reader.is_at_end else SavedRows([], states)
+
+
+def _states(reader: "_Reader") -> list[list[torch.Tensor]]:
+    """Read the one cell of a sequence: the convolutions of all layers that have one, then the recurrences."""
+    (num_cells,) = reader.numbers("I")
+    for _ in range(num_cells):
+        _position, num_sequences = reader.numbers("iI")
+        reader.take(4 * num_sequences)
+    reader.numbers("II")
+    found = []
+    while num_cells == 1 and not reader.is_at_end:
+        kind, row_bytes = reader.numbers("iQ")
+        found.append(_tensor(reader.take(row_bytes), kind, 1).flatten())
+    half = len(found) // 2
+    return [list(each) for each in zip(found[:half], found[half:], strict=True)]
+
+
 class _Reader:
     """Reads numbers and bytes one after the other."""
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from harness.engines.llamacpp.batch import LlamaBatch
-from harness.engines.llamacpp.cache import CachedRows, parse_state
+from harness.engines.llamacpp.cache import CachedRows, SavedRows, parse_saved, parse_state
 from harness.engines.llamacpp.capture import GraphWatcher
 from harness.engines.llamacpp.options import FLASH_ATTENTION, LlamaCppOptions
 from harness.engines.llamacpp.tensor import llama
@@ -41,6 +41,11 @@ class Model:
     def vocab_size(self) -> int:
         """Tokens that there are."""
         return int(self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(self.pointer)))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return int(self._llama.llama_model_n_layer(self.pointer))
 
     def load_adapter(self, path: Path) -> None:
         """Load a LoRA adapter, which every context then applies; it is freed with the model.
@@ -160,8 +165,18 @@ class Context:
 
     def read_back(self, sequence: int) -> CachedRows:
         """Return what the cache holds of a sequence, by llama.cpp's own function that saves it."""
+        return parse_state(self._data(sequence))
+
+    def saved(self, sequence: int) -> SavedRows:
+        """Return the cache and the states of a sequence, of any architecture: see `parse_saved`."""
+        model, library = self._model.pointer, self._llama
+        has_states = library.llama_model_is_recurrent(model) or library.llama_model_is_hybrid(model)
+        has_cache = not library.llama_model_is_recurrent(model)
+        return parse_saved(self._data(sequence), has_cache=has_cache, has_states=has_states)
+
+    def _data(self, sequence: int) -> memoryview:
         size = self._llama.llama_state_seq_get_size(self.pointer, sequence)
         data = np.zeros(size, dtype=np.uint8)
         pointer = data.ctypes.data_as(self._llama.ctypes.POINTER(self._llama.ctypes.c_uint8))
         written = self._llama.llama_state_seq_get_data(self.pointer, pointer, size, sequence)
-        return parse_state(memoryview(data.tobytes())[:written])
+        return memoryview(data.tobytes())[:written]

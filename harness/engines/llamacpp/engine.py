@@ -11,6 +11,7 @@ from harness.base.numerics import Numerics
 from harness.base.scratch import scratch_folder
 from harness.engines.adapter import Capabilities, Engine, Workload
 from harness.engines.llamacpp.adapter_file import write_adapter_file
+from harness.engines.llamacpp.by_content import open_by_content
 from harness.engines.llamacpp.cache import CachedRows
 from harness.engines.llamacpp.capture import Capture, UBatch, halves_of_pairs
 from harness.engines.llamacpp.context import Context, Model
@@ -22,7 +23,7 @@ from harness.engines.llamacpp.session import LlamaCppSession, model_shape
 from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf import open_gguf, read_source
-from harness.formats.checkpoint.gguf.architecture import Metadata
+from harness.formats.checkpoint.gguf.architecture import FAMILIES, Metadata
 from harness.formats.checkpoint.gguf.types import PLAIN
 from harness.formats.checkpoint.gguf.writer import write_gguf
 from harness.formats.recording import RecordingWriter, RequestInfo
@@ -33,6 +34,8 @@ _SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "forked")
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
     """Open llama.cpp on the GGUF file that a checkpoint folder was made of; of another checkpoint one is made.
+
+    Where the option `gguf` names a file of an architecture whose graph is not known, taps are found by content.
 
     Raises:
         HarnessError: PACKAGE_MISSING, BAD_OPTION, ENGINE_CANNOT_SERVE.
@@ -49,6 +52,8 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
             hint="the types of weights and cache are the file's, and options of the engine",
         )
     source = read_source(folder)
+    if parsed.gguf is not None and source is None and open_gguf(parsed.gguf).metadata.architecture not in FAMILIES:
+        return open_by_content(parsed.gguf, folder, parsed)
     if parsed.gguf is not None or source is not None:
         return LlamaCppEngine(parsed.gguf or source.path, parsed)  # type: ignore[union-attr]
     with scratch_folder("harness-") as made:
@@ -91,12 +96,10 @@ class LlamaCppEngine:
     def _declared_cache(self) -> dict[str, Any]:
         """Return what the cache does to keys and values, as `Numerics` says it."""
         names = [PLAIN.get(name, name) for name in self._options.cache_names]
-        # Flash attention, which `auto` takes on a CPU, casts float32 before (llm_graph_context::build_attn_mha).
-        read = "float16" if "float32" in names and self._options.flash_attention != "off" else None
+        read = {"attention_inputs": self._options.attention_inputs}
         if names == ["float32", "float32"]:
-            return {"attention_inputs": read}
-        return {
-            "attention_inputs": read,
+            return read
+        return read | {
             "cache": names[0],
             "cache_values": names[1],
             "cache_rotations": self._rotations,

@@ -49,6 +49,14 @@ class LlamaCppOptions(BaseModel):
         return self.cache_type_k, self.cache_type_v
 
     @property
+    def attention_inputs(self) -> Literal["float16"] | None:
+        """See `Numerics`: flash attention, which `auto` takes on a CPU, casts what is kept in float32.
+
+        `llm_graph_context::build_attn_mha` does it.
+        """
+        return "float16" if "F32" in self.cache_names and self.flash_attention != "off" else None
+
+    @property
     def cache_types(self) -> tuple[int, int]:
         """Their numbers."""
         return BY_NAME[self.cache_type_k][0], BY_NAME[self.cache_type_v][0]

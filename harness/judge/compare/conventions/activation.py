@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.functional import gelu, silu
@@ -15,7 +16,12 @@ from harness.judge.compare.conventions.entry import Convention, Rounding, Suspec
 
 ABSOLUTE_SIGMOID = "the sigmoid is as exact as one in float32, not as its own value"
 ABSOLUTE_NORMAL = "gelu's share of its input is as exact as one in float32, not as its own value"
+TABULATED = "gelu read from a table in {}"
 _SAME = 1e-6
+_TABLE_END = 10
+"""Where ggml's gelu leaves its table: beyond it, zero or the argument itself."""
+_NEAR_TIE = 2.0**-20
+"""Relative error of what was rounded into the table: on a tie of float16 it may lie on the other side."""
 _MODEL = KINDS[Kind.ACTIVATION].error_model or ErrorModel(roundings=2)
 
 
@@ -59,6 +65,44 @@ def _absolute_share(subject: SuspectRows) -> Iterator[Rounding]:
                 return
 
 
+def _tabulated(subject: SuspectRows) -> Iterator[Rounding]:
+    """Round argument and value of gelu's tanh form to the declared dtype: ggml's `ggml_vec_gelu_f32` and `_geglu_`."""
+    name = subject.declared.gelu
+    if name is None or subject.dtype != torch.float32:
+        return
+    dtype = getattr(torch, name)
+    expected = subject.expected.flatten(1).to("cpu", torch.float64)
+    for gate, up in _gates(subject, expected.shape[1]):
+        of_all = gelu(gate, approximate="tanh") * up
+        if not bool(((of_all - expected).norm(dim=1) <= _SAME * expected.norm(dim=1)).all()):
+            continue
+        value = gelu(gate.to(dtype).to(torch.float64), approximate="tanh")
+        is_beyond = gate.abs() >= _TABLE_END
+        read = torch.where(is_beyond, gate.clamp(min=0), value.to(dtype).to(torch.float64))
+        slack = _slack_of_ties(value, read, dtype).masked_fill(is_beyond, 0)
+        result = read * up
+        allowance = (slack * up).norm(dim=1) / (result.norm(dim=1) * rounding_unit(torch.float32))
+        yield Rounding(
+            name=TABULATED.format(name),
+            model=_MODEL,
+            expected=partial(_as_it_is, result),
+            allowance=allowance.nan_to_num(nan=0.0, posinf=0.0),
+        )
+        return
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _slack_of_ties(value: torch.Tensor, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the step of the dtype where a value lies so near to the middle of two that it may be rounded to either."""
+    info = torch.finfo(dtype)
+    step = info.eps * torch.exp2(value.abs().clamp(min=info.tiny).log2().floor())
+    is_tie = ((value - rounded).abs() - step / 2).abs() <= _NEAR_TIE * value.abs()
+    return torch.where(is_tie, step, 0.0)
+
+
 def _gates(subject: SuspectRows, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield what may be the input of the activation and what it is multiplied with, [R, W] each."""
     inputs = [each.flatten(1).to("cpu", torch.float64) for each in subject.inputs]
@@ -71,4 +115,9 @@ def _gates(subject: SuspectRows, width: int) -> Iterator[tuple[torch.Tensor, tor
         yield inputs[1], inputs[0]
 
 
-CONVENTIONS = (Convention(name="a share with an absolute error", kinds=(Kind.ACTIVATION,), roundings=_absolute_share),)
+CONVENTIONS = (
+    Convention(name="a share with an absolute error", kinds=(Kind.ACTIVATION,), roundings=_absolute_share),
+    Convention(
+        name="gelu from a table in a lower dtype", kinds=(Kind.ACTIVATION,), roundings=_tabulated, is_declared=True
+    ),
+)

@@ -1,0 +1,160 @@
+"""llama.cpp without a table of its graph: which node is which tap is found by what it holds, in any architecture."""
+
+from collections import Counter
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from harness.base.numerics import Numerics
+from harness.engines.by_content import StepEngine
+from harness.engines.by_content.sites import RETURNED, See, Site
+from harness.engines.by_content.steps import Work
+from harness.engines.llamacpp.cache import SavedRows
+from harness.engines.llamacpp.capture import GraphWatcher
+from harness.engines.llamacpp.context import Context, Model
+from harness.engines.llamacpp.options import LlamaCppOptions
+from harness.engines.llamacpp.tensor import Tensor
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.gguf import open_gguf
+from harness.formats.checkpoint.gguf.types import PLAIN
+
+_NO_VALUES = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS", "CPY")
+"""Operators that make no values, or that write into the memory of sequences."""
+_NUM_SEQUENCES = 256
+"""The most that llama.cpp takes: a map is learned from many requests of one token."""
+_NUM_CELLS = 1 << 14
+_MOST_ROWS = 4096
+"""Of a step: what is more would be computed in parts, each with nodes of its own."""
+
+
+def open_by_content(path: Path, folder: Path, options: LlamaCppOptions) -> StepEngine:
+    """Open a GGUF file of any architecture; the truth is HF's checkpoint in `folder`.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: llama.cpp does not load it, or its cache is to be quantised.
+    """
+    names = [PLAIN.get(name, name) for name in options.cache_names]
+    if any(name not in PLAIN.values() for name in names):
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            "a quantised cache is judged in architectures alone whose graph is known",
+            where="--engine-option cache_type",
+            expected=", ".join(PLAIN),
+            actual=", ".join(options.cache_names),
+        )
+    formats = sorted({tensor.type.name for tensor, _ in open_gguf(path).tensors.values()} - {"F32"})
+    keys, values = (None, None) if set(names) == {"float32"} else names
+    stepper = LlamaCppStepper(path, options)
+    numerics = Numerics(
+        gelu="float16",
+        weights=tuple(formats),
+        cache=keys,
+        cache_values=values,
+        attention_inputs=options.attention_inputs,
+    )
+    return StepEngine(lambda: stepper, name="llamacpp", folder=folder, dtype="float32", numerics=numerics)
+
+
+class NumberedNodes(GraphWatcher):
+    """Shows the results of a step's nodes, each by its name, and its number among those of that name and operator."""
+
+    def __init__(self) -> None:
+        """Show nothing yet."""
+        super().__init__()
+        self._see: See | None = None
+        self._only: Collection[Site] | None = None
+        self._calls = Counter[tuple[str, str]]()
+        self._sites: dict[int, Site] = {}
+
+    def watching(self, see: See, only: Collection[Site] | None) -> Self:
+        """Show the nodes of the next step."""
+        self._see, self._only, self._calls, self._sites = see, only, Counter(), {}
+        return self
+
+    def wants(self, node: Tensor) -> bool:
+        """See `GraphWatcher`."""
+        if self._see is None or node.op in _NO_VALUES:
+            return False
+        name = "" if node.name.startswith("node_") else node.name
+        site = Site(name, self._calls[name, node.op], node.op)
+        self._calls[name, node.op] += 1
+        self._sites[node.address] = site
+        return self._only is None or site in self._only
+
+    def computed(self, node: Tensor) -> None:
+        """See `GraphWatcher`."""
+        if self._see is not None and node.address in self._sites:
+            values = node.values()
+            if values.is_floating_point():
+                self._see(self._sites[node.address], values[0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._see = None
+        self.raise_error()
+
+    def returned(self, value: torch.Tensor) -> None:
+        """See `Watching`."""
+        if self._see is not None:
+            self._see(Site("", 0, RETURNED), value)
+
+
+class LlamaCppStepper:
+    """A context of llama.cpp, driven by steps. It has `cached` and `states` where they are told layer by layer."""
+
+    def __init__(self, path: Path, options: LlamaCppOptions) -> None:
+        """Load a GGUF file."""
+        self._nodes = NumberedNodes()
+        self._model = Model(path, repack=options.repack)
+        sizes = {"batch_size": _MOST_ROWS, "ubatch_size": _MOST_ROWS}
+        self._context = Context(
+            self._model, options.model_copy(update=sizes), self._nodes, num_seqs=_NUM_SEQUENCES, num_cells=_NUM_CELLS
+        )
+        self.watching = self._nodes.watching
+        self._sequences: dict[int, int] = {}
+        self.step([(0, [0], 0)])
+        saved = self._saved(0)
+        for name, rows in (("cached", saved.cache), ("states", saved.states)):
+            if len(rows) == self._model.num_layers:
+                setattr(self, name, partial(self._by_layer, name))
+        self.finish(0)
+
+    def step(self, work: Work) -> torch.Tensor:
+        """See `Stepper.step`.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: there are too many rows; ENGINE_FAILED.
+        """
+        rows = []
+        for request, tokens, first in work:
+            if request not in self._sequences:
+                self._sequences[request] = min(set(range(_NUM_SEQUENCES)) - set(self._sequences.values()))
+            sequence = self._sequences[request]
+            rows += [(token, first + at, sequence, at == len(tokens) - 1) for at, token in enumerate(tokens)]
+        if len(rows) > _MOST_ROWS:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "llama.cpp would compute a step in several parts",
+                where="llamacpp",
+                expected=f"at most {_MOST_ROWS} tokens",
+                actual=len(rows),
+                hint="--schedule chunked:1024",
+            )
+        self._context.decode(rows)
+        return torch.stack([torch.tensor(self._context.logits(at)) for at, row in enumerate(rows) if row[3]])
+
+    def finish(self, request: int) -> None:
+        """Free a request's cells."""
+        self._context.forget(self._sequences.pop(request))
+
+    def _saved(self, request: int) -> SavedRows:
+        return self._context.saved(self._sequences[request])
+
+    def _by_layer(self, name: str, request: int) -> dict[int, Any]:
+        saved = self._saved(request)
+        return dict(enumerate(saved.cache if name == "cached" else saved.states))
