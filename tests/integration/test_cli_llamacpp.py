@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from harness.campaigns.quant.padding import pad_checkpoint
 from harness.engines import open_engine
@@ -17,7 +17,7 @@ from harness.errors import Code
 from harness.formats.checkpoint.gguf import open_gguf
 from harness.formats.checkpoint.gguf.types import PLAIN
 from harness.formats.checkpoint.gguf.weights import rows_of_hf
-from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.formats.checkpoint.gguf.writer import finish, write_gguf
 from harness.profiling.cost.formulas import operation_costs
 from harness.profiling.passes.counters import count
 from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
@@ -25,6 +25,7 @@ from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_
 from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
 from ..unit.lora_adapter import write_adapter
 
+gguf = pytest.importorskip("gguf")
 needs_llamacpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
     reason="llama-cpp-python is not installed (extra llamacpp; built from source, about ten minutes)",
@@ -179,6 +180,91 @@ def small_llama(tmp_path):
         return tmp_path / "llama"
 
     return small_llama
+
+
+@pytest.fixture
+def mamba(tmp_path):
+    """Write a tiny Mamba, and what llama.cpp's converter makes of it; `change` plants a fault in a tensor."""
+
+    def mamba(change=lambda _name, tensor: tensor):
+        torch.manual_seed(0)
+        config = MambaConfig(vocab_size=256, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=2)
+        model = MambaForCausalLM(config)
+        for name, value in model.named_parameters():
+            if name.endswith("dt_proj.bias"):
+                value.data += 4  # llama.cpp's softplus loses digits of small steps
+            elif "norm" in name:
+                value.data += 0.2 * torch.randn(value.shape)
+        model.save_pretrained(tmp_path / "mamba")
+        writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
+        writer.add_context_length(1024)
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_tokenizer_model("none")
+        for add, value in (
+            (writer.add_embedding_length, 32), (writer.add_feed_forward_length, 0), (writer.add_head_count, 0),
+            (writer.add_block_count, 2), (writer.add_ssm_conv_kernel, 4), (writer.add_ssm_inner_size, 64),
+            (writer.add_ssm_state_size, 8), (writer.add_ssm_time_step_rank, 2), (writer.add_layer_norm_rms_eps, 1e-5),
+        ):  # fmt: skip
+            add(value)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MAMBA, 2)
+        for name, value in model.state_dict().items():
+            if name != "lm_head.weight":  # tied
+                value = -value.exp() if name.endswith("A_log") else value.squeeze()
+                writer.add_tensor(names.get_name(name, (".weight", ".bias")), change(name, value).numpy())
+        finish(writer)
+        return tmp_path / "mamba", f"gguf={tmp_path / 'mamba.gguf'}"
+
+    return mamba
+
+
+@needs_llamacpp
+def test_an_architecture_without_a_table_is_found_by_content(check, mamba):
+    folder, file = mamba()
+    ran = check(folder, "--engine-option", file, "--schedule", "plain,chunked:3", "--format", "json")
+    assert ran.status == 0, ran.out
+    for run in ran.json["runs"]:
+        assert run["coverage"]["missing"] == 0
+        assert run["coverage"]["not_offered"] == []
+        assert {"conv_state", "recurrent_state", "mixer.x_proj", "mixer.out_proj"} <= {
+            tap["site"] for tap in run["taps"]
+        }
+
+
+@needs_llamacpp
+@pytest.mark.parametrize(
+    ("name", "change", "site"),
+    [
+        ("layers.1.mixer.conv1d.bias", lambda b: b + 0.5, "mixer.x_proj.input"),
+        ("layers.1.mixer.A_log", lambda a: a * 1.5, "mixer.out_proj.input"),
+        ("layers.0.norm.weight", lambda w: w + 1, "norm"),
+    ],
+)
+def test_a_fault_of_a_recurrent_model_is_found_at_its_operation(check, mamba, name, change, site):
+    folder, file = mamba(lambda own, value: change(value) if own.endswith(name) else value)
+    ran = check(folder, "--engine-option", file, "--schedule", "plain", "--format", "json")
+    assert ran.status == 1, ran.out
+    first = ran.json["runs"][0]["first_divergence"]
+    assert first["tap"] == f"backbone.layers.{name.split('.')[1]}.{site}"
+
+
+@needs_llamacpp
+def test_a_quantised_cache_needs_a_known_graph(check, mamba):
+    folder, file = mamba()
+    ran = check(folder, "--engine-option", file, "--engine-option", "cache_type=Q8_0", "--schedule", "plain")
+    assert ran.status == 2
+    assert "architectures alone whose graph is known" in ran.err
+
+
+@needs_llamacpp
+def test_a_file_is_found_by_content_as_by_its_table(check, checkpoints, tmp_path, monkeypatch):
+    """Any file is found by content where its architecture has no table: here Qwen2's is taken away."""
+    monkeypatch.setattr("harness.engines.llamacpp.engine.FAMILIES", {})
+    path = write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")
+    ran = check(
+        "qwen2-tiny", "--engine-option", f"gguf={path}", "--schedule", "plain,batched,mixed:4", "--format", "json"
+    )
+    assert ran.status == 0, ran.out
+    assert any("54 taps" in str(note) or "48 taps" in str(note) for note in ran.json["notes"])
 
 
 SOUND_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0"]

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from harness.engines.llamacpp.cache import parse_state
+from harness.engines.llamacpp.cache import parse_saved, parse_state
 from harness.engines.llamacpp.capture import halves_of_pairs
 from harness.engines.llamacpp.node_cost import node_cost
 from harness.engines.llamacpp.nodes import pruned_taps, tap_of
@@ -193,6 +193,37 @@ def test_a_state_of_another_layout_is_refused():
         with pytest.raises(HarnessError) as caught:
             parse_state(memoryview(data))
         assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+
+
+def recurrent(convolutions, recurrences):
+    """What `llama_memory_recurrent::state_write` writes of a sequence's one cell."""
+    data = struct.pack("<IiIII", 1, 7, 0, 0, len(convolutions))
+    for row in (*convolutions, *recurrences):
+        data += struct.pack("<iQ", 0, row.nbytes) + row.numpy().tobytes()
+    return data
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_states_are_read_behind_the_cache(has_cache):
+    convolutions, recurrences = torch.randn(3, 6), torch.randn(3, 16)
+    keys, values = [torch.randn(2, 8)], [torch.randn(2, 8)]
+    before = state([0, 1], keys, values, transposed=0) if has_cache else b"head" * 2
+    saved = parse_saved(memoryview(before + recurrent(convolutions, recurrences)), has_cache=has_cache, has_states=True)
+    for (ours, theirs), *given in zip(saved.states, convolutions, recurrences, strict=True):
+        assert torch.equal(ours, given[0])
+        assert torch.equal(theirs, given[1])
+    assert [torch.equal(key, keys[0]) and torch.equal(value, values[0]) for key, value in saved.cache] == [
+        True
+    ] * has_cache
+
+
+@pytest.mark.parametrize("more", [b"", b"x" * 12, b"x"])
+def test_a_second_cache_is_not_told_layer_by_layer(more):
+    """A model with windows has two."""
+    one = state([0, 1], [torch.zeros(2, 8)], [torch.zeros(2, 8)], transposed=0)
+    saved = parse_saved(memoryview(one + more), has_cache=True, has_states=False)
+    assert len(saved.cache) == (not more)
+    assert parse_saved(memoryview(one[:-1]), has_cache=True, has_states=False).cache == []
 
 
 def test_options():
