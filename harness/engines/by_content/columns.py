@@ -36,6 +36,11 @@ class Columns:
         """Whether the elements of the value have their own order, with or without others between them."""
         return self.order is None or all(a < b for a, b in pairwise(self.order))
 
+    @property
+    def own_order(self) -> tuple[int, ...] | None:
+        """The order, counted from the first column."""
+        return None if self.order is None else tuple(at - self.start for at in self.order)
+
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [T, W] of rows [T, ...]."""
         flat = rows.reshape(len(rows), -1)

@@ -5,7 +5,7 @@ for as it follows from the engine's own values. A value that is wrong is found b
 computes what the engine computed next.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -83,12 +83,36 @@ class TapFinder:
             for tap in op.inputs:
                 if not op.is_kept:
                     self._readers[tap].append(op.tap)
+        self._orders: dict[str, tuple[int, ...] | None] = {}
+        """By site, the order of columns that most layers have."""
         self._near: dict[str, list[Fit]] = {}
         self._num_trials = 0
         self.found: dict[str, Found] = {}
 
     def find(self) -> None:
-        """Find the taps by what the tensors hold; then those with other values, by names and by what follows."""
+        """Find the taps by what the tensors hold; then those with other values, by names and by what follows.
+
+        An engine has one order of heads: a layer with another one is wrong, and what it holds is found as any other
+        wrong value is, or not at all.
+        """
+        self._find()
+        first, self._orders = self.found, self._orders_of_most()
+        others = {tap for tap, found in first.items() if not self._may_have(self._hf.graph[tap], found.columns)}
+        if others:
+            self._num_trials = 0
+            self._find()
+            if not first.keys() - others <= self.found.keys():
+                self.found = first
+
+    def _orders_of_most(self) -> dict[str, tuple[int, ...] | None]:
+        """Return by site the order of columns that more than half of the layers have, and two of them at least."""
+        orders: dict[str, list[tuple[int, ...] | None]] = defaultdict(list)
+        for tap in self.found.keys() & self._permutable:
+            orders[self._hf.graph[tap].site].append(self.found[tap].columns.own_order)
+        most = {site: Counter(found).most_common(1)[0] for site, found in orders.items()}
+        return {site: order for site, (order, num) in most.items() if num > 1 and 2 * num > len(orders[site])}
+
+    def _find(self) -> None:
         self.found = self._walk({})
         tried = set[tuple[str, bool]]()
         while self._find_by_names() or self._find_by_what_follows(tried):
@@ -178,7 +202,9 @@ class TapFinder:
 
     def _may_have(self, operation: Operation, columns: Columns) -> bool:
         """Whether columns may lie so: products of queries and keys do not show the order of their heads' elements."""
-        return columns.is_rising or operation.tap in self._permutable
+        if operation.tap not in self._permutable:
+            return columns.is_rising
+        return operation.site not in self._orders or columns.own_order == self._orders[operation.site]
 
     def _find_by_names(self) -> bool:
         """Take tensors by their names for values after which nothing was found; return whether more was found."""

@@ -91,7 +91,8 @@ def _states(reader: "_Reader") -> list[list[torch.Tensor]]:
     found = []
     while num_cells == 1 and not reader.is_at_end:
         kind, row_bytes = reader.numbers("iQ")
-        found.append(_tensor(reader.take(row_bytes), kind, 1).flatten())
+        row = reader.take(row_bytes)
+        found.append(_tensor(row, kind, 1).flatten() if row else torch.empty(0))  # LFM2 has convolutions alone
     half = len(found) // 2
     return [list(each) for each in zip(found[:half], found[half:], strict=True)]
 

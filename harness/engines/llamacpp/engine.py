@@ -52,12 +52,17 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
             hint="the types of weights and cache are the file's, and options of the engine",
         )
     source = read_source(folder)
-    if parsed.gguf is not None and source is None and open_gguf(parsed.gguf).metadata.architecture not in FAMILIES:
+    if parsed.gguf is not None and source is None and not _has_table(open_gguf(parsed.gguf).metadata):
         return open_by_content(parsed.gguf, folder, parsed)
     if parsed.gguf is not None or source is not None:
         return LlamaCppEngine(parsed.gguf or source.path, parsed)  # type: ignore[union-attr]
     with scratch_folder("harness-") as made:
         return LlamaCppEngine(write_gguf(folder, made / "model.gguf", parsed.type), parsed)
+
+
+def _has_table(metadata: Metadata) -> bool:
+    """Whether the nodes of a file's graph are known: Mixtral is a Llama with experts, which have no table."""
+    return metadata.architecture in FAMILIES and not metadata.get("expert_count")
 
 
 class LlamaCppEngine:

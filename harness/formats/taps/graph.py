@@ -132,11 +132,14 @@ class Graph:
     def prunable(self) -> frozenset[str]:
         """Taps that an engine may compute for those rows alone that choose a token: no later row reads them.
 
-        They are those behind the last attention or state, and it.
+        They are the last layer's attention and what follows it: of a layer in which HF shows none, all of it.
         """
-        reads_rows = (Kind.ATTENTION, Kind.CACHE, Kind.STATE)
-        last = max((at for at, op in enumerate(self.operations) if op.kind in reads_rows), default=len(self))
-        return frozenset(op.tap for at, op in enumerate(self.operations) if at >= last or op.sampled_only or op.is_head)
+        last = [at for at, op in enumerate(self.operations) if self.layers and op.layer == self.layers[-1]]
+        reading = [at for at in last if self.operations[at].kind in (Kind.ATTENTION, Kind.CACHE, Kind.STATE)]
+        first = max(reading, default=min(last, default=len(self)))
+        return frozenset(
+            op.tap for at, op in enumerate(self.operations) if at >= first or op.sampled_only or op.is_head
+        )
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

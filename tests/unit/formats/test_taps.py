@@ -325,6 +325,18 @@ def test_what_no_later_row_reads_may_be_computed_for_few_rows(checkpoints):
     assert graph.prunable == {*(f"model.layers.2.{site}" for site in last), "model.norm", "lm_head"}
 
 
+def test_of_a_layer_without_an_attention_of_hfs_interface_all_may_be():
+    """Bloom computes attention by operators of its own, which are no tap."""
+    kinds = {
+        "model.layers.0.qkv": Kind.LINEAR, "model.layers.0.attention": Kind.ATTENTION, "model.layers.1.qkv": Kind.LINEAR,
+        "model.layers.1.dense": Kind.OTHER, "model.norm": Kind.NORM,
+    }  # fmt: skip
+    operations = [Operation(tap=tap, kind=kind, sampled_only=tap == "model.norm") for tap, kind in kinds.items()]
+    assert Graph(tuple(operations)).prunable == {"model.layers.1.qkv", "model.layers.1.dense", "model.norm"}
+    assert Graph(tuple(operations[:2])).prunable == {"model.layers.0.attention"}
+    assert Graph(()).prunable == frozenset()
+
+
 def test_what_comes_before_the_last_state_is_computed_for_all_rows(checkpoints):
     """In Qwen3-Next the last layer has attention, those before it a recurrence."""
     graph = load_model(checkpoints / "qwen3-next-tiny", dtype=torch.float32).graph

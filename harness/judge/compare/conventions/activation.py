@@ -118,6 +118,9 @@ def _gates(subject: SuspectRows, width: int) -> Iterator[tuple[torch.Tensor, tor
 CONVENTIONS = (
     Convention(name="a share with an absolute error", kinds=(Kind.ACTIVATION,), roundings=_absolute_share),
     Convention(
-        name="gelu from a table in a lower dtype", kinds=(Kind.ACTIVATION,), roundings=_tabulated, is_declared=True
+        name="gelu from a table in a lower dtype",
+        kinds=(Kind.ACTIVATION, Kind.OTHER),  # a module may compute it by other operators
+        roundings=_tabulated,
+        is_declared=True,
     ),
 )
