@@ -328,8 +328,8 @@ def test_what_no_later_row_reads_may_be_computed_for_few_rows(checkpoints):
 def test_of_a_layer_without_an_attention_of_hfs_interface_all_may_be():
     """Bloom computes attention by operators of its own, which are no tap."""
     kinds = {
-        "model.layers.0.qkv": Kind.LINEAR, "model.layers.0.attention": Kind.ATTENTION, "model.layers.1.qkv": Kind.LINEAR,
-        "model.layers.1.dense": Kind.OTHER, "model.norm": Kind.NORM,
+        "model.layers.0.qkv": Kind.LINEAR, "model.layers.0.attention": Kind.ATTENTION,
+        "model.layers.1.qkv": Kind.LINEAR, "model.layers.1.dense": Kind.OTHER, "model.norm": Kind.NORM,
     }  # fmt: skip
     operations = [Operation(tap=tap, kind=kind, sampled_only=tap == "model.norm") for tap, kind in kinds.items()]
     assert Graph(tuple(operations)).prunable == {"model.layers.1.qkv", "model.layers.1.dense", "model.norm"}
