@@ -138,6 +138,10 @@ def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
             if value != meant:
                 cause = f"rope scaling: {name} is {value:g} instead of {meant:g}"
                 yield cause, {**parameters, name: value}, 0
+    if parameters.get("rope_type") == "yarn":  # gpt-oss leaves them as they are; llama.cpp rounds them always
+        truncates = bool(parameters.get("truncate", True))
+        cause = f"rope scaling: the ends of yarn's ramp are {'not ' * truncates}rounded to whole dimensions"
+        yield cause, {**parameters, "truncate": not truncates}, 0
 
 
 def _other_types(

@@ -192,6 +192,15 @@ def test_a_scaling_of_which_the_factor_alone_is_kept():
         assert not torch.allclose(hypothesis.output, actual, rtol=1e-6, atol=0), hypothesis.cause
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_the_ends_of_yarns_ramp(truncate):
+    """As HF's own function makes them: rounded, or as they are (gpt-oss)."""
+    yarn = {**YARN, "truncate": truncate}
+    actual = by({**YARN, "truncate": not truncate})
+    cause = f"rope scaling: the ends of yarn's ramp are {'not ' * truncate}rounded to whole dimensions"
+    check(rotary.other_scaling, of(actual, yarn), {cause: (actual, 0)})
+
+
 FACTORS = (0.5, 2, 3, 4, 8, 16, 32, 40, 64)
 
 
