@@ -7,7 +7,7 @@ import torch
 
 from harness.engines.by_content.columns import Columns
 from harness.engines.by_content.steps import Stepper
-from harness.engines.by_content.tap_map import TapMap
+from harness.engines.by_content.tap_map import MappedTap, TapMap
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Kind, Operation
 
@@ -21,7 +21,7 @@ class KeptCache:
     def __init__(self, stepper: Stepper, graph: Graph, tap_map: TapMap) -> None:
         """Take an engine, and its map: keys lie in the cache as after rotary."""
         own: Cached | None = getattr(stepper, "cached", None)
-        self._cached, self._map = own, tap_map
+        self._cached, self._map, self._graph = own, tap_map, graph
         self._operations = [op for op in graph if op.kind is Kind.CACHE]
 
     @property
@@ -65,9 +65,13 @@ class KeptCache:
 
     def _in_order(self, operation: Operation, rows: torch.Tensor) -> torch.Tensor:
         """Return [positions, W] with the elements as HF has them, where the engine's projections have another order."""
-        mapped = self._map.taps.get(operation.inputs[0])
+        mapped = self._map.taps.get(operation.inputs[0]) or self._of_another_layer(operation.inputs[0])
         columns = None if mapped is None else mapped.sources[0].columns
         if columns is None or columns.order is None or columns.stop - columns.start != rows.shape[1]:
             return rows
-        order = tuple(at - columns.start for at in columns.order)
-        return Columns(start=0, stop=rows.shape[1], order=order).of(rows)
+        return Columns(start=0, stop=rows.shape[1], order=columns.own_order).of(rows)
+
+    def _of_another_layer(self, tap: str) -> MappedTap | None:
+        """Return where the like of a tap is in another layer: an engine has one order of heads."""
+        site = self._graph[tap].site
+        return next((each for other, each in self._map.taps.items() if self._graph[other].site == site), None)
