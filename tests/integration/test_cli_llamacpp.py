@@ -248,6 +248,14 @@ def test_a_fault_of_a_recurrent_model_is_found_at_its_operation(check, mamba, na
 
 
 @needs_llamacpp
+def test_a_recurrent_model_does_not_go_back(check, mamba):
+    folder, file = mamba()
+    ran = check(folder, "--engine-option", file, "--schedule", "rewound")
+    assert ran.status == 2
+    assert "llama_memory_seq_rm refuses it" in ran.err
+
+
+@needs_llamacpp
 def test_a_quantised_cache_needs_a_known_graph(check, mamba):
     folder, file = mamba()
     ran = check(folder, "--engine-option", file, "--engine-option", "cache_type=Q8_0", "--schedule", "plain")
@@ -261,7 +269,13 @@ def test_a_file_is_found_by_content_as_by_its_table(check, checkpoints, tmp_path
     monkeypatch.setattr("harness.engines.llamacpp.engine.FAMILIES", {})
     path = write_gguf(checkpoints / "qwen2-tiny", tmp_path / "model.gguf")
     ran = check(
-        "qwen2-tiny", "--engine-option", f"gguf={path}", "--schedule", "plain,batched,mixed:4", "--format", "json"
+        "qwen2-tiny",
+        "--engine-option",
+        f"gguf={path}",
+        "--schedule",
+        "plain,chunked:3,batched,mixed:4,rewound,speculative",
+        "--format",
+        "json",
     )
     assert ran.status == 0, ran.out
     assert any("54 taps" in str(note) or "48 taps" in str(note) for note in ran.json["notes"])

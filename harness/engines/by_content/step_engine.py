@@ -220,13 +220,14 @@ class _Run:
             self._num_computed[self._number(each[0][0])] += length
         given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
         spans = [range(start, start + len(tokens)) for _, tokens, start in given]
-        shown, logits = self._watched(given, sampled if verifies else None, spans)
-        for tap, value in self._map.read(shown, spans=spans, num_sampled=len(logits)).items():
+        shown, logits, num_computed = self._watched(given, sampled if verifies else None, spans)
+        for tap, value in self._map.read(shown, spans=spans, num_sampled=(num_computed, len(logits))).items():
             own = value.reshape(-1, *self._graph[tap].shape)
             if tap not in self._lasting:
                 self._writer.tap(tap, own)
             elif sampled:
-                self._writer.tap(tap, own[chosen if self._map.taps[tap].is_sampled_only else sampled])
+                is_few = self._map.taps[tap].is_sampled_only and len(own) < len(rows)
+                self._writer.tap(tap, own[chosen if is_few else sampled])
         self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
         for each in work:
             self._write_states(*each[-1])
@@ -249,14 +250,14 @@ class _Run:
 
     def _watched(
         self, work: Work, rows: list[int] | None, spans: Sequence[range]
-    ) -> tuple[dict[Site, torch.Tensor], torch.Tensor]:
+    ) -> tuple[dict[Site, torch.Tensor], torch.Tensor, int]:
         shown = dict[Site, torch.Tensor]()
 
         def see(site: Site, tensor: torch.Tensor) -> None:
             self._fill_padding(site, tensor, spans)
             shown[site] = tensor.clone()
 
-        return shown, watched_run(self._stepper, work, see, only=self._sites, rows=rows)
+        return shown, *watched_run(self._stepper, work, see, only=self._sites, rows=rows)
 
     def _fill_padding(self, site: Site, tensor: torch.Tensor, spans: Sequence[range]) -> None:
         """Fill rows of padding where they come from: what is behind the tokens' own embeddings."""

@@ -85,8 +85,8 @@ def watched_run(
     *,
     only: Collection[Site] | None = None,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """Run a step while its tensors are shown, and return its logits, [requests, vocabulary].
+) -> tuple[torch.Tensor, int]:
+    """Run a step while its tensors are shown; return its logits, [requests, vocabulary], and the rows that it made.
 
     Args:
         stepper: the engine.
@@ -118,7 +118,7 @@ def watched_run(
         if num_rows == ends[-1]:
             returned = returned[[end - 1 for end in ends] if rows is None else list(rows)]
         watch.returned(returned)
-    return returned
+    return returned, num_rows
 
 
 def rewinds(stepper: Stepper) -> bool:

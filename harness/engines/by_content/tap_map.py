@@ -87,20 +87,22 @@ class TapMap:
         return frozenset(source.site for tap in self.taps.values() for source in tap.sources)
 
     def read(
-        self, shown: Mapping[Site, torch.Tensor], *, spans: Sequence[range], num_sampled: int
+        self, shown: Mapping[Site, torch.Tensor], *, spans: Sequence[range], num_sampled: Sequence[int]
     ) -> dict[str, torch.Tensor]:
         """Return the rows of each tap in a step: [rows, W], or [num_sampled, W] where only those are computed.
 
         Args:
             shown: the tensors of the step.
             spans: positions of each request.
-            num_sampled: rows of what is computed only for those that choose a token.
+            num_sampled: rows of what is computed only for those that choose a token: one of these numbers.
         """
         order = self.row_order or RowOrder.PACKED
         taps = {}
         for tap, mapped in self.taps.items():
-            wanted = ([range(num_sampled)], RowOrder.PACKED) if mapped.is_sampled_only else (spans, order)
-            found = (source.read_all(shown[source.site], *wanted) for source in mapped.sources if source.site in shown)
+            few = [([range(num)], RowOrder.PACKED) for num in num_sampled]
+            ways = few if mapped.is_sampled_only else [(spans, order)]
+            there = [source for source in mapped.sources if source.site in shown]
+            found = (source.read_all(shown[source.site], *way) for way in ways for source in there)
             rows = next((each for each in found if each is not None), None)
             if rows is not None:
                 taps[tap] = rows

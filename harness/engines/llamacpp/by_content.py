@@ -107,6 +107,8 @@ class NumberedNodes(GraphWatcher):
 class LlamaCppStepper:
     """A context of llama.cpp, driven by steps. It has `cached` and `states` where they are told layer by layer."""
 
+    rewinds = True
+
     def __init__(self, path: Path, options: LlamaCppOptions) -> None:
         """Load a GGUF file."""
         self._nodes = NumberedNodes()
@@ -117,6 +119,7 @@ class LlamaCppStepper:
         )
         self.watching = self._nodes.watching
         self._sequences: dict[int, int] = {}
+        self._num_computed: dict[int, int] = {}
         self.step([(0, [0], 0)])
         saved = self._saved(0)
         for name, rows in (("cached", saved.cache), ("states", saved.states)):
@@ -125,17 +128,20 @@ class LlamaCppStepper:
         self.finish(0)
 
     def step(self, work: Work) -> torch.Tensor:
-        """See `Stepper.step`.
+        """See `Stepper.step`; where several tokens of one request go on, the logits of all of them verify a draft.
 
         Raises:
-            HarnessError: ENGINE_CANNOT_SERVE: there are too many rows; ENGINE_FAILED.
+            HarnessError: ENGINE_CANNOT_SERVE: there are too many rows, or the memory does not go back; ENGINE_FAILED.
         """
-        rows = []
+        rows, verifies = [], len(work) == 1 and work[0][2] > 0
         for request, tokens, first in work:
             if request not in self._sequences:
                 self._sequences[request] = min(set(range(_NUM_SEQUENCES)) - set(self._sequences.values()))
-            sequence = self._sequences[request]
-            rows += [(token, first + at, sequence, at == len(tokens) - 1) for at, token in enumerate(tokens)]
+            sequence, last = self._sequences[request], len(tokens) - 1
+            if first < self._num_computed.get(request, 0):
+                self._context.cut_off(sequence, first)
+            self._num_computed[request] = first + len(tokens)
+            rows += [(token, first + at, sequence, verifies or at == last) for at, token in enumerate(tokens)]
         if len(rows) > _MOST_ROWS:
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
@@ -151,6 +157,7 @@ class LlamaCppStepper:
     def finish(self, request: int) -> None:
         """Free a request's cells."""
         self._context.forget(self._sequences.pop(request))
+        self._num_computed.pop(request, None)
 
     def _saved(self, request: int) -> SavedRows:
         return self._context.saved(self._sequences[request])

@@ -154,6 +154,21 @@ class Context:
         else:
             self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
+    def cut_off(self, sequence: int, num_positions: int) -> None:
+        """Forget what a sequence has computed from a position on.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: its memory does not go back.
+        """
+        if not self._llama.llama_memory_seq_rm(self._memory, sequence, num_positions, -1):
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "llama.cpp does not go back: llama_memory_seq_rm refuses it",
+                where="llamacpp",
+                actual=f"from position {num_positions} on",
+                hint="a recurrent state has no earlier one",
+            )
+
     @property
     def counters(self) -> Any:
         """llama.cpp's own counters: `llama_perf_context_data`."""

@@ -243,7 +243,7 @@ def test_the_map_says_what_the_table_of_the_page_says(fused_engine, checkpoints)
     engine, numbers = fused_engine(), count()
     hf = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32)
     learned = learn_map(engine, hf, dtype=torch.float32, numbers=numbers)
-    read = learned.read(watched_step(engine, [(next(numbers), PROMPTS[1], 0)]), spans=[range(14)], num_sampled=1)
+    read = learned.read(watched_step(engine, [(next(numbers), PROMPTS[1], 0)]), spans=[range(14)], num_sampled=[1])
     by_hand = {}
     writer = SimpleNamespace(begin_step=lambda **_step: None, tap=lambda tap, rows: by_hand.update({tap: rows.clone()}))
     rows = StepRows(phase="prefill", request=[0] * 14, position=range(14), sampled_rows=[13], kept=range(14))
