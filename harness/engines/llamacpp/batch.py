@@ -29,7 +29,9 @@ class LlamaBatch:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
         status = self._llama.llama_decode(context, batch)
         if status != 0:
-            raise HarnessError(Code.ENGINE_FAILED, "llama_decode fails", where="llamacpp", actual=f"status {status}")
+            hint = "status 1: the cache has no room for so many tokens"
+            what = "llama_decode fails"
+            raise HarnessError(Code.ENGINE_FAILED, what, where="llamacpp", actual=f"status {status}", hint=hint)
 
     def logits(self, context: Any, row: int) -> Any:
         """Return the logits of a row that was computed last: [vocabulary] float32, valid until the next rows."""

@@ -23,9 +23,9 @@ from harness.formats.checkpoint.gguf.types import PLAIN
 
 _NO_VALUES = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS", "CPY")
 """Operators that make no values, or that write into the memory of sequences."""
-_NUM_SEQUENCES = 256
-"""The most that llama.cpp takes: a map is learned from many requests of one token."""
-_NUM_CELLS = 1 << 14
+_NUM_SEQUENCES = 96
+"""A map is learned from up to 67 requests of one token."""
+_NUM_CELLS = 1 << 13
 _MOST_ROWS = 4096
 """Of a step: what is more would be computed in parts, each with nodes of its own."""
 
@@ -135,9 +135,7 @@ class LlamaCppStepper:
         """
         rows, verifies = [], len(work) == 1 and work[0][2] > 0
         for request, tokens, first in work:
-            if request not in self._sequences:
-                self._sequences[request] = min(set(range(_NUM_SEQUENCES)) - set(self._sequences.values()))
-            sequence, last = self._sequences[request], len(tokens) - 1
+            sequence, last = self._sequence(request), len(tokens) - 1
             if first < self._num_computed.get(request, 0):
                 self._context.cut_off(sequence, first)
             self._num_computed[request] = first + len(tokens)
@@ -153,6 +151,19 @@ class LlamaCppStepper:
             )
         self._context.decode(rows)
         return torch.stack([torch.tensor(self._context.logits(at)) for at, row in enumerate(rows) if row[3]])
+
+    def _sequence(self, request: int) -> int:
+        """Return the number of a request's sequence: a free one where it is new."""
+        free = set(range(_NUM_SEQUENCES)) - set(self._sequences.values())
+        if request not in self._sequences and not free:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "there are more requests at once than sequences",
+                where="llamacpp",
+                expected=f"at most {_NUM_SEQUENCES}",
+                hint="--schedule plain runs them one after the other",
+            )
+        return self._sequences.setdefault(request, min(free, default=0))
 
     def finish(self, request: int) -> None:
         """Free a request's cells."""

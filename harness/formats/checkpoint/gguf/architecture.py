@@ -85,7 +85,8 @@ class Metadata:
                 where=f"{self.where}: general.architecture",
                 expected=", ".join(FAMILIES),
                 actual=self.architecture,
-                hint="check the HuggingFace checkpoint that the file was made from",
+                hint="--engine llamacpp --engine-option gguf=FILE --model CHECKPOINT, the one that the file was made from: "
+                "operations are found by content",
             )
         return FAMILIES[self.architecture]
 

@@ -88,7 +88,7 @@ def _config(folder: Path) -> Any:
             where=folder,
             expected=", ".join(FAMILIES),
             actual=config.model_type,
-            hint="convert it with llama.cpp's convert_hf_to_gguf.py",
+            hint="convert it with llama.cpp's convert_hf_to_gguf.py, and name the file: --engine-option gguf=FILE",
         )
     return config
 
