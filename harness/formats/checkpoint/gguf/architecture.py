@@ -85,8 +85,8 @@ class Metadata:
                 where=f"{self.where}: general.architecture",
                 expected=", ".join(FAMILIES),
                 actual=self.architecture,
-                hint="--engine llamacpp --engine-option gguf=FILE --model CHECKPOINT, the one that the file was made from: "
-                "operations are found by content",
+                hint="check it against the checkpoint that it was made from: --model CHECKPOINT --engine llamacpp "
+                "--engine-option gguf=FILE",
             )
         return FAMILIES[self.architecture]
 
