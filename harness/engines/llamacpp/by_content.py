@@ -45,9 +45,10 @@ def open_by_content(path: Path, folder: Path, options: LlamaCppOptions) -> StepE
             expected=", ".join(PLAIN),
             actual=", ".join(options.cache_names),
         )
-    formats = sorted({tensor.type.name for tensor, _ in open_gguf(path).tensors.values()} - {"F32"})
+    file = open_gguf(path)
+    formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - {"F32"})
     keys, values = (None, None) if set(names) == {"float32"} else names
-    stepper = LlamaCppStepper(path, options)
+    stepper = LlamaCppStepper(path, options, file.metadata.get("attention.head_count_kv"))
     numerics = Numerics(
         gelu="float16",
         weights=tuple(formats),
@@ -109,8 +110,14 @@ class LlamaCppStepper:
 
     rewinds = True
 
-    def __init__(self, path: Path, options: LlamaCppOptions) -> None:
-        """Load a GGUF file."""
+    def __init__(self, path: Path, options: LlamaCppOptions, kv_heads: object) -> None:
+        """Load a GGUF file.
+
+        Args:
+            path: of the file.
+            options: of the context.
+            kv_heads: as the file says it; a list for layers of two kinds: those without any have a state.
+        """
         self._nodes = NumberedNodes()
         self._model = Model(path, repack=options.repack)
         sizes = {"batch_size": _MOST_ROWS, "ubatch_size": _MOST_ROWS}
@@ -121,10 +128,13 @@ class LlamaCppStepper:
         self._sequences: dict[int, int] = {}
         self._num_computed: dict[int, int] = {}
         self.step([(0, [0], 0)])
-        saved = self._saved(0)
-        for name, rows in (("cached", saved.cache), ("states", saved.states)):
-            if len(rows) == self._model.num_layers:
-                setattr(self, name, partial(self._by_layer, name))
+        saved, layers = self._saved(0), range(self._model.num_layers)
+        kinds = kv_heads if isinstance(kv_heads, list) and len(kv_heads) == len(layers) else None
+        of_cache = [at for at in layers if kinds is None or kinds[at]]
+        of_states = [at for at in layers if kinds is None or not kinds[at]]
+        for name, rows, own in (("cached", saved.cache, of_cache), ("states", saved.states, of_states)):
+            if rows and len(rows) == len(own):
+                setattr(self, name, partial(self._by_layer, name, own))
         self.finish(0)
 
     def step(self, work: Work) -> torch.Tensor:
@@ -173,6 +183,6 @@ class LlamaCppStepper:
     def _saved(self, request: int) -> SavedRows:
         return self._context.saved(self._sequences[request])
 
-    def _by_layer(self, name: str, request: int) -> dict[int, Any]:
+    def _by_layer(self, name: str, layers: list[int], request: int) -> dict[int, Any]:
         saved = self._saved(request)
-        return dict(enumerate(saved.cache if name == "cached" else saved.states))
+        return dict(zip(layers, saved.cache if name == "cached" else saved.states, strict=True))
