@@ -32,6 +32,9 @@ class Numerics:
     """Dtype to which attention rounds the keys and values that it reads, where they are kept in a finer one."""
     gelu: Literal["float16"] | None = None
     """Dtype of gelu's argument and value, where both are rounded to it: ggml reads the tanh form from a table."""
+    softplus_by_log: bool = False
+    """Whether softplus is log(1 + exp(x)), which loses the digits of small values: an operation is then held to the
+    error that HF itself has with it."""
     cache_rotations: tuple[int, int] = (0, 0)
     """Size of the Hadamard matrix by which heads of keys and of values turn before they are quantised; 0 for none."""
     interleaved_heads: int = 0

@@ -12,7 +12,7 @@ shows the operations of the running forward to its `_Side`, which hands them to 
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -107,6 +107,7 @@ def run_pair(
     use_cache: bool = False,
     inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     sample: Sample | None = None,
+    control_arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Any, Any]:
     """Run both forwards over some requests and show every operation to the observer.
 
@@ -122,6 +123,7 @@ def run_pair(
         use_cache: whether the model fills a cache of its own.
         inputs: what the forward takes beside the tokens, the images of the only request.
         sample: where products and attention are computed; None for everywhere.
+        control_arithmetic: entered on the control's thread, what it computes in another way than HF (`SoftplusByLog`).
     """
     ids = ids.to(hf.device)
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
@@ -134,7 +136,7 @@ def run_pair(
         stack.enter_context(eager_experts(hf.config))
         watch = stack.enter_context(watching(hf))
         side = _Side(hf, ids.shape, kept, observer.control, sample)
-        control = Ahead(partial(_run_control, of_control, watch, side))
+        control = Ahead(partial(_run_control, of_control, watch, side, control_arithmetic))
         stack.callback(control.cancel)
         stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
         stack.enter_context(preserve_precision(truth_dtype))
@@ -194,8 +196,13 @@ def _in_float64(x: Any) -> Any:
 
 
 @torch.no_grad()
-def _run_control(forward: Callable[[], torch.Tensor], watch: Watch, side: "_Side") -> None:
-    with watch.showing(side, narrowed=side.narrowed):
+def _run_control(
+    forward: Callable[[], torch.Tensor],
+    watch: Watch,
+    side: "_Side",
+    arithmetic: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    with watch.showing(side, narrowed=side.narrowed), arithmetic():
         side.see("logits", forward())
 
 

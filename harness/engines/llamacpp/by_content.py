@@ -26,6 +26,9 @@ _NO_VALUES = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS", "CP
 _NUM_SEQUENCES = 96
 """A map is learned from up to 67 requests of one token."""
 _NUM_CELLS = 1 << 13
+_SOFTPLUS = (
+    "the engine's softplus is log(1 + exp(x)), which loses the digits of small steps: recurrences are held to that"
+)
 _MOST_ROWS = 4096
 """Of a step: what is more would be computed in parts, each with nodes of its own."""
 
@@ -51,6 +54,7 @@ def open_by_content(path: Path, folder: Path, options: LlamaCppOptions) -> StepE
     stepper = LlamaCppStepper(path, options, file.metadata.get("attention.head_count_kv"))
     numerics = Numerics(
         gelu="float16",
+        softplus_by_log=True,
         weights=tuple(formats),
         cache=keys,
         cache_values=values,
@@ -135,6 +139,7 @@ class LlamaCppStepper:
         for name, rows, own in (("cached", saved.cache, of_cache), ("states", saved.states, of_states)):
             if rows and len(rows) == len(own):
                 setattr(self, name, partial(self._by_layer, name, own))
+        self.notes = (_SOFTPLUS,) if saved.states else ()
         self.finish(0)
 
     def step(self, work: Work) -> torch.Tensor:

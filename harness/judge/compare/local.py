@@ -5,9 +5,11 @@ with the engine's row. So a wrong operation is wrong once, and what follows is j
 recorded flows through HF's code, in the truth and in the control alike.
 """
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import truth_dtype
+from harness.oracle.softplus import SoftplusByLog
 
 
 def local_errors(
@@ -75,8 +78,15 @@ def local_errors(
                     progress=report,
                     inputs=inputs_of(hf, batch.sequences[0].request, batch.num_tokens),
                     sample=watcher.sample,
+                    control_arithmetic=control_arithmetic(recording),
                 )
     return replace(judge.judgement(), sampled=sampled)
+
+
+def control_arithmetic(recording: Recording) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what the control computes in another way than HF, since the engine declares it."""
+    numerics = recording.manifest.numerics
+    return SoftplusByLog if numerics is not None and numerics.softplus_by_log else nullcontext
 
 
 def _with_batch(sampled: SampledRows, batch: PaddedBatch, sample: RowSample | None) -> SampledRows:

@@ -18,6 +18,7 @@ from harness.judge.compare.align import Rows, all_rows, is_readback, step_rows
 from harness.judge.compare.batch import make_batches
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, control_bound
 from harness.judge.compare.evidence import Evidence
+from harness.judge.compare.local import control_arithmetic
 from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.replay import Replay, TapRows
@@ -138,6 +139,7 @@ class StateRuns:
                     truth_dtype=self._truth_dtype,
                     logit_positions=[0],
                     use_cache=True,
+                    control_arithmetic=control_arithmetic(self.recording),
                 )
                 found += zip(*(self._by_tap(cache, len(batch.sequences)) for cache in (control, truth)), strict=True)
                 order += [place[id(sequence)] for sequence in batch.sequences]
