@@ -82,16 +82,15 @@ class OpenVINOStepper:
         batch = self._batch_of([request for request, _, _ in work])
         kept = [batch.requests.index(request) for request, _, _ in work]
         self._ended |= {each: _rows_of(batch, at) for at, each in enumerate(batch.requests) if at not in kept}
-        if len(work) == 1 and work[0][2] < batch.mask.shape[1]:
-            _cut_off(batch, work[0][2])
+        too_many = int(batch.mask[kept[0]].sum()) - work[0][2]  # padding is on the left
+        if len(work) == 1 and too_many > 0:
+            _cut_off(batch, batch.mask.shape[1] - too_many)
         lengths = [len(tokens) for _, tokens, _ in work]
         width = max(lengths)
         padding = [width - length for length in lengths]
         own = np.array([[0] * pad + [1] * length for pad, length in zip(padding, lengths, strict=True)], dtype=np.int64)
-        batch.requests, batch.mask = (
-            [request for request, _, _ in work],
-            np.concatenate((batch.mask[kept], own), axis=1),
-        )
+        batch.requests = [request for request, _, _ in work]
+        batch.mask = np.concatenate((batch.mask[kept], own), axis=1)
         ids = [[0] * pad + tokens for pad, (_, tokens, _) in zip(padding, work, strict=True)]
         inputs = {
             "input_ids": np.array(ids, dtype=np.int64),
@@ -146,7 +145,7 @@ def _states(batch: _Batch) -> Iterator[tuple[tuple[int, str], Any]]:
 
 
 def _cut_off(batch: _Batch, num_tokens: int) -> None:
-    """Keep the first tokens of a cache."""
+    """Keep the first tokens of a cache, padding among them."""
     for _place, state in _states(batch):
         state.state = openvino.Tensor(np.ascontiguousarray(state.state.data[:, :, :num_tokens]))
     batch.mask = batch.mask[:, :num_tokens]

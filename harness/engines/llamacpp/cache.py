@@ -72,7 +72,7 @@ def parse_saved(state: memoryview, *, has_cache: bool, has_states: bool) -> Save
         if has_cache:
             (num_streams,) = reader.numbers("I")
             streams = [rows for _ in range(num_streams) if (rows := _stream(reader)) is not None]
-            for rows in streams[:1]:
+            for rows in streams if len(streams) == 1 else ():
                 order = rows.positions.argsort()
                 cache = [(keys[order], values[order]) for keys, values in zip(rows.keys, rows.values, strict=True)]
         states = _states(reader) if has_states else []

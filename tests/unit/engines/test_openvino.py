@@ -4,6 +4,7 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 import harness
 
@@ -45,6 +46,22 @@ def test_batches_and_drafts_pass(checkpoints, export):
     report = check(checkpoints, export, schedules=schedules, prompts=[*PROMPTS, [7, 8]])
     assert report, report.text()
     assert [run.coverage.missing for run in report.runs] == [0, 0, 0, 0]
+
+
+def test_a_request_goes_on_when_those_beside_it_have_ended(export):
+    """With its padding, forwards and back; those that have ended leave their cache."""
+    together, alone = (openvino.OpenVINOStepper(export / "openvino_model.xml") for _ in range(2))
+    steps = [([7], 9), ([8], 10), ([5], 10), ([6], 11)]
+    alone.step([(0, PROMPTS[0], 0)])
+    other = openvino.OpenVINOStepper(export / "openvino_model.xml")
+    other.step([(1, PROMPTS[1], 0)])
+    together.step([(0, PROMPTS[0], 0), (1, PROMPTS[1], 0)])
+    for tokens, first in steps:
+        expected, actual = (each.step([(0, tokens, first)]) for each in (alone, together))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    for number, single in ((0, alone), (1, other)):
+        for ours, theirs in zip(together.cached(number).values(), single.cached(number).values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def in_process(checkpoints, export, schedule):
