@@ -153,6 +153,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("write", [write_passes, write_dumper])
 @pytest.mark.parametrize(("plant", "tap"), BUGS)
 def test_a_bug_in_sglang_is_where_it_is(check, folder, step, write, plant, tap):
@@ -245,6 +246,7 @@ def shifted_norm(model):
         (shifted_norm, "model.norm"),
     ],
 )
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_modules_of_msprobe(check, folder, checkpoints, plant, tap, dtype):
     path = checkpoints / "qwen2-tiny"
@@ -305,6 +307,7 @@ def write_ranks(folder, model, *, scale=1.0):
         model(input_ids=torch.tensor([IDS]), use_cache=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [1.0, 0.75])
 def test_what_ranks_hold_is_put_together(check, folder, checkpoints, dtype, scale):
