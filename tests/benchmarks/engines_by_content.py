@@ -24,6 +24,7 @@ from harness.base.scratch import scratch_folder
 from harness.engines import Engine
 from harness.engines.by_content.columns import relative_error
 from harness.engines.llamacpp.options import parse_llamacpp_options
+from harness.formats.checkpoint.gguf import open_gguf
 from harness.formats.checkpoint.gguf.writer import write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -135,8 +136,8 @@ def llamacpp_by_content(folder: Path, right: Path) -> Engine:
     """Open llama.cpp without its table on a checkpoint of which a GGUF file is made; the truth is another one."""
     content = importlib.import_module(LLAMACPP)
     with scratch_folder("harness-") as made:
-        path = write_gguf(folder, made / "model.gguf")
-        engine: Engine = content.open_by_content(path, right, parse_llamacpp_options(IN_FLOAT32))
+        file = open_gguf(write_gguf(folder, made / "model.gguf"))
+        engine: Engine = content.open_by_content(file, right, parse_llamacpp_options(IN_FLOAT32))
         return engine
 
 

@@ -99,10 +99,9 @@ class TapFinder:
         first, self._orders = self.found, self._orders_of_most()
         others = {tap for tap, found in first.items() if not self._may_have(self._hf.graph[tap], found.columns)}
         if others:
-            self._num_trials = 0
             self._find()
             if not first.keys() - others <= self.found.keys():
-                self.found = first
+                self.found, self._orders = first, {}
 
     def _orders_of_most(self) -> dict[str, tuple[int, ...] | None]:
         """Return by site the order of columns that more than half of the layers have, and two of them at least."""
@@ -113,6 +112,7 @@ class TapFinder:
         return {site: order for site, (order, num) in most.items() if num > 1 and 2 * num > len(orders[site])}
 
     def _find(self) -> None:
+        self._num_trials = 0
         self.found = self._walk({})
         tried = set[tuple[str, bool]]()
         while self._find_by_names() or self._find_by_what_follows(tried):

@@ -29,7 +29,7 @@ from harness.results.tap_source import TapSource
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 _WITH_DRAFTS = ("rewound", "speculative")
-_WITH_PREFIXES = ("prefix-hit",)
+_WITH_PREFIXES = "prefix-hit"
 _NUM_KEPT = 3
 """Tokens of a request whose cache is looked at."""
 
@@ -76,7 +76,7 @@ class StepEngine:
         self._graph: Graph | None = None
         self.map: TapMap | None = None
         self._places: Places = {}
-        self.capabilities = Capabilities(schedules=(*_SCHEDULES, *_WITH_DRAFTS, *_WITH_PREFIXES), keeps_cache=False)
+        self.capabilities = Capabilities(schedules=(*_SCHEDULES, *_WITH_DRAFTS, _WITH_PREFIXES), keeps_cache=False)
 
     @cached_property
     def _first(self) -> Stepper:
@@ -100,16 +100,11 @@ class StepEngine:
                 expected=f"tensors of {self._folder}",
                 hint="an engine that is compiled or runs in another process shows no tensors",
             )
-        schedules = _schedules(learned.row_order, is_again=recomputes(stepper))
         kept = self._kept(stepper, graph, learned)
         places = self._places = find_places(stepper, hf, next(self._numbers))
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
         self.capabilities = Capabilities(
-            schedules=(
-                *schedules,
-                *(_WITH_DRAFTS if rewinds(stepper) else ()),
-                *(_WITH_PREFIXES if hasattr(stepper, "begin") else ()),
-            ),
+            schedules=tuple(_schedules(learned.row_order, stepper)),
             keeps_states=hasattr(stepper, "states"),
             numerics=self._numerics,
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
@@ -181,8 +176,9 @@ class _Run:
         Raises:
             HarnessError: ENGINE_CANNOT_SERVE: the engine says no such number.
         """
-        number, begin = self._number(request), getattr(self._stepper, "begin")  # noqa: B009 (no part of `Stepper`)
-        cached = begin(number, list(request.token_ids[: request.prompt_length]))
+        number = self._number(request)
+        begin: Callable[[int, list[int]], int] | None = getattr(self._stepper, "begin", None)
+        cached = None if begin is None else begin(number, list(request.token_ids[: request.prompt_length]))
         if not isinstance(cached, int) or not 0 <= cached < request.prompt_length:
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
@@ -221,7 +217,8 @@ class _Run:
         given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
         spans = [range(start, start + len(tokens)) for _, tokens, start in given]
         shown, logits, num_computed = self._watched(given, sampled if verifies else None, spans)
-        for tap, value in self._map.read(shown, spans=spans, num_sampled=(num_computed, len(logits))).items():
+        num_sampled = num_computed, len(logits)  # the logits themselves are fewer where the engine returned more
+        for tap, value in self._map.read(shown, spans=spans, num_sampled=num_sampled).items():
             own = value.reshape(-1, *self._graph[tap].shape)
             if tap not in self._lasting:
                 self._writer.tap(tap, own)
@@ -277,17 +274,26 @@ class _Run:
         return self._own[request_id]
 
 
-def _schedules(order: RowOrder | None, *, is_again: bool) -> tuple[str, ...]:
-    """Return the schedules of an engine: in a padded batch there are no chunks beside decode.
+def _schedules(order: RowOrder | None, stepper: Stepper) -> Iterator[str]:
+    """Yield the schedules of an engine: in a padded batch there are no chunks beside decode.
 
     Args:
         order: of the rows of several requests.
-        is_again: whether a step computes all earlier tokens of its request again.
+        stepper: the engine.
     """
+    is_again = recomputes(stepper)  # each step computes all earlier tokens of its request
     if order is RowOrder.PACKED:
-        return _SCHEDULES
-    alone = ("plain",) if is_again else ("plain", "chunked")
-    return alone if order is None or is_again else (*alone, "batched")
+        yield from _SCHEDULES
+    else:
+        yield "plain"
+        if not is_again:
+            yield "chunked"
+            if order is not None:
+                yield "batched"
+    if rewinds(stepper):
+        yield from _WITH_DRAFTS
+    if hasattr(stepper, "begin"):
+        yield _WITH_PREFIXES
 
 
 def _steps(requests: list[RequestInfo], workload: Workload, cached: Mapping[int, int]) -> Iterator[list[list[Part]]]:

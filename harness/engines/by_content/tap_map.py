@@ -96,11 +96,11 @@ class TapMap:
             spans: positions of each request.
             num_sampled: rows of what is computed only for those that choose a token: one of these numbers.
         """
-        order = self.row_order or RowOrder.PACKED
+        few = [([range(num)], RowOrder.PACKED) for num in num_sampled]
+        whole = [(spans, self.row_order or RowOrder.PACKED)]
         taps = {}
         for tap, mapped in self.taps.items():
-            few = [([range(num)], RowOrder.PACKED) for num in num_sampled]
-            ways = few if mapped.is_sampled_only else [(spans, order)]
+            ways = few if mapped.is_sampled_only else whole
             there = [source for source in mapped.sources if source.site in shown]
             found = (source.read_all(shown[source.site], *way) for way in ways for source in there)
             rows = next((each for each in found if each is not None), None)

@@ -1,8 +1,9 @@
 """llama.cpp without a table of its graph: which node is which tap is found by what it holds, in any architecture."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from harness.engines.llamacpp.context import Context, Model
 from harness.engines.llamacpp.options import LlamaCppOptions
 from harness.engines.llamacpp.tensor import Tensor
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.gguf import open_gguf
+from harness.formats.checkpoint.gguf.model import GGUFModel
 from harness.formats.checkpoint.gguf.types import PLAIN
 
 _NO_VALUES = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS", "CPY")
@@ -26,21 +27,21 @@ _NO_VALUES = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS", "CP
 _NUM_SEQUENCES = 96
 """A map is learned from up to 67 requests of one token."""
 _NUM_CELLS = 1 << 13
+_MOST_ROWS = 4096
+"""Of a step: what is more would be computed in parts, each with nodes of its own."""
+_CACHE, _STATES = attrgetter("cache"), attrgetter("states")
 _SOFTPLUS = (
     "the engine's softplus is log(1 + exp(x)), which loses the digits of small steps: recurrences are held to that"
 )
-_MOST_ROWS = 4096
-"""Of a step: what is more would be computed in parts, each with nodes of its own."""
 
 
-def open_by_content(path: Path, folder: Path, options: LlamaCppOptions) -> StepEngine:
+def open_by_content(file: GGUFModel, folder: Path, options: LlamaCppOptions) -> StepEngine:
     """Open a GGUF file of any architecture; the truth is HF's checkpoint in `folder`.
 
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE: llama.cpp does not load it, or its cache is to be quantised.
     """
-    names = [PLAIN.get(name, name) for name in options.cache_names]
-    if any(name not in PLAIN.values() for name in names):
+    if not set(options.cache_names) <= PLAIN.keys():
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
             "a quantised cache is judged in architectures alone whose graph is known",
@@ -48,18 +49,8 @@ def open_by_content(path: Path, folder: Path, options: LlamaCppOptions) -> StepE
             expected=", ".join(PLAIN),
             actual=", ".join(options.cache_names),
         )
-    file = open_gguf(path)
-    formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - {"F32"})
-    keys, values = (None, None) if set(names) == {"float32"} else names
-    stepper = LlamaCppStepper(path, options, file.metadata.get("attention.head_count_kv"))
-    numerics = Numerics(
-        gelu="float16",
-        softplus_by_log=True,
-        weights=tuple(formats),
-        cache=keys,
-        cache_values=values,
-        attention_inputs=options.attention_inputs,
-    )
+    stepper = LlamaCppStepper(file.path, options, file.metadata.get("attention.head_count_kv"))
+    numerics = Numerics(gelu="float16", softplus_by_log=True, weights=file.formats, **options.declared_cache)
     return StepEngine(lambda: stepper, name="llamacpp", folder=folder, dtype="float32", numerics=numerics)
 
 
@@ -136,9 +127,9 @@ class LlamaCppStepper:
         kinds = kv_heads if isinstance(kv_heads, list) and len(kv_heads) == len(layers) else None
         of_cache = [at for at in layers if kinds is None or kinds[at]]
         of_states = [at for at in layers if kinds is None or not kinds[at]]
-        for name, rows, own in (("cached", saved.cache, of_cache), ("states", saved.states, of_states)):
-            if rows and len(rows) == len(own):
-                setattr(self, name, partial(self._by_layer, name, own))
+        for name, part, own in (("cached", _CACHE, of_cache), ("states", _STATES, of_states)):
+            if part(saved) and len(part(saved)) == len(own):
+                setattr(self, name, partial(self._by_layer, part, own))
         self.notes = (_SOFTPLUS,) if saved.states else ()
         self.finish(0)
 
@@ -188,6 +179,5 @@ class LlamaCppStepper:
     def _saved(self, request: int) -> SavedRows:
         return self._context.saved(self._sequences[request])
 
-    def _by_layer(self, name: str, layers: list[int], request: int) -> dict[int, Any]:
-        saved = self._saved(request)
-        return dict(zip(layers, saved.cache if name == "cached" else saved.states, strict=True))
+    def _by_layer(self, part: Callable[[SavedRows], list[Any]], layers: list[int], request: int) -> dict[int, Any]:
+        return dict(zip(layers, part(self._saved(request)), strict=True))

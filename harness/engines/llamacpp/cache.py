@@ -36,18 +36,10 @@ def parse_state(state: memoryview) -> CachedRows:
         HarnessError: ENGINE_CANNOT_SERVE: it is laid out in another way.
     """
     reader = _Reader(state)
-    reader.numbers("Ii")  # a magic number and the sequence
-    (num_streams,) = reader.numbers("I")
-    streams = [rows for _ in range(num_streams) if (rows := _stream(reader)) is not None]
-    if len(streams) != 1 or not reader.is_at_end:
-        _refuse(f"{len(streams)} streams, {len(state)} bytes")
-    (rows,) = streams
-    order = rows.positions.argsort()
-    return CachedRows(
-        positions=rows.positions[order],
-        keys=[keys[order] for keys in rows.keys],
-        values=[values[order] for values in rows.values],
-    )
+    rows = _cache(reader)
+    if not reader.is_at_end:
+        _refuse(f"{len(state)} bytes")
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +58,29 @@ def parse_saved(state: memoryview, *, has_cache: bool, has_states: bool) -> Save
     The layout of states is that of `llama_memory_recurrent::state_write`, after that of a cache where there is one.
     """
     reader = _Reader(state)
-    reader.numbers("Ii")
-    cache, states = [], list[list[torch.Tensor]]()
     try:
-        if has_cache:
-            (num_streams,) = reader.numbers("I")
-            streams = [rows for _ in range(num_streams) if (rows := _stream(reader)) is not None]
-            for rows in streams if len(streams) == 1 else ():
-                order = rows.positions.argsort()
-                cache = [(keys[order], values[order]) for keys, values in zip(rows.keys, rows.values, strict=True)]
+        rows = _cache(reader) if has_cache else None
         states = _states(reader) if has_states else []
     except HarnessError:
         return SavedRows([], [])
-    return SavedRows(cache, states) if reader.is_at_end else SavedRows([], states)
+    if rows is None or not reader.is_at_end:
+        return SavedRows([], states)
+    return SavedRows([*zip(rows.keys, rows.values, strict=True)], states)
+
+
+def _cache(reader: "_Reader") -> CachedRows:
+    """Read the one stream of a cache that has cells, in the order of positions."""
+    (num_streams,) = reader.numbers("I")
+    streams = [rows for _ in range(num_streams) if (rows := _stream(reader)) is not None]
+    if len(streams) != 1:
+        _refuse(f"{len(streams)} streams")
+    (rows,) = streams
+    order = rows.positions.argsort()
+    return CachedRows(
+        positions=rows.positions[order],
+        keys=[keys[order] for keys in rows.keys],
+        values=[values[order] for values in rows.values],
+    )
 
 
 def _states(reader: "_Reader") -> list[list[torch.Tensor]]:
@@ -102,6 +104,7 @@ class _Reader:
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
+        self.numbers("Ii")  # a magic number and the sequence
 
     @property
     def is_at_end(self) -> bool:

@@ -24,7 +24,7 @@ from harness.engines.llamacpp.tensor import llama
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf import open_gguf, read_source
 from harness.formats.checkpoint.gguf.architecture import FAMILIES, Metadata
-from harness.formats.checkpoint.gguf.types import PLAIN
+from harness.formats.checkpoint.gguf.model import GGUFModel
 from harness.formats.checkpoint.gguf.writer import write_gguf
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import layer_prefix
@@ -52,12 +52,12 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
             hint="the types of weights and cache are the file's, and options of the engine",
         )
     source = read_source(folder)
-    if parsed.gguf is not None and source is None and not _has_table(open_gguf(parsed.gguf).metadata):
-        return open_by_content(parsed.gguf, folder, parsed)
     if parsed.gguf is not None or source is not None:
-        return LlamaCppEngine(parsed.gguf or source.path, parsed)  # type: ignore[union-attr]
+        file = open_gguf(parsed.gguf or source.path)  # type: ignore[union-attr]
+        has_table = source is not None or _has_table(file.metadata)
+        return LlamaCppEngine(file, parsed) if has_table else open_by_content(file, folder, parsed)
     with scratch_folder("harness-") as made:
-        return LlamaCppEngine(write_gguf(folder, made / "model.gguf", parsed.type), parsed)
+        return LlamaCppEngine(open_gguf(write_gguf(folder, made / "model.gguf", parsed.type)), parsed)
 
 
 def _has_table(metadata: Metadata) -> bool:
@@ -70,24 +70,22 @@ class LlamaCppEngine:
 
     name = "llamacpp"
 
-    def __init__(self, path: Path, options: LlamaCppOptions) -> None:
+    def __init__(self, file: GGUFModel, options: LlamaCppOptions) -> None:
         """Load a GGUF file."""
-        file = open_gguf(path)
         metadata = file.metadata
         self._file, self._weights, self._options = file, frozenset(file.tensors), options
         self._interleaves = metadata.family.permutes_heads
         self._head_dim = metadata.count(
             "attention.key_length", metadata.count("embedding_length") // metadata.count("attention.head_count")
         )
-        self._model = Model(path, repack=options.repack)
+        self._model = Model(file.path, repack=options.repack)
         self._rotations = rotations(options, self._head_dim)
         if options.lora is not None or options.lora_gguf is not None:
             self._load_adapter(options, metadata)
-        formats = sorted({tensor.type.name for tensor, _ in file.tensors.values()} - {"F32"})
         self.capabilities = Capabilities(
             schedules=_SCHEDULES,
             sampled_only=pruned_taps(metadata.count("block_count")),
-            numerics=Numerics(weights=tuple(formats), **self._declared_cache()),
+            numerics=Numerics(weights=file.formats, **self._declared_cache()),
         )
 
     def _load_adapter(self, options: LlamaCppOptions, metadata: Metadata) -> None:
@@ -100,13 +98,10 @@ class LlamaCppEngine:
 
     def _declared_cache(self) -> dict[str, Any]:
         """Return what the cache does to keys and values, as `Numerics` says it."""
-        names = [PLAIN.get(name, name) for name in self._options.cache_names]
-        read = {"attention_inputs": self._options.attention_inputs}
-        if names == ["float32", "float32"]:
-            return read
-        return read | {
-            "cache": names[0],
-            "cache_values": names[1],
+        declared = self._options.declared_cache
+        if declared["cache"] is None:
+            return declared
+        return declared | {
             "cache_rotations": self._rotations,
             "interleaved_heads": self._head_dim if self._interleaves else 0,
         }

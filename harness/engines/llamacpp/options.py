@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FilePath, Va
 
 from harness.engines.adapter import refuse_unknown_options
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.gguf.types import BY_NAME
+from harness.formats.checkpoint.gguf.types import BY_NAME, PLAIN
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
@@ -49,12 +49,16 @@ class LlamaCppOptions(BaseModel):
         return self.cache_type_k, self.cache_type_v
 
     @property
-    def attention_inputs(self) -> Literal["float16"] | None:
-        """See `Numerics`: flash attention, which `auto` takes on a CPU, casts what is kept in float32.
+    def declared_cache(self) -> dict[str, Any]:
+        """What the cache does to keys and values, as `Numerics` says it.
 
-        `llm_graph_context::build_attn_mha` does it.
+        Flash attention, which `auto` takes on a CPU, casts what is kept in float32:
+        `llm_graph_context::build_attn_mha`.
         """
-        return "float16" if "F32" in self.cache_names and self.flash_attention != "off" else None
+        names = [PLAIN.get(name, name) for name in self.cache_names]
+        casts = "float32" in names and self.flash_attention != "off"
+        keys, values = (None, None) if names == ["float32", "float32"] else names
+        return {"cache": keys, "cache_values": values, "attention_inputs": "float16" if casts else None}
 
     @property
     def cache_types(self) -> tuple[int, int]:

@@ -41,7 +41,7 @@ def test_every_operation_and_the_cache_pass(checkpoints, export):
 
 
 def test_batches_and_drafts_pass(checkpoints, export):
-    """Three requests end one after the other; a batch is padded on the left."""
+    """Three prompts of other lengths: a batch is padded on the left."""
     schedules = ["batched", "rewound", "speculative", "speculative:1"]
     report = check(checkpoints, export, schedules=schedules, prompts=[*PROMPTS, [7, 8]])
     assert report, report.text()

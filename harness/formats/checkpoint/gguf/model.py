@@ -42,6 +42,11 @@ class GGUFModel:
         return found
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """Types of the tensors that are not in float32, sorted."""
+        return tuple(sorted({tensor.type.name for tensor, _ in self.tensors.values()} - {"F32"}))
+
+    @property
     def num_bytes(self) -> int:
         """Size of all files."""
         return sum(header.file_bytes for header in self.headers)
