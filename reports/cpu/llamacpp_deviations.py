@@ -1,28 +1,24 @@
 """Where llama.cpp, or its converter, computes another model than transformers. Without the harness.
 
-    python reports/cpu/llamacpp_deviations.py LLAMA_CPP_CHECKOUT     # of llama-cpp-python 0.3.36: vendor/llama.cpp
+    PYTHONPATH=. python reports/cpu/llamacpp_deviations.py LLAMA_CPP_CHECKOUT     # of llama-cpp-python 0.3.36: vendor/llama.cpp
 
 Each model is tiny and random. For each the distance of the last token's logits from HF's in float32, over their norm: as the
 checkpoint is, and with the one setting that makes both agree. Seen: reports/cpu/llamacpp.md.
 """
 
-import ctypes
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.benchmarks.llamacpp_families import CONVERT
 from tests.families.lively import make_lively
 from tests.families.quiet import quiet
 from tests.families.tiny_config import tiny_config
+from tests.llamacpp_files import convert, last_logits
 
 IDS = list(range(5, 125, 3))
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -54,32 +50,16 @@ def save(family: str, settings: dict[str, Any], folder: Path) -> torch.Tensor:
         return model(torch.tensor([IDS]), use_cache=False).logits[0, -1].double()
 
 
-def of_llamacpp(checkout: Path, folder: Path, path: Path) -> torch.Tensor:
-    """Return the logits after the last token of what llama.cpp's converter makes of a checkpoint."""
-    command = [sys.executable, "-c", CONVERT, str(checkout), str(folder), str(path)]
-    subprocess.run(command, check=True, capture_output=True)
-    params, options = llama_cpp.llama_model_default_params(), llama_cpp.llama_context_default_params()
-    params.n_gpu_layers, options.flash_attn_type = 0, 0
-    options.type_k = options.type_v = 0  # float32
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    context = llama_cpp.llama_init_from_model(model, options)
-    tokens = (ctypes.c_int32 * len(IDS))(*IDS)
-    assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, len(IDS))) == 0
-    size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    return torch.tensor(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), shape=(size,))).double()
-
-
 def main() -> None:
     """Print both distances of each case."""
-    silent = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(silent, None)
     checkout = Path(sys.argv[1])
     for family, both, as_it_is, agreeing in CASES:
         for settings in (as_it_is, agreeing):
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch) / family
                 hf = save(family, both | settings, folder)
-                own = of_llamacpp(checkout, folder, Path(scratch) / "model.gguf")
+                convert(checkout, folder, Path(scratch) / "model.gguf").check_returncode()
+                own = last_logits(Path(scratch) / "model.gguf", IDS)
             said = ", ".join(f"{name}={value}" for name, value in settings.items()) or "as transformers writes it"
             print(f"{family:14} {said:32} {float((own - hf).norm() / hf.norm()):.1e}", flush=True)
 

@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 
 import harness
+from tests.benchmarks.engines_by_content import IN_FLOAT32
 from tests.families.quiet import quiet
 from tests.families.zoo import save
+from tests.llamacpp_files import convert
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2", "gemma3_text", "phi",
@@ -26,26 +28,7 @@ FAMILIES = (
     "nemotron", "nemotron_h", "exaone4", "smollm3", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "lfm2", "arcee",
     "dbrx", "bitnet", "seed_oss", "minicpm",
 )  # fmt: skip
-OPTIONS = {"cache_type": "F32", "flash_attention": "off"}
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)], [*range(20, 56)]]
-CONVERT = """
-import sys, logging
-from pathlib import Path
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
-import gguf, torch
-from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
-logging.disable(logging.INFO)
-folder = Path(sys.argv[2])
-settings = ModelBase.load_hparams(folder, False)
-kind = get_model_class(get_model_architecture(settings, ModelType.TEXT))
-def no_vocabulary(model):
-    model.gguf_writer.add_tokenizer_model("none")
-    model.gguf_writer.add_vocab_size(settings["vocab_size"])
-kind.set_vocab = no_vocabulary
-with torch.inference_mode():
-    kind(folder, gguf.LlamaFileType.ALL_F32, Path(sys.argv[3])).write()
-"""
-"""The converter's own steps, with no vocabulary: tiny models have none."""
 
 
 def case(checkout: Path, family: str, scratch: Path) -> str:
@@ -53,13 +36,12 @@ def case(checkout: Path, family: str, scratch: Path) -> str:
     folder, file = scratch / family, scratch / f"{family}.gguf"
     with quiet():
         save(family, folder)
-    command = [sys.executable, "-c", CONVERT, str(checkout), str(folder), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = convert(checkout, folder, file)
     if done.returncode:
         return f"| {family} | | | not converted: {_brief(done.stderr)} |"
     with quiet():
         report = harness.check(
-            "llamacpp", model=folder, dtype="float32", engine_options=OPTIONS | {"gguf": str(file)}, prompts=PROMPTS,
+            "llamacpp", model=folder, dtype="float32", engine_options=IN_FLOAT32 | {"gguf": str(file)}, prompts=PROMPTS,
             max_new_tokens=5, schedules=["plain", "chunked:5"],
         )  # fmt: skip
     found = next((each for note in report.notes for each in re.findall(r"(\d+) taps were found", note)), "?")
@@ -93,10 +75,8 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             print(f"| {family} | | | not ended in 400 s |", flush=True)
             continue
-        print(
-            done.stdout.splitlines()[-1] if not done.returncode else f"| {family} | | | {_brief(done.stderr)} |",
-            flush=True,
-        )
+        line = f"| {family} | | | {_brief(done.stderr)} |" if done.returncode else done.stdout.splitlines()[-1]
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ from harness.errors import Code
 from harness.formats.checkpoint.gguf import open_gguf
 from harness.formats.checkpoint.gguf.types import PLAIN
 from harness.formats.checkpoint.gguf.weights import rows_of_hf
-from harness.formats.checkpoint.gguf.writer import finish, write_gguf
+from harness.formats.checkpoint.gguf.writer import write_gguf
 from harness.profiling.cost.formulas import operation_costs
 from harness.profiling.passes.counters import count
 from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
+from ..llamacpp_files import write_mamba
 from ..unit.lora_adapter import write_adapter
 
-gguf = pytest.importorskip("gguf")
 needs_llamacpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None,
     reason="llama-cpp-python is not installed (extra llamacpp; built from source, about ten minutes)",
@@ -196,22 +196,7 @@ def mamba(tmp_path):
             elif "norm" in name:
                 value.data += 0.2 * torch.randn(value.shape)
         model.save_pretrained(tmp_path / "mamba")
-        writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
-        writer.add_context_length(1024)
-        writer.add_vocab_size(config.vocab_size)
-        writer.add_tokenizer_model("none")
-        for add, value in (
-            (writer.add_embedding_length, 32), (writer.add_feed_forward_length, 0), (writer.add_head_count, 0),
-            (writer.add_block_count, 2), (writer.add_ssm_conv_kernel, 4), (writer.add_ssm_inner_size, 64),
-            (writer.add_ssm_state_size, 8), (writer.add_ssm_time_step_rank, 2), (writer.add_layer_norm_rms_eps, 1e-5),
-        ):  # fmt: skip
-            add(value)
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MAMBA, 2)
-        for name, value in model.state_dict().items():
-            if name != "lm_head.weight":  # tied
-                value = -value.exp() if name.endswith("A_log") else value.squeeze()
-                writer.add_tensor(names.get_name(name, (".weight", ".bias")), change(name, value).numpy())
-        finish(writer)
+        write_mamba(model, tmp_path / "mamba.gguf", change)
         return tmp_path / "mamba", f"gguf={tmp_path / 'mamba.gguf'}"
 
     return mamba
