@@ -9,6 +9,7 @@ import torch
 
 from harness.engines.llamacpp.cache import parse_saved, parse_state
 from harness.engines.llamacpp.capture import halves_of_pairs
+from harness.engines.llamacpp.engine import _has_table
 from harness.engines.llamacpp.node_cost import node_cost
 from harness.engines.llamacpp.nodes import pruned_taps, tap_of
 from harness.engines.llamacpp.options import parse_llamacpp_options
@@ -16,6 +17,7 @@ from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, next_batch
 from harness.engines.stepping import OperatorCost
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.gguf.architecture import Metadata
 from harness.formats.recording import RequestInfo
 
 
@@ -193,6 +195,20 @@ def test_a_state_of_another_layout_is_refused():
         with pytest.raises(HarnessError) as caught:
             parse_state(memoryview(data))
         assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+
+
+@pytest.mark.parametrize(
+    ("metadata", "has_table"),
+    [
+        ({"general.architecture": "llama"}, True),
+        ({"general.architecture": "llama", "llama.expert_count": 0}, True),
+        ({"general.architecture": "llama", "llama.expert_count": 8}, False),
+        ({"general.architecture": "gemma3"}, False),
+    ],
+)
+def test_what_has_experts_has_no_table(metadata, has_table):
+    """Mixtral's files say Llama."""
+    assert _has_table(Metadata(metadata, "file")) is has_table
 
 
 def recurrent(convolutions, recurrences):
