@@ -41,6 +41,7 @@ def check(
     truth: str = "auto",
     rows: int | None = None,
     rows_seed: int = 0,
+    mtp: bool = False,
     engine_options: Mapping[str, object] | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -64,6 +65,7 @@ def check(
         truth: precision of the truth: `float64`, `float32`, or `auto` for what the dtype needs.
         rows: positions of each request at which products and attention are judged, for long prompts; None for all.
         rows_seed: draws other positions.
+        mtp: whether to judge the layers that predict further tokens, too.
         engine_options: of an engine that is opened by its name.
         out: folder, new or empty, for `report.html` and the engine's recordings; None keeps nothing.
         progress: called with what is being done, how much of it is done, and how much there is.
@@ -88,6 +90,7 @@ def check(
             schedules=_several(schedules),
             rows=rows,
             rows_seed=rows_seed,
+            mtp=mtp,
             local_files_only=local_files_only,
         )
         result = run_check(chosen.opened(plan), out=None if out is None else Path(out), progress=progress)

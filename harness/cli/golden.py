@@ -15,7 +15,9 @@ from harness.errors import ExitStatus
 
 @grouped
 def golden(
-    given: Annotated[opt.Given, opt.CaseOptions("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora")],
+    given: Annotated[
+        opt.Given, opt.CaseOptions("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora", "mtp")
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
     ] = None,

@@ -17,7 +17,7 @@ from harness.formats.checkpoint.table import read_table
 
 @grouped
 def map_taps(
-    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", "device")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", "device", "mtp")],
     against: Annotated[
         Path | None,
         typer.Option(

@@ -27,7 +27,7 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Golden that says what to feed: model, dtype and tokens. [default: none]"),
     ] = None,
-    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "lora", "case")],
+    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "lora", "mtp", "case")],
     schedule: Annotated[str, typer.Option(metavar="NAME", help="One of those of `harness check`.")] = "plain",
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.RECORDING.option()] = "human",

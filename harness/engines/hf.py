@@ -24,10 +24,14 @@ from harness.oracle.decode import HFDecoder, Snapshot
 from harness.oracle.images import decoder_inputs
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
+from harness.oracle.mtp import add_mtp_layers
 from harness.results.settings import ModelSettings
 
 _ATTENTIONS = ("sdpa", "eager")
 _WEIGHTS = ("checkpoint", "dequantised")
+_SCHEDULES = ("plain", "chunked", "batched", "prefix-hit", "forked", "preempted", "rewound", "speculative")
+_WITH_MTP = ("plain", "chunked", "prefix-hit", "forked")
+"""With layers that predict further tokens: HF masks no padding there, and a draft would be taken for the next token."""
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
@@ -62,8 +66,7 @@ class HFEngine:
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
-        schedules = ("plain", "chunked", "batched", "prefix-hit", "forked", "preempted", "rewound", "speculative")
-        self.capabilities = Capabilities(schedules=schedules, keeps_states=True, takes_images=True)
+        self.capabilities = Capabilities(schedules=_SCHEDULES, keeps_states=True, takes_images=True)
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
@@ -75,6 +78,9 @@ class HFEngine:
 
         That of an old golden does not say where HF shows its taps: then the engine traces its own.
         """
+        if graph.has_mtp:
+            add_mtp_layers(self._hf)
+            self.capabilities = replace(self.capabilities, schedules=_WITH_MTP)
         if graph.by_source:
             self._hf.graph = graph
 
@@ -115,6 +121,8 @@ class HFEngine:
     @cached_property
     def _masks_padding(self) -> bool:
         """Whether HF leaves padding out: families such as RWKV take a mask and ignore it, and run one by one."""
+        if self._hf.mtp is not None:
+            return False
         logits = []
         for mask in ([0, 1], [1, 1]):
             with HFDecoder(self._hf) as decoder:

@@ -36,6 +36,8 @@ class Forward:
     """Row of the batch of each of them."""
     owners: list[list[int]] = field(default_factory=list)
     """[batch, tokens] ids of the requests whose rows they are; those of padding do not matter."""
+    following: list[list[int]] = field(default_factory=list)
+    """Of each row of the batch the tokens of its request that come next."""
     columns: list[int] = field(default_factory=list)
     """Column of each of them, counted from the end: -1 is the last one."""
 

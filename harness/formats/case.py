@@ -218,6 +218,15 @@ class Case(BaseModel):
             is_in_files=False,
         ),
     ] = []
+    mtp: Annotated[
+        bool,
+        Option(
+            "--mtp",
+            "Judge the layers that predict further tokens (MTP), too: the checkpoint has them, and the engine shows "
+            "them.",
+            kind=bool,
+        ),
+    ] = False
     stops_early: Annotated[
         bool,
         Option(

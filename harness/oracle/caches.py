@@ -29,8 +29,16 @@ def new_cache(hf: UntracedModel) -> DynamicCache | None:
     """Return an empty cache; None for a family without one, or with one of its own, which it makes itself."""
     if cache_argument(hf.model.forward) and hf.model._supports_default_dynamic_cache():
         with suppress(Exception):  # settings that HF's own cache does not know
-            return DynamicCache(config=hf.config)
+            return _with_mtp(hf, DynamicCache(config=hf.config))
     return None
+
+
+def _with_mtp(hf: UntracedModel, cache: DynamicCache) -> DynamicCache:
+    """Let a cache hold that of the layers that predict further tokens: what is done to its layers is done to those."""
+    if hf.mtp is not None:
+        cache.mtp = hf.mtp.new_cache()
+        cache.layers += cache.mtp.layers
+    return cache
 
 
 def cache_windows(hf: UntracedModel) -> dict[int, int]:

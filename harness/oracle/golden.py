@@ -54,6 +54,7 @@ class _OperationEntry(BaseModel):
     is_head: bool = False
     among_tokens: bool = False
     window: int | None = None
+    tokens_ahead: Annotated[int, Field(ge=0, le=64)] = 0
 
 
 class GoldenInfo(BaseModel):
@@ -98,8 +99,12 @@ class GoldenInfo(BaseModel):
         return info.model_copy(update={"sha256": info.digest()})
 
     def digest(self) -> str:
-        """Return the digest of all fields but its own, and but for `sketched` where no tap is: it is a later field."""
-        others = {"sha256"} if self.sketched else {"sha256", "sketched"}
+        """Return the digest of all fields but its own, and but for later fields where they say nothing."""
+        others: dict[str, Any] = {"sha256": True}
+        if not self.sketched:
+            others["sketched"] = True
+        if not any(operation.tokens_ahead for operation in self.operations):
+            others["operations"] = {"__all__": {"tokens_ahead"}}
         return hashlib.sha256(self.model_dump_json(exclude=others).encode()).hexdigest()
 
     def graph(self) -> Graph:

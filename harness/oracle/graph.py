@@ -53,6 +53,7 @@ def _named(hf: UntracedModel, seen: ForwardTrace) -> Graph:
             shape=tuple(each.rows.shape[1:]) if each.num_chosen is None else (each.num_chosen,),
             token_dim=each.token_dim,
             among_tokens=each.num_chosen is not None,
+            tokens_ahead=hf.tokens_ahead(each.source.partition(":")[0]),
         )
         for each in seen.shown.values()
     ]
@@ -187,7 +188,14 @@ def _with_caches(
             for name, written in zip(("k_cache", "v_cache"), held, strict=True):
                 tap, shape = f"{prefix_of(operation.tap)}{name}", by_tap[written].shape
                 window = operation.window or windows.get(operation.layer)
-                yield Operation(tap=tap, kind=Kind.CACHE, inputs=(written,), shape=shape, window=window)
+                yield Operation(
+                    tap=tap,
+                    kind=Kind.CACHE,
+                    inputs=(written,),
+                    shape=shape,
+                    window=window,
+                    tokens_ahead=operation.tokens_ahead,
+                )
         yield operation
 
 

@@ -49,6 +49,7 @@ def load_adapted(
     device: str = "cpu",
     lora: Path | None = None,
     others: Sequence[Path] = (),
+    mtp: bool = False,
 ) -> HFModel:
     """Load the HF model of a checkpoint, with an adapter where one is given.
 
@@ -58,11 +59,12 @@ def load_adapted(
         device: where it is.
         lora: the adapter's folder.
         others: adapters that are not applied: rows that were given one of them have that for their cause.
+        mtp: see `load_model`.
 
     Raises:
         HarnessError: as `load_model`, and BAD_LORA as `add_adapter`.
     """
-    hf = load_model(checkpoint, dtype=dtype, device=device, stays=lora is not None)
+    hf = load_model(checkpoint, dtype=dtype, device=device, stays=lora is not None, mtp=mtp)
     if lora is not None:
         add_adapter(hf, lora)
         for other in others:

@@ -50,6 +50,7 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **({} if hf.lora_hash is None else {"lora": hf.lora_hash}),
+        **({} if hf.mtp is None else {"mtp": hf.mtp.num_depths}),
     }
 
 
@@ -222,7 +223,10 @@ def _record(
         request=rows.request,
         position=rows.position,
         sampled_rows=rows.sampled,
-        partial_rows=dict.fromkeys(hf.graph.head, rows.sampled),
+        partial_rows={
+            **dict.fromkeys(hf.graph.head, rows.sampled),
+            **{op.tap: rows.followed(op.tokens_ahead) for op in hf.graph if op.tokens_ahead and not op.is_kept},
+        },
     )
     dtype = truth_dtype(truth, hf.dtype)
     positions = sorted({position for request in requests for position in sampled_positions(request)})
@@ -249,6 +253,8 @@ class _Rows:
     position: list[int]
     sampled: list[int]
     """Indices of the rows whose logits choose a token."""
+    num_after: list[int]
+    """Tokens of the request after each row's own."""
     places: torch.Tensor
     """[rows] where each row stands in the padded batch: request times tokens, plus token."""
 
@@ -261,8 +267,13 @@ class _Rows:
             request=[requests[at].id for at, _ in pairs],
             position=[position for _, position in pairs],
             sampled=[row for row, holds in enumerate(is_sampled) if holds],
+            num_after=[len(requests[at].token_ids) - 1 - position for at, position in pairs],
             places=torch.tensor([at * longest + position for at, position in pairs]),
         )
+
+    def followed(self, num_tokens: int) -> list[int]:
+        """Return the indices of rows that so many tokens follow."""
+        return [row for row, num in enumerate(self.num_after) if num >= num_tokens]
 
 
 @dataclass(slots=True)
@@ -333,6 +344,8 @@ class _Dump:
         wanted = self.rows.places
         if value.operation.tap in self.hf.graph.head:
             wanted = wanted[self.rows.sampled]
+        if value.operation.tokens_ahead:
+            wanted = wanted[self.rows.followed(value.operation.tokens_ahead)]
         if value.places is not None:
             wanted = torch.searchsorted(value.places, wanted)
         return value.rows[wanted.to(value.rows.device)]

@@ -13,6 +13,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.inspect.config import against_config, auto_class
 from harness.formats.taps import Graph
+from harness.oracle.mtp import add_mtp_layers
 from harness.oracle.patches import check_is_unpatched
 from harness.oracle.quiet import quiet_transformers
 from harness.oracle.untraced import UntracedModel
@@ -34,7 +35,12 @@ class HFModel(UntracedModel):
 
 
 def load_model(
-    checkpoint: Checkpoint | str | os.PathLike[str], *, dtype: torch.dtype, device: str = "cpu", stays: bool = False
+    checkpoint: Checkpoint | str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    stays: bool = False,
+    mtp: bool = False,
 ) -> HFModel:
     """Load the HF model of a checkpoint in `dtype`, with SDPA attention where it computes what the family does.
 
@@ -43,14 +49,15 @@ def load_model(
         dtype: of the weights.
         device: where to run.
         stays: whether to load all weights at once, however large: for a model that is run more than a few times.
+        mtp: whether to run the layers that predict further tokens, too. All weights are then loaded at once.
 
     Raises:
         HarnessError: the architecture is unknown to transformers, which may not be patched (ORACLE_PATCHED), or the
-            tensors do not fit the config.
+            tensors do not fit the config; with `mtp` as `add_mtp_layers`.
     """
     checkpoint, where = Checkpoint.of(checkpoint), torch.device(device)
     try:
-        return _loaded(checkpoint, dtype, where, stays=stays)
+        hf = _loaded(checkpoint, dtype, where, stays=stays or mtp)
     except HarnessError as error:
         name = _other_kind(checkpoint.config)
         if name is None or error.code not in (Code.UNSUPPORTED_ARCHITECTURE, Code.TENSORS_CONTRADICT_CONFIG):
@@ -63,6 +70,9 @@ def load_model(
             actual=name,
             hint="compare recordings of two engines, which needs no checkpoint: harness diff EXPECTED ACTUAL",
         ) from error
+    if mtp:
+        add_mtp_layers(hf)
+    return hf
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:

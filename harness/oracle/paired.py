@@ -133,7 +133,7 @@ def run_pair(
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
         stack.enter_context(without_tf32())
-        stack.enter_context(eager_experts(hf.config))
+        stack.enter_context(eager_experts(*hf.configs))
         watch = stack.enter_context(watching(hf))
         side = _Side(hf, ids.shape, kept, observer.control, sample)
         control = Ahead(partial(_run_control, of_control, watch, side, control_arithmetic))
@@ -185,7 +185,7 @@ def run_part(
     """
     args, kwargs = tree_map(_in_float64, (call.args, call.kwargs))
     side = _Side(hf, shape, call.logit_positions, show)
-    with without_tf32(), eager_experts(hf.config), preserve_precision(torch.float64), watch.showing(side):
+    with without_tf32(), eager_experts(*hf.configs), preserve_precision(torch.float64), watch.showing(side):
         hf.module(call.path)(*args, **kwargs)
 
 

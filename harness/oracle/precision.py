@@ -203,14 +203,16 @@ def blocked_linear(module: nn.Linear, x: torch.Tensor, dtype: torch.dtype) -> to
 
 
 @contextmanager
-def eager_experts(config: Any) -> Iterator[None]:
+def eager_experts(*configs: Any) -> Iterator[None]:
     """Let HF compute experts one after the other: its grouped products know no float64."""
-    before = getattr(config, "_experts_implementation", None)
-    config._experts_implementation = "eager"
+    before = [getattr(config, "_experts_implementation", None) for config in configs]
+    for config in configs:
+        config._experts_implementation = "eager"
     try:
         yield
     finally:
-        config._experts_implementation = before
+        for config, implementation in zip(configs, before, strict=True):
+            config._experts_implementation = implementation
 
 
 @contextmanager

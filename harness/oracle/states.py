@@ -41,7 +41,7 @@ def traced_states(hf: UntracedModel) -> list[TracedState]:
                 found.setdefault((layer, name), TracedState(path=path, layer=layer, name=name, shape=shape))
 
     with ExitStack() as stack:
-        stack.enter_context(eager_experts(hf.config))
+        stack.enter_context(eager_experts(*hf.configs))
         stack.enter_context(all_parts_held(hf))
         for path, module in hf.model.named_modules():
             hook = module.register_forward_hook(partial(after, path=path), with_kwargs=True)

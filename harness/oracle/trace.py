@@ -88,7 +88,7 @@ def trace(hf: UntracedModel) -> ForwardTrace:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, hf.vocab_size, (num_requests, more), generator=generator)
     ids[1, : few - 1] = ids[0, : few - 1]  # the first two of the first run differ in their last token only
-    return _without_other_rows(_with_choices(hf, _watched(hf, ids[:, :few])), _row_shapes(hf, ids))
+    return _without_other_rows(hf, _with_choices(hf, _watched(hf, ids[:, :few])), _row_shapes(hf, ids))
 
 
 def _watched(hf: UntracedModel, ids: torch.Tensor) -> ForwardTrace:
@@ -155,7 +155,7 @@ def _show_run(hf: UntracedModel, ids: torch.Tensor, sink: Callable[[str, torch.T
     """Run the model over [requests, tokens], show every value to `sink`, and return what was seen besides."""
     watcher = Seeing(sink)
     with ExitStack() as stack:
-        stack.enter_context(eager_experts(hf.config))
+        stack.enter_context(eager_experts(*hf.configs))
         watch = stack.enter_context(watching(hf))
         stack.enter_context(all_parts_held(hf))
         stack.enter_context(watch.showing(watcher))
@@ -177,7 +177,7 @@ def unmistakable_sizes(hf: UntracedModel) -> tuple[int, tuple[int, int]]:
     return requests, (few, more)
 
 
-def _without_other_rows(seen: ForwardTrace, shapes: Mapping[str, _RowShape]) -> ForwardTrace:
+def _without_other_rows(hf: UntracedModel, seen: ForwardTrace, shapes: Mapping[str, _RowShape]) -> ForwardTrace:
     """Leave out values whose rows are not the tokens in their order, and rows as wide as the history is long.
 
     What a tensor's sizes say may be chance, or rows may be in another order: only the last row may see the last token.
@@ -187,19 +187,25 @@ def _without_other_rows(seen: ForwardTrace, shapes: Mapping[str, _RowShape]) -> 
         source: each
         for source, each in seen.shown.items()
         if (each.num_chosen or shapes.get(source) == (each.rows.shape[1:], seen.num_scores.get(source)))
-        and _is_causal(each.rows, seen.num_tokens)
+        and _is_causal(each.rows, seen.num_tokens, hf.tokens_ahead(source.partition(":")[0]))
         and not _is_mask(each.rows)
     }
     return replace(seen, shown=dict(_bridged(seen.shown, kept)))
 
 
-def _is_causal(rows: torch.Tensor, num_tokens: int) -> bool:
-    """Whether the rows of the first two requests, whose last tokens differ, are the same but for the last."""
+def _is_causal(rows: torch.Tensor, num_tokens: int, ahead: int = 0) -> bool:
+    """Whether the rows of the first two requests, whose last tokens differ, are the same but for those that see them.
+
+    Args:
+        rows: of all requests.
+        num_tokens: of each request.
+        ahead: tokens after its own that a row sees.
+    """
     if not rows.is_floating_point():
         return True  # a choice between near scores may fall either way
     rounding = torch.finfo(rows.dtype).eps
     distance = max(min(_SAME, _SAME_ROUNDINGS * rounding), _LEAST_ROUNDINGS * rounding)
-    one, other = (rows[at : at + num_tokens - 1].flatten(1).to(torch.float64) for at in (0, num_tokens))
+    one, other = (rows[at : at + num_tokens - 1 - ahead].flatten(1).to(torch.float64) for at in (0, num_tokens))
     if not torch.equal(one.isfinite(), other.isfinite()):
         return False
     one, other = (x.where(x.isfinite(), 0) for x in (one, other))

@@ -1,7 +1,7 @@
 """A HuggingFace model before its graph is known: its modules and its weights. What traces the graph is given this."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,26 @@ class Weights(Protocol):
         """Hold the weights of one part of the model, a module's path, for the duration of the block."""
 
 
+class MtpRunner(Protocol):
+    """Layers that predict further tokens; see `harness.oracle.mtp`."""
+
+    model: Any
+    """HF's `MtpModel`."""
+
+    @property
+    def num_depths(self) -> int:
+        """Tokens that are predicted beside the next one."""
+
+    def tokens_ahead(self, path: str) -> int:
+        """Return how many tokens after its own a row of what stands at a path is computed from."""
+
+    def followed_by(self, following: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
+        """Say which tokens follow those that forwards in the block are given."""
+
+    def new_cache(self) -> Any:
+        """Return an empty cache of HF's for these layers."""
+
+
 @dataclass(eq=False, kw_only=True)
 class UntracedModel:
     """A causal language model of transformers, without the graph of its operations."""
@@ -37,6 +57,8 @@ class UntracedModel:
     weights: Weights = field(default_factory=ResidentWeights)
     has_images: bool = False
     """Whether requests have images: then what the first decoder layer is given is an operation of its own."""
+    mtp: "MtpRunner | None" = None
+    """The layers that predict further tokens, if they are run, too."""
     lora_hash: str | None = None
     """Digest of the LoRA adapter that was put into the model; None without one."""
 
@@ -62,6 +84,15 @@ class UntracedModel:
     def config(self) -> Any:
         """HF's configuration of the (text) model."""
         return self.model.config.get_text_config()
+
+    @property
+    def configs(self) -> tuple[Any, ...]:
+        """All configurations that its modules read."""
+        return (self.config,) if self.mtp is None else (self.config, self.mtp.model.config)
+
+    def tokens_ahead(self, path: str) -> int:
+        """Return how many tokens after its own a row of what stands at a path is computed from."""
+        return 0 if self.mtp is None else self.mtp.tokens_ahead(path)
 
     @property
     def vocab_size(self) -> int:

@@ -389,3 +389,5 @@ def _rename_attention(hf: UntracedModel, name: str, other: str) -> None:
 def _set_attention(hf: UntracedModel, name: str) -> None:
     with quiet_transformers():  # it warns of families that do not use the registry
         hf.model.set_attn_implementation(name)
+        if hf.mtp is not None:
+            hf.mtp.model.set_attn_implementation(name)

@@ -9,6 +9,7 @@ from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import resolve
+from harness.formats.taps import Graph
 from harness.judge.jobs.engine_run import followed_schedules, match_taps, open_planned
 from harness.plan import plan_request
 
@@ -87,7 +88,7 @@ def test_a_checkpoint_that_changes_while_its_engine_is_open_is_refused(name, che
 
 
 def test_an_engine_that_finds_its_taps_is_told_the_graph():
-    engine, plan, graph = Matching(), plan_request(), object()
+    engine, plan, graph = Matching(), plan_request(), Graph(())
     match_taps(plan, engine, graph)
     assert engine.graph is graph
     match_taps(plan, Plain(), graph)  # one that does not is left alone

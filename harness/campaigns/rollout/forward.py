@@ -173,7 +173,7 @@ class Forwards:
             stack.enter_context(without_tf32())
             if is_truth:
                 stack.enter_context(upcast(self._dtype, hf.model))
-                stack.enter_context(eager_experts(hf.config))
+                stack.enter_context(eager_experts(*hf.configs))
                 stack.enter_context(preserve_precision(self._dtype))
             if arithmetic is Arithmetic.EAGER:
                 stack.enter_context(_eager(hf))

@@ -44,6 +44,8 @@ class Operation:
     """Whether it is a choice among the tokens so far, by their positions; -1 stands where there are too few."""
     window: int | None = None
     """Of attention: latest tokens that a query sees; None for all of them."""
+    tokens_ahead: int = 0
+    """How many tokens after its own a row is computed from: of layers that predict further tokens (MTP)."""
 
     @property
     def layer(self) -> int | None:
@@ -140,6 +142,16 @@ class Graph:
         return frozenset(
             op.tap for at, op in enumerate(self.operations) if at >= first or op.sampled_only or op.is_head
         )
+
+    @cached_property
+    def drafted_from(self) -> Mapping[int, str]:
+        """Taps that further tokens are predicted from, by how many tokens ahead their rows look; empty without MTP."""
+        return {op.tokens_ahead: op.tap for op in self.operations if op.tokens_ahead and not op.is_kept}
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether layers are in it that predict further tokens."""
+        return bool(self.drafted_from)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

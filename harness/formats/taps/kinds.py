@@ -62,7 +62,7 @@ class KindTraits:
 
 KINDS: Mapping[Kind, KindTraits] = {
     Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0), causes=("layer.embedding", "any_kind.generic")),
-    Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0)),
+    Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0), causes=("layer.joined", "any_kind.generic")),
     Kind.NORM: KindTraits(
         error_model=ErrorModel(roundings=2, accumulation=8),
         causes=("norms.norm", "layer.wiring", "any_kind.settings", "any_kind.generic"),

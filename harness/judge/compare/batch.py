@@ -26,7 +26,11 @@ class PaddedBatch:
     """Sequences side by side: [sequences, tokens], the shorter ones padded after their end."""
 
     def __init__(
-        self, recording: Recording, sequences: Sequence[RowSequence], positions: torch.Tensor | None = None
+        self,
+        recording: Recording,
+        sequences: Sequence[RowSequence],
+        positions: torch.Tensor | None = None,
+        ahead: int = 0,
     ) -> None:
         """Lay the sequences side by side.
 
@@ -34,12 +38,16 @@ class PaddedBatch:
             recording: the engine's.
             sequences: of its rows.
             positions: [n] int64, ascending: those at which products and attention are judged; None for all.
+            ahead: tokens of a request that layers see after a row's own, where it has so many more.
         """
         self.recording, self.sequences = recording, sequences
+        self._tokens = [_tokens(sequence, ahead) for sequence in sequences]
         lengths = _rotary_lengths(recording)
         whole = {each.request.id: len(each.request.token_ids) for each in sequences if each.request.inputs}
         lengths_run = {**whole, **lengths}
-        self.num_tokens = max(max(len(each), lengths_run.get(each.request.id, 0)) for each in sequences)
+        self.num_tokens = max(
+            *(max(len(each), lengths_run.get(each.request.id, 0)) for each in sequences), *map(len, self._tokens)
+        )
         self._step = self._padded([sequence.step for sequence in sequences], NOWHERE)
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
         self.is_own = self._padded([_is_judged(recording, sequence, lengths) for sequence in sequences], False)
@@ -57,10 +65,14 @@ class PaddedBatch:
     def token_ids(self) -> torch.Tensor:
         """[sequences, tokens] int64; padding is token 0, which no row of a sequence sees."""
         ids = torch.zeros(len(self.sequences), self.num_tokens, dtype=torch.int64)
-        for line, sequence in zip(ids, self.sequences, strict=True):
-            tokens = sequence.token_ids if sequence.request.inputs is None else sequence.request.token_ids
+        for line, tokens in zip(ids, self._tokens, strict=True):
             line[: len(tokens)] = torch.tensor(tokens)
         return ids
+
+    def is_followed(self, num_tokens: int) -> torch.Tensor:
+        """[places] bool: where the batch has so many more tokens of the request."""
+        ends = torch.tensor(list(map(len, self._tokens)))
+        return (torch.arange(self.num_tokens) + num_tokens < ends[:, None]).flatten()
 
     @property
     def num_sampled(self) -> int:
@@ -123,6 +135,12 @@ class PaddedBatch:
         return places[found >= 0], found[found >= 0]
 
 
+def _tokens(sequence: RowSequence, ahead: int) -> list[int]:
+    """Return the tokens of a sequence, and those that follow; with images all of the request's."""
+    tokens = list(sequence.request.token_ids)
+    return tokens[: len(sequence) + ahead] if sequence.request.inputs is None else tokens
+
+
 def _rotary_lengths(recording: Recording) -> dict[int, int]:
     """Return the length that the frequencies of each request follow; nothing where they follow that of a forward."""
     manifest = recording.manifest
@@ -150,11 +168,16 @@ def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
 
 
 def make_batches(
-    recording: Recording, sequences: Sequence[RowSequence], max_tokens: int, sample: RowSample | None = None
+    recording: Recording,
+    sequences: Sequence[RowSequence],
+    max_tokens: int,
+    sample: RowSample | None = None,
+    *,
+    ahead: int = 0,
 ) -> list[PaddedBatch]:
     """Group sequences of similar lengths so that a batch has at most so many tokens, padding included.
 
-    One with images is alone. With a sample each batch has its positions.
+    One with images is alone. With a sample each batch has its positions. For `ahead` see `PaddedBatch`.
     """
     groups: list[list[RowSequence]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
@@ -164,4 +187,4 @@ def make_batches(
         else:
             groups.append([sequence])
     positions = [None if sample is None else sample.positions(group, index) for index, group in enumerate(groups)]
-    return [PaddedBatch(recording, *each) for each in zip(groups, positions, strict=True)]
+    return [PaddedBatch(recording, *each, ahead) for each in zip(groups, positions, strict=True)]

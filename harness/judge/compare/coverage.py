@@ -44,6 +44,7 @@ def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collecti
     """
     is_sampled_only = tap in sampled_only or (tap in graph and graph[tap].sampled_only)
     is_cache = tap in graph and graph[tap].is_kept
+    ahead = graph[tap].tokens_ahead if tap in graph else 0
     window = graph[tap].window if is_cache else None
     requests = sorted(locator.recording.manifest.requests, key=lambda request: request.id)
     wanted = torch.zeros_like(locator.recorded(tap))
@@ -55,7 +56,7 @@ def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collecti
             begin = max(begin, len(request.token_ids) - window + 1)
         if is_cache and request.draft_of is not None:  # what is given up need not be there at the end
             continue
-        wanted[row, begin : len(request.token_ids)] = True
+        wanted[row, begin : len(request.token_ids) - ahead] = True
     return wanted
 
 

@@ -51,7 +51,8 @@ def local_errors(
         sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
     """
-    batches, sampled = make_batches(recording, sequences(recording), batch_tokens(hf), sample), SampledRows()
+    ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
+    batches = make_batches(recording, sequences(recording), batch_tokens(hf), sample, ahead=ahead)
     precision, declared = replay_dtype(truth, recording, hf), recording.manifest.numerics
     with Workers[Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(

@@ -72,7 +72,7 @@ class TapRows:
         """Return the operation's inputs at the judged rows, or at other places."""
         wanted = self.places if places is None else places
         if self.operation.kind is Kind.EMBEDDING or not self.operation.inputs:
-            return [self.batch.token_ids.flatten()[wanted]]
+            return [self.batch.token_ids.flatten().roll(-self.operation.tokens_ahead)[wanted]]
         return [self.values[tap][wanted.to(self.values[tap].device)] for tap in self.operation.inputs]
 
 
@@ -241,7 +241,13 @@ class Replay:
         return put_back(value.rows, at, _usable_rows(value, here, at))
 
     def _recorded(self, tap: str) -> RecordedRows | None:
-        return self._batch.recorded(tap) if tap in self._judge.usable else None
+        """Return the recorded rows of a tap that HF computes from the same tokens."""
+        found = self._batch.recorded(tap) if tap in self._judge.usable else None
+        ahead = self._judge.graph[tap].tokens_ahead if found is not None and tap in self._judge.graph else 0
+        if found is None or not ahead:
+            return found
+        keep = self._batch.is_followed(ahead)[found.places]
+        return RecordedRows(places=found.places[keep], rows=found.rows[keep]) if bool(keep.any()) else None
 
     def _keep(self, value: Value, replaced: torch.Tensor | None) -> None:
         """Keep a value until the last operation that reads it has been judged; the model may change its own."""

@@ -188,15 +188,16 @@ class RowJudge:
         return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> SuspectRows:
+        operation = rows.operation
         return SuspectRows(
             hf=self._hf,
-            operation=rows.operation,
+            operation=operation,
             dtype=dtype,
             actual=rows.actual.to(rows.expected.device),
             expected=rows.expected,
             rows=rows.places.to(rows.expected.device),
-            positions=rows.rows.position,
-            inputs=[] if rows.operation.kind is Kind.ATTENTION else rows.inputs(),
+            positions=rows.rows.position + (operation.tokens_ahead if operation.kind is Kind.ROTARY else 0),
+            inputs=[] if operation.kind is Kind.ATTENTION else rows.inputs(),
             call=rows.value.call,
             recorded=lambda tap: _recorded(rows, tap) if tap in self._usable else None,
             declared=self._declared,

@@ -92,7 +92,7 @@ def run_diff(
     )
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
         golden = Golden(theirs)
-        hf, notes = _oracle(ours, model, lora, device, local_files_only=local_files_only)
+        hf, notes = _oracle(ours, model, lora, device, local_files_only=local_files_only, mtp=golden.graph.has_mtp)
         graph = golden.graph if hf is None else hf.graph
         caches = _caches(ours, graph)
         if not caches and any(operation.kind is Kind.CACHE for operation in graph):
@@ -119,7 +119,7 @@ def _result(manifest: Manifest, run: RunResult, notes: Sequence[str]) -> CheckRe
 
 
 def _oracle(
-    recording: Recording, model: str | None, lora: Path | None, device: str, *, local_files_only: bool
+    recording: Recording, model: str | None, lora: Path | None, device: str, *, local_files_only: bool, mtp: bool
 ) -> tuple[HFModel | None, list[str]]:
     """Load the model that judges single operations, where one is named; note if its weights are not the recording's."""
     if model is None:
@@ -131,7 +131,7 @@ def _oracle(
     checkpoint = Checkpoint(resolve(model, local_files_only=local_files_only))
     is_same = recording.manifest.model.weights_hash in (None, checkpoint.weights_hash)
     notes = [] if is_same else [f"ACTUAL was recorded from other weights than those of {model}, which judge it"]
-    hf = load_adapted(checkpoint, dtype=_dtype(recording), device=device, lora=lora)
+    hf = load_adapted(checkpoint, dtype=_dtype(recording), device=device, lora=lora, mtp=mtp)
     if lora is not None and not is_same:
         notes += _another_base(checkpoint, recording.manifest, set(read_adapter(lora)))
     return hf, [*notes, *adapter_notes(hf)]

@@ -11,7 +11,7 @@ from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
 from harness.formats.recording import ModelInfo, RequestInfo
 from harness.formats.schedule import Schedule
-from harness.formats.taps import Graph
+from harness.formats.taps import Graph, Kind
 from harness.oracle.drafts import draft_requests
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
@@ -22,10 +22,28 @@ from harness.plan import Plan
 
 
 def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
-    """Let an engine whose taps depend on the model find them."""
+    """Let an engine whose taps depend on the model find them.
+
+    Raises:
+        HarnessError: ENGINE_CANNOT_SERVE: layers that predict further tokens are to be judged, and what they give was
+            not found.
+    """
     if isinstance(engine, TapMatcher):
         with engine_errors(plan.case.engine):
             engine.match_taps(graph)
+    shown = {*engine.capabilities.wanted(graph)} if graph.has_mtp else set()
+    for tap in graph.drafted_from.values():
+        if tap not in shown:
+            looked_for = (op for op in graph if op.tokens_ahead and not op.is_kept and op.kind is not Kind.CHOICE)
+            first = next(op.tap for op in looked_for if op.tap not in shown)
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                f"engine {plan.case.engine!r} does not show what further tokens are predicted from, nor {first}",
+                where="--mtp",
+                expected=tap,
+                hint="it runs no such layers, or computes something else there: an engine whose taps are found by "
+                "content says with its attribute tokens_ahead that it runs them",
+            )
 
 
 def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:

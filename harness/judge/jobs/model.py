@@ -15,7 +15,12 @@ def planned_model(plan: Plan) -> HFModel:
     """
     dtype = getattr(torch, plan.case.dtype)
     hf = load_adapted(
-        plan.checkpoint, dtype=dtype, device=plan.case.device, lora=plan.case.lora, others=plan.case.other_loras
+        plan.checkpoint,
+        dtype=dtype,
+        device=plan.case.device,
+        lora=plan.case.lora,
+        others=plan.case.other_loras,
+        mtp=plan.case.mtp,
     )
     hf.has_images = any(prompt.inputs for prompt in plan.prompts)
     return hf

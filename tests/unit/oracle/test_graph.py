@@ -115,7 +115,7 @@ class Model(nn.Module):
 
 
 def hf(parts=("model.layers.0", "lm_head")):
-    return SimpleNamespace(model=Model(), parts=parts)
+    return SimpleNamespace(model=Model(), parts=parts, tokens_ahead=lambda _path: 0)
 
 
 def test_a_name_that_is_a_modules_is_given_to_no_other_value():

@@ -37,7 +37,7 @@ class SuspectRows:
     rows: torch.Tensor
     """[R] int64: indices into the batch, request times T plus position; for attention."""
     positions: torch.Tensor
-    """[R] int64."""
+    """[R] int64: of rotary in a layer that predicts further tokens, those of the tokens that it looks ahead to."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     """[R, ...] each, of an operation that works row by row; empty for attention."""
     call: AttentionCall | None = None

@@ -83,7 +83,7 @@ def _run(subject: SuspectRows, way: InputRounding, dtype: torch.dtype | None, is
     products = QuantisedInputs(way, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None)
 
     def run() -> torch.Tensor:
-        with torch.no_grad(), eager_experts(subject.hf.config), preserve_precision(own), products:
+        with torch.no_grad(), eager_experts(*subject.hf.configs), preserve_precision(own), products:
             return run_experts(module, x.to(own), chosen, weights.to(own))
 
     # The judge is asked within HF's forward, which is watched in its own thread.

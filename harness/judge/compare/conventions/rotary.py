@@ -7,7 +7,7 @@ roundings of what is turned by it: whoever computes the same angle otherwise is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -73,6 +73,9 @@ def _one_from_another(angles: _Angles) -> torch.Tensor:
     return (torch.stack(columns, dim=1) * angles.stretch.to(torch.float32)).to(torch.float64)
 
 
+OWN_POSITIONS = "rotary for the row's own position, and not for that of the token that it looks ahead to"
+_NEAR = 0.05
+"""Relative distance within which rows are turned for some positions, in any dtype."""
 OTHER_ORDER = "rotary angles in float64, or through another order of float32"
 _ORDERS = (
     _in_float64, _all_in_float64, _frequencies_in_float64, _divided, _by_logarithm, _one_from_another,
@@ -137,4 +140,32 @@ def _allowance(angles: _Angles, pairs_RNP2: torch.Tensor, dtype: torch.dtype) ->
     return torch.where(size > 0, moved / size, 0.0) / rounding_unit(dtype)
 
 
-CONVENTIONS = (Convention(name=OTHER_ORDER, kinds=(Kind.ROTARY,), roundings=_other_orders),)
+def _own_positions(subject: SuspectRows) -> Iterator[Rounding]:
+    """Hold queries and keys of a layer that predicts further tokens to their rows' own positions, both of them."""
+    ahead = subject.operation.tokens_ahead
+    x = subject.inputs[0].flatten(1).to("cpu", torch.float64)
+    own = _own_rotation(subject, x) if ahead else None
+    if own is not None and _are_all_turned(subject, own, subject.positions - ahead):
+        angles = replace(_angles(subject, own), positions=subject.positions - ahead)
+        allowance = _allowance(angles, own.pairs(own.heads(x)), subject.dtype)
+        expected = partial(own.turn, x, subject.positions - ahead)
+        yield Rounding(name=OWN_POSITIONS, model=_MODEL, expected=expected, allowance=allowance)
+
+
+def _are_all_turned(subject: SuspectRows, own: Rotation, positions: torch.Tensor) -> bool:
+    """Whether queries and keys of the layer are turned for these positions: attention sees their differences alone."""
+    operations = [op for op in subject.hf.graph.of_layer(subject.operation.layer) if op.kind is Kind.ROTARY]
+    for operation in operations:
+        given, turned = (subject.recorded(tap) for tap in (operation.inputs[0], operation.tap))
+        if given is None or turned is None:
+            return False
+        given, turned = (each.flatten(1).to("cpu", torch.float64) for each in (given, turned))
+        if not float((own.turn(given, positions) - turned).norm()) <= _NEAR * float(turned.norm()):
+            return False
+    return len(operations) > 1
+
+
+CONVENTIONS = (
+    Convention(name=OTHER_ORDER, kinds=(Kind.ROTARY,), roundings=_other_orders),
+    Convention(name=OWN_POSITIONS, kinds=(Kind.ROTARY,), roundings=_own_positions),
+)

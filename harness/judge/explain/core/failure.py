@@ -85,8 +85,13 @@ class Failure:
 
     @property
     def positions(self) -> torch.Tensor:
-        """[R] int64."""
-        return self.rows.position
+        """[R] int64: of rotary in a layer that predicts further tokens, those of the tokens that it looks ahead to."""
+        return self.rows.position + (self.operation.tokens_ahead if self.operation.kind is Kind.ROTARY else 0)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[R] int64: the tokens that the rows were to be computed from."""
+        return token_ids(self.recording, self.rows, self.operation.tokens_ahead)
 
     @cached_property
     def num_elements(self) -> float:
@@ -247,10 +252,10 @@ def row_inputs(locator: Locator, operation: Operation, rows: Rows) -> list[torch
     return complete if len(complete) == len(inputs) else None
 
 
-def token_ids(recording: Recording, rows: Rows) -> torch.Tensor:
-    """Return the tokens that the rows were to be computed from: [rows] int64."""
+def token_ids(recording: Recording, rows: Rows, ahead: int = 0) -> torch.Tensor:
+    """Return the tokens that the rows were to be computed from, [rows] int64: so many after their own."""
     tokens = {request.id: request.token_ids for request in recording.manifest.requests}
-    return torch.tensor([tokens[request][position] for request, position in rows.places()], dtype=torch.int64)
+    return torch.tensor([tokens[request][position + ahead] for request, position in rows.places()], dtype=torch.int64)
 
 
 Explain = Callable[[Failure], Iterable[Hypothesis]]

@@ -180,7 +180,7 @@ def choice_of(failure: Failure) -> str | None:
 def exactly(failure: Failure, path: str | None = None) -> Iterator[None]:
     """Run experts in float64: those of the failure, which are held in it, or those at another path."""
     with ExitStack() as stack:
-        stack.enter_context(eager_experts(failure.hf.config))
+        stack.enter_context(eager_experts(*failure.hf.configs))
         if path is not None:
             stack.enter_context(failure.hf.weights.held(failure.hf.part_of(path)))
             stack.enter_context(upcast(torch.float64, failure.hf.module(path)))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from harness.judge.compare.align import last_index
-from harness.judge.explain.core.failure import Failure, token_ids
+from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 
 _BLOCK_ROWS = 1 << 14
@@ -21,7 +21,7 @@ def another_token(failure: Failure) -> Iterator[Hypothesis]:
     if table is None or not bool(failure.actual.isfinite().all()):
         return
     nearest, meant = _nearest(failure.actual, table), _nearest(failure.expected, table)
-    own = token_ids(failure.recording, failure.rows)
+    own = failure.token_ids
     is_of_positions = _is_of_positions(failure, own, meant) and torch.allclose(table[meant], failure.expected)
     if is_of_positions:
         own = meant
@@ -55,7 +55,7 @@ def _of_positions(own: torch.Tensor, found: torch.Tensor) -> str:
 
 def _named(failure: Failure, own: torch.Tensor, found: torch.Tensor) -> str:
     tokens = {request.id: request.token_ids for request in failure.recording.manifest.requests}
-    places = failure.rows.places()
+    places = [(r, p + failure.operation.tokens_ahead) for r, p in failure.rows.places()]
     for shift, name in ((-1, "before"), (1, "after")):
         there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
         if there == found.tolist():
@@ -93,7 +93,7 @@ def not_scaled(failure: Failure) -> Iterator[Hypothesis]:
     table = _table(failure)
     if table is None:
         return
-    rows = table[token_ids(failure.recording, failure.rows)]
+    rows = table[failure.token_ids]
     if rows.shape == failure.expected.shape and not torch.equal(rows, failure.expected):
         yield Hypothesis(cause="the embedding is not scaled", output=rows, detail=_WAY_OF_UNSCALED)
 

@@ -32,6 +32,7 @@ class ToyModel:
     ) -> None:
         self.graph, self.modules, self.head_dim = Graph(operations), dict(modules or {}), head_dim
         self.config = SimpleNamespace(**config)
+        self.configs = (self.config,)
         self.model = nn.Module()
         self.weights = SimpleNamespace(held=lambda _part: nullcontext())
         self.device = torch.device("cpu")

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from harness.base.metrics import rounding_unit
-from harness.formats.taps import Kind, Operation
+from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.conventions import rotary
 from harness.judge.compare.conventions.entry import SuspectRows
-from harness.judge.compare.conventions.rotary import CONVENTIONS, OTHER_ORDER
+from harness.judge.compare.conventions.rotary import CONVENTIONS, OTHER_ORDER, OWN_POSITIONS
 
 from ..judgements import draw
 
-(ORDERS,) = (convention.roundings for convention in CONVENTIONS)
+ORDERS, OWN = (convention.roundings for convention in CONVENTIONS)
 F32 = np.float32
 SIZE, PAIRS, HEADS, THETA = 8, 4, 3, 10_000.0
 POSITIONS = (0, 1, 700, 3000)
@@ -203,3 +203,46 @@ def test_cosines_are_scaled_as_the_models_are():
     expected = turned(X, hf_angles(frequencies), scaling=1.5)
     (found,) = held(model_of(frequencies, scaling=1.5), expected, expected)
     torch.testing.assert_close(found.expected(), expected, rtol=0, atol=3e-3)
+
+
+def of_a_layer_that_looks_ahead(shifts, *, ahead=1, without=()):
+    """Rows of `q_rope`, and what was recorded: each tap turned for the position of the token ahead, less its shift."""
+    hf = model_of(frequencies_of())
+    taps = {
+        name: Operation(tap=f"l.0.{name}_rope", kind=Kind.ROTARY, inputs=(name,), source=name, tokens_ahead=ahead)
+        for name in shifts
+    }
+    hf.graph = Graph(tuple(taps.values()))
+    at = {
+        name: [[(p - shift) * float(f) for f in frequencies_of()] for p in POSITIONS] for name, shift in shifts.items()
+    }
+    recorded = {f"l.0.{name}_rope": turned(X, at[name]) for name in shifts} | dict.fromkeys(shifts, X)
+    subject = SuspectRows(
+        hf=hf, operation=taps["q"], dtype=torch.float32, actual=recorded["l.0.q_rope"],
+        expected=turned(X, hf_angles(frequencies_of())), rows=torch.arange(len(X)), positions=torch.tensor(POSITIONS),
+        inputs=[X], recorded=lambda tap: None if tap in without else recorded[tap],
+    )  # fmt: skip
+    return list(OWN(subject)), subject
+
+
+def test_a_layer_that_looks_ahead_may_count_its_rows_own_positions():
+    (found,), subject = of_a_layer_that_looks_ahead({"q": 1, "k": 1})
+    assert found.name == OWN_POSITIONS
+    torch.testing.assert_close(found.expected(), subject.actual.double(), rtol=0, atol=3e-3)
+    (found,), _ = of_a_layer_that_looks_ahead({"q": 2, "k": 2}, ahead=2)
+    assert found.name == OWN_POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("shifts", "options"),
+    [
+        ({"q": 1, "k": 0}, {}),
+        ({"q": 0, "k": 1}, {}),
+        ({"q": 2, "k": 2}, {}),
+        ({"q": 1}, {}),
+        ({"q": 1, "k": 1}, {"without": ("l.0.k_rope",)}),
+        ({"q": 1, "k": 1}, {"ahead": 0}),
+    ],
+)
+def test_it_must_do_so_for_queries_and_keys_and_be_seen_to(shifts, options):
+    assert of_a_layer_that_looks_ahead(shifts, **options)[0] == []

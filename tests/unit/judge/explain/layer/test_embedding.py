@@ -1,5 +1,7 @@
 """Rows of the embedding's table that are those of other tokens, and what they have in common."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ STEP = {place: at for at, step in enumerate(STEPS) for place in step}
 
 @pytest.fixture
 def of(tmp_path):
-    def make(token, places, *, meant=lambda r, p: TOKENS[r][p], noise=0.0, dtype=torch.float32):
+    def make(token, places, *, meant=lambda r, p: TOKENS[r][p], noise=0.0, dtype=torch.float32, ahead=0):
         """Rows at `places` that are those of `token` instead of those of `meant`."""
         steps = []
         for step in STEPS:
@@ -32,8 +34,9 @@ def of(tmp_path):
         module.weight.data = TABLE
         own = torch.tensor([meant(r, p) for r, p in places])
         actual = TABLE[torch.tensor([token(*place) for place in places])] + noise
+        operation = replace(OPERATION, tokens_ahead=ahead)
         return failure_of(
-            OPERATION, actual, TABLE[own], own, model=ToyModel(OPERATION, modules={TAP: module}), recording=recording,
+            operation, actual, TABLE[own], own, model=ToyModel(OPERATION, modules={TAP: module}), recording=recording,
             dtype=dtype, request=[r for r, _ in places], position=[p for _, p in places],
             step=[STEP[place] for place in places],
         )  # fmt: skip
@@ -71,6 +74,16 @@ def test_rows_of_other_tokens(of, token, places, cause):
     assert torch.equal(hypothesis.output, TABLE[torch.tensor([token(*place) for place in places])])
     shown = ", ".join(f"{token(r, p)} for {TOKENS[r][p]}" for r, p in places[:6])
     assert hypothesis.detail == f"rows of the table: {shown}"
+
+
+@pytest.mark.parametrize(("shift", "cause"), [(0, "the token before it"), (2, "the token after it")])
+def test_rows_that_look_ahead_are_held_to_the_tokens_there(of, shift, cause):
+    def ahead(by):
+        return lambda r, p: TOKENS[r][p + by]
+
+    failure = of(ahead(shift), [(0, 0), (0, 3), (1, 1)], meant=ahead(1), ahead=1)
+    (hypothesis,) = found(embedding.another_token, failure).values()
+    assert hypothesis.cause == THE + cause
 
 
 @pytest.mark.parametrize(
