@@ -299,14 +299,15 @@ class TapFinder:
 
     def _lost(self) -> list[Operation]:
         """Return the operations that were not found and that something is computed from which was not, either."""
-        lost = set[str]()
-        for op in reversed(self._hf.graph.operations):
+        graph, lost = self._hf.graph, set[str]()
+        ends = {graph.logits, *graph.drafted_from.values()}
+        for op in reversed(graph.operations):
             if op.tap in self.found:
                 continue
             readers = self._readers[op.tap]
-            if any(tap in lost or self._is_blurred(tap) for tap in readers) or op.tap == self._hf.graph.logits:
+            if any(tap in lost or self._is_blurred(tap) for tap in readers) or op.tap in ends:
                 lost.add(op.tap)
-        return [op for op in self._hf.graph if op.tap in lost and op.kind is not Kind.CHOICE and not op.is_kept]
+        return [op for op in graph if op.tap in lost and op.kind is not Kind.CHOICE and not op.is_kept]
 
     def _is_blurred(self, tap: str) -> bool:
         """Whether a tap was found and is not what HF computes, or is so only in the rough."""

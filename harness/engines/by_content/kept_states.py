@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from harness.engines.by_content.steps import Stepper
+from harness.engines.by_content.steps import Stepper, with_following
 from harness.oracle.decode import HFDecoder
 from harness.oracle.model import HFModel
 
@@ -74,7 +74,7 @@ def find_places(stepper: Stepper, hf: HFModel, number: int) -> Places:
         return {}
     ids = torch.randint(0, hf.vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
-        stepper.step([(number, ids, 0)])
+        stepper.step(with_following(stepper, [(number, ids, 0)]))
     shown = own(number)
     if all(isinstance(each, Mapping) for each in shown.values()):
         return {}

@@ -1,6 +1,7 @@
 """Learns an engine's map: which of its tensors are which of HF's values, from a few small steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -9,7 +10,7 @@ from harness.engines.by_content.columns import relative_error
 from harness.engines.by_content.first_step import find_first
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.later_steps import LaterSteps
-from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, watched_step
+from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, tokens_ahead, watched_step
 from harness.engines.by_content.tables import RowOrder
 from harness.engines.by_content.tap_map import MappedTap, TapMap
 from harness.formats.taps import Graph, Operation
@@ -36,21 +37,29 @@ def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Ite
 def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int], draw: int) -> TapMap:
     num_requests, num_tokens = _unmistakable(hf.graph)
     ids, prompt = _random_ids(hf, num_requests, draw), _random_ids(hf, num_tokens + 1, draw)
-    number = next(numbers)
-    seen = one_token_steps(stepper, ids, numbers)
-    prefill = watched_step(stepper, [(number, prompt[:-1], 0)])
-    decode = watched_step(stepper, [(number, prompt[-1:], num_tokens)])
+    number, ahead = next(numbers), tokens_ahead(stepper)
+    after = [_random_ids(hf, ahead, draw + 1 + token) for token in ids]
+    end = _random_ids(hf, ahead, draw)
+    seen = one_token_steps(stepper, ids, numbers, after)
+    prefill = watched_step(stepper, [(number, prompt[:-1], 0)], [[prompt[-1], *end]])
+    decode = watched_step(stepper, [(number, prompt[-1:], num_tokens)], [end])
     lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
     rounding = rounding_unit(dtype)
-    first = find_first(hf, ids, lasting, rounding=rounding)
+    with _followed_by(hf, after):
+        first = find_first(hf, ids, lasting, rounding=rounding)
     later = LaterSteps(hf, prompt, prefill, decode, is_again=recomputes(stepper), rounding=rounding)
-    later.tell_apart(first)
+    with _followed_by(hf, [end]):
+        later.tell_apart(first)
     return TapMap(
         taps=later.taps,
         uncertain=later.uncertain,
         row_order=_row_order(stepper, hf, later.taps, numbers),
         num_tensors=len(seen),
     )
+
+
+def _followed_by(hf: HFModel, following: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
+    return nullcontext() if hf.mtp is None else hf.mtp.followed_by(following)
 
 
 def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]) -> RowOrder | None:

@@ -14,7 +14,15 @@ from harness.engines.by_content.kept import KeptCache
 from harness.engines.by_content.kept_states import KeptStates, Places, find_places
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.sites import Site
-from harness.engines.by_content.steps import Stepper, Work, module_paths, recomputes, rewinds, watched_run
+from harness.engines.by_content.steps import (
+    Stepper,
+    Work,
+    module_paths,
+    recomputes,
+    rewinds,
+    watched_run,
+    with_following,
+)
 from harness.engines.by_content.tables import RowOrder
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
@@ -47,8 +55,10 @@ class StepEngine:
     `begin(request, token_ids)` is called before a request's first step under `prefix-hit`, with its prompt: it makes
     what is cached of its first tokens the request's own, and returns their number, which is less than the prompt's.
     Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
-    what it holds from there on. `fill_unused` and `fill_states` let `harness fuzz --poison` into its memory: see
-    `harness.engines.poison`.
+    what it holds from there on. One that runs layers that predict further tokens (`--mtp`) has an attribute
+    `tokens_ahead`, the number of these layers: each entry of `work` then ends with a list of the tokens that follow in
+    the request, as many as there are layers and tokens. `fill_unused` and `fill_states` let `harness fuzz --poison`
+    into its memory: see `harness.engines.poison`.
     """
 
     def __init__(
@@ -90,7 +100,7 @@ class StepEngine:
             HarnessError: ENGINE_CANNOT_SERVE: nothing of the engine is what HF computes.
         """
         stepper, self._graph = self._first, graph
-        hf = load_model(self._folder, dtype=torch.float32, stays=True)
+        hf = load_model(self._folder, dtype=torch.float32, stays=True, mtp=graph.has_mtp)
         self.map = learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers)
         if set(learned.taps) <= {graph.logits}:
             raise HarnessError(
@@ -104,7 +114,7 @@ class StepEngine:
         places = self._places = find_places(stepper, hf, next(self._numbers))
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
         self.capabilities = Capabilities(
-            schedules=tuple(_schedules(learned.row_order, stepper)),
+            schedules=tuple(_schedules(learned.row_order, stepper, has_mtp=graph.has_mtp)),
             keeps_states=hasattr(stepper, "states"),
             numerics=self._numerics,
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
@@ -122,7 +132,7 @@ class StepEngine:
         if not cache.is_shown:
             return set()
         with torch.no_grad():
-            stepper.step([(number, list(range(_NUM_KEPT)), 0)])
+            stepper.step(with_following(stepper, [(number, list(range(_NUM_KEPT)), 0)]))
         return set(cache.read(number, _NUM_KEPT))
 
     def resolved_settings(self) -> ModelSettings:
@@ -216,7 +226,8 @@ class _Run:
             self._num_computed[self._number(each[0][0])] += length
         given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
         spans = [range(start, start + len(tokens)) for _, tokens, start in given]
-        shown, logits, num_computed = self._watched(given, sampled if verifies else None, spans)
+        following = [each[-1][0].token_ids[each[-1][1].stop :] for each in work]
+        shown, logits, num_computed = self._watched(given, sampled if verifies else None, spans, following)
         num_sampled = num_computed, len(logits)  # the logits themselves are fewer where the engine returned more
         for tap, value in self._map.read(shown, spans=spans, num_sampled=num_sampled).items():
             own = value.reshape(-1, *self._graph[tap].shape)
@@ -246,7 +257,7 @@ class _Run:
                 free(number)
 
     def _watched(
-        self, work: Work, rows: list[int] | None, spans: Sequence[range]
+        self, work: Work, rows: list[int] | None, spans: Sequence[range], following: Sequence[Sequence[int]]
     ) -> tuple[dict[Site, torch.Tensor], torch.Tensor, int]:
         shown = dict[Site, torch.Tensor]()
 
@@ -254,7 +265,7 @@ class _Run:
             self._fill_padding(site, tensor, spans)
             shown[site] = tensor.clone()
 
-        return shown, *watched_run(self._stepper, work, see, only=self._sites, rows=rows)
+        return shown, *watched_run(self._stepper, work, see, only=self._sites, rows=rows, following=following)
 
     def _fill_padding(self, site: Site, tensor: torch.Tensor, spans: Sequence[range]) -> None:
         """Fill rows of padding where they come from: what is behind the tokens' own embeddings."""
@@ -274,12 +285,13 @@ class _Run:
         return self._own[request_id]
 
 
-def _schedules(order: RowOrder | None, stepper: Stepper) -> Iterator[str]:
+def _schedules(order: RowOrder | None, stepper: Stepper, *, has_mtp: bool = False) -> Iterator[str]:
     """Yield the schedules of an engine: in a padded batch there are no chunks beside decode.
 
     Args:
         order: of the rows of several requests.
         stepper: the engine.
+        has_mtp: whether layers are judged that are told the next token: a draft in its place is another one.
     """
     is_again = recomputes(stepper)  # each step computes all earlier tokens of its request
     if order is RowOrder.PACKED:
@@ -290,7 +302,7 @@ def _schedules(order: RowOrder | None, stepper: Stepper) -> Iterator[str]:
             yield "chunked"
             if order is not None:
                 yield "batched"
-    if rewinds(stepper):
+    if rewinds(stepper) and not has_mtp:
         yield from _WITH_DRAFTS
     if hasattr(stepper, "begin"):
         yield _WITH_PREFIXES

@@ -24,6 +24,7 @@ class Stepper(Protocol):
     # One that forgets what it holds from a request's first position on, where that is not the next one, has an
     # attribute `rewinds`, which is true. If it returns the logits of all tokens besides, it can verify drafts.
     # One that has a cache of prefixes has a method `begin(request, token_ids)`: see `StepEngine`.
+    # One that runs layers that predict further tokens has an attribute `tokens_ahead`, the number of these layers.
 
     def step(self, work: Work) -> torch.Tensor:
         """Compute the tokens, and return the logits of each request's last one, [requests, vocabulary].
@@ -67,14 +68,28 @@ def watching(stepper: Stepper, see: See, *, only: Collection[Site] | None = None
     return SiteWatcher(module_paths(stepper), see, only=only) if own is None else own(see, only)
 
 
-def watched_step(stepper: Stepper, work: Work) -> dict[Site, torch.Tensor]:
+def with_following(stepper: Stepper, work: Work, following: Sequence[Sequence[int]] = ()) -> Any:
+    """Return work as an engine takes it: one with layers that predict further tokens is told the tokens that follow."""
+    ahead = tokens_ahead(stepper)
+    if not ahead:
+        return work
+    known = [list(tokens[:ahead]) for tokens in following] or [[] for _ in work]
+    return [(*each, tokens) for each, tokens in zip(work, known, strict=True)]
+
+
+def tokens_ahead(stepper: Stepper) -> int:
+    """Return how many tokens an engine predicts beside the next one."""
+    return int(getattr(stepper, "tokens_ahead", 0))
+
+
+def watched_step(stepper: Stepper, work: Work, following: Sequence[Sequence[int]] = ()) -> dict[Site, torch.Tensor]:
     """Run a step and return copies of all tensors that it computes, in the order of the run."""
     seen: dict[Site, torch.Tensor] = {}
 
     def see(site: Site, tensor: torch.Tensor) -> None:
         seen[site] = tensor.to("cpu", copy=True)
 
-    watched_run(stepper, work, see)
+    watched_run(stepper, work, see, following=following)
     return seen
 
 
@@ -85,6 +100,7 @@ def watched_run(
     *,
     only: Collection[Site] | None = None,
     rows: Sequence[int] | None = None,
+    following: Sequence[Sequence[int]] = (),
 ) -> tuple[torch.Tensor, int]:
     """Run a step while its tensors are shown; return its logits, [requests, vocabulary], and the rows that it made.
 
@@ -94,6 +110,7 @@ def watched_run(
         see: shown the tensors.
         only: the sites to show; None for all.
         rows: tokens of the step whose logits are returned, [rows, vocabulary]; None: the last one of each request.
+        following: of each request the tokens that come next.
 
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE: it returned no logits, or not one row for each request; or not one for each
@@ -101,7 +118,7 @@ def watched_run(
     """
     ends = [*accumulate(len(tokens) for _, tokens, _ in work)]
     with torch.no_grad(), watching(stepper, see, only=only) as watch:
-        logits = stepper.step(work)
+        logits = stepper.step(with_following(stepper, work, following))
         is_tensor = isinstance(logits, torch.Tensor) and logits.is_floating_point() and logits.dim() > 0
         num_rows = logits.numel() // max(1, logits.shape[-1]) if is_tensor else 0
         if not is_tensor or num_rows not in ((ends[-1],) if rows is not None else (len(work), ends[-1])):
@@ -131,13 +148,15 @@ def recomputes(stepper: Stepper) -> bool:
     return bool(getattr(stepper, "recomputes", False))
 
 
-def one_token_steps(stepper: Stepper, ids: Sequence[int], numbers: Iterator[int]) -> dict[Site, torch.Tensor]:
+def one_token_steps(
+    stepper: Stepper, ids: Sequence[int], numbers: Iterator[int], following: Sequence[Sequence[int]] = ()
+) -> dict[Site, torch.Tensor]:
     """Return the tensors of many requests of one token: of one step, or side by side of a step for each."""
     works: list[tuple[int, list[int], int]] = [(next(numbers), [token], 0) for token in ids]
     try:
-        return watched_step(stepper, works)
+        return watched_step(stepper, works, following)
     except ValueError:  # an engine of one request a step
-        single = [watched_step(stepper, [work]) for work in works]
+        single = [watched_step(stepper, [work], following[at : at + 1]) for at, work in enumerate(works)]
     common = [site for site in single[0] if all(site in step for step in single)]
     same = [site for site in common if len({step[site].shape for step in single}) == 1]
     return {site: torch.stack([step[site] for step in single]) for site in same}
