@@ -27,13 +27,27 @@ class TokenNames:
         return self._checkpoint.has_tokenizer
 
     @cached_property
+    def _texts(self) -> list[tuple[str, str]]:
+        """Text of each token alone, and within a text: SentencePiece leaves out the space that a text begins with."""
+        tokenizer = self._checkpoint.tokenizer.hf
+        alone = tokenizer.batch_decode([[each] for each in range(len(tokenizer))])
+        before = next((at for at, text in enumerate(alone) if text.isascii() and text.isalpha()), None)
+        if before is None:
+            return [(text, text) for text in alone]
+        pairs = tokenizer.batch_decode([[before, each] for each in range(len(tokenizer))])
+        start = alone[before]
+        return [
+            (text, pair.removeprefix(start) if pair.startswith(start) else text)
+            for text, pair in zip(alone, pairs, strict=True)
+        ]
+
+    @cached_property
     def _by_text(self) -> dict[str, int | None]:
         """Ids by text; None if several tokens have it."""
-        tokenizer = self._checkpoint.tokenizer.hf
-        ids = range(len(tokenizer))
         found: dict[str, int | None] = {}
-        for token_id, text in zip(ids, tokenizer.batch_decode([[each] for each in ids]), strict=True):
-            found[text] = None if text in found else token_id
+        for token_id, texts in enumerate(self._texts):
+            for text in set(texts):
+                found[text] = None if text in found else token_id
         return found
 
     @cached_property
@@ -54,7 +68,9 @@ class TokenNames:
 
     @cached_property
     def _told(self) -> frozenset[int]:
-        return frozenset(token_id for token_id in self._by_text.values() if token_id is not None)
+        """Tokens that are told by their text, as a server writes it alone or within a text."""
+        told = (at for at, texts in enumerate(self._texts) if all(self._by_text[text] == at for text in texts))
+        return frozenset(told)
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text that becomes exactly these tokens; None if no text does."""
