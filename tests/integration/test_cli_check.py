@@ -351,6 +351,7 @@ def test_a_truth_in_float32_is_another_golden(harness, llama, workload):
     assert folders["float64"] == folders["auto"] != folders["float32"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("scaling", "limit"),
     [

@@ -307,7 +307,7 @@ def write_ranks(folder, model, *, scale=1.0):
         model(input_ids=torch.tensor([IDS]), use_cache=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [1.0, 0.75])
 def test_what_ranks_hold_is_put_together(check, folder, checkpoints, dtype, scale):

@@ -74,6 +74,7 @@ STEP = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "content",
     [

@@ -122,7 +122,7 @@ BY_SIGNAL = [(command, signal.SIGTERM) for command in LONG] + [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("command", "number"), BY_SIGNAL)
 def test_a_signal_ends_a_command_with_its_own_status(commands, tmp_path, llama, command, number):
     (tmp_path / "case.toml").write_text(CASE.format(model=llama))

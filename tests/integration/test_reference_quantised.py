@@ -75,6 +75,7 @@ def of_the_next_layer(self, layer, part, stored):
     return (stored.view(self._stored_dtype).float() * scale).to(self._dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "mistake", "said"),
     [
@@ -112,6 +113,7 @@ def of_experts(harness, folder, dtype):
     return ran.json
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_experts_with_quantised_inputs_pass(harness, experts, dtype):
     result = of_experts(harness, experts, dtype)
@@ -145,6 +147,7 @@ def of_the_next_output_in_down(self, x, weight, bias):
 OWN = Int8Product.__call__
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "mistake", "said"),
     [

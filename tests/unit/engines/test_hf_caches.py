@@ -29,7 +29,7 @@ def computed(folder):
         ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_is_judged_and_passes(tiny_folder, family):
     report = check(tiny_folder(family))

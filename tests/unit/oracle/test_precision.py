@@ -422,7 +422,7 @@ def test_the_truth_is_finer_than_the_engine_unless_one_asks_for_less(choice, eng
     assert truth_dtype(choice, engine) == expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "asked",
     [

@@ -88,7 +88,7 @@ def check(plan, url, **options):
     return check_endpoint(plan, Address(url=url, **options), num_again=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_answer_is_named_and_the_others_are_judged(plan, server, name):
     app, url = server

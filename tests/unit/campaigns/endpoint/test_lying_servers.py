@@ -228,7 +228,7 @@ class Liar:
         await app(scope, receive, spoilt)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", list(LIES))
 def test_a_lie_is_a_finding_that_says_what_was_seen(plan, server, name):
     app, url = server

@@ -255,6 +255,7 @@ def test_a_remedy_of_a_part_leaves_its_rounding(compare, rows, columns):
     assert result.gap.mean_abs - result.remedied == pytest.approx(term.explains)
 
 
+@pytest.mark.slow
 def test_two_sides_that_are_alike_and_run_another_model_are_said(compare, rows):
     other = [[-0.5 - at % 7 for at, _ in enumerate(row["response_ids"])] for row in rows]
     result = compare(with_engine(rows, other), other)

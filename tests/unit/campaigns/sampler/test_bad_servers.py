@@ -125,6 +125,7 @@ def test_a_step_that_the_order_lacks_is_not_judged(spoilt):
     }
 
 
+@pytest.mark.slow
 def test_defaults_of_the_server_are_a_note_and_no_finding(address, monkeypatch):
     params(repetition_penalty=3.0)(monkeypatch)
     result = check_sampler(plan_of(), address, num_draws=200, only=["defaults"])
@@ -133,6 +134,7 @@ def test_defaults_of_the_server_are_a_note_and_no_finding(address, monkeypatch):
     assert result.notes
 
 
+@pytest.mark.slow
 def test_a_server_of_text_alone_whose_tokenizer_begins_each_text():
     """Its prompts must begin with the same token, or no text becomes them."""
     with (

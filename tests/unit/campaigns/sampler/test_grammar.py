@@ -129,6 +129,7 @@ def judged(plan, address):
     return result, setting
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spacing", ["any whitespace", "no whitespace"])
 def test_a_sound_mask_passes(plan, monkeypatch, spacing):
     with masking(plan, monkeypatch, masked_first, spacing) as address:
@@ -138,6 +139,7 @@ def test_a_sound_mask_passes(plan, monkeypatch, spacing):
     assert "grammar ignored" in result.would_find
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("plant", "says"),
     [(unmasked, "grammar ignored"), (masked_last, "top_k before grammar"), (uniform_inside, "no known chain")],

@@ -52,6 +52,7 @@ def judged(evidence):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_sound_draws_alarm_nobody(noise):
     for seed in range(3):

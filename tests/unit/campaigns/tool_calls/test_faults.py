@@ -11,7 +11,7 @@ from .faults import FAULTS
 from .parsers import PARSERS, streamed
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.family}: {fault.name}")
 def test_a_parser_with_a_fault(families, fault):
     result = harness.tool_calls(fault.parse, model=families[fault.family], stream=fault.stream, num_answers=60)

@@ -371,6 +371,7 @@ def test_a_hit_on_another_block_is_found(fused_engine, fused, checkpoints):
     assert run.first_divergence.request >= len(PROMPTS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("answer", [-1, 9, None])
 def test_a_hit_leaves_the_last_token_to_compute(fused_engine, fused, checkpoints, answer):
     engine = fused_engine()
@@ -398,6 +399,7 @@ class Nameless:
         return self.held[0].step(work)
 
 
+@pytest.mark.slow
 def test_rows_of_earlier_tokens_are_not_taken_for_those_of_the_step(checkpoints):
     """DeepSeek-V3 in transformers makes keys and values of all latents of its cache in each step."""
     folder = checkpoints / "deepseek-v3-tiny"

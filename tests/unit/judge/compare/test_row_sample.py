@@ -116,6 +116,7 @@ def test_what_is_not_finite_stands_out_most():
     assert rows_standing_out(Propagation()) is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("length", "num_rows"), [(12, 3), (12, 4), (20, 4), (18, 9)])
 def test_so_many_wrong_rows_are_found_wherever_they_are(length, num_rows):
     """By all ways to place them, of stretches of one length."""

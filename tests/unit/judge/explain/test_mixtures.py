@@ -260,7 +260,7 @@ def _of_cache(name: str) -> Callable[..., None]:
     return break_it
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize(
     ("family", "state", "plan"),

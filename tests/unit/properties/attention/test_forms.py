@@ -24,7 +24,7 @@ def adapter(form: str, broken: str = "") -> NamedAdapter:
     return NamedAdapter.at(f"{forms.__name__}:{name}", getattr(forms, name))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("form", "keyword"), list(product(forms.FORMS, forms.KEYWORDS)))
 def test_a_bug_behind_a_keyword_is_found(form: str, keyword: str) -> None:
     with pytest.raises(PropertyError) as caught:

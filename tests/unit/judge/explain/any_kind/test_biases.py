@@ -37,6 +37,7 @@ def scaled(mask):
     return torch.where(mask > -1e4, 3 * mask, mask)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "path", "name", "change", "cause"),
     [

@@ -48,7 +48,7 @@ CAUSES = {
 """By the name of a fault: what is said of it."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_state_with_other_rows_in_it_is_named_where_it_was_read_first(subjects, name):
     (fault,) = (each for each in FAULTS if each.name == name)

@@ -38,6 +38,7 @@ def test_quotients_are_cut_off_and_rounded_as_torch_does(
         assert not cache.float().flatten(0, 1)[:3].any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kept", FLOAT8, ids=str)
 def test_attention_reads_numbers_times_their_scale(device: torch.device, dtype: torch.dtype, kept: torch.dtype) -> None:
