@@ -175,6 +175,7 @@ def test_a_tokenizer_that_disagrees_is_told_by_the_number_of_tokens(plan, server
     assert "give --model the checkpoint that is served" in str(caught.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["[DONE] is missing", "the connection is lost", "an error"])
 def test_a_stream_that_hangs_up(plan, server, end):
     app, url = server

@@ -299,7 +299,7 @@ def asked_otherwise(change):
     return spoil
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", list(IGNORED))
 def test_a_parameter_that_is_ignored_is_listed_as_ignored(plan, server, name):
     app, url = server

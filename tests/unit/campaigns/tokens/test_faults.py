@@ -36,7 +36,7 @@ def hf(chat_folder):
     return HF(chat_folder)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_function_with_a_fault(chat_folder, hf, fault):
     result = compare_renderings(lambda messages, tools: fault.render(hf, messages, tools), chat_folder)

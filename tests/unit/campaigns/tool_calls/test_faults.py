@@ -20,6 +20,7 @@ def test_a_parser_with_a_fault(families, fault):
     assert len(result.differences) <= 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", PARSERS)
 def test_a_sound_parser(families, family):
     parse = PARSERS[family]

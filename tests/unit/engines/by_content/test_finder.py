@@ -143,7 +143,7 @@ def test_a_bug_does_not_hide_what_follows(checkpoints, model, named, fault):
     assert by_evidence(finder, Evidence.NAME) == set()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_rows_of_nan_hide_only_themselves(checkpoints, named):
     """A NaN among the values of attention makes all rows NaN: these have nothing but their names."""

@@ -37,6 +37,7 @@ def check(engine, checkpoints, **options):
     return harness.check(engine, model=checkpoints / "qwen2-tiny", prompts=PROMPTS, max_new_tokens=4, **options)
 
 
+@pytest.mark.slow
 def test_a_sound_cache_passes_in_every_schedule(engine, checkpoints):
     for run in check(engine, checkpoints, schedules=["plain", "chunked:3", "batched", "mixed:4"]).runs:
         assert run.findings == ()

@@ -98,6 +98,7 @@ class HeldElsewhere(Held):
         return {0: [2 * shown[0]["recurrent_state"], shown[0]["conv_state"]], 1: []}
 
 
+@pytest.mark.slow
 def test_states_that_are_not_found_are_said_to_be_lacking(tiny_folder):
     folder = tiny_folder("falcon_h1")
     engine = StepEngine(lambda: HeldElsewhere(folder), name="held", folder=folder, dtype="float32")

@@ -359,6 +359,7 @@ def test_an_engine_begins_where_its_cache_ends(fused_engine, fused, checkpoints,
     assert run.coverage.missing == 0
 
 
+@pytest.mark.slow
 def test_a_hit_on_another_block_is_found(fused_engine, fused, checkpoints):
     """The last block of what is cached is the first one."""
 

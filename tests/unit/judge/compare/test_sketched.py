@@ -20,6 +20,7 @@ ESTIMATED = {"propagated_relative_l2_max", "propagated_ratio_median", "propagate
 BY_ELEMENT = {"max_abs", "max_ulp"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_faulty", [False, True])
 def test_verdicts_are_the_same(tmp_path, monkeypatch, is_faulty):
     """With the model and without it, where nothing but the distance to the golden judges."""

@@ -27,7 +27,7 @@ def through(run):
     return {tap.name: len(tap.through) for tap in run.taps}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("patterns", [LAYERS, MODULES])

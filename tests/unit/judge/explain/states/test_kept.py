@@ -102,7 +102,7 @@ SOUND = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize("family", ["falcon_h1", "lfm2"])
 def test_sound_states_pass(subjects, family, name):
