@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,50 @@ def write_mamba(model: MambaForCausalLM, file: Path, change: Change = lambda _na
         if name != "lm_head.weight":  # tied
             tensor = -value.exp() if name.endswith("A_log") else value.squeeze()
             writer.add_tensor(names.get_name(name, (".weight", ".bias")), change(name, tensor).numpy())
+    _close(writer)
+
+
+def write_glm4_moe(folder: Path, file: Path, change: Change = lambda _name, tensor: tensor) -> None:
+    """Write what the converter makes of a GLM-4-MoE checkpoint with a layer that predicts a further token."""
+    import gguf
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    num_layers, num_experts = config.num_hidden_layers + config.num_mtp_layers, config.n_routed_experts
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(file, "glm4moe")
+    writer.add_tokenizer_model("none")
+    for add, value in (
+        (writer.add_context_length, config.max_position_embeddings), (writer.add_vocab_size, config.vocab_size),
+        (writer.add_embedding_length, config.hidden_size), (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads), (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_block_count, num_layers), (writer.add_nextn_predict_layers, config.num_mtp_layers),
+        (writer.add_rope_freq_base, config.rope_parameters["rope_theta"]),
+        (writer.add_rope_dimension_count, int(head_dim * config.rope_parameters["partial_rotary_factor"])),
+        (writer.add_layer_norm_rms_eps, config.rms_norm_eps), (writer.add_expert_count, num_experts),
+        (writer.add_expert_used_count, config.num_experts_per_tok), (writer.add_expert_group_count, config.n_group),
+        (writer.add_expert_group_used_count, config.topk_group),
+        (writer.add_expert_gating_func, gguf.ExpertGatingFuncType.SIGMOID),
+        (writer.add_expert_feed_forward_length, config.moe_intermediate_size),
+        (writer.add_expert_shared_count, config.n_shared_experts), (writer.add_expert_weights_norm, True),
+        (writer.add_leading_dense_block_count, config.first_k_dense_replace),
+        (writer.add_expert_weights_scale, config.routed_scaling_factor),
+    ):  # fmt: skip
+        add(value)
+    tensors = {name: change(name, tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name in [name for name in tensors if ".experts.0." in name]:
+        prefix, _, rest = name.partition(".experts.0.")
+        parts = [tensors.pop(f"{prefix}.experts.{at}.{rest}") for at in range(num_experts)]
+        tensors[f"{prefix}.experts.{rest}"] = torch.stack(parts)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, num_layers)
+    for name, tensor in tensors.items():
+        own = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        writer.add_tensor(names.get_name(own, (".weight", ".bias")), tensor.float().numpy())
+    _close(writer)
+
+
+def _close(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

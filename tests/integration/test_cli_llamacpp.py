@@ -23,7 +23,7 @@ from harness.profiling.passes.counters import count
 from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
-from ..llamacpp_files import write_mamba
+from ..llamacpp_files import write_glm4_moe, write_mamba
 from ..unit.lora_adapter import write_adapter
 
 needs_llamacpp = pytest.mark.skipif(
@@ -230,6 +230,60 @@ def test_a_fault_of_a_recurrent_model_is_found_at_its_operation(check, mamba, na
     assert ran.status == 1, ran.out
     first = ran.json["runs"][0]["first_divergence"]
     assert first["tap"] == f"backbone.layers.{name.split('.')[1]}.{site}"
+
+
+@pytest.fixture
+def glm(tmp_path, monkeypatch):
+    """Write a tiny GLM-4-MoE with an MTP layer, and its file; HF looks for that layer behind 46 layers alone."""
+    from transformers import Glm4MoeForCausalLM
+
+    from .. import mtp
+
+    def glm(change=lambda _name, tensor: tensor):
+        monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+        mtp.save("glm4_moe", tmp_path / "glm", num_layers=2)
+        write_glm4_moe(tmp_path / "glm", tmp_path / "glm.gguf", change)
+        return tmp_path / "glm", f"gguf={tmp_path / 'glm.gguf'}"
+
+    return glm
+
+
+OF_MTP = ["--mtp", "--engine-option", "mtp=true", "--format", "json", "--schedule"]
+LAST = "model.layers.2."
+
+
+@needs_llamacpp
+def test_layers_that_predict_further_tokens_pass(check, glm):
+    folder, file = glm()
+    ran = check(folder, "--engine-option", file, *OF_MTP, "plain,chunked:3,batched,mixed:4")
+    assert ran.status == 0, ran.out
+    for run in ran.json["runs"]:
+        judged = {tap["name"]: tap for tap in run["taps"]}
+        assert judged[f"{LAST}post_norm"]["num_rows"] == judged[f"{LAST}eh_proj"]["num_rows"] > 20
+
+
+@needs_llamacpp
+@pytest.mark.parametrize(
+    ("name", "change", "site"),
+    [
+        ("eh_proj.weight", lambda w: w.roll(64, dims=1), "eh_proj"),
+        ("hnorm.weight", lambda w: w + 0.5, "hnorm"),
+        ("mlp.shared_experts.down_proj.weight", lambda w: w * 1.1, "mtp_block.mlp.shared_experts.down_proj"),
+    ],
+)
+def test_a_fault_of_such_a_layer_is_found_at_its_operation(check, glm, name, change, site):
+    folder, file = glm(lambda own, value: change(value) if own == LAST + name else value)
+    ran = check(folder, "--engine-option", file, *OF_MTP, "plain")
+    assert ran.status == 1, ran.out
+    assert ran.json["runs"][0]["first_divergence"]["tap"] == LAST + site
+
+
+@needs_llamacpp
+def test_a_file_without_such_layers_is_refused(check, mamba):
+    folder, file = mamba()
+    ran = check(folder, "--engine-option", file, "--engine-option", "mtp=true", "--schedule", "plain")
+    assert ran.status == 2
+    assert "the file has no layers that predict further tokens" in ran.err
 
 
 @needs_llamacpp

@@ -12,10 +12,11 @@ import torch
 from harness.base.numerics import Numerics
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.sites import RETURNED, See, Site
-from harness.engines.by_content.steps import Work
+from harness.engines.by_content.steps import Work, with_following
 from harness.engines.llamacpp.cache import SavedRows
 from harness.engines.llamacpp.capture import GraphWatcher
 from harness.engines.llamacpp.context import Context, Model
+from harness.engines.llamacpp.mtp import MtpContext
 from harness.engines.llamacpp.options import LlamaCppOptions
 from harness.engines.llamacpp.tensor import Tensor
 from harness.errors import Code, HarnessError
@@ -114,15 +115,23 @@ class LlamaCppStepper:
             kv_heads: as the file says it; a list for layers of two kinds: those without any have a state.
         """
         self._nodes = NumberedNodes()
-        self._model = Model(path, repack=options.repack)
+        self._model = Model(path, repack=options.repack, mtp=options.mtp)
         sizes = {"batch_size": _MOST_ROWS, "ubatch_size": _MOST_ROWS}
         self._context = Context(
             self._model, options.model_copy(update=sizes), self._nodes, num_seqs=_NUM_SEQUENCES, num_cells=_NUM_CELLS
         )
+        self._mtp: MtpContext | None = None
+        self.tokens_ahead = int(options.mtp)
+        """Layers that predict further tokens; the first of them is run."""
+        if options.mtp:
+            own = options.model_copy(update=sizes)
+            self._mtp = MtpContext(
+                self._model, self._context, own, self._nodes, num_seqs=_NUM_SEQUENCES, num_cells=_NUM_CELLS
+            )
         self.watching = self._nodes.watching
         self._sequences: dict[int, int] = {}
         self._num_computed: dict[int, int] = {}
-        self.step([(0, [0], 0)])
+        self.step(with_following(self, [(0, [0], 0)]))
         saved, layers = self._saved(0), range(self._model.num_layers)
         kinds = kv_heads if isinstance(kv_heads, list) and len(kv_heads) == len(layers) else None
         of_cache = [at for at in layers if kinds is None or kinds[at]]
@@ -139,13 +148,15 @@ class LlamaCppStepper:
         Raises:
             HarnessError: ENGINE_CANNOT_SERVE: there are too many rows, or the memory does not go back; ENGINE_FAILED.
         """
-        rows, verifies = [], len(work) == 1 and work[0][2] > 0
-        for request, tokens, first in work:
+        rows, ahead, verifies = [], list[tuple[int, int, int]](), len(work) == 1 and work[0][2] > 0
+        for request, tokens, first, *following in work:
             sequence, last = self._sequence(request), len(tokens) - 1
             if first < self._num_computed.get(request, 0):
                 self._context.cut_off(sequence, first)
             self._num_computed[request] = first + len(tokens)
             rows += [(token, first + at, sequence, verifies or at == last) for at, token in enumerate(tokens)]
+            after = [*tokens[1:], *(following[0][:1] if following and following[0] else [0])]
+            ahead += [(token, first + at + 1, sequence) for at, token in enumerate(after)]
         if len(rows) > _MOST_ROWS:
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
@@ -156,7 +167,10 @@ class LlamaCppStepper:
                 hint="--schedule chunked:1024",
             )
         self._context.decode(rows)
-        return torch.stack([torch.tensor(self._context.logits(at)) for at, row in enumerate(rows) if row[3]])
+        logits = torch.stack([torch.tensor(self._context.logits(at)) for at, row in enumerate(rows) if row[3]])
+        if self._mtp is not None:
+            self._mtp.decode(ahead)
+        return logits
 
     def _sequence(self, request: int) -> int:
         """Return the number of a request's sequence: a free one where it is new."""
@@ -173,7 +187,10 @@ class LlamaCppStepper:
 
     def finish(self, request: int) -> None:
         """Free a request's cells."""
-        self._context.forget(self._sequences.pop(request))
+        sequence = self._sequences.pop(request)
+        self._context.forget(sequence)
+        if self._mtp is not None:
+            self._mtp.forget(sequence)
         self._num_computed.pop(request, None)
 
     def _saved(self, request: int) -> SavedRows:

@@ -21,13 +21,15 @@ _PADDING = 256
 class Model:
     """A loaded model; freed with the object."""
 
-    def __init__(self, path: Path, *, repack: bool = True) -> None:
+    def __init__(self, path: Path, *, repack: bool = True, mtp: bool = False) -> None:
         self._llama = llama()
         self.adapters: list[Any] = []
         """LoRA adapters that contexts apply, at their own scale."""
         params = self._llama.llama_model_default_params()
         params.n_gpu_layers = 0
         params.use_extra_bufts = repack
+        if mtp:
+            params.load_mtp = True
         self.pointer = self._llama.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
             raise HarnessError(
@@ -68,7 +70,14 @@ class Context:
     """A cache for some sequences, freed at the end of the block."""
 
     def __init__(
-        self, model: Model, options: LlamaCppOptions, watcher: GraphWatcher | None, *, num_seqs: int, num_cells: int
+        self,
+        model: Model,
+        options: LlamaCppOptions,
+        watcher: GraphWatcher | None,
+        *,
+        num_seqs: int,
+        num_cells: int,
+        kind: int = 0,
     ):
         """Make a context.
 
@@ -78,6 +87,7 @@ class Context:
             watcher: what sees its graph; None for nothing.
             num_seqs: sequences that are in the cache at once.
             num_cells: tokens of all of them.
+            kind: llama.cpp's type of a context: 0 for that of the decoder.
         """
         self._llama, self._model = llama(), model
         params = self._llama.llama_context_default_params()
@@ -88,6 +98,8 @@ class Context:
         params.n_threads = params.n_threads_batch = options.threads
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
         params.type_k, params.type_v = options.cache_types
+        if kind:  # older versions have no types
+            params.ctx_type = kind
         params.rope_freq_base = options.rope_freq_base
         params.kv_unified = True  # batches keep the order of their rows
         params.no_perf = False

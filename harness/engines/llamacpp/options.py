@@ -40,6 +40,8 @@ class LlamaCppOptions(BaseModel):
     """Folder of an adapter in PEFT's format."""
     lora_gguf: FilePath | None = None
     """File of an adapter that the engine loads in the place of the one that is made of the folder."""
+    mtp: bool = False
+    """Whether to run the layers that predict further tokens, too: in architectures that are found by content."""
     type: Annotated[Literal["F32", "F16", "BF16", "Q8_0", "Q4_0"], _Upper] = "F32"
     """Type of the GGUF file that is made of a checkpoint that is none."""
 
