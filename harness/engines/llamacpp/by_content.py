@@ -116,18 +116,12 @@ class LlamaCppStepper:
         """
         self._nodes = NumberedNodes()
         self._model = Model(path, repack=options.repack, mtp=options.mtp)
-        sizes = {"batch_size": _MOST_ROWS, "ubatch_size": _MOST_ROWS}
-        self._context = Context(
-            self._model, options.model_copy(update=sizes), self._nodes, num_seqs=_NUM_SEQUENCES, num_cells=_NUM_CELLS
-        )
-        self._mtp: MtpContext | None = None
+        sizes = {"num_seqs": _NUM_SEQUENCES, "num_cells": _NUM_CELLS}
+        options = options.model_copy(update={"batch_size": _MOST_ROWS, "ubatch_size": _MOST_ROWS})
+        self._context = Context(self._model, options, self._nodes, **sizes)
         self.tokens_ahead = int(options.mtp)
         """Layers that predict further tokens; the first of them is run."""
-        if options.mtp:
-            own = options.model_copy(update=sizes)
-            self._mtp = MtpContext(
-                self._model, self._context, own, self._nodes, num_seqs=_NUM_SEQUENCES, num_cells=_NUM_CELLS
-            )
+        self._mtp = MtpContext(self._model, self._context, options, self._nodes, **sizes) if options.mtp else None
         self.watching = self._nodes.watching
         self._sequences: dict[int, int] = {}
         self._num_computed: dict[int, int] = {}
@@ -149,13 +143,17 @@ class LlamaCppStepper:
             HarnessError: ENGINE_CANNOT_SERVE: there are too many rows, or the memory does not go back; ENGINE_FAILED.
         """
         rows, ahead, verifies = [], list[tuple[int, int, int]](), len(work) == 1 and work[0][2] > 0
-        for request, tokens, first, *following in work:
+        for entry in work:
+            request, tokens, first = entry[:3]
             sequence, last = self._sequence(request), len(tokens) - 1
             if first < self._num_computed.get(request, 0):
                 self._context.cut_off(sequence, first)
+                if self._mtp is not None:
+                    self._mtp.cut_off(sequence, first)
             self._num_computed[request] = first + len(tokens)
             rows += [(token, first + at, sequence, verifies or at == last) for at, token in enumerate(tokens)]
-            after = [*tokens[1:], *(following[0][:1] if following and following[0] else [0])]
+            following = list[int](*entry[3:])  # of the layers that predict further tokens
+            after = [*tokens[1:], *(following[:1] or [0])]
             ahead += [(token, first + at + 1, sequence) for at, token in enumerate(after)]
         if len(rows) > _MOST_ROWS:
             raise HarnessError(

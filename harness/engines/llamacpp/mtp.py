@@ -90,6 +90,14 @@ class MtpContext:
             what = "llama_process fails for the layers that predict further tokens"
             raise HarnessError(Code.ENGINE_FAILED, what, where="llamacpp", actual=f"status {status}")
 
+    def cut_off(self, sequence: int, num_positions: int) -> None:
+        """Forget the rows of a sequence from a position of the main context on, which stand one further here."""
+        self._context.cut_off(sequence, num_positions + 1)
+
     def forget(self, sequence: int) -> None:
         """Free the cells of a sequence."""
         self._context.forget(sequence)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_batch"):
+            self._llama.llama_batch_ext_free(self._batch)
