@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import MambaForCausalLM
+from transformers import MambaForCausalLM, PreTrainedModel
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 _CONVERT = """
@@ -99,6 +99,36 @@ def write_glm4_moe(folder: Path, file: Path, change: Change = lambda _name, tens
     for name, tensor in tensors.items():
         own = name.replace("e_score_correction_bias", "e_score_correction.bias")
         writer.add_tensor(names.get_name(own, (".weight", ".bias")), tensor.float().numpy())
+    _close(writer)
+
+
+def write_gemma3(model: PreTrainedModel, file: Path, kind: str, change: Change = lambda _name, tensor: tensor) -> None:
+    """Write what the converter makes of a Gemma 3 of text alone, its matrices quantised to a type."""
+    import gguf
+
+    config, quantised = model.config, gguf.GGMLQuantizationType[kind]
+    rope = config.rope_parameters
+    writer = gguf.GGUFWriter(file, "gemma3")
+    writer.add_tokenizer_model("none")
+    for add, value in (
+        (writer.add_context_length, config.max_position_embeddings), (writer.add_vocab_size, config.vocab_size),
+        (writer.add_embedding_length, config.hidden_size), (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads), (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_block_count, config.num_hidden_layers), (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
+        (writer.add_key_length, config.head_dim), (writer.add_value_length, config.head_dim),
+        (writer.add_rope_freq_base, rope["full_attention"]["rope_theta"]),
+        (writer.add_sliding_window, config.sliding_window),
+    ):  # fmt: skip
+        add(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    for name, value in model.state_dict().items():
+        if name != "lm_head.weight":  # tied
+            tensor = change(name, value).float().numpy()
+            own = names.get_name(name, (".weight", ".bias"))
+            if name.endswith("norm.weight"):
+                writer.add_tensor(own, tensor + 1)
+            else:
+                writer.add_tensor(own, gguf.quants.quantize(tensor, quantised), raw_dtype=quantised)
     _close(writer)
 
 

@@ -171,8 +171,8 @@ def _save(model: "PreTrainedModel", folder: Path) -> None:
     """Save a model's weights and config, and the tokenizer that it came with, if there is one."""
     from transformers import AutoTokenizer
 
+    from harness.base.quiet import quiet_transformers
     from harness.engines.module import check_has_values
-    from harness.oracle.quiet import quiet_transformers
 
     check_has_values(model)
     config = dict(vars(model.config))

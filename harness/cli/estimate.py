@@ -43,7 +43,7 @@ def estimate(
     format: Annotated[str, forms.ESTIMATE.option()] = "human",
 ) -> int:
     """Estimate memory, arithmetic and the best possible speed of a model on GPUs, by their data sheets."""
-    from harness.oracle.quiet import quiet_transformers
+    from harness.base.quiet import quiet_transformers
     from harness.profiling.sizing.estimate import estimate as estimated
 
     with quiet_transformers():

@@ -78,7 +78,7 @@ class HFEngine:
 
         That of an old golden does not say where HF shows its taps: then the engine traces its own.
         """
-        if graph.has_mtp:
+        if graph.has_mtp and self._hf.mtp is None:
             add_mtp_layers(self._hf)
             self.capabilities = replace(self.capabilities, schedules=_WITH_MTP)
         if graph.by_source:

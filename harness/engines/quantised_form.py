@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from harness.base.quiet import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.checkpoint.quantised import served_folder
 from harness.oracle.model import HFModel
-from harness.oracle.quiet import quiet_transformers
 
 
 def load_quantised(folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

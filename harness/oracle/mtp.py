@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.base.quiet import quiet_transformers
 from harness.errors import Code, HarnessError
-from harness.oracle.quiet import quiet_transformers
 from harness.oracle.untraced import UntracedModel
 
 

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from harness.base.quiet import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.safetensors_header import TensorEntry
-from harness.oracle.quiet import quiet_transformers
 
 Key = str
 """Name of a tensor in the checkpoint."""

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import Gemma3ForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from harness.campaigns.quant.padding import pad_checkpoint
 from harness.engines import open_engine
@@ -23,7 +23,7 @@ from harness.profiling.passes.counters import count
 from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 from ..faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
-from ..llamacpp_files import write_glm4_moe, write_mamba
+from ..llamacpp_files import write_gemma3, write_glm4_moe, write_mamba
 from ..unit.lora_adapter import write_adapter
 
 needs_llamacpp = pytest.mark.skipif(
@@ -230,6 +230,68 @@ def test_a_fault_of_a_recurrent_model_is_found_at_its_operation(check, mamba, na
     assert ran.status == 1, ran.out
     first = ran.json["runs"][0]["first_divergence"]
     assert first["tap"] == f"backbone.layers.{name.split('.')[1]}.{site}"
+
+
+@pytest.fixture
+def gemma(tmp_path, checkpoints):
+    """Write a quantised file of Gemma 3, whose graph has no table; return options that name it and its origin."""
+
+    def gemma(kind="Q8_0", change=lambda _name, tensor: tensor, name="gemma"):
+        file, origin = tmp_path / f"{name}-{kind}.gguf", checkpoints / "gemma3-tiny"
+        write_gemma3(Gemma3ForCausalLM.from_pretrained(origin), file, kind, change)
+        return file
+
+    return gemma
+
+
+@needs_llamacpp
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0"])
+def test_a_quantised_file_of_an_architecture_without_a_table_passes(check, gemma, checkpoints, kind):
+    """transformers dequantises it; the tensors are told by a copy in float32."""
+    schedules = "plain,chunked:3,batched,mixed:4,rewound,speculative"
+    ran = check(gemma(kind), "--hf", checkpoints / "gemma3-tiny", "--schedule", schedules, "--format", "json")
+    assert ran.status == 0, ran.out
+    for run in ran.json["runs"]:
+        assert run["coverage"]["missing"] == 0
+        assert set(run["coverage"]["not_offered"]) == {"k_cache", "v_cache"}
+        judged = {tap["site"]: tap["convention"] for tap in run["taps"]}
+        assert judged["mlp.down_proj"] == "inputs quantised to Q8_0"
+
+
+@needs_llamacpp
+def test_a_fault_of_a_quantised_file_is_found_at_its_operation(check, gemma, checkpoints):
+    def change(name, tensor):
+        return tensor.roll(1, dims=0) if name == "model.layers.3.mlp.down_proj.weight" else tensor
+
+    wrong = gemma(change=change, name="wrong")
+    ran = check(
+        gemma(), "--hf", checkpoints / "gemma3-tiny", "--engine-option", f"gguf={wrong}", "--schedule", "plain",
+        "--format", "json",
+    )  # fmt: skip
+    assert ran.status == 1
+    assert ran.json["runs"][0]["first_divergence"]["tap"] == "model.layers.3.mlp.down_proj"
+
+
+@needs_llamacpp
+def test_a_file_that_is_another_model_is_refused(check, gemma, checkpoints):
+    other = gemma(change=lambda name, tensor: tensor.flip(0) if "layers.2.mlp.up_proj" in name else tensor)
+    ran = check(other, "--hf", checkpoints / "gemma3-tiny", "--schedule", "plain")
+    assert ran.status == 1
+    assert "model.layers.2.mlp.up_proj.weight is not the checkpoint's" in ran.err
+
+
+@needs_llamacpp
+def test_types_whose_products_are_not_replayed_are_refused(check, gemma, checkpoints):
+    ran = check(gemma("Q5_1"), "--hf", checkpoints / "gemma3-tiny", "--schedule", "plain")
+    assert ran.status == 2
+    assert "products with weights of this type are not replayed" in ran.err
+
+
+@needs_llamacpp
+def test_a_file_of_another_architecture_needs_its_origin(check, gemma):
+    ran = check(gemma(), "--schedule", "plain")
+    assert ran.status == 2
+    assert "--hf CHECKPOINT" in ran.err
 
 
 @pytest.fixture

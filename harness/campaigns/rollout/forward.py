@@ -7,13 +7,13 @@ from enum import StrEnum
 
 import torch
 
+from harness.base.quiet import quiet_transformers
 from harness.campaigns.rollout.alter import Altered, router_choices
 from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes
 from harness.campaigns.rollout.setting import Meaning, Setting, Weights, token_logprobs
 from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts, preserve_precision, truth_dtype, upcast, without_tf32
-from harness.oracle.quiet import quiet_transformers
 from harness.oracle.watch import watching
 
 _BLOCK_VALUES = 1 << 22

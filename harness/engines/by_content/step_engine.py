@@ -69,6 +69,7 @@ class StepEngine:
         folder: Path,
         dtype: str,
         numerics: Numerics | None = None,
+        open_first: Callable[[], Stepper] | None = None,
     ) -> None:
         """Take what opens the engine.
 
@@ -78,7 +79,10 @@ class StepEngine:
             folder: checkpoint of the model that it runs.
             dtype: of the engine.
             numerics: what is not in its dtype.
+            open_first: opens the engine whose tensors are told, in the place of the one that is checked: the same one
+                with weights that HF multiplies as they are.
         """
+        self._open_first = open_first or open_stepper
         self._numerics = numerics
         self.name, self._open, self._folder = name, open_stepper, folder
         self._dtype = getattr(torch, dtype)
@@ -91,7 +95,7 @@ class StepEngine:
     @cached_property
     def _first(self) -> Stepper:
         """The engine before its first run: its settings and its map are of one."""
-        return self._open()
+        return self._open_first()
 
     def match_taps(self, graph: Graph) -> None:
         """Learn the map; see `TapMatcher.match_taps`.

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from harness.base.numerics import Numerics
+from harness.base.scratch import scratch_folder
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.sites import RETURNED, See, Site
 from harness.engines.by_content.steps import Work, with_following
@@ -18,10 +19,12 @@ from harness.engines.llamacpp.capture import GraphWatcher
 from harness.engines.llamacpp.context import Context, Model
 from harness.engines.llamacpp.mtp import MtpContext
 from harness.engines.llamacpp.options import LlamaCppOptions
+from harness.engines.llamacpp.plain_file import write_plain_file
 from harness.engines.llamacpp.tensor import Tensor
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf.model import GGUFModel
-from harness.formats.checkpoint.gguf.types import PLAIN
+from harness.formats.checkpoint.gguf.types import INPUT_TYPES, PLAIN
+from harness.formats.taps import Graph, Kind
 
 _NO_VALUES = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS", "CPY")
 """Operators that make no values, or that write into the memory of sequences."""
@@ -36,12 +39,26 @@ _SOFTPLUS = (
 )
 
 
-def open_by_content(file: GGUFModel, folder: Path, options: LlamaCppOptions) -> StepEngine:
-    """Open a GGUF file of any architecture; the truth is HF's checkpoint in `folder`.
+def open_by_content(
+    file: GGUFModel, folder: Path, options: LlamaCppOptions, *, source: GGUFModel | None = None
+) -> StepEngine:
+    """Open a GGUF file of any architecture; the truth is HF's checkpoint in `folder`, which was made of `source`.
 
     Raises:
-        HarnessError: ENGINE_CANNOT_SERVE: llama.cpp does not load it, or its cache is to be quantised.
+        HarnessError: ENGINE_CANNOT_SERVE: llama.cpp does not load it, its cache is to be quantised, or what it does to
+            the inputs of products is not replayed for a type of its tensors.
     """
+    known = {name for weights in INPUT_TYPES.values() for name in weights}
+    unknown = set(file.formats) - PLAIN.keys() - known
+    if unknown:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            "products with weights of this type are not replayed",
+            where=file.path,
+            expected=", ".join(sorted(known)),
+            actual=", ".join(sorted(unknown)),
+            hint="quantise the model to another type",
+        )
     if not set(options.cache_names) <= PLAIN.keys():
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
@@ -50,9 +67,56 @@ def open_by_content(file: GGUFModel, folder: Path, options: LlamaCppOptions) -> 
             expected=", ".join(PLAIN),
             actual=", ".join(options.cache_names),
         )
-    stepper = LlamaCppStepper(file.path, options, file.metadata.get("attention.head_count_kv"))
+    kv_heads = file.metadata.get("attention.head_count_kv")
+    stepper = LlamaCppStepper(file.path, options, kv_heads)
     numerics = Numerics(gelu="float16", softplus_by_log=True, weights=file.formats, **options.declared_cache)
-    return StepEngine(lambda: stepper, name="llamacpp", folder=folder, dtype="float32", numerics=numerics)
+
+    def in_float32() -> LlamaCppStepper:
+        with scratch_folder("harness-") as made:
+            return LlamaCppStepper(write_plain_file(source or file, made / "model.gguf"), options, kv_heads)
+
+    return _ByContent(
+        lambda: stepper,
+        name="llamacpp",
+        folder=folder,
+        dtype="float32",
+        numerics=numerics,
+        open_first=in_float32 if file.formats or source is not None else None,
+    )
+
+
+class _ByContent(StepEngine):
+    """llama.cpp, where attention is what HF's interface shows: a cache in 16 bits is not replayed elsewhere."""
+
+    def match_taps(self, graph: Graph) -> None:
+        """See `StepEngine.match_taps`.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: HF computes attention within its modules; or a product was not found,
+                whose quantised inputs are not replayed for what is computed from it.
+        """
+        super().match_taps(graph)
+        numerics, found = self._numerics or Numerics(), {} if self.map is None else self.map.taps
+        lost = next((op.tap for op in graph if op.kind is Kind.LINEAR and op.tap not in found), None)
+        if set(numerics.weights) - PLAIN.keys() and lost is not None:
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                f"no tensor is {lost}, whose inputs are quantised: what follows from it is not known",
+                where="llamacpp",
+                actual=", ".join(numerics.weights),
+                hint="llama.cpp computes something else there, or in one product with others; a file in float32 tells",
+            )
+        is_rounded = numerics.cache is not None or numerics.attention_inputs is not None
+        is_seen = any(op.kind is Kind.ATTENTION for op in graph)
+        if is_rounded and not is_seen and hasattr(self._open(), "cached"):
+            raise HarnessError(
+                Code.ENGINE_CANNOT_SERVE,
+                "HF computes attention within its modules, where a cache in 16 bits is not replayed",
+                where="--engine-option cache_type",
+                expected="cache_type=F32 and flash_attention=off",
+                actual=numerics.cache or f"attention in {numerics.attention_inputs}",
+                hint="--engine-option cache_type=F32 --engine-option flash_attention=off",
+            )
 
 
 class NumberedNodes(GraphWatcher):

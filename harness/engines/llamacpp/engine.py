@@ -54,8 +54,9 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
     source = read_source(folder)
     if parsed.gguf is not None or source is not None:
         file = open_gguf(parsed.gguf or source.path)  # type: ignore[union-attr]
-        has_table = source is not None or _has_table(file.metadata)
-        return LlamaCppEngine(file, parsed) if has_table else open_by_content(file, folder, parsed)
+        if _has_table(file.metadata):
+            return LlamaCppEngine(file, parsed)
+        return open_by_content(file, folder, parsed, source=None if source is None else open_gguf(source.path))
     with scratch_folder("harness-") as made:
         return LlamaCppEngine(open_gguf(write_gguf(folder, made / "model.gguf", parsed.type)), parsed)
 

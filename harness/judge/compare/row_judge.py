@@ -113,10 +113,15 @@ class RowJudge:
             control=control,
             is_bounded_by_control=by_control,
         )
-        if rows.unrecorded or not bool(errors.bad.any()):
+        if self._is_through_values(rows) or not bool(errors.bad.any()):
             return errors
         best = self.under_best_convention(rows, errors)
         return errors if best is None or best.num_bad >= errors.num_bad else best
+
+    def _is_through_values(self, rows: TapRows) -> bool:
+        """Whether HF computed inputs that are not recorded; its own choice stands for one that is not."""
+        operations = self._hf.graph.by_tap
+        return any(tap not in operations or operations[tap].kind is not Kind.CHOICE for tap in rows.unrecorded)
 
     def _bound(
         self, rows: TapRows, roundings: torch.Tensor, control: torch.Tensor | None, dtype: torch.dtype

@@ -85,8 +85,7 @@ class Metadata:
                 where=f"{self.where}: general.architecture",
                 expected=", ".join(FAMILIES),
                 actual=self.architecture,
-                hint="check it against the checkpoint that it was made from: --model CHECKPOINT --engine llamacpp "
-                "--engine-option gguf=FILE",
+                hint="check it against the checkpoint that it was made from: --hf CHECKPOINT",
             )
         return FAMILIES[self.architecture]
 

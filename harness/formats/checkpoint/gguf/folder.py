@@ -18,6 +18,7 @@ from harness.formats.checkpoint.checkpoint import Checkpoint
 from harness.formats.checkpoint.dequantised import made_once, write_shards
 from harness.formats.checkpoint.gguf.against import check_against, read_original
 from harness.formats.checkpoint.gguf.architecture import FAMILIES, hf_config
+from harness.formats.checkpoint.gguf.by_transformers import write_by_transformers
 from harness.formats.checkpoint.gguf.model import GGUFModel, open_gguf
 from harness.formats.checkpoint.gguf.names import ROPE_FACTORS, hf_name, is_query_or_key
 from harness.formats.checkpoint.gguf.tokenizer import write_tokenizer
@@ -56,7 +57,8 @@ def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None)
     """Return the folder of a GGUF model's checkpoint, made first where the cache does not have it.
 
     The path is the file's, or of one of its shards; `cache` keeps such folders. Of the HF checkpoint `hf` that the file
-    was made from, configuration and tokenizer are taken, and each of its tensors is held against the file's.
+    was made from, configuration and tokenizer are taken, and each of its tensors is held against the file's. An
+    architecture that is not read here is read by transformers, and needs `hf`.
 
     Raises:
         HarnessError: DAMAGED_GGUF, UNSUPPORTED_GGUF, UNSUPPORTED_ARCHITECTURE, MISSING_SHARD, PACKAGE_MISSING,
@@ -64,6 +66,8 @@ def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None)
     """
     model = open_gguf(path)
     folder = cache / _identity(model, hf)
+    if hf is not None and model.metadata.architecture not in FAMILIES:
+        return made_once(folder, INFO_NAME, lambda made: _write_other(model, made, hf))
     if not (folder / INFO_NAME).is_file():
         _ = model.metadata.family
     return made_once(folder, INFO_NAME, lambda made: _write(model, made, hf))
@@ -92,6 +96,15 @@ def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     write_shards(folder, tensors(model, own))
     types = {hf_name(name): tensor.type.name for name, (tensor, _) in model.tensors.items() if hf_name(name)}
+    _write_info(model, folder, types)
+
+
+def _write_other(model: GGUFModel, folder: Path, hf: Checkpoint) -> None:
+    write_by_transformers(model, folder, hf)
+    _write_info(model, folder, {})
+
+
+def _write_info(model: GGUFModel, folder: Path, types: Mapping[str | None, str]) -> None:
     info = {"schema_version": 1, "source": str(model.path.resolve()), "types": types}
     (folder / INFO_NAME).write_text(json.dumps(info, indent=2), encoding="utf-8")
 

@@ -62,3 +62,12 @@ BY_NAME = {each.name: (number, each) for number, each in TYPES.items()}
 
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that hold each element by itself, with torch's names of them."""
+
+INPUT_TYPES = {
+    "Q8_0": frozenset({"Q8_0", "Q4_0", "Q5_0", "IQ4_NL"}),
+    "Q8_K": frozenset({
+        "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS",
+    }),
+}  # fmt: skip
+"""What ggml quantises the inputs of a product to on a CPU, with the types of weights for which it does so; of others it
+is not known here. Source: `type_traits_cpu` in ggml-cpu.c."""

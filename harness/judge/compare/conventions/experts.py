@@ -21,11 +21,14 @@ from harness.formats.taps import ErrorModel, Kind, Operation
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.compare.conventions.checkpoint import DECLARED_INPUTS
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
+from harness.judge.compare.conventions.quantised import FORMATS, QUANTISED_INPUTS, Blocks
 from harness.oracle.experts import num_experts, reads_slots, run_experts
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts, preserve_precision
-from harness.oracle.quantised_inputs import InputRounding, by_rows, ways_to_round
+from harness.oracle.quantised_inputs import by_rows, ways_to_round
 
+Steps = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes inputs of products; returns them in units of their steps, and the steps."""
 _MODEL = ErrorModel(roundings=1, accumulation=10)
 _TIE = 2e-4
 """Distance of a scaled value from the middle of two codes within which float32 may round it either way."""
@@ -37,16 +40,36 @@ _TIE_FACTOR = 1.5
 
 def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
     scheme = input_scheme(subject.hf, subject.operation) if len(subject.inputs) == 3 else None
-    if scheme is None:
+    if scheme is not None:
+        for way in ways_to_round(by_rows(scheme), None, subject.dtype):
+            yield from _with(subject, way.steps, way.scheme.group or 1, DECLARED_INPUTS.format(way.scheme))
+
+
+def _as_ggml(subject: SuspectRows) -> Iterator[Rounding]:
+    is_served = len(subject.inputs) == 3 and subject.dtype == torch.float32 and bool(subject.operation.module)
+    module = subject.hf.module(subject.operation.module) if is_served else None
+    if module is None or num_experts(module) is None or reads_slots(module):
         return
-    for way in ways_to_round(by_rows(scheme), None, subject.dtype):
-        exact, noisy, tied = (_run(subject, way, *how) for how in ((None, False), (subject.dtype, False), (None, True)))
-        if exact is None or noisy is None or tied is None:
-            return
-        name, unit = DECLARED_INPUTS.format(way.scheme), rounding_unit(subject.dtype)
-        noise, ties = (row_errors(each, exact).nan_to_num(nan=0.0) / unit for each in (noisy, tied))
-        allowance = CONTROL_FACTOR * noise.clamp(min=float(noise.median())) + _TIE_FACTOR * ties
-        yield Rounding(name=name, model=_MODEL, expected=partial(torch.clone, exact), allowance=allowance)
+    for name, weights, size, blocks in FORMATS:
+        if weights.intersection(subject.declared.weights):
+            yield from _with(subject, partial(_steps_of_blocks, blocks, size), size, QUANTISED_INPUTS.format(name))
+
+
+def _steps_of_blocks(blocks: Blocks, size: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scaled, step = blocks(x.to(torch.float32).unflatten(1, (-1, size)))
+    return scaled.flatten(1), step.expand_as(scaled).flatten(1)
+
+
+def _with(subject: SuspectRows, steps: Steps, size: int, name: str) -> Iterator[Rounding]:
+    """Yield the experts with quantised inputs, and what the engine's dtype does to the codes."""
+    hows = (None, False), (subject.dtype, False), (None, True)
+    exact, noisy, tied = (_run(subject, steps, size, *how) for how in hows)
+    if exact is None or noisy is None or tied is None:
+        return
+    unit = rounding_unit(subject.dtype)
+    noise, ties = (row_errors(each, exact).nan_to_num(nan=0.0) / unit for each in (noisy, tied))
+    allowance = CONTROL_FACTOR * noise.clamp(min=float(noise.median())) + _TIE_FACTOR * ties
+    yield Rounding(name=name, model=_MODEL, expected=partial(torch.clone, exact), allowance=allowance)
 
 
 def input_scheme(hf: HFModel, operation: Operation) -> InputScheme | None:
@@ -63,12 +86,15 @@ def input_scheme(hf: HFModel, operation: Operation) -> InputScheme | None:
     return None if scheme is None or scheme.is_static else scheme
 
 
-def _run(subject: SuspectRows, way: InputRounding, dtype: torch.dtype | None, is_tied: bool) -> torch.Tensor | None:
+def _run(
+    subject: SuspectRows, steps: Steps, size: int, dtype: torch.dtype | None, is_tied: bool
+) -> torch.Tensor | None:
     """Return HF's experts with quantised inputs, [R, W] float64; None if their products are not seen.
 
     Args:
         subject: the rows.
-        way: how the inputs are quantised.
+        steps: how the inputs are quantised.
+        size: inputs that share a step.
         dtype: that each product, and what it reads, is rounded to; None: it is not.
         is_tied: whether all values that are next to the middle of two codes are rounded the other way.
     """
@@ -80,7 +106,9 @@ def _run(subject: SuspectRows, way: InputRounding, dtype: torch.dtype | None, is
     chosen = inputs.pop(is_choice.index(True)).to(torch.int64)
     x, weights = sorted(inputs, key=lambda each: -each.shape[1])
     own = next(module.parameters()).dtype
-    products = QuantisedInputs(way, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None)
+    products = QuantisedInputs(
+        steps, size, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None
+    )
 
     def run() -> torch.Tensor:
         with torch.no_grad(), eager_experts(*subject.hf.configs), preserve_precision(own), products:
@@ -95,10 +123,10 @@ def _run(subject: SuspectRows, way: InputRounding, dtype: torch.dtype | None, is
 class QuantisedInputs(TorchFunctionMode):
     """Quantises what products read, in the modules that run within it."""
 
-    def __init__(self, way: InputRounding, dtype: torch.dtype | None = None, tie: float | None = None) -> None:
+    def __init__(self, steps: Steps, size: int, dtype: torch.dtype | None = None, tie: float | None = None) -> None:
         """Take how the inputs are quantised, what all is rounded to, and how near to a tie is rounded the other way."""
         super().__init__()
-        self._way, self._dtype, self._tie = way, dtype, tie
+        self._steps, self._size, self._dtype, self._tie = steps, size, dtype, tie
         self.num_seen = 0
 
     def __torch_function__(
@@ -107,8 +135,7 @@ class QuantisedInputs(TorchFunctionMode):
         if func is not nn.functional.linear:
             return func(*args, **(kwargs or {}))
         x, *others = args
-        size = self._way.scheme.group or 1
-        if x.shape[-1] % size or not x.numel():
+        if x.shape[-1] % self._size or not x.numel():
             return func(*args, **(kwargs or {}))
         self.num_seen += 1
         with torch._C.DisableTorchFunction():  # the modes around this one keep values from being rounded
@@ -116,7 +143,7 @@ class QuantisedInputs(TorchFunctionMode):
             return self._rounded(func(seen, *others, **(kwargs or {})))
 
     def _seen(self, x: torch.Tensor) -> torch.Tensor:
-        scaled, step = self._way.steps(self._rounded(x))
+        scaled, step = self._steps(self._rounded(x))
         codes = scaled.round()
         if self._tie is not None:
             is_tie = (scaled - codes).abs() > 0.5 - _TIE - self._tie * scaled.abs()
@@ -132,5 +159,10 @@ CONVENTIONS = (
         name="inputs of experts quantised as a quantised checkpoint declares",
         kinds=(Kind.OTHER,),
         roundings=_as_declared,
+    ),
+    Convention(
+        name="inputs of experts quantised to 8 bits in blocks, as ggml does",
+        kinds=(Kind.OTHER,),
+        roundings=_as_ggml,
     ),
 )

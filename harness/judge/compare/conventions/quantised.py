@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
+from harness.formats.checkpoint.gguf.types import INPUT_TYPES
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.judge.compare.conventions.linear import MODEL, adapter_update, product, rounded_products, weight_and_bias
 
 QUANTISED_INPUTS = "inputs quantised to {}"
-_Q8_0_WEIGHTS = {"Q8_0", "Q4_0", "Q5_0", "IQ4_NL"}
-_Q8_K_WEIGHTS = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"}
 _TIE = 2e-4
 """Distance of a scaled value from the middle of two integers within which float32 may round it either way."""
 _MAX_TIES = 1 << 14
@@ -39,10 +38,11 @@ def _q8_k(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.to(torch.float64) * inverse.to(torch.float64), scale.to(torch.float64)
 
 
-_FORMATS: tuple[tuple[str, set[str], int, Blocks], ...] = (
-    ("Q8_0", _Q8_0_WEIGHTS, 32, _q8_0),
-    ("Q8_K", _Q8_K_WEIGHTS, 256, _q8_k),
+FORMATS: tuple[tuple[str, frozenset[str], int, Blocks], ...] = (
+    ("Q8_0", INPUT_TYPES["Q8_0"], 32, _q8_0),
+    ("Q8_K", INPUT_TYPES["Q8_K"], 256, _q8_k),
 )
+"""What inputs are quantised to, with which weights, in blocks of how many, and how."""
 
 
 def _quantised_inputs(subject: SuspectRows) -> Iterator[Rounding]:
@@ -50,7 +50,7 @@ def _quantised_inputs(subject: SuspectRows) -> Iterator[Rounding]:
     if subject.dtype != torch.float32 or len(subject.inputs) != 1:
         return
     x = subject.inputs[0].flatten(1)
-    for name, weights, size, blocks in _FORMATS:
+    for name, weights, size, blocks in FORMATS:
         if weights.intersection(subject.declared.weights) and x.shape[1] % size == 0:
             expected = partial(_expected, subject, size, blocks)
             yield Rounding(name=QUANTISED_INPUTS.format(name), model=MODEL, expected=expected)
@@ -116,7 +116,7 @@ def _ties_resolved(
 
 def quantised_inputs(x: torch.Tensor, formats: Collection[str]) -> Iterator[torch.Tensor]:
     """Yield [R, I] float64 inputs as products with weights of the declared formats see them."""
-    for _, weights, size, blocks in _FORMATS:
+    for _, weights, size, blocks in FORMATS:
         if weights.intersection(formats) and x.shape[1] % size == 0:
             scaled, scale = blocks(x.to(torch.float32).unflatten(1, (-1, size)))
             yield (scaled.round() * scale).flatten(1)

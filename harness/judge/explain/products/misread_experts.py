@@ -92,7 +92,7 @@ def _outputs(mixture: Mixture, weights: Mapping[str, Weights], scheme: InputSche
     way = None if scheme is None else next(ways_to_round(by_rows(scheme), None, mixture.failure.dtype))
     with exactly(mixture.failure), changed(mixture.module, change):
         for inputs in (None, way)[: 1 if way is None else 2]:
-            with nullcontext() if inputs is None else QuantisedInputs(inputs):
+            with nullcontext() if inputs is None else QuantisedInputs(inputs.steps, inputs.scheme.group or 1):
                 yield mixture.run()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.base.numerics import Numerics
-from harness.formats.taps import KINDS, ErrorModel, Kind, Operation
+from harness.formats.taps import KINDS, ErrorModel, Graph, Kind, Operation
 from harness.judge.compare import row_judge
 from harness.judge.compare.batch import RecordedRows
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
@@ -31,7 +31,7 @@ def operation(kind=Kind.ADD, inputs=()):
 
 
 def judge_of(dtype=BF16, *, hf=None, usable=(), **declared):
-    return RowJudge(hf, dtype, set(usable), Numerics(**declared))
+    return RowJudge(hf or SimpleNamespace(graph=Graph(())), dtype, set(usable), Numerics(**declared))
 
 
 def off(expected, roundings, dtype=BF16, seed=9):
@@ -207,7 +207,8 @@ def test_a_control_says_nothing_of_another_dtype_than_its_own():
 
 def linear(weight, inputs, expected, actual):
     hf = SimpleNamespace(
-        module=lambda _path: weight if isinstance(weight, nn.Module) else SimpleNamespace(weight=weight)
+        module=lambda _path: weight if isinstance(weight, nn.Module) else SimpleNamespace(weight=weight),
+        graph=Graph(()),
     )
     judge = judge_of(F32, hf=hf)
     rows = tap_rows(operation(Kind.LINEAR, ("x",)), actual, expected, inputs={"x": inputs})

@@ -1,9 +1,12 @@
 """Experts with quantised inputs: against a loop over rows that casts with torch, and where no scheme is known."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
+from harness.base.numerics import Numerics
 from harness.formats.checkpoint import resolve
 from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.experts import CONVENTIONS
@@ -61,8 +64,9 @@ def float8_of_groups(x, size):
 
 
 def errors(subject):
-    (convention,) = CONVENTIONS
+    convention, of_ggml = CONVENTIONS
     found = []
+    assert list(of_ggml.roundings(subject)) == [], "no format of ggml's was declared"
     for rounding in convention.roundings(subject):
         error = (subject.actual - rounding.expected()).norm(dim=1) / subject.actual.norm(dim=1)
         found.append((float(error.median()), rounding))
@@ -94,3 +98,23 @@ def test_what_the_dtype_does_to_a_code_is_allowed(of_scheme):
 @pytest.mark.parametrize("kind", ["w4a16", "fp8-static"])
 def test_inputs_without_a_scheme_of_their_own_are_left_alone(of_scheme, kind):
     assert errors(of_scheme(kind, lambda x: x)) == []
+
+
+def int8_of_blocks(x):
+    """ggml's Q8_0: a scale in float16 for 32 values."""
+    parts = []
+    for block in x.split(32):
+        scale = block.abs().max().float() / 127
+        parts.append((block / scale).round() * scale.half())
+    return torch.cat(parts)
+
+
+def test_inputs_in_blocks_are_those_of_ggml(of_scheme):
+    """Of an engine that declares weights in such a format, whatever the checkpoint says."""
+    subject = replace(of_scheme("w4a16", int8_of_blocks), declared=Numerics(weights=("F16", "Q4_0")))
+    _, of_ggml = CONVENTIONS
+    (rounding,) = of_ggml.roundings(subject)
+    assert rounding.name == "inputs quantised to Q8_0"
+    error = (subject.actual - rounding.expected()).norm(dim=1) / subject.actual.norm(dim=1)
+    assert float(error.median()) < 1e-6
+    assert list(of_ggml.roundings(replace(subject, declared=Numerics(weights=("F16",))))) == []

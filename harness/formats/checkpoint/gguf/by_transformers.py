@@ -1,0 +1,69 @@
+"""GGUF files of architectures that are not read here: transformers dequantises them, for its own configuration.
+
+The checkpoint that a file was made from gives configuration and tokenizer. Each tensor that transformers reads is held
+against the checkpoint's, so that one which is read in another order, or left out, is no truth.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.base.quiet import quiet_transformers
+from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.formats.checkpoint.gguf.model import GGUFModel
+from harness.formats.checkpoint.gguf.weights import gguf_package
+
+if TYPE_CHECKING:
+    import torch
+
+_FARTHEST = 0.5
+"""Relative distance of a tensor from the checkpoint's, beyond which it is another one: types of two bits reach 0.4."""
+
+
+def write_by_transformers(model: GGUFModel, folder: Path, hf: Checkpoint) -> None:
+    """Write the weights of a GGUF file as a checkpoint of the model in `hf`, in float32.
+
+    Raises:
+        HarnessError: UNSUPPORTED_GGUF: transformers does not read it; GGUF_DIFFERS: a tensor is not the checkpoint's;
+            PACKAGE_MISSING.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    gguf_package()
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+    original = AutoModelForCausalLM.from_pretrained(hf.folder, **options)
+    options["config"] = AutoConfig.from_pretrained(hf.folder, local_files_only=True)
+    try:
+        with quiet_transformers():
+            read = AutoModelForCausalLM.from_pretrained(model.path.parent, gguf_file=model.path.name, **options)
+    except Exception as error:  # transformers raises ValueError, NotImplementedError, KeyError, RuntimeError, ...
+        raise HarnessError(
+            Code.UNSUPPORTED_GGUF,
+            f"transformers does not read the file: {str(error).strip().splitlines()[0] or type(error).__name__}",
+            where=model.path,
+            actual=model.metadata.architecture,
+            hint="a file in float32 needs no reader: --model CHECKPOINT --engine-option gguf=FILE",
+        ) from error
+    _check_near(model, original.state_dict(), read.state_dict())
+    original.load_state_dict(read.state_dict())
+    original.save_pretrained(folder)
+    for file in hf.folder.iterdir():
+        if file.suffix == ".json" and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder / file.name)
+
+
+def _check_near(model: GGUFModel, original: "Mapping[str, torch.Tensor]", read: "Mapping[str, torch.Tensor]") -> None:
+    for name, expected in original.items():
+        difference = float((read[name] - expected).norm()) / max(float(expected.norm()), 1e-30)
+        if not difference <= _FARTHEST:
+            raise HarnessError(
+                Code.GGUF_DIFFERS,
+                f"{name} is not the checkpoint's, as transformers reads the file",
+                where=model.path,
+                expected=f"a relative distance of at most {_FARTHEST}",
+                actual=f"{difference:.3g}",
+                hint="is it made from this checkpoint? transformers may read this architecture otherwise",
+            )
