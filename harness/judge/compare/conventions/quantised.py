@@ -1,6 +1,7 @@
 """Products whose inputs are quantised first, because the weight is: what ggml does on a CPU.
 
-`R` rows, `I` inputs, `O` outputs, `S` inputs of a block. Formulas: ggml's `quantize_row_q8_0` and `quantize_row_q8_K`.
+`R` rows, `I` inputs, `O` outputs, `B` blocks, `S` inputs of a block. Formulas: ggml's `quantize_row_q8_0` and
+`quantize_row_q8_K`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -15,6 +16,10 @@ from harness.judge.compare.conventions.entry import Convention, Rounding, Suspec
 from harness.judge.compare.conventions.linear import MODEL, adapter_update, product, rounded_products, weight_and_bias
 
 QUANTISED_INPUTS = "inputs quantised to {}"
+_WITH_MINIMA = frozenset({"Q2_K", "Q4_K", "Q5_K"})
+"""Types whose weights are a scale times an integer less a minimum, of which each block has its own."""
+_BLOCK_OF_MINIMA = 32
+"""Of Q4_K and Q5_K. Of Q2_K it is 16, for which twice as many say a little more."""
 _TIE = 2e-4
 """Distance of a scaled value from the middle of two integers within which float32 may round it either way."""
 _MAX_TIES = 1 << 14
@@ -53,7 +58,22 @@ def _quantised_inputs(subject: SuspectRows) -> Iterator[Rounding]:
     for name, weights, size, blocks in FORMATS:
         if weights.intersection(subject.declared.weights) and x.shape[1] % size == 0:
             expected = partial(_expected, subject, size, blocks)
-            yield Rounding(name=QUANTISED_INPUTS.format(name), model=MODEL, expected=expected)
+            has_minima = bool(_WITH_MINIMA.intersection(weights, subject.declared.weights))
+            allowance = _of_minima(subject, x) if has_minima else None
+            yield Rounding(name=QUANTISED_INPUTS.format(name), model=MODEL, expected=expected, allowance=allowance)
+
+
+def _of_minima(subject: SuspectRows, x: torch.Tensor) -> torch.Tensor:
+    """[R] roundings that a row loses because ggml adds up integers and minima by themselves, and subtracts them.
+
+    Where inputs have one sign, as after an activation, both sums are many times as large as what is left.
+    """
+    weight, _ = weight_and_bias(subject)
+    minima_OB = (-weight.unflatten(1, (-1, _BLOCK_OF_MINIMA)).amin(dim=-1)).clamp(min=0)
+    sums_RB = x.to(weight).unflatten(1, (-1, _BLOCK_OF_MINIMA)).sum(dim=-1)
+    terms = (sums_RB @ minima_OB.T).norm(dim=1) * 2**0.5  # of both sums
+    size = subject.expected.to(weight).norm(dim=1)
+    return torch.where(size > 0, terms / size, 0.0)
 
 
 def _expected(subject: SuspectRows, size: int, blocks: Blocks) -> torch.Tensor:

@@ -197,3 +197,37 @@ def test_where_an_adapter_is_looked_for():
     assert list(ADAPTED(subject_of(plain(weight), x, actual, weights=("Q8_0",)))) == []
     assert list(ADAPTED(subject_of(module, x, actual, weights=("Q8_0",), dtype=torch.float16))) == []
     assert len(list(ADAPTED(subject_of(module, x, actual, weights=("Q8_0",))))) == 1
+
+
+def with_minima(x, num_out=48):
+    """Weights of steps less minima, and what float32 makes of both sums by themselves: errors in roundings, by row."""
+    generator = torch.Generator().manual_seed(0)
+    steps, least = (torch.rand(num_out, x.shape[1] // 32, 1, generator=generator) + 0.5 for _ in range(2))
+    integers = torch.randint(0, 16, (num_out, x.shape[1] // 32, 32), generator=generator).float()
+    weight = (steps * integers / 7.5 - least).flatten(1).double()
+    blocks = x.float().unflatten(1, (-1, 32))
+    sums = torch.einsum("rbs,obs->rob", blocks, integers) * (steps[..., 0] / 7.5)
+    left = sums.sum(dim=-1) - blocks.sum(dim=-1) @ least[..., 0].T
+    expected = x.double() @ weight.T
+    return weight, expected, (left.double() - expected).norm(dim=1) / expected.norm(dim=1) * 2**24
+
+
+@pytest.mark.parametrize("declared", ["Q4_K", "Q5_K", "Q2_K"])
+def test_two_sums_that_cancel_lose_digits_where_inputs_have_one_sign(declared):
+    x = draw(6, 512, seed=3).float()
+    for given, is_large in ((x, False), (x.abs(), True)):
+        weight, expected, errors = with_minima(given)
+        (rounding,) = QUANTISED(
+            subject_of(SimpleNamespace(weight=weight, bias=None), given, expected, weights=(declared,))
+        )
+        assert bool((rounding.allowance > 10).all()) == is_large
+        assert bool((errors < 2 * rounding.allowance + 10).all())
+
+
+def test_types_without_a_minimum_lose_none():
+    x = draw(6, 512, seed=3).float().abs()
+    weight, expected, _ = with_minima(x)
+    module = SimpleNamespace(weight=weight, bias=None)
+    for declared in ("Q6_K", "Q3_K", "Q8_0"):
+        (rounding,) = QUANTISED(subject_of(module, x, expected, weights=(declared,)))
+        assert rounding.allowance is None
