@@ -1,7 +1,7 @@
 """llama.cpp without a table of its graph: which node is which tap is found by what it holds, in any architecture."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +22,7 @@ from harness.engines.llamacpp.options import LlamaCppOptions
 from harness.engines.llamacpp.plain_file import write_plain_file
 from harness.engines.llamacpp.tensor import Tensor
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint import Checkpoint
 from harness.formats.checkpoint.gguf.model import GGUFModel
 from harness.formats.checkpoint.gguf.types import INPUT_TYPES, PLAIN
 from harness.formats.taps import Graph, Kind
@@ -98,6 +99,7 @@ class _ByContent(StepEngine):
         super().match_taps(graph)
         numerics, found = self._numerics or Numerics(), {} if self.map is None else self.map.taps
         lost = next((op.tap for op in graph if op.kind is Kind.LINEAR and op.tap not in found), None)
+        lost = lost or next(_products_within(graph, Checkpoint(self._folder)), None)
         if set(numerics.weights) - PLAIN.keys() and lost is not None:
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
@@ -117,6 +119,16 @@ class _ByContent(StepEngine):
                 actual=numerics.cache or f"attention in {numerics.attention_inputs}",
                 hint="--engine-option cache_type=F32 --engine-option flash_attention=off",
             )
+
+
+def _products_within(graph: Graph, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield matrices that HF multiplies by within an operation of another kind, experts apart: Mamba's `dt_proj`."""
+    shown = {op.module for op in graph if op.kind is Kind.LINEAR or not op.inputs}  # without inputs: of tokens
+    experts = tuple(f"{op.module}." for op in graph if op.module.endswith("experts"))
+    for name, (entry, _) in checkpoint.tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and len(entry.shape) == 2 and module not in shown and not module.startswith(experts):
+            yield module
 
 
 class NumberedNodes(GraphWatcher):
