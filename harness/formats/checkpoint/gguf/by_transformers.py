@@ -18,6 +18,7 @@ from harness.formats.checkpoint.gguf.weights import gguf_package
 if TYPE_CHECKING:
     import torch
 
+_OF_TOKENIZERS = frozenset({".json", ".model", ".jinja", ".txt"})
 _FARTHEST = 0.5
 """Relative distance of a tensor from the checkpoint's, beyond which it is another one: types of two bits reach 0.4."""
 
@@ -34,24 +35,26 @@ def write_by_transformers(model: GGUFModel, folder: Path, hf: Checkpoint) -> Non
 
     gguf_package()
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
-    original = AutoModelForCausalLM.from_pretrained(hf.folder, **options)
-    options["config"] = AutoConfig.from_pretrained(hf.folder, local_files_only=True)
-    try:
-        with quiet_transformers():
+    with quiet_transformers():
+        original = AutoModelForCausalLM.from_pretrained(hf.folder, **options)
+        options["config"] = AutoConfig.from_pretrained(hf.folder, local_files_only=True)
+        try:
             read = AutoModelForCausalLM.from_pretrained(model.path.parent, gguf_file=model.path.name, **options)
-    except Exception as error:  # transformers raises ValueError, NotImplementedError, KeyError, RuntimeError, ...
-        raise HarnessError(
-            Code.UNSUPPORTED_GGUF,
-            f"transformers does not read the file: {str(error).strip().splitlines()[0] or type(error).__name__}",
-            where=model.path,
-            actual=model.metadata.architecture,
-            hint="a file in float32 needs no reader: --model CHECKPOINT --engine-option gguf=FILE",
-        ) from error
-    _check_near(model, original.state_dict(), read.state_dict())
-    original.load_state_dict(read.state_dict())
-    original.save_pretrained(folder)
+        except Exception as error:  # transformers raises ValueError, NotImplementedError, KeyError, RuntimeError, ...
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise HarnessError(
+                Code.UNSUPPORTED_GGUF,
+                f"transformers does not read the file: {reason[0]}",
+                where=model.path,
+                actual=model.metadata.architecture,
+                hint="a file in float32 needs no reader: --model CHECKPOINT --engine-option gguf=FILE",
+            ) from error
+        _check_near(model, original.state_dict(), read.state_dict())
+        original.load_state_dict(read.state_dict())
+        original.save_pretrained(folder)
     for file in hf.folder.iterdir():
-        if file.suffix == ".json" and not file.name.endswith(".index.json"):
+        is_index = file.name.endswith(".index.json")
+        if file.suffix in _OF_TOKENIZERS and not is_index and not (folder / file.name).exists():
             shutil.copy(file, folder / file.name)
 
 
