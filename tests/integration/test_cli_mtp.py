@@ -48,3 +48,6 @@ def test_a_checkpoint_or_an_engine_without_them_is_refused(harness, folder):
     assert ran.status == 2
     assert "transformers runs no layers that predict further tokens" in ran.err
     assert harness("check", "--engine", "reference", *options(folder), "--mtp").status == 2
+    ran = harness("check", "--engine", "hf", *options(folder), "--mtp", "--estimate")
+    assert ran.status == 2
+    assert "leave --mtp out" in ran.err

@@ -48,6 +48,9 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
     """
     (progress or (lambda _label, _done, _total: None))("first layers", 0, 1)
     start = _clock()
+    if plan.case.mtp:
+        what = "layers that predict further tokens follow all others, and two layers are measured"
+        raise HarnessError(Code.BAD_OPTION, what, where="--estimate", actual="--mtp", hint="leave --mtp out")
     hf = planned_model(plan)
     loaded_s = _clock() - start
     has_golden = open_cached_golden(hf, plan.prompts, truth=plan.case.truth) is not None
