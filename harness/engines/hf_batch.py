@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -238,7 +238,7 @@ class Batch:
             options["attention_mask"] = torch.tensor([row[begin:] for row in self._mask], device=self._hf.device)
         if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
             options["logits_to_keep"] = max((-column for column in forward.columns), default=1)
-        padding, mtp = [lane.num_padding for lane in self._lanes], self._hf.mtp
+        padding = [lane.num_padding for lane in self._lanes]
         recorder = Recorder(self._hf, self._sources, forward, self._writer, self._dtypes, padding)
         cells = [
             [(self._images.get(owner), at) for owner, at in zip(*line, strict=True)]
@@ -247,7 +247,7 @@ class Batch:
         with (
             self._poisoned(forward, decoder),
             handing(self._hf, cells),
-            nullcontext() if mtp is None else mtp.followed_by(forward.following),
+            self._hf.followed_by(forward.following),
             watching(self._hf, attention=self._attention) as watch,
             watch.showing(recorder),
         ):

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -93,6 +93,10 @@ class UntracedModel:
     def tokens_ahead(self, path: str) -> int:
         """Return how many tokens after its own a row of what stands at a path is computed from."""
         return 0 if self.mtp is None else self.mtp.tokens_ahead(path)
+
+    def followed_by(self, following: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
+        """Say which tokens follow those that forwards in the block are given: layers that look ahead are told."""
+        return nullcontext() if self.mtp is None else self.mtp.followed_by(following)
 
     @property
     def vocab_size(self) -> int:

@@ -1,7 +1,6 @@
 """Learns an engine's map: which of its tensors are which of HF's values, from a few small steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -45,10 +44,10 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
     decode = watched_step(stepper, [(number, prompt[-1:], num_tokens)], [end])
     lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
     rounding = rounding_unit(dtype)
-    with _followed_by(hf, after):
+    with hf.followed_by(after):
         first = find_first(hf, ids, lasting, rounding=rounding)
     later = LaterSteps(hf, prompt, prefill, decode, is_again=recomputes(stepper), rounding=rounding)
-    with _followed_by(hf, [end]):
+    with hf.followed_by([end]):
         later.tell_apart(first)
     return TapMap(
         taps=later.taps,
@@ -56,10 +55,6 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
         row_order=_row_order(stepper, hf, later.taps, numbers),
         num_tensors=len(seen),
     )
-
-
-def _followed_by(hf: HFModel, following: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-    return nullcontext() if hf.mtp is None else hf.mtp.followed_by(following)
 
 
 def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]) -> RowOrder | None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from harness.formats.checkpoint.gguf.model import GGUFModel
 from harness.formats.checkpoint.gguf.weights import gguf_package, read_tensor
+from harness.formats.checkpoint.gguf.writer import finish
 
 
 def write_plain_file(model: GGUFModel, path: Path) -> Path:
@@ -24,8 +25,5 @@ def write_plain_file(model: GGUFModel, path: Path) -> Path:
             writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=own)
     for name, (tensor, file) in model.tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(read_tensor(tensor, file).float().numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -48,6 +48,11 @@ class Operation:
     """How many tokens after its own a row is computed from: of layers that predict further tokens (MTP)."""
 
     @property
+    def positions_ahead(self) -> int:
+        """How many positions after its row's own rotary turns for: those of the tokens that the row sees."""
+        return self.tokens_ahead if self.kind is Kind.ROTARY else 0
+
+    @property
     def layer(self) -> int | None:
         """Decoder layer it belongs to; None for what stands outside of the layers."""
         return layer_of(self.tap)

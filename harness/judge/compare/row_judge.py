@@ -201,7 +201,7 @@ class RowJudge:
             actual=rows.actual.to(rows.expected.device),
             expected=rows.expected,
             rows=rows.places.to(rows.expected.device),
-            positions=rows.rows.position + (operation.tokens_ahead if operation.kind is Kind.ROTARY else 0),
+            positions=rows.rows.position + operation.positions_ahead,
             inputs=[] if operation.kind is Kind.ATTENTION else rows.inputs(),
             call=rows.value.call,
             recorded=lambda tap: _recorded(rows, tap) if tap in self._usable else None,

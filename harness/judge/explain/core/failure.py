@@ -86,7 +86,7 @@ class Failure:
     @property
     def positions(self) -> torch.Tensor:
         """[R] int64: of rotary in a layer that predicts further tokens, those of the tokens that it looks ahead to."""
-        return self.rows.position + (self.operation.tokens_ahead if self.operation.kind is Kind.ROTARY else 0)
+        return self.rows.position + self.operation.positions_ahead
 
     @property
     def token_ids(self) -> torch.Tensor:
