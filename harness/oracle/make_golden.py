@@ -2,7 +2,7 @@
 
 import errno
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from harness.oracle.requests import Prompt, check_prompt, sampled_positions
 from harness.oracle.sketch.rows import is_wide, sketch_dtype, sketch_rows, sketched_taps
 from harness.version import __version__
 
-ORACLE_VERSION = 8
+ORACLE_VERSION = 9
 """Part of a cached golden's key: raise it with every change of the oracle that moves its numbers."""
 
 
@@ -145,10 +145,12 @@ def make_golden(
     truth: str = "auto",
     progress: Progress | None = None,
     keeps_values: bool = True,
+    whole: Collection[str] = (),
 ) -> Golden:
     """Run the oracle over `prompts` and write the golden to the folder `out`, which must be new or empty.
 
-    Without `keeps_values` wide taps are kept as sketches, where a distance is all that a comparison needs of them.
+    Without `keeps_values` wide taps are kept as sketches, where a distance is all that a comparison needs of them, and
+    which are not among those to be `whole`.
 
     Raises:
         HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written;
@@ -163,7 +165,7 @@ def make_golden(
         place = out.resolve()  # a link to an empty folder stays one
         with scratch_folder(".making-", place.parent) as making:
             folder = making / "golden"
-            _make(hf, prompts, folder, truth, report, keeps_values=keeps_values)
+            _make(hf, prompts, folder, truth, report, keeps_values=keeps_values, whole=whole)
             folder.rename(place)  # replaces an empty folder, and no other
     except OSError as error:
         exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -173,7 +175,14 @@ def make_golden(
 
 
 def _make(
-    hf: HFModel, prompts: Sequence[Prompt], folder: Path, truth: str, report: Progress, *, keeps_values: bool
+    hf: HFModel,
+    prompts: Sequence[Prompt],
+    folder: Path,
+    truth: str,
+    report: Progress,
+    *,
+    keeps_values: bool,
+    whole: Collection[str],
 ) -> None:
     requests = []
     with parts_kept(hf):
@@ -183,7 +192,7 @@ def _make(
             length, fed = prompt.prompt_length or len(prompt.token_ids), [*prompt.token_ids, *new]
             requests.append(RequestInfo(id=index, token_ids=fed, prompt_length=length, inputs=prompt.inputs))
     noise: dict[str, list[torch.Tensor]] = defaultdict(list)
-    sketches = _Sketches(taps=frozenset() if keeps_values else sketched_taps(hf.graph))
+    sketches = _Sketches(taps=frozenset() if keeps_values else sketched_taps(hf.graph).difference(whole))
     with _writer(hf, requests, folder) as writer:
         groups = batch_requests(hf, requests)
         for index, batch in enumerate(groups):

@@ -1,13 +1,13 @@
 """The KV cache read back through the block table, bit for bit against what was written."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from harness.base.metrics import rounding_unit, row_metrics
+from harness.base.metrics import RowMetrics, rounding_unit, row_metrics
 from harness.formats.recording import Step
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.judge.compare.align import Locator, Rows, is_readback, step_rows
@@ -16,6 +16,7 @@ from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.propagated import RATIO_BOUND
 from harness.judge.compare.shapes import cache_format, engine_dtype
+from harness.oracle.sketch.rows import estimated_metrics
 
 KEPT_AS_DECLARED = "kept in {}, as declared"
 _KEYS = "k_cache"
@@ -27,20 +28,25 @@ def cache_errors(
     usable: Collection[str],
     expected: Locator | None = None,
     noise: Mapping[str, torch.Tensor] | None = None,
+    *,
+    sketched: Collection[str] = (),
 ) -> Iterator[tuple[Operation, LocalErrors]]:
     """Compare every `k_cache` and `v_cache` row with the key or value last recorded before it for the same tokens.
 
     Any differing bit is an error: a cache stores, it does not compute. What was computed in a wider dtype is stored in
     the engine's, or in the one that is declared for the cache; a cache of a dtype narrower than that shows as rounding.
     Where no row of these tokens was recorded (a prefix that was taken over, an engine that shows its cache and not
-    what it writes), the row is wrong unless it is as near to the golden's as HF's own noise allows.
+    what it writes), the row is wrong unless it is as near to the golden's as HF's own noise allows. How near it is, is
+    estimated for taps that are `sketched` in `expected`.
     """
     writes = _Writes(locator)
     for operation in graph:
         if operation.kind is Kind.CACHE and operation.tap in usable:
             parts = [*_read_back(operation, writes)] if operation.inputs[0] in usable else []
             if expected is not None:
-                parts += _found_there(operation, writes, expected, _Noise.of(locator, graph, operation, noise or {}))
+                metrics = estimated_metrics if operation.inputs[0] in sketched else row_metrics
+                own_noise = _Noise.of(locator, graph, operation, noise or {})
+                parts += _found_there(operation, writes, expected, own_noise, metrics)
             if parts:
                 yield operation, _joined(parts, writes.declared(operation))
 
@@ -172,7 +178,13 @@ class _Noise:
         return self.rows[running].to(torch.float64).clamp(min=self.least)
 
 
-def _found_there(operation: Operation, writes: _Writes, expected: Locator, noise: _Noise) -> Iterator[_Part]:
+def _found_there(
+    operation: Operation,
+    writes: _Writes,
+    expected: Locator,
+    noise: _Noise,
+    metrics_of: Callable[[torch.Tensor, torch.Tensor], RowMetrics],
+) -> Iterator[_Part]:
     """Compare the rows whose writing was not recorded with the golden's."""
     source = operation.inputs[0]
     for step, own, read in _read(operation, writes):
@@ -180,7 +192,7 @@ def _found_there(operation: Operation, writes: _Writes, expected: Locator, noise
         wanted = (writes.before(step, own, source)[:, 0] < 0) & (theirs[:, 0] >= 0)
         if not bool(wanted.any()):
             continue
-        metrics = row_metrics(read[wanted], expected.gather(source, theirs[wanted]).flatten(1))
+        metrics = metrics_of(read[wanted], expected.gather(source, theirs[wanted]).flatten(1))
         unit = rounding_unit(read.dtype)
         roundings = torch.where(metrics.is_finite, metrics.relative_l2 / unit, torch.inf)
         bound = RATIO_BOUND * noise.at(theirs[wanted][:, 2]) / unit

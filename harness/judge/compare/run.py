@@ -192,7 +192,10 @@ def _judge(
             )
         (propagation,) = done or beside.finished()
     theirs = sides.theirs if _runs_as_the_golden(local) else None
-    caches = {op.tap: errors for op, errors in cache_errors(sides.ours, graph, usable, theirs, sides.noise)}
+    caches = {
+        op.tap: errors
+        for op, errors in cache_errors(sides.ours, graph, usable, theirs, sides.noise, sketched=sides.sketched)
+    }
     states, runs = StateJudgement(), None
     if hf is not None and not local.is_partial:
         runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))

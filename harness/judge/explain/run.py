@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
+from harness.base.scratch import scratch_folder
 from harness.errors import Code
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation, layer_of
@@ -28,8 +30,10 @@ from harness.judge.explain.trial.direction import explain_direction
 from harness.judge.explain.trial.ranking import rank_hypotheses, with_failures
 from harness.judge.explain.trial.scope import first_bad_row, scope
 from harness.oracle.golden import Golden
+from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel
 from harness.oracle.precision import upcast
+from harness.oracle.requests import Prompt
 from harness.oracle.watch import watching
 from harness.results.check import Explanation, Finding, RunResult, Verdict
 
@@ -42,8 +46,9 @@ def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: H
     run = found.result
     if not any(finding.tap for finding in run.findings):
         return run
-    explainer = _Explainer(found, recording, expected, hf)
-    findings = tuple(explainer.explained(finding) for finding in run.findings)
+    with ExitStack() as stack:
+        explainer = _Explainer(found, recording, expected, hf, stack)
+        findings = tuple(explainer.explained(finding) for finding in run.findings)
     by_tap = {finding.tap: finding.explanation for finding in findings if finding.explanation is not None}
     first = run.first_divergence
     if first is not None and first.tap in by_tap:
@@ -89,10 +94,11 @@ def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
 class _Explainer:
     """Explains the operations of one recording."""
 
-    def __init__(self, found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> None:
-        self.found, self.recording, self.hf = found, recording, hf
-        aliases = match_requests(expected.recording, recording, is_pool=expected.is_pool)
-        self.expected = Locator(expected.recording, aliases)
+    def __init__(
+        self, found: Comparison, recording: Recording, expected: Golden, hf: HFModel, stack: ExitStack
+    ) -> None:
+        self.found, self.recording, self.golden, self.hf = found, recording, expected, hf
+        self._stack = stack
         self.locator, self.slot_history = Locator(recording), SlotHistory(recording)
         self.dtype = engine_dtype(recording)
         self.usable = frozenset(self.locator.taps()) & {tap.name for tap in found.result.taps}
@@ -246,13 +252,34 @@ class _Explainer:
             )
             found[same] = self.locator.find(tap, there)
         is_golden = found[:, 0] < 0
-        golden = self.expected.find(tap, rows.select(is_golden))
+        expected = self._golden_of_caches if bool(is_golden.any()) else self.locator
+        golden = expected.find(tap, rows.select(is_golden))
         if bool((golden[:, 0] < 0).any()):
             return None
         parts = [
             locator.gather(tap, places).to(torch.float64).flatten(1)
-            for locator, places in ((self.locator, found[~is_golden]), (self.expected, golden))
+            for locator, places in ((self.locator, found[~is_golden]), (expected, golden))
             if len(places)
         ]
         order = torch.cat([(~is_golden).nonzero()[:, 0], is_golden.nonzero()[:, 0]]).argsort()
         return torch.cat(parts)[order]
+
+    @cached_property
+    def _golden_of_caches(self) -> Locator:
+        """The golden with all that caches keep; made again where it has sketches of that, until the stack is closed."""
+        golden, kept = self.golden, {tap for op in self.hf.graph if op.kind is Kind.CACHE for tap in op.inputs}
+        aliases = match_requests(golden.recording, self.recording, is_pool=golden.is_pool)
+        if golden.info is not None and kept & golden.sketched.keys():
+            prompts = [
+                Prompt(
+                    token_ids=tuple(request.token_ids),
+                    max_new_tokens=1,
+                    prompt_length=request.prompt_length,
+                    inputs=request.inputs,
+                )
+                for request in golden.requests
+            ]
+            folder = self._stack.enter_context(scratch_folder("harness-golden-"))
+            truth = str(golden.info.key["truth"]).removeprefix("torch.")
+            golden = make_golden(self.hf, prompts, folder / "golden", truth=truth, keeps_values=False, whole=kept)
+        return Locator(golden.recording, aliases)

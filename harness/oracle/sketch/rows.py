@@ -26,10 +26,9 @@ _HALF = (torch.bfloat16, torch.float16)
 def sketched_taps(graph: Graph) -> frozenset[str]:
     """Return the taps of which a distance is all that a comparison needs.
 
-    Others are compared element by element: logits with what leads to them, the choices of routers, and what a cache
-    keeps, for the rows that an engine took over without computing them.
+    Others are compared element by element: logits with what leads to them, and the choices of routers.
     """
-    kept = {graph.logits, *graph.head, *(tap for op in graph if op.kind is Kind.CACHE for tap in op.inputs)}
+    kept = {graph.logits, *graph.head}
     return frozenset(op.tap for op in graph if op.kind is not Kind.CHOICE and not op.is_kept and op.tap not in kept)
 
 

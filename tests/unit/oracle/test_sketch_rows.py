@@ -88,10 +88,17 @@ def test_a_cached_golden_keeps_sketches_where_a_distance_is_enough(both):
     assert cached.sketched == {tap: shapes[tap] for tap in cached.sketched}
     assert cached.noise.keys() == whole.noise.keys()
     (ours,), (theirs,) = cached.recording.steps[:1], whole.recording.steps[:1]
-    kept = [hf.graph.logits, "model.layers.0.k_rope", "model.layers.1.self_attn.v_proj"]
-    for tap in kept:
-        assert torch.equal(ours.tap(tap), theirs.tap(tap)), "compared element by element"
-        assert tap not in cached.sketched
+    assert torch.equal(ours.tap(hf.graph.logits), theirs.tap(hf.graph.logits)), "compared element by element"
+    assert hf.graph.logits not in cached.sketched
+
+
+def test_taps_that_are_asked_for_are_kept_whole(both, tmp_path):
+    hf, whole, cached = both
+    tap = "model.layers.0.k_rope"
+    assert tap in cached.sketched
+    golden = make_golden(hf, PROMPTS, tmp_path / "some", keeps_values=False, whole={tap})
+    assert golden.sketched.keys() == cached.sketched.keys() - {tap}
+    assert torch.equal(golden.recording.steps[0].tap(tap), whole.recording.steps[0].tap(tap))
 
 
 def test_sketches_are_not_shown_as_values(both):

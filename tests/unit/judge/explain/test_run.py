@@ -13,6 +13,7 @@ from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.explain import run as subject
 from harness.judge.explain.run import _Explainer, explain_run
+from harness.oracle.golden import Golden
 from harness.results.check import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
 
 from .toys import ToyModel, random, recorded
@@ -65,7 +66,7 @@ def explainer(recordings):
         found = SimpleNamespace(
             result=result(*findings), errors=errors or {}, caches=caches or {}, evidence=evidence or {}, states=None
         )
-        return _Explainer(found, engine, SimpleNamespace(recording=golden, is_pool=False), model)
+        return _Explainer(found, engine, Golden(golden), model, ExitStack())
 
     return make
 
@@ -196,7 +197,7 @@ def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeyp
 
     def explained(first, *findings):
         found = SimpleNamespace(result=result(*findings, first=first), errors={}, caches={}, evidence={})
-        return explain_run(found, engine, SimpleNamespace(recording=golden, is_pool=False), model), found
+        return explain_run(found, engine, Golden(golden), model), found
 
     first, other = (
         Divergence(tap=tap, request=0, position=0, verdict=Verdict.BUG, code=Code.LOCAL_ERROR) for tap in (LINEAR, HEAD)
