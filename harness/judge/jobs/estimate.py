@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -141,7 +142,12 @@ class _Bytes:
 
 
 class _Marks:
-    """When each part of the model was finished, as a progress is told."""
+    """When each part of the model was finished, as a progress is told.
+
+    Args:
+        parts: in the order in which they run, which need not be that of `hf.parts`.
+        layers: which of them are layers.
+    """
 
     def __init__(self, parts: Sequence[str], layers: Sequence[str]) -> None:
         self._parts, self._layers = parts, layers
@@ -174,10 +180,12 @@ class _Run:
         self._plan, self._hf, self._first, self._folder = plan, hf, first, folder
         self._more = first.num_layers / len(first.paths)
         self._graph, self._continuation = _Seconds(), _Seconds()
+        self._order: list[str] = []
+        """The parts of the model, as they run."""
 
     def measure(self) -> None:
         """Run every phase once."""
-        with self._timed(self._graph):
+        with self._timed(self._graph), self._order_noted():
             _ = self._hf.graph
         with watched_memory() as peak:
             self._make_golden()
@@ -200,8 +208,22 @@ class _Run:
             yield
             seconds.others = _clock() - start - seconds.layers
 
+    @contextmanager
+    def _order_noted(self) -> Iterator[None]:
+        """Note in which order the parts of the model run."""
+
+        def note(_module: nn.Module, _args: object, path: str) -> None:
+            if path not in self._order:
+                self._order.append(path)
+
+        with ExitStack() as stack:
+            for path in self._hf.parts:
+                hook = self._hf.module(path).register_forward_pre_hook(partial(note, path=path))
+                stack.callback(hook.remove)
+            yield
+
     def _make_golden(self) -> None:
-        plan, marks = self._plan, _Marks(self._hf.parts, self._first.paths)
+        plan, marks = self._plan, _Marks(self._order, self._first.paths)
         with parts_kept(self._hf), self._timed(self._continuation):
             for prompt in plan.prompts:
                 greedy_continuation(self._hf, prompt.token_ids, prompt.max_new_tokens, prompt.inputs)
@@ -221,7 +243,7 @@ class _Run:
         self._verify = _clock() - start
 
     def _compare(self) -> None:
-        plan, marks = self._plan, _Marks(self._hf.parts, self._first.paths)
+        plan, marks = self._plan, _Marks(self._order, self._first.paths)
         run = describe_run(plan, Schedule.of("plain"), self.golden.requests, self._folder / "recording")
         record(HFEngine(self._hf, None), run)
         with Recording.open(run.folder, verify=False) as actual:
