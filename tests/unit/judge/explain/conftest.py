@@ -162,7 +162,7 @@ class Bench:
 
 
 @pytest.fixture(scope="session")
-def bench(
+def bench_of(
     checkpoints: Path, tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Bench]:
     """Return the bench of a checkpoint, embedded or of a tiny model of a family, in a dtype and under a schedule."""
@@ -176,6 +176,12 @@ def bench(
         return benches[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def bench(bench_of: Callable[..., Bench]) -> Bench:
+    """Return the bench of the default checkpoint in float32."""
+    return bench_of()
 
 
 @pytest.fixture(scope="module")
