@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engines import Engine, Workload
+from harness.engines import Engine
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RunInfo
-from harness.formats.schedule import parse_schedule
+from harness.formats.recording import Recording
 from harness.judge.compare import Requirements, compare_run
 from harness.judge.explain import explain_run
 from harness.oracle.make_golden import cached_golden
@@ -18,6 +17,7 @@ from harness.oracle.requests import Prompt
 from harness.results.check import Outcome
 
 from ..documentation import Page, imported
+from ..recording_writer import record
 
 PAGE = Page("check-your-torch-engine")
 MOST_LINES = 60
@@ -44,19 +44,7 @@ class Checked:
     def compare(self):
         engine = self.adapter.open_engine(self.folder, dtype=self.dtype, device="cpu", options={})
         assert isinstance(engine, Engine)
-        writer = RecordingWriter(
-            self.path,
-            RunInfo(
-                producer=Producer(name="fused", version="1"),
-                model=ModelInfo(id="qwen2-tiny"),
-                dtype=self.dtype,
-                device="cpu",
-                schedule="plain",
-            ),
-            self.golden.requests,
-        )
-        with writer:
-            engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule("plain")), writer)
+        record(engine, "plain", self.golden.requests, self.path, dtype=self.dtype)
         with Recording.open(self.path) as actual:
             found = compare_run(
                 actual,

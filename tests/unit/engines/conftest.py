@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import Engine, Timeline, Workload
-from harness.formats.recording import Recording, RecordingWriter, RunInfo
-from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
-from harness.formats.schedule import parse_schedule
+from harness.engines import Engine, Timeline
+from harness.formats.recording import Recording
+from harness.formats.recording.manifest import RequestInfo
+
+from ... import recording_writer
 
 REQUESTS = (
     RequestInfo(id=3, token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11, 12], prompt_length=8),
@@ -28,15 +29,7 @@ def record(tmp_path: Path) -> Callable[..., Recording]:
         requests: Sequence[RequestInfo] = REQUESTS,
         timeline: Timeline | None = None,
     ) -> Recording:
-        writer = RecordingWriter(
-            tmp_path / "recording",
-            RunInfo(
-                producer=Producer(name="test", version="1"), model=ModelInfo(id="none"), dtype="float32", device="cpu"
-            ),
-            requests,
-        )
-        with writer:
-            engine.run(Workload(requests=requests, schedule=parse_schedule(schedule), timeline=timeline), writer)
+        recording_writer.record(engine, schedule, requests, tmp_path / "recording", timeline=timeline)
         return Recording.open(tmp_path / "recording")
 
     return run
