@@ -117,3 +117,9 @@ def bench(
 def one(bench: Callable[..., Bench]) -> Bench:
     """Return the bench of the default checkpoint in float32."""
     return bench()
+
+
+@pytest.fixture
+def actual(one: Bench) -> Copy:
+    """Return a sound recording of that bench, which the test may change."""
+    return one.recorded()
