@@ -8,6 +8,7 @@ import pytest
 from harness.engines import Engine, Timeline
 from harness.formats.recording import Recording
 from harness.formats.recording.manifest import RequestInfo
+from harness.formats.recording.reader import Step
 
 from ... import recording_writer
 
@@ -33,3 +34,15 @@ def record(tmp_path: Path) -> Callable[..., Recording]:
         return Recording.open(tmp_path / "recording")
 
     return run
+
+
+def computed(recording: Recording) -> list[Step]:
+    """Return the steps that are not read back."""
+    return [step for step in recording.steps if step.phase != "readback"]
+
+
+def rows(step: Step, tap: str) -> list[tuple[int, int]]:
+    """Return (request, position) of each row of a tap."""
+    pairs = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
+    covered = step.rows_of(tap)
+    return pairs if covered is None else [pairs[row] for row in covered.tolist()]
