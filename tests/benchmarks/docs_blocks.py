@@ -352,14 +352,13 @@ def sampled(model: Path) -> Iterator[dict[str, object]]:
     """Yield rollouts of the reference engine, whose trainer is as exact."""
     from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
+    from ..unit.campaigns.rollout.training import sampled_rows
+
     prompts = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9], [1, 99, 98, 97]]
     params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=0, num_logprobs=0, ignore_eos=True)
     with LLMEngine(model, EngineConfig(dtype="float32", num_blocks=32)) as engine:
-        outputs = engine.generate(prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        logprobs = [each.logprob for each in output.logprobs]
-        both = {"engine_logprobs": logprobs, "trainer_logprobs": logprobs}
-        yield {"prompt_ids": prompt, "response_ids": list(output.token_ids), **both}
+        for row in sampled_rows(engine, prompts, params):
+            yield {**row, "trainer_logprobs": row["engine_logprobs"]}
 
 
 def table(found: list[Ended]) -> str:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,18 @@ import torch
 from harness.cli.main import run
 from harness.engines.by_content.steps import watched_step
 
-PAGE = (Path(__file__).parents[2] / "docs" / "check-a-folder-of-tensors.md").read_text()
+from ..documentation import Page
+
+PAGE = Page("check-a-folder-of-tensors")
 
 
 def test_the_dump_of_the_page_passes_the_command_of_the_page(tmp_path, monkeypatch, checkpoints, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    (command,) = re.findall(r"```sh\nharness (.*?)\n```", PAGE, flags=re.DOTALL)
+    (code,) = PAGE.blocks("python")
+    (command,) = [block for block in PAGE.blocks("sh") if block.startswith("harness ")]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cases").symlink_to(checkpoints.parent)
     exec(code, {})
-    assert run(command.split()) == 0
+    assert run(command.split()[1:]) == 0
     assert capsys.readouterr().out.startswith("PASS  tensors · qwen2-tiny · float32")
 
 

@@ -1,17 +1,14 @@
 """The page on torch engines: its adapter records every tap of the engine, which passes, and its bug is found."""
 
-import importlib
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness.engines import Engine, Workload
+from harness.engines import Engine
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RunInfo
-from harness.formats.schedule import parse_schedule
+from harness.formats.recording import Recording
 from harness.judge.compare import Requirements, compare_run
 from harness.judge.explain import explain_run
 from harness.oracle.make_golden import cached_golden
@@ -19,22 +16,20 @@ from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
 from harness.results.check import Outcome
 
-PAGE = (Path(__file__).parents[2] / "docs" / "check-your-torch-engine.md").read_text()
+from ..documentation import Page, imported
+from ..recording_writer import record
+
+PAGE = Page("check-your-torch-engine")
 MOST_LINES = 60
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    (code,) = PAGE.blocks("python")
     (folder / "my_adapter.py").write_text(code)
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(Path(__file__).parent)
-    patch.syspath_prepend(folder)
-    yield importlib.import_module("my_adapter")
-    patch.undo()
-    for name in ("my_adapter", "fused_engine"):
-        del sys.modules[name]
+    with imported(Path(__file__).parent, "fused_engine"), imported(folder, "my_adapter") as module:
+        yield module
 
 
 class Checked:
@@ -49,19 +44,7 @@ class Checked:
     def compare(self):
         engine = self.adapter.open_engine(self.folder, dtype=self.dtype, device="cpu", options={})
         assert isinstance(engine, Engine)
-        writer = RecordingWriter(
-            self.path,
-            RunInfo(
-                producer=Producer(name="fused", version="1"),
-                model=ModelInfo(id="qwen2-tiny"),
-                dtype=self.dtype,
-                device="cpu",
-                schedule="plain",
-            ),
-            self.golden.requests,
-        )
-        with writer:
-            engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule("plain")), writer)
+        record(engine, "plain", self.golden.requests, self.path, dtype=self.dtype)
         with Recording.open(self.path) as actual:
             found = compare_run(
                 actual,
@@ -96,7 +79,7 @@ def test_the_bug_is_found_where_the_page_says(checked, adapter, monkeypatch):
     forward = rotary.forward
     monkeypatch.setattr(rotary, "forward", lambda self, positions, q, k: forward(self, positions - 1, q, k))
     first = checked("float32").compare().first_divergence
-    shown = re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)[-1]
+    shown = PAGE.blocks("text")[-1]
     assert f"First divergence: {first.tap}" in shown
     assert f"request {first.request}, position {first.position}, step {first.step}, {first.phase}" in shown
     assert f"Cause: {first.explanation.cause}" in shown

@@ -1,20 +1,19 @@
 """Pages with one short program each, run in this process."""
 
-import re
 import time
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from ..documentation import ROOT, Page
 
 
 @pytest.mark.parametrize("page", ["check-any-engine", "fuzz", "gates", "generate", "rollouts"])
 def test_the_program_of_a_page_runs(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    (program,) = Page(page).blocks("python")
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     ticks = count()

@@ -1,7 +1,6 @@
 """docs/python-api.md: its files are written, its programs run, and they print what the page says."""
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,20 +8,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "python-api.md").read_text()
-README = (ROOT / "README.md").read_text()
-FILES = dict(re.findall(r"```python title=(\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
-PROGRAMS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", PAGE, flags=re.DOTALL)
-README_PROGRAMS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, flags=re.DOTALL)
+from ..documentation import ROOT, Page, run_python
+
+PAGE = Page("python-api")
+PROGRAMS, README_PROGRAMS = PAGE.programs, Page("README").programs
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "cases").symlink_to(ROOT / "cases")
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
+    return PAGE.write_files(tmp_path)
 
 
 @pytest.fixture
@@ -31,15 +26,12 @@ def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     yield project
-    for name in FILES:  # other pages have files of the same names
+    for name in PAGE.files:  # other pages have files of the same names
         sys.modules.pop(Path(name).stem, None)
 
 
 def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{project}{os.pathsep}{ROOT}"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=project, capture_output=True, text=True, env=environment, check=False
-    )
+    return run_python(project, *command, PYTHONPATH=f"{project}{os.pathsep}{ROOT}")
 
 
 def test_there_are_programs_to_run() -> None:

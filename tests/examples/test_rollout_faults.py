@@ -1,28 +1,21 @@
 """The training run of docs/rollout-faults.md: a sound pair, and each fault at its term."""
 
-import importlib
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rollout-faults.md").read_text()
-(SHOWN,) = re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)
+from ..documentation import Page, imported
+
+PAGE = Page("rollout-faults")
+(SHOWN,) = PAGE.blocks("text")
 LINES = {line[:12].strip(): line for line in SHOWN.splitlines()}
 DEFAULT = ("sound", "temperature")
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("example")
-    (program,) = re.findall(r"```python title=gap_example.py\n(.*?)```", PAGE, flags=re.DOTALL)
-    (folder / "gap_example.py").write_text(program)
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(folder)
-    yield importlib.import_module("gap_example")
-    patch.undo()
-    del sys.modules["gap_example"]
+    with imported(PAGE.write_files(tmp_path_factory.mktemp("example")), "gap_example") as module:
+        yield module
 
 
 def without_figures(line: str) -> str:

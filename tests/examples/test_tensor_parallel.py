@@ -1,7 +1,6 @@
 """The programs of docs/tensor-parallel.md, run."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,10 @@ import pytest
 
 from reference_engine import EngineConfig, LLMEngine
 
-PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
+from ..documentation import Page
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PROGRAMS = Page("tensor-parallel").blocks("python")
 
 
 @pytest.mark.slow

@@ -2,14 +2,14 @@
 
 import importlib.util
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 import harness
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+from ..documentation import Page
+
+PAGE = Page("rollouts")
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,9 +27,8 @@ def train(tmp_path, checkpoints):
 
     from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
-    (program,) = re.findall(r"^```python title=trl_callback.py\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
     names: dict = {}
-    exec(program, names)
+    exec(PAGE.files["trl_callback.py"], names)
     folder = checkpoints / "llama-tiny"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.eos_token

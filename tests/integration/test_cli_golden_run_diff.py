@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 
 from harness.errors import Code
-from harness.formats.recording import Recording, RecordingWriter, RunInfo
-from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
+from harness.formats.recording import Recording
 
+from ..recording_writer import new_writer, requests_of
 from ..unit.tiny_models import save, tiny_model
 from .conftest import rewrite
 from .test_cli_check import DIVERGENCE_KEYS, KEYS, TAP_KEYS
@@ -153,12 +153,7 @@ def test_other_weights_than_those_that_were_recorded_are_noted(
 
 
 def record_nothing(folder: Path) -> None:
-    writer = RecordingWriter(
-        folder,
-        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="none"), dtype="float32", device="cpu"),
-        [RequestInfo(id=0, token_ids=[5, 7, 9], prompt_length=2)],
-    )
-    with writer:
+    with new_writer(folder, requests_of({0: [5, 7, 9]}, prompt_length=2)) as writer:
         writer.begin_step(phase="prefill", request=[0, 0], position=[0, 1])
         writer.end_step()
         writer.begin_step(phase="decode", request=[0], position=[2])

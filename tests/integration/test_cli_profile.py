@@ -3,7 +3,6 @@
 import json
 import pickle
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from harness.profiling.gate.baseline import read_profile
 
 from ..unit.lora_adapter import write_adapter
+from ..unit.profiling.test_trace import problems_of
 
 KEYS = {"schema_version", "engine", "model", "dtype", "device", "ttft_ms", "tpot_ms", "tokens_per_second", "phases",
         "overhead", "report"}  # fmt: skip
@@ -53,16 +53,6 @@ def test_a_profile_says_what_each_phase_costs(harness, tmp_path, engine):
     whole = json.loads((out / "profile.json").read_text())
     assert whole["phases"][0]["flops_measured"] == phases["prefill"]["flops_measured"]
     assert whole["phases"][0]["memory"]["points"]
-
-
-def problems_of(path: Path) -> list[str]:
-    """Return what torch's own validator says of a trace; older versions of torch have none, and no file fails there."""
-    if find_spec("torch.profiler._trace_validator") is None:
-        return []
-    from torch.profiler._trace_validator import validate_trace
-
-    _, problems = validate_trace(str(path))
-    return list(problems)
 
 
 def check_phase(out: Path, phase):

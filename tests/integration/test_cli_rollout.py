@@ -7,6 +7,8 @@ import pytest
 from harness.formats.checkpoint import resolve
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
+from ..unit.campaigns.rollout.training import sampled_rows
+
 PROMPTS = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9], [1, 99, 98, 97]]
 
 
@@ -14,14 +16,7 @@ PROMPTS = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9], [1, 99, 98, 97]]
 def rows():
     engine = LLMEngine(resolve("llama-tiny"), EngineConfig(dtype="bfloat16", num_blocks=32))
     params = SamplingParams(max_new_tokens=10, temperature=1.0, seed=0, num_logprobs=0, ignore_eos=True)
-    return [
-        {
-            "prompt_ids": prompt,
-            "response_ids": list(output.token_ids),
-            "engine_logprobs": [each.logprob for each in output.logprobs],
-        }
-        for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True)
-    ]
+    return sampled_rows(engine, PROMPTS, params)
 
 
 @pytest.fixture

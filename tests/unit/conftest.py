@@ -1,8 +1,10 @@
 """Models of other families than those of the embedded checkpoints."""
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -35,3 +37,11 @@ def tiny(tiny_folder: Callable[[str], Path]) -> Tiny:
         return load_model(tiny_folder(family), dtype=dtype)
 
     return loaded
+
+
+@pytest.fixture(scope="session")
+def fused() -> ModuleType:
+    """Return the module of the examples' toy engine, whose projections are fused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "examples")
+        return importlib.import_module("fused_engine")

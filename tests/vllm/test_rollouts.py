@@ -1,16 +1,13 @@
 """The training run of docs/rollout-faults.md, its rollouts sampled by vLLM."""
 
-import importlib
-import re
-import sys
-from pathlib import Path
-
 import pytest
+
+from ..documentation import Page, imported
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 pytestmark = pytest.mark.slow
-PAGE = (Path(__file__).parents[2] / "docs" / "rollout-faults.md").read_text()
+PAGE = Page("rollout-faults")
 TERMS = {
     "sound": [],
     "stale layer": ["weights"],
@@ -25,14 +22,8 @@ TERMS = {
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("example")
-    (program,) = re.findall(r"```python title=gap_example.py\n(.*?)```", PAGE, flags=re.DOTALL)
-    (folder / "gap_example.py").write_text(program)
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(folder)
-    yield importlib.import_module("gap_example")
-    patch.undo()
-    del sys.modules["gap_example"]
+    with imported(PAGE.write_files(tmp_path_factory.mktemp("example")), "gap_example") as module:
+        yield module
 
 
 @pytest.mark.parametrize("name", TERMS)

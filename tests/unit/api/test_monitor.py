@@ -11,6 +11,8 @@ from harness.formats.rollout import read_history
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
+from ..campaigns.rollout.training import sampled_rows
+
 FOLDER = "cases/checkpoints/llama-tiny"
 PROMPTS = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9]]
 
@@ -25,15 +27,7 @@ def rows():
     """Rollouts of an engine with the weights of the folder."""
     with LLMEngine(FOLDER, EngineConfig(dtype="float32", num_blocks=32)) as engine:
         params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=0, num_logprobs=0, ignore_eos=True)
-        outputs = engine.generate(PROMPTS, params)
-    return [
-        {
-            "prompt_ids": prompt,
-            "response_ids": list(output.token_ids),
-            "engine_logprobs": [each.logprob for each in output.logprobs],
-        }
-        for prompt, output in zip(PROMPTS, outputs, strict=True)
-    ]
+        return sampled_rows(engine, PROMPTS, params)
 
 
 def test_every_other_step_is_compared_and_kept(module, rows, tmp_path):

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import Engine, Timeline, Workload
-from harness.formats.recording import Recording, RecordingWriter, RunInfo
-from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo
-from harness.formats.schedule import parse_schedule
+from harness.engines import Engine, Timeline
+from harness.formats.recording import Recording
+from harness.formats.recording.manifest import RequestInfo
+from harness.formats.recording.reader import Step
+
+from ... import recording_writer
 
 REQUESTS = (
     RequestInfo(id=3, token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11, 12], prompt_length=8),
@@ -28,15 +30,19 @@ def record(tmp_path: Path) -> Callable[..., Recording]:
         requests: Sequence[RequestInfo] = REQUESTS,
         timeline: Timeline | None = None,
     ) -> Recording:
-        writer = RecordingWriter(
-            tmp_path / "recording",
-            RunInfo(
-                producer=Producer(name="test", version="1"), model=ModelInfo(id="none"), dtype="float32", device="cpu"
-            ),
-            requests,
-        )
-        with writer:
-            engine.run(Workload(requests=requests, schedule=parse_schedule(schedule), timeline=timeline), writer)
+        recording_writer.record(engine, schedule, requests, tmp_path / "recording", timeline=timeline)
         return Recording.open(tmp_path / "recording")
 
     return run
+
+
+def computed(recording: Recording) -> list[Step]:
+    """Return the steps that are not read back."""
+    return [step for step in recording.steps if step.phase != "readback"]
+
+
+def rows(step: Step, tap: str) -> list[tuple[int, int]]:
+    """Return (request, position) of each row of a tap."""
+    pairs = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
+    covered = step.rows_of(tap)
+    return pairs if covered is None else [pairs[row] for row in covered.tolist()]

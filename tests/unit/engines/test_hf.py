@@ -16,7 +16,7 @@ from harness.oracle.rows import as_rows
 from harness.oracle.watch import Seeing, watching
 
 from ..tiny_models import WINDOW
-from .conftest import REQUESTS
+from .conftest import REQUESTS, computed, rows
 
 SCHEDULES = ["plain", "chunked:3", "chunked:100", "batched"]
 
@@ -33,17 +33,6 @@ def engines(checkpoints):
 @pytest.fixture(scope="module")
 def model(checkpoints):
     return AutoModelForCausalLM.from_pretrained(checkpoints / "llama-tiny", dtype=torch.float32).eval()
-
-
-def computed(recording):
-    return [step for step in recording.steps if step.phase != "readback"]
-
-
-def rows(step, tap):
-    """Return (request, position) of each row of a tap."""
-    pairs = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
-    covered = step.rows_of(tap)
-    return pairs if covered is None else [pairs[row] for row in covered.tolist()]
 
 
 @pytest.fixture(scope="module")

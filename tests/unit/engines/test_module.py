@@ -14,7 +14,7 @@ from harness.formats.taps import Kind
 from harness.oracle.model import load_model
 
 from ..own_model import NAMES, CachedModel, OwnModel, load
-from .conftest import REQUESTS
+from .conftest import REQUESTS, computed, rows
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,6 @@ def engine(folder, graph):
         return engine
 
     return opened
-
-
-def computed(recording):
-    return [step for step in recording.steps if step.phase != "readback"]
-
-
-def rows(step, tap):
-    pairs = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
-    covered = step.rows_of(tap)
-    return pairs if covered is None else [pairs[row] for row in covered.tolist()]
 
 
 def test_all_taps_but_the_caches_are_found_by_names(engine, graph):

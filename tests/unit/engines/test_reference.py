@@ -13,7 +13,7 @@ from harness.results.check import Outcome
 from reference_engine import LLMEngine
 from reference_engine.fast.acceleration import FastAcceleration
 
-from .conftest import REQUESTS
+from .conftest import REQUESTS, computed
 
 
 @pytest.fixture
@@ -22,10 +22,6 @@ def opened(checkpoints):
         return open_engine(checkpoints / "llama-tiny", dtype="float32", device="cpu", options=options)
 
     return call
-
-
-def computed(recording):
-    return [step for step in recording.steps if step.phase != "readback"]
 
 
 @pytest.mark.parametrize("schedule", ["plain", "chunked:3", "batched", "mixed:3"])

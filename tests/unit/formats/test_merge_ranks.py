@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Recording, RequestInfo
 from harness.formats.recording.merge import merge_ranks
 from harness.formats.taps import Graph, Kind, Operation
+
+from ...recording_writer import new_writer
 
 GRAPH = Graph(
     (
@@ -21,11 +23,7 @@ WHOLE = torch.arange(4.0).view(2, 2)
 
 
 def writer(path):
-    return RecordingWriter(
-        path,
-        RunInfo(producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype="float32", device="cpu"),
-        REQUESTS,
-    )
+    return new_writer(path, REQUESTS)
 
 
 def rank(path, heads, whole=WHOLE, positions=(0, 1), num_steps=1):

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Recording
 from harness.formats.recording.writer import is_unfinished
+
+from ...recording_writer import new_writer, requests_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -107,12 +109,7 @@ def tiny_disk(path, num_bytes):
 
 
 def write_until_full(path):
-    requests = [RequestInfo(id=0, token_ids=[0] * 100, prompt_length=1)]
-    with RecordingWriter(
-        path,
-        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32", device="cpu"),
-        requests,
-    ) as writer:
+    with new_writer(path, requests_of({0: [0] * 100})) as writer:
         for position in range(100):
             writer.begin_step(phase="decode", request=[0], position=[position])
             writer.tap("x", torch.zeros(1, 25_000))

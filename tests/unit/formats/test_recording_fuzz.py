@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Recording, RequestInfo
+
+from ...recording_writer import new_writer
 
 SETTINGS = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 STEP = "step-00000.safetensors"
@@ -29,18 +31,7 @@ def template(tmp_path_factory):
         RequestInfo(id=0, token_ids=[1, 2, 3], prompt_length=2),
         RequestInfo(id=5, token_ids=[1], prompt_length=1),
     ]
-    with RecordingWriter(
-        path,
-        RunInfo(
-            producer=Producer(name="test", version="1"),
-            model=ModelInfo(id="m"),
-            dtype="float32",
-            device="cpu",
-            environment={"threads": 1},
-        ),
-        requests,
-        expected_taps=1,
-    ) as writer:
+    with new_writer(path, requests, environment={"threads": 1}, expected_taps=1) as writer:
         writer.begin_step(
             phase="mixed", request=[0, 0, 5], position=[0, 1, 0], sampled_rows=[1, 2], slot_mapping=[0, 1, 16],
             block_tables={0: [0], 5: [1]}, partial_rows={"lm_head": [1, 2]},

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.golden import (
     _MOST_NOISE,
@@ -22,6 +21,8 @@ from harness.oracle.golden import (
     write_golden_files,
 )
 
+from ...recording_writer import new_writer, requests_of
+
 GRAPH = Graph((
     Operation(tap="model.embed_tokens", kind=Kind.EMBEDDING, shape=(2,)), Operation(tap="model.norm", kind=Kind.NORM),
     Operation(tap="lm_head", kind=Kind.LINEAR, sampled_only=True, is_head=True, inputs=("model.norm",)),
@@ -31,12 +32,7 @@ UNIT = rounding_unit(torch.bfloat16)
 
 def recorded(folder, dtype="bfloat16"):
     """Two requests; logits [3, 4] of the last row of each alone."""
-    writer = RecordingWriter(
-        folder,
-        RunInfo(producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype=dtype, device="cpu"),
-        [RequestInfo(id=at, token_ids=[1, 2, 3], prompt_length=2) for at in range(2)],
-    )
-    with writer:
+    with new_writer(folder, requests_of({0: [1, 2, 3], 1: [1, 2, 3]}, prompt_length=2), dtype=dtype) as writer:
         for request in range(2):
             writer.begin_step(
                 phase="prefill",

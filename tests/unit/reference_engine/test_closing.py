@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.errors import RequestError
 
 PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
-
-
-@pytest.fixture
-def _no_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("_no_collector")

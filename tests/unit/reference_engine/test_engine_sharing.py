@@ -11,6 +11,7 @@ from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.errors import BlockError, CapacityError, ConfigError, RequestError
 
 from .recorder import Recorder
+from .schedules import finish
 from .test_prefix_cache import two_bits
 
 HEAD = [5, 9, 11, 20, 7, 8, 33, 41, 6, 50]
@@ -80,14 +81,6 @@ def test_preemption_with_and_without_a_cache_changes_nothing(checkpoint: Any, bu
     assert sum(step.phase == "readback" for step in recorder.steps) > len(PROMPTS), "somebody was preempted"
 
 
-def run(engine: LLMEngine) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).append(output.token_id)
-    return tokens
-
-
 @pytest.mark.parametrize("backend", ["paged", "contiguous", "recompute"])
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
 @pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 1}, {"max_num_batched_tokens": 4}])
@@ -101,7 +94,7 @@ def test_a_fork_goes_on_as_its_original_would(
     other_way = [*early, 44, 45]
     twin = engine.fork(parent)
     other = engine.fork(parent, SamplingParams(max_new_tokens=8, forced_token_ids=other_way))
-    tokens = run(engine)
+    tokens = finish(engine)
     assert (*early, *tokens[parent]) == (*early, *tokens[twin]) == expected[0]
     fresh = LLMEngine(checkpoint.folder).generate([PROMPTS[0]], engine_params(other_way))
     assert (*early, *tokens[other]) == fresh[0].token_ids
@@ -148,7 +141,7 @@ def test_an_impossible_fork_is_refused_and_changes_nothing(
     engine.step()
     with pytest.raises(error, match=message):
         engine.fork(parent, params)
-    assert set(run(engine)) == {parent}
+    assert set(finish(engine)) == {parent}
     with pytest.raises(RequestError, match=r"no such unfinished request, in LLMEngine.fork: expected one of \[\]"):
         engine.fork(parent)
 

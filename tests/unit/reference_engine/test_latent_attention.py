@@ -20,9 +20,8 @@ from reference_engine.parallel.worker import parallel_engine
 
 from .conftest import Checkpoint, make_deepseek_v3
 from .recorder import Recorder
+from .schedules import NUM_NEW, PROMPTS, assert_ignored, every_schedule, greedy, random_schedule
 
-PROMPTS = [[*range(5, 42)], [*range(5, 30), 7, 9, 11], [*range(50, 57)]]
-"""The first two begin alike."""
 LATENT, ROTATED = 28, 8
 """Numbers that `make_deepseek_v3` keeps of a token."""
 
@@ -32,29 +31,12 @@ def checkpoint(checkpoints: dict[str, Checkpoint]) -> Checkpoint:
     return checkpoints["deepseek-v3"]
 
 
-def greedy(folder: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[tuple[int, ...]]:
-    with LLMEngine(folder, EngineConfig(dtype="float32", debug_checks=True, **options)) as engine:
-        params = SamplingParams(max_new_tokens=9, ignore_eos=True)
-        return [output.token_ids for output in engine.generate(prompts, params)]
-
-
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 4, "max_num_batched_tokens": 5},
-        {"block_size": 4, "num_blocks": 16},
-        {"block_size": 4, "enable_prefix_caching": True, "max_num_seqs": 1},
-        {"block_size": 4, "num_speculative_tokens": 3},
-        {"attention_backend": "contiguous", "num_speculative_tokens": 2},
-        {"attention_backend": "recompute"},
-    ],
-    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
-)
+@every_schedule
 def test_every_schedule_gives_transformers_tokens(checkpoint: Checkpoint, options: dict[str, Any]) -> None:
-    expected = [tuple(checkpoint.greedy(prompt, 9)) for prompt in PROMPTS]
+    expected = [tuple(checkpoint.greedy(prompt, NUM_NEW)) for prompt in PROMPTS]
     assert greedy(checkpoint.folder, **options) == expected
 
 
@@ -84,13 +66,8 @@ def test_random_models_and_schedules(seed: int, tmp_path: Path) -> None:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(tmp_path)
-    expected = [tuple(Checkpoint(tmp_path, model).greedy(prompt, 9)) for prompt in PROMPTS]
-    options = {
-        "block_size": draw.choice([1, 3, 16, 64]), "max_num_batched_tokens": draw.choice([3, 11, 2048]),
-        "num_speculative_tokens": draw.choice([0, 1, 4]), "enable_prefix_caching": draw.random() < 0.5,
-        "max_num_seqs": draw.choice([1, 8]),
-    }  # fmt: skip
-    assert greedy(tmp_path, **options) == expected
+    expected = [tuple(Checkpoint(tmp_path, model).greedy(prompt, NUM_NEW)) for prompt in PROMPTS]
+    assert greedy(tmp_path, **random_schedule(draw)) == expected
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
@@ -150,11 +127,7 @@ def test_the_router_stays_in_float32(checkpoint: Checkpoint, dtype: str) -> None
 
 
 def test_tensors_of_the_next_token_s_predictor_are_ignored(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    for file in checkpoint.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file({**weights, "model.layers.61.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    assert greedy(tmp_path, PROMPTS[2:]) == greedy(checkpoint.folder, PROMPTS[2:])
+    assert_ignored("model.layers.61.eh_proj.weight", checkpoint.folder, tmp_path)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import Qwen3NextForCausalLM
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
@@ -23,20 +22,12 @@ from reference_engine.state_cache import Piece, StateCache, StateSpec
 
 from .conftest import Checkpoint, make_qwen3_next
 from .recorder import Recorder
-
-PROMPTS = [[*range(5, 42)], [*range(5, 30), 7, 9, 11], [*range(50, 57)]]
-"""The first two begin alike."""
+from .schedules import NUM_NEW, PROMPTS, assert_ignored, every_schedule, finish, greedy, random_schedule
 
 
 @pytest.fixture
 def checkpoint(checkpoints: dict[str, Checkpoint]) -> Checkpoint:
     return checkpoints["qwen3-next"]
-
-
-def greedy(folder: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[tuple[int, ...]]:
-    with LLMEngine(folder, EngineConfig(dtype="float32", debug_checks=True, **options)) as engine:
-        params = SamplingParams(max_new_tokens=9, ignore_eos=True)
-        return [output.token_ids for output in engine.generate(prompts, params)]
 
 
 # --- the rule -----------------------------------------------------------------------------------------------------
@@ -127,22 +118,9 @@ def test_a_request_goes_on_where_its_state_ends_or_not_at_all() -> None:
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 4},
-        {"block_size": 1},
-        {"block_size": 4, "max_num_batched_tokens": 5},
-        {"block_size": 4, "num_blocks": 16},
-        {"block_size": 4, "enable_prefix_caching": True, "max_num_seqs": 1},
-        {"block_size": 4, "num_speculative_tokens": 3},
-        {"attention_backend": "contiguous", "num_speculative_tokens": 2},
-        {"attention_backend": "recompute"},
-    ],
-    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
-)
+@every_schedule
 def test_every_schedule_gives_transformers_tokens(checkpoint: Checkpoint, options: dict[str, Any]) -> None:
-    expected = [tuple(checkpoint.greedy(prompt, 9)) for prompt in PROMPTS]
+    expected = [tuple(checkpoint.greedy(prompt, NUM_NEW)) for prompt in PROMPTS]
     assert greedy(checkpoint.folder, **options) == expected
 
 
@@ -165,13 +143,8 @@ def test_random_models_and_schedules(seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     model = Qwen3NextForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
-    expected = [tuple(Checkpoint(tmp_path, model).greedy(prompt, 9)) for prompt in PROMPTS]
-    options = {
-        "block_size": draw.choice([1, 3, 16, 64]), "max_num_batched_tokens": draw.choice([3, 11, 2048]),
-        "num_speculative_tokens": draw.choice([0, 1, 4]), "enable_prefix_caching": draw.random() < 0.5,
-        "max_num_seqs": draw.choice([1, 8]),
-    }  # fmt: skip
-    assert greedy(tmp_path, **options) == expected
+    expected = [tuple(Checkpoint(tmp_path, model).greedy(prompt, NUM_NEW)) for prompt in PROMPTS]
+    assert greedy(tmp_path, **random_schedule(draw)) == expected
 
 
 def test_a_prefix_brings_its_state_along(checkpoint: Checkpoint) -> None:
@@ -190,13 +163,11 @@ def test_a_fork_and_its_original_go_on_from_one_state(checkpoint: Checkpoint) ->
     with LLMEngine(checkpoint.folder, EngineConfig(block_size=8, debug_checks=True)) as engine:
         params = SamplingParams(max_new_tokens=6, ignore_eos=True)
         first = engine.add_request(PROMPTS[0], params)
-        made: dict[int, list[int]] = {first: [each.token_id for each in engine.step()]}
-        forced = SamplingParams(max_new_tokens=6, forced_token_ids=[made[first][0], 17, 23], ignore_eos=True)
-        made[engine.fork(first, forced)] = made[first][:]
-        while engine.has_unfinished():
-            for output in engine.step():
-                made[output.request_id].append(output.token_id)
-    own, forked = made.values()
+        (begin,) = (each.token_id for each in engine.step())
+        forced = SamplingParams(max_new_tokens=6, forced_token_ids=[begin, 17, 23], ignore_eos=True)
+        fork = engine.fork(first, forced)
+        made = finish(engine)
+    own, forked = ([begin, *made[request]] for request in (first, fork))
     assert own == checkpoint.greedy(PROMPTS[0], 6)
     assert forked[3:] == checkpoint.greedy([*PROMPTS[0], *forked[:3]], 3)
 
@@ -209,9 +180,7 @@ def test_going_back_computes_its_block_again(checkpoint: Checkpoint, num_tokens:
         made = [output.token_id for _ in range(6) for output in engine.step()]
         engine.rewind(request, num_tokens)
         engine.observer = recorder
-        again = []
-        while engine.has_unfinished():
-            again += [output.token_id for output in engine.step()]
+        again = finish(engine)[request]
     assert recorder.steps[0].positions[0] == (num_tokens - 1) // 8 * 8
     assert [*made[:num_kept], *again] == checkpoint.greedy(PROMPTS[0], 8)
 
@@ -229,17 +198,12 @@ def test_after_a_step_that_failed_a_request_is_suspended_and_resumed(checkpoint:
             engine.step()
         engine.suspend(request)
         engine.resume(request)
-        while engine.has_unfinished():
-            made += [output.token_id for output in engine.step()]
+        made += finish(engine)[request]
     assert made == checkpoint.greedy(PROMPTS[0], 4)
 
 
 def test_tensors_that_transformers_ignores_are_ignored(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    for file in checkpoint.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file({**weights, "mtp.norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    assert greedy(tmp_path, PROMPTS[2:]) == greedy(checkpoint.folder, PROMPTS[2:])
+    assert_ignored("mtp.norm.weight", checkpoint.folder, tmp_path)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

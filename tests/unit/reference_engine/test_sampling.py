@@ -11,6 +11,8 @@ from reference_engine import EngineConfig, FinishReason, LLMEngine, SamplingPara
 from reference_engine.errors import ConfigError, RequestError
 from reference_engine.requests.stopping import find_stop
 
+from .schedules import finish
+
 
 @pytest.mark.parametrize(
     ("params", "message"),
@@ -90,10 +92,9 @@ def test_forks_without_a_seed_draw_differently(checkpoint: Any) -> None:
     engine = LLMEngine(checkpoint.folder)
     parent = engine.add_request([4, 5], SamplingParams(max_new_tokens=9, temperature=3.0, ignore_eos=True))
     engine.step()
-    tokens: dict[int, list[int]] = {parent: [], engine.fork(parent): [], engine.fork(parent): []}
-    while engine.has_unfinished():
-        for output in engine.step():
-            tokens[output.request_id].append(output.token_id)
+    forks = engine.fork(parent), engine.fork(parent)
+    tokens = finish(engine)
+    assert set(tokens) == {parent, *forks}
     assert len({tuple(own) for own in tokens.values()}) == 3
 
 

@@ -10,6 +10,7 @@ from reference_engine.errors import ConfigError, RequestError
 from reference_engine.speculation import DraftModel, NgramDrafter
 
 from .conftest import SIZES
+from .schedules import finish
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 9, 9, 9, 9], [11, 12, 13]]
 
@@ -132,10 +133,7 @@ def test_a_request_that_goes_back_goes_on_as_if_it_had_never_been_there(checkpoi
             engine.rewind(request, len(PROMPTS[0]), params)
             (sequence,) = engine.scheduler.running
             assert len(sequence.block_table) == 3
-            tokens = []
-            while engine.has_unfinished():
-                tokens += [output.token_id for output in engine.step()]
-            assert tokens == expected
+            assert list(finish(engine).values()) == [expected]
 
 
 def test_a_fork_keeps_what_its_original_goes_back_over(checkpoint):
@@ -147,10 +145,7 @@ def test_a_fork_keeps_what_its_original_goes_back_over(checkpoint):
             engine.step()
         fork = engine.fork(request)
         engine.rewind(request, len(PROMPTS[0]))
-        tokens = {request: [], fork: []}
-        while engine.has_unfinished():
-            for output in engine.step():
-                tokens[output.request_id].append(output.token_id)
+        tokens = finish(engine)
     assert tokens == {request: expected, fork: expected[5:]}
 
 
@@ -164,8 +159,7 @@ def test_a_block_that_was_shared_is_not_found_once_its_last_owner_writes_over_it
         fork = engine.fork(request)
         engine.rewind(request, len(PROMPTS[0]), SamplingParams(max_new_tokens=3, ignore_eos=True))
         engine.abort(fork)
-        while engine.has_unfinished():
-            engine.step()  # debug_checks hold each block that can be found against what it holds
+        finish(engine)  # debug_checks hold each block that can be found against what it holds
 
 
 def test_a_step_that_fails_leaves_nothing_to_verify(checkpoint, monkeypatch):
@@ -184,8 +178,7 @@ def test_a_step_that_fails_leaves_nothing_to_verify(checkpoint, monkeypatch):
         assert (sequence.token_ids, sequence.num_drafts) == (PROMPTS[0] + expected[:1], 0)
         engine.suspend(request)
         engine.resume(request)
-        while engine.has_unfinished():
-            tokens += [output.token_id for output in engine.step()]
+        tokens += finish(engine)[request]
     assert tokens == expected
 
 

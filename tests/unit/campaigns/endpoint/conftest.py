@@ -1,7 +1,9 @@
 """A sound server of the reference engine, and one whose answers a test spoils."""
 
+import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,51 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
         await reply(send, json.dumps(answer if spoilt is None else spoilt).encode())
 
     return spoil
+
+
+def changed_events(change: Callable[[dict[str, Any], int], Awaitable[None]]) -> Callable[..., Any]:
+    """Spoil a stream: `change` gets the choice of each event, and the event's number."""
+
+    async def spoil(app: Any, scope: Any, receive: Any, send: Any, _body: Any) -> None:
+        numbers = count()
+
+        async def spoilt(message: Any) -> None:
+            lines = message.get("body", b"").decode().split("\n\n")
+            for at, line in enumerate(lines):
+                if line.startswith("data: {") and '"choices": [{' in line:
+                    event = json.loads(line.removeprefix("data: "))
+                    await change(event["choices"][0], next(numbers))
+                    lines[at] = f"data: {json.dumps(event)}"
+            await send({**message, **({"body": "\n\n".join(lines).encode()} if "body" in message else {})})
+
+        await app(scope, receive, spoilt)
+
+    return spoil
+
+
+def asked_otherwise(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
+    """Change the body of each request before the server sees it."""
+
+    async def spoil(inner: Any, scope: Any, receive: Any, send: Any, body: dict[str, Any]) -> None:
+        message = await receive()
+        left = [{**message, "body": json.dumps(change(copy.deepcopy(body))).encode()}]
+
+        async def again() -> Any:
+            return left.pop() if left else await receive()
+
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+        await inner({**scope, "headers": headers}, again, send)
+
+    return spoil
+
+
+def streams_alone(spoil: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave answers alone that are no streams."""
+
+    async def spoil_streams(app: Any, scope: Any, receive: Any, send: Any, body: dict[str, Any]) -> None:
+        await (spoil(app, scope, receive, send, body) if body.get("stream") else app(scope, receive, send))
+
+    return spoil_streams
 
 
 async def reply(send: Any, body: bytes, *, status: int = 200, headers: tuple[Any, ...] = (), claims: int = 0) -> None:

@@ -15,7 +15,7 @@ from harness.errors import Code, HarnessError
 from harness.results.check import Outcome
 
 from ....loopback import serving
-from .conftest import VICTIM, changed, reply
+from .conftest import VICTIM, changed, reply, streams_alone
 
 
 def refused(status, body, headers=()):
@@ -88,6 +88,14 @@ def check(plan, url, **options):
     return check_endpoint(plan, Address(url=url, **options), num_again=0)
 
 
+def only_finding(result, schedule):
+    """Return the finding of a schedule; no other one has any."""
+    findings = {run.schedule: run.findings for run in result.runs}
+    (finding,) = findings.pop(schedule)
+    assert not any(findings.values())
+    return finding
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_answer_is_named_and_the_others_are_judged(plan, server, name):
@@ -147,11 +155,9 @@ def test_another_prompt_in_the_echo(plan, server):
 
     app.spoil = changed(begin_twice)
     result = check_endpoint(plan, Address(url=url), num_again=4)
-    findings = {run.schedule: run.findings for run in result.runs}
-    (finding,) = findings.pop("prompt")
+    finding = only_finding(result, "prompt")
     assert (finding.code, finding.request) == ("H116", 2)
     assert "the echo of the prompt has other tokens than were sent" in finding.message
-    assert not any(findings.values())
 
 
 def text_alone(change):
@@ -180,10 +186,7 @@ def test_a_tokenizer_that_disagrees_is_told_by_the_number_of_tokens(plan, server
 def test_a_stream_that_hangs_up(plan, server, end):
     app, url = server
 
-    async def spoil(app_, scope, receive, send, body):
-        if not body.get("stream"):
-            await app_(scope, receive, send)
-            return
+    async def hang_up(_app, _scope, _receive, send, _body):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"transfer-encoding", b"chunked")]})
         event = b'data: {"choices": [{"index": 0, "text": " a", "token_ids": [5]}]}\n\n'
         if end == "an error":
@@ -193,27 +196,22 @@ def test_a_stream_that_hangs_up(plan, server, end):
             raise ConnectionResetError
         await send({"type": "http.response.body", "body": b""})
 
-    app.spoil = spoil
+    app.spoil = streams_alone(hang_up)
     result = check_endpoint(plan, Address(url=url, retries=0), num_again=4)
-    findings = {run.schedule: run.findings for run in result.runs}
-    (finding,) = findings.pop("streamed")
+    finding = only_finding(result, "streamed")
     assert (finding.code, finding.request) == ("H111" if end == "an error" else "H114", 2)
     assert end != "an error" or "worker died" in finding.message
-    assert not any(findings.values())
 
 
 def test_a_server_that_never_ends_its_streams_is_not_asked_for_them(plan, server):
     """As transformers' own server does: the probe goes on, and says it."""
     app, url = server
 
-    async def spoil(app_, scope, receive, send, body):
-        if not body.get("stream"):
-            await app_(scope, receive, send)
-            return
+    async def never_end(_app, _scope, _receive, send, _body):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'data: {"choices": [{"index": 0, "text": " a"}]}\n\n'})
 
-    app.spoil, app.spoils_all = spoil, True
+    app.spoil, app.spoils_all = streams_alone(never_end), True
     result = check_endpoint(plan, Address(url=url, retries=0), num_again=1)
     (streaming,) = [each for each in result.capabilities if each.name == "streaming"]
     assert not streaming.is_there
@@ -268,18 +266,9 @@ def test_a_stream_without_end_is_left(plan, server, monkeypatch, part, pause_s, 
     app, url = server
     for name, value in {"_ANSWER_TIMEOUTS": 0.2, **limit}.items():
         monkeypatch.setattr(client, name, value)
-
-    async def spoil(app_, scope, receive, send, body):
-        await (
-            endless(part, pause_s)(app_, scope, receive, send, body)
-            if body.get("stream")
-            else app_(scope, receive, send)
-        )
-
-    app.spoil = spoil
+    app.spoil = streams_alone(endless(part, pause_s))
     result = check_endpoint(plan, Address(url=url, retries=0, timeout_s=30.0), num_again=4)
-    findings = {run.schedule: run.findings for run in result.runs}
-    (finding,) = findings.pop("streamed")
+    (finding,) = next(run.findings for run in result.runs if run.schedule == "streamed")
     assert (finding.code, finding.request) == (code, 2)
     assert says in finding.message
 

@@ -24,7 +24,7 @@ from reference_engine.server.app import build_app
 from reference_engine.server.text import Text
 
 from ....loopback import serving
-from .conftest import PROMPTS, changed, make_plan, reply
+from .conftest import PROMPTS, asked_otherwise, changed, make_plan, reply
 
 WAYS = ["together", "repeated", "alone", "reversed", "continued", "streamed", "prompt"]
 
@@ -194,18 +194,7 @@ def test_a_penalty_that_leaves_the_prompt_out_is_not_called_ignored():
 
 def test_a_penalty_shows_in_tokens_whose_log_probabilities_are_sound(folder, server):
     app, url = server
-
-    async def penalise(inner, scope, receive, send, body):
-        message = await receive()
-        left = [{**message, "body": json.dumps(body | {"repetition_penalty": 1.5}).encode()}]
-
-        async def again():
-            return left.pop() if left else await receive()
-
-        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
-        await inner({**scope, "headers": headers}, again, send)
-
-    app.spoil, app.spoils_all = penalise, True
+    app.spoil, app.spoils_all = asked_otherwise(lambda body: body | {"repetition_penalty": 1.5}), True
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
     assert {finding.code for finding in result.runs[0].findings} == {"H048"}
     assert any("the server penalises or draws" in note for note in result.notes)

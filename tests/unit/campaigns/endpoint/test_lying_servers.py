@@ -1,6 +1,5 @@
 """Servers that lie in one way each, in front of a sound engine: no lie passes, and a finding says what was seen."""
 
-import copy
 import json
 import math
 import random
@@ -15,7 +14,7 @@ from harness.campaigns.endpoint.run import check_endpoint
 from harness.report.endpoint import endpoint_json, endpoint_text
 from harness.results.check import Outcome
 
-from .conftest import PROMPTS, VICTIM, changed, reply
+from .conftest import PROMPTS, VICTIM, asked_otherwise, changed, changed_events, reply
 
 EACH, STREAMED, PROMPT, AGAIN = "each answer", "streams", "the prompt's log probabilities", "from the second on"
 
@@ -203,7 +202,7 @@ class Liar:
         if not is_meant:
             await app(scope, receive, send)
         elif body.get("stream"):
-            await self._stream(app, scope, receive, send)
+            await changed_events(self._tell_of_an_event)(app, scope, receive, send, body)
         else:
             await changed(self._tell)(app, scope, receive, send, body)
 
@@ -214,18 +213,9 @@ class Liar:
         answer["usage"] = choice.pop("usage")
         self.num_told += 1
 
-    async def _stream(self, app, scope, receive, send):
-        async def spoilt(message):
-            lines = message.get("body", b"").decode().split("\n\n")
-            for at, line in enumerate(lines):
-                if line.startswith("data: {") and '"choices": [{' in line:
-                    event = json.loads(line.removeprefix("data: "))
-                    self.lie(event["choices"][0])
-                    self.num_told += 1
-                    lines[at] = f"data: {json.dumps(event)}"
-            await send({**message, **({"body": "\n\n".join(lines).encode()} if "body" in message else {})})
-
-        await app(scope, receive, spoilt)
+    async def _tell_of_an_event(self, choice, _number):
+        self.lie(choice)
+        self.num_told += 1
 
 
 @pytest.mark.sampled(1)
@@ -281,22 +271,6 @@ IGNORED = {
     "return_token_ids": (forgets("return_token_ids"), "the answer is as without it"),
     "return_tokens_as_token_ids": (forgets("return_tokens_as_token_ids"), "the answer is as without it"),
 }
-
-
-def asked_otherwise(change):
-    """Change the body of each request before the server sees it."""
-
-    async def spoil(inner, scope, receive, send, body):
-        message = await receive()
-        left = [{**message, "body": json.dumps(change(copy.deepcopy(body))).encode()}]
-
-        async def again():
-            return left.pop() if left else await receive()
-
-        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
-        await inner({**scope, "headers": headers}, again, send)
-
-    return spoil
 
 
 @pytest.mark.sampled(1)

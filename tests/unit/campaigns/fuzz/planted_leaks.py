@@ -206,55 +206,30 @@ def _thrown_away(norm):
 ZEROED_BY_WHERE = replacing((PagedAttention, "_gather_blocks", _zeroed_by_where))
 THROWN_AWAY = replacing((RMSNorm, "__call__", _thrown_away))
 LEAKS = [
-    Planted(
-        id="context-not-shortened", inject=_of_the_catalogue("context-not-shortened"), memory=Memory.UNUSED,
-        tap=ATTENTION, row=(0, PROMPTS[0] - 1), schedule="rewound",
-    ),
-    Planted(
-        id="one-key-too-many", inject=_batch(_longer), memory=Memory.UNUSED, tap=ATTENTION, row=(0, PROMPTS[0])
-    ),
-    Planted(
-        id="one-block-too-many", inject=_batch(_whole_blocks), memory=Memory.UNUSED, tap=ATTENTION, row=(0, PROMPTS[0])
-    ),
-    Planted(
-        id="zero-times-nan", inject=replacing((PagedAttention, "_gather_blocks", _not_zeroed)), memory=Memory.UNUSED,
-        tap=ATTENTION, row=(1, PROMPTS[1]), values=NOT_FINITE,
-    ),
-    Planted(
-        id="no-mask", inject=replacing((PagedAttention, "_whole_past", _scores_of_all)), memory=Memory.UNUSED,
-        tap=ATTENTION, row=(1, PROMPTS[1]),
-    ),
-    Planted(
-        id="stale-entry-of-a-free-block", inject=_batch(_stale_entry(lambda tables: int(tables.max()) + 1)),
-        memory=Memory.UNUSED, tap=ATTENTION, row=(0, PROMPTS[0]),
-    ),
-    Planted(
-        id="stale-entry-of-another-request", inject=_batch(_stale_entry(lambda tables: tables[VICTIM, 0])),
-        memory=Memory.OTHERS, tap=ATTENTION, row=(0, PROMPTS[0]),
-    ),
+    Planted(id="context-not-shortened", inject=_of_the_catalogue("context-not-shortened"), memory=Memory.UNUSED,
+            tap=ATTENTION, row=(0, PROMPTS[0] - 1), schedule="rewound"),
+    Planted(id="one-key-too-many", inject=_batch(_longer), memory=Memory.UNUSED, tap=ATTENTION, row=(0, PROMPTS[0])),
+    Planted(id="one-block-too-many", inject=_batch(_whole_blocks), memory=Memory.UNUSED, tap=ATTENTION,
+            row=(0, PROMPTS[0])),
+    Planted(id="zero-times-nan", inject=replacing((PagedAttention, "_gather_blocks", _not_zeroed)),
+            memory=Memory.UNUSED, tap=ATTENTION, row=(1, PROMPTS[1]), values=NOT_FINITE),
+    Planted(id="no-mask", inject=replacing((PagedAttention, "_whole_past", _scores_of_all)), memory=Memory.UNUSED,
+            tap=ATTENTION, row=(1, PROMPTS[1])),
+    Planted(id="stale-entry-of-a-free-block", inject=_batch(_stale_entry(lambda tables: int(tables.max()) + 1)),
+            memory=Memory.UNUSED, tap=ATTENTION, row=(0, PROMPTS[0])),
+    Planted(id="stale-entry-of-another-request", inject=_batch(_stale_entry(lambda tables: tables[VICTIM, 0])),
+            memory=Memory.OTHERS, tap=ATTENTION, row=(0, PROMPTS[0])),
     Planted(id="freed-too-early", inject=_freed_early, memory=Memory.UNUSED, tap=ATTENTION, row=(2, PROMPTS[2])),
-    Planted(
-        id="norm-of-the-batch", inject=replacing((RMSNorm, "__call__", _norm_of_batch)), memory=Memory.OTHERS,
-        tap="model.layers.0.post_attention_layernorm", row=(0, PROMPTS[0]), values=NOT_FINITE,
-    ),
-    Planted(
-        id="one-scale-for-all-rows", inject=replacing((RMSNorm, "__call__", _one_scale)), memory=Memory.OTHERS,
-        tap="model.layers.0.post_attention_layernorm", row=(0, PROMPTS[0]),
-    ),
-    Planted(
-        id="router-counts", inject=replacing((Experts, "_route", _counted)), memory=Memory.OTHERS,
-        tap="model.layers.0.mlp.gate.1", row=(0, PROMPTS[0]), model="qwen3-moe-tiny",
-    ),
-    Planted(
-        id="added-to-an-unset-buffer", inject=replacing((PagedAttention, "attend", _into_unset)), memory=Memory.SCRATCH,
-        tap=ATTENTION, row=(0, 0), values=NOT_FINITE,
-    ),
-    Planted(
-        id="last-row-not-written", inject=replacing((RMSNorm, "__call__", _last_row_unset)), memory=Memory.SCRATCH,
-        tap="model.layers.0.input_layernorm", row=(2, PROMPTS[2] - 1),
-    ),
-    Planted(
-        id="added-to-what-the-slot-held", inject=replacing((KVCache, "store", _key_of_the_row_before)),
-        memory=Memory.UNUSED, tap=ATTENTION, row=(0, 0),
-    ),
+    Planted(id="norm-of-the-batch", inject=replacing((RMSNorm, "__call__", _norm_of_batch)), memory=Memory.OTHERS,
+            tap="model.layers.0.post_attention_layernorm", row=(0, PROMPTS[0]), values=NOT_FINITE),
+    Planted(id="one-scale-for-all-rows", inject=replacing((RMSNorm, "__call__", _one_scale)), memory=Memory.OTHERS,
+            tap="model.layers.0.post_attention_layernorm", row=(0, PROMPTS[0])),
+    Planted(id="router-counts", inject=replacing((Experts, "_route", _counted)), memory=Memory.OTHERS,
+            tap="model.layers.0.mlp.gate.1", row=(0, PROMPTS[0]), model="qwen3-moe-tiny"),
+    Planted(id="added-to-an-unset-buffer", inject=replacing((PagedAttention, "attend", _into_unset)),
+            memory=Memory.SCRATCH, tap=ATTENTION, row=(0, 0), values=NOT_FINITE),
+    Planted(id="last-row-not-written", inject=replacing((RMSNorm, "__call__", _last_row_unset)), memory=Memory.SCRATCH,
+            tap="model.layers.0.input_layernorm", row=(2, PROMPTS[2] - 1)),
+    Planted(id="added-to-what-the-slot-held", inject=replacing((KVCache, "store", _key_of_the_row_before)),
+            memory=Memory.UNUSED, tap=ATTENTION, row=(0, 0)),
 ]  # fmt: skip

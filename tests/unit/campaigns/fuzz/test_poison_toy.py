@@ -1,8 +1,5 @@
 """A live engine without an adapter lets its memory be poisoned: two methods, and rows of padding where it embeds."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,18 +13,6 @@ from harness.results.poison import Memory
 from harness.selfcheck.faults.injection import replacing
 
 from .planted_leaks import FINITE, NOT_FINITE, REQUESTS, VICTIM
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-@pytest.fixture(scope="module")
-def fused():
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import fused_engine
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    return fused_engine
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from harness.report.document import document as result_document
 from harness.report.load import load_text
 from harness.results.check import Outcome
 
-from ..endpoint.conftest import PROMPTS, VICTIM, reply
+from ..endpoint.conftest import PROMPTS, VICTIM, changed_events, reply
 
 
 @pytest.fixture(scope="module")
@@ -67,24 +67,10 @@ def test_some_answers_are_judged_and_the_rest_is_said(load):
 def streamed(change):
     """Spoil the victim's stream: `change` gets each event's choice and its number."""
 
+    wrong = changed_events(change)
+
     async def spoil(app, scope, receive, send, body):
-        if body["max_tokens"] != 8:
-            await app(scope, receive, send)
-            return
-        number = 0
-
-        async def spoilt(message):
-            nonlocal number
-            lines = message.get("body", b"").decode().split("\n\n")
-            for at, line in enumerate(lines):
-                if line.startswith("data: {") and '"choices": [{' in line:
-                    event = json.loads(line.removeprefix("data: "))
-                    await change(event["choices"][0], number)
-                    number += 1
-                    lines[at] = f"data: {json.dumps(event)}"
-            await send({**message, **({"body": "\n\n".join(lines).encode()} if "body" in message else {})})
-
-        await app(scope, receive, spoilt)
+        await (wrong(app, scope, receive, send, body) if body["max_tokens"] == 8 else app(scope, receive, send))
 
     return spoil
 

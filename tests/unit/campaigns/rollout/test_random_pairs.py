@@ -21,7 +21,7 @@ from harness.campaigns.weights.sources import merged
 from harness.formats.checkpoint import resolve
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
-from .training import prompts, restarting, train_column
+from .training import prompts, restarting, sampled_rows, train_column
 
 pytestmark = [
     pytest.mark.slow,
@@ -104,15 +104,7 @@ def sample(given, module, folder):
     )
     asked = prompts(given["rows"], seed=given["seed"])
     with LLMEngine(served, config, adapters=adapters) as engine:
-        outputs = engine.generate(asked, params)
-    return [
-        {
-            "prompt_ids": prompt,
-            "response_ids": list(output.token_ids),
-            "engine_logprobs": [each.logprob for each in output.logprobs],
-        }
-        for prompt, output in zip(asked, outputs, strict=True)
-    ]
+        return sampled_rows(engine, asked, params)
 
 
 def compare(given, folder):

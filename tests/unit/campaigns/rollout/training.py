@@ -34,13 +34,18 @@ def rollout(
     sampling = SamplingParams(
         max_new_tokens=num_tokens, num_logprobs=0, ignore_eos=True, **{"temperature": 1.0, "seed": 5, **params}
     )
+    own = {name: value for name, value in params.items() if name != "seed"}
+    return [{**row, "sampling_params": own} for row in sampled_rows(engine, given, sampling)]
+
+
+def sampled_rows(engine: LLMEngine, given: Sequence[Sequence[int]], sampling: SamplingParams) -> list[dict[str, Any]]:
+    """Return rows with the tokens that an engine samples, and its log probabilities."""
     outputs = engine.generate([list(each) for each in given], sampling)
     return [
         {
             "prompt_ids": list(prompt),
             "response_ids": list(output.token_ids),
             "engine_logprobs": [each.logprob for each in output.logprobs],
-            "sampling_params": {name: value for name, value in params.items() if name != "seed"},
         }
         for prompt, output in zip(given, outputs, strict=True)
     ]

@@ -141,17 +141,11 @@ def content_before_mark_lost(own, tools):
 FAULTS = [
     Fault("a call is left in the content, where an argument holds </tool_call>", "hermes", until_mark),
     Fault("arguments are no JSON", "llama", first_brace),
-    Fault(
-        "a number turned to a string",
-        "hermes",
-        changed(hermes, values(lambda own: own if isinstance(own, bool | str | None) else str(own))),
-    ),
+    Fault("a number turned to a string", "hermes",
+          changed(hermes, values(lambda own: own if isinstance(own, bool | str | None) else str(own)))),
     Fault("a string turned to a number", "mistral", changed(mistral, strings(number))),
-    Fault(
-        "a boolean turned to a string",
-        "qwen3_coder",
-        changed(qwen3_coder, values(lambda own: str(own) if isinstance(own, bool) else own)),
-    ),
+    Fault("a boolean turned to a string", "qwen3_coder",
+          changed(qwen3_coder, values(lambda own: str(own) if isinstance(own, bool) else own))),
     Fault(
         "an object turned to a string",
         "hermes",
@@ -176,34 +170,22 @@ FAULTS = [
     Fault("whitespace around a string is stripped", "qwen3_coder", changed(qwen3_coder, strings(str.strip))),
     Fault("entities of HTML are undone", "qwen3_coder", changed(qwen3_coder, strings(html.unescape))),
     Fault("normalisation to NFC", "hermes", changed(hermes, strings(lambda own: unicodedata.normalize("NFC", own)))),
-    Fault(
-        "characters outside of ASCII are lost",
-        "llama",
-        changed(llama, strings(lambda own: own.encode("ascii", "ignore").decode())),
-    ),
+    Fault("characters outside of ASCII are lost", "llama",
+          changed(llama, strings(lambda own: own.encode("ascii", "ignore").decode()))),
     Fault("UTF-8 is read as Latin-1", "mistral", changed(mistral, strings(lambda own: own.encode().decode("latin-1")))),
     Fault("quotes are changed", "llama", changed(llama, strings(lambda own: own.replace("'", '"')))),
-    Fault(
-        "a large number is rounded",
-        "hermes",
-        changed(hermes, values(lambda own: float(own) if type(own) is int else own)),
-    ),
-    Fault(
-        "an argument is lost",
-        "llama",
-        changed(llama, lambda name, own: (name, {key: each for key, each in own.items() if each is not None})),
-    ),
+    Fault("a large number is rounded", "hermes",
+          changed(hermes, values(lambda own: float(own) if type(own) is int else own))),
+    Fault("an argument is lost", "llama",
+          changed(llama, lambda name, own: (name, {key: each for key, each in own.items() if each is not None}))),
     Fault("the arguments of a call are an empty text", "hermes", empty_text),
     Fault(
         "the content is lost beside calls",
         "hermes",
         lambda text, tools: {**(own := hermes(text, tools)), "content": None if own["tool_calls"] else own["content"]},
     ),
-    Fault(
-        "parts of a call are left in the content beside calls",
-        "hermes",
-        lambda text, tools: {**hermes(text, tools), "content": text},
-    ),
+    Fault("parts of a call are left in the content beside calls", "hermes",
+          lambda text, tools: {**hermes(text, tools), "content": text}),
     Fault(
         "a call is invented",
         "llama",
@@ -213,16 +195,11 @@ FAULTS = [
     ),
     Fault("the arguments of a call end too early, in a stream", "hermes", hermes, deltas(hermes, last_piece_lost)),
     Fault("the name of a call comes twice, in a stream", "hermes", hermes, deltas(hermes, name_each_time)),
-    Fault(
-        "something stands behind the arguments of a call, in a stream", "mistral", mistral, deltas(mistral, one_index)
-    ),
+    Fault("something stands behind the arguments of a call, in a stream", "mistral", mistral,
+          deltas(mistral, one_index)),
     Fault("a call is left in the content, at a boundary of pieces", "qwen3_coder", qwen3_coder, no_split_mark),
     Fault("characters are lost, at a boundary of pieces", "hermes", hermes, content_before_mark_lost),
     Fault("characters are lost, at a boundary of pieces", "llama", llama, pieces(llama, str.lstrip)),
-    Fault(
-        "characters are lost, at a boundary of pieces",
-        "llama",
-        llama,
-        lambda own, tools: streamed(llama)((each.removesuffix("x") for each in own), tools),
-    ),
-]
+    Fault("characters are lost, at a boundary of pieces", "llama", llama,
+          lambda own, tools: streamed(llama)((each.removesuffix("x") for each in own), tools)),
+]  # fmt: skip

@@ -1,23 +1,7 @@
 """A live engine without an adapter: the fused toy of the examples."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-@pytest.fixture(scope="session")
-def fused():
-    """Return the module of the toy engine."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import fused_engine
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    return fused_engine
 
 
 @pytest.fixture

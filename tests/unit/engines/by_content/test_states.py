@@ -41,14 +41,17 @@ class Held:
         return self.shown[request]
 
 
+def checked(folder, kind, **options):
+    """Return an engine that runs such models, and the check of it."""
+    engine = StepEngine(lambda: kind(folder, **options), name="held", folder=folder, dtype="float32")
+    prompt = [3, 9, 14, 27, 33, 5, 6]
+    return engine, harness.check(engine, model=str(folder), prompts=[prompt], max_new_tokens=4, schedules=["plain"])
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_states_of_a_live_engine_are_judged(tiny_folder, late):
-    folder = tiny_folder("falcon_h1")
-    engine = StepEngine(lambda: Held(folder, late=late), name="held", folder=folder, dtype="float32")
-    found = harness.check(
-        engine, model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=4, schedules=["plain"]
-    )
+    engine, found = checked(tiny_folder("falcon_h1"), Held, late=late)
     assert engine.capabilities.keeps_states
     (run,) = found.runs
     assert {tap.name for tap in run.taps if "_state" in tap.name} == {
@@ -75,11 +78,7 @@ class HeldInAnotherLayout(Held):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_states_in_another_layout_are_found_by_what_they_hold(tiny_folder, late):
-    folder = tiny_folder("falcon_h1")
-    engine = StepEngine(lambda: HeldInAnotherLayout(folder, late=late), name="held", folder=folder, dtype="float32")
-    found = harness.check(
-        engine, model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=4, schedules=["plain"]
-    )
+    _, found = checked(tiny_folder("falcon_h1"), HeldInAnotherLayout, late=late)
     (run,) = found.runs
     judged = {tap.name: tap for tap in run.taps if "_state" in tap.name}
     assert set(judged) == {f"model.layers.{at}.{name}_state" for at in (0, 1) for name in ("conv", "recurrent")}
@@ -100,11 +99,7 @@ class HeldElsewhere(Held):
 
 @pytest.mark.slow
 def test_states_that_are_not_found_are_said_to_be_lacking(tiny_folder):
-    folder = tiny_folder("falcon_h1")
-    engine = StepEngine(lambda: HeldElsewhere(folder), name="held", folder=folder, dtype="float32")
-    found = harness.check(
-        engine, model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=4, schedules=["plain"]
-    )
+    engine, found = checked(tiny_folder("falcon_h1"), HeldElsewhere)
     assert found, found.text()
     assert {tap.name for tap in found.runs[0].taps if "_state" in tap.name} == {"model.layers.0.conv_state"}
     lacking = {each for each in engine.capabilities.unsupported_taps if "_state" in each}

@@ -199,6 +199,18 @@ def test_a_layer_before_a_norm_that_adds_shows_no_output(graph):
     assert shown.module == "model.layers.1.input_layernorm"
 
 
+def with_layer(parts):
+    """Return a model of one layer, whose modules are given by their names."""
+    model, layer = nn.Module(), nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([layer])
+    for name, own in parts.items():
+        layer.add_module(name, nn.Module())
+        for inner, module in own.items():
+            layer.get_submodule(name).add_module(inner, module)
+    return model
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -209,11 +221,7 @@ def test_experts_with_shared_ones_inside_show_what_the_block_makes():
     """As in vLLM's Qwen2-MoE; without any inside they show what HF's experts do."""
     tap = "model.layers.0.mlp"
     known = Graph(tuple(Operation(tap=each, kind=Kind.OTHER, shape=(128,)) for each in (f"{tap}.experts", tap)))
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.layers = nn.ModuleList([nn.Module()])
-    model.model.layers[0].mlp = nn.Module()
-    model.model.layers[0].mlp.experts = experts = Experts()
+    model = with_layer({"mlp": {"experts": (experts := Experts())}})
     calls = Calls(31, {f"{tap}.experts": call((31, 128))})
     assert taps_of(find_table(model, known, calls)) == [f"{tap}.experts"]
     experts.shared_experts = nn.Module()
@@ -225,11 +233,7 @@ def test_queries_that_hf_scales_before_attention_are_no_tap():
     prefix = "model.layers.0.self_attn."
     kinds = {"query": Kind.OTHER, "key": Kind.COPY, "value": Kind.COPY, "context": Kind.ATTENTION}
     known = Graph(tuple(Operation(tap=prefix + name, kind=kind, shape=(128,)) for name, kind in kinds.items()))
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.layers = nn.ModuleList([nn.Module()])
-    model.model.layers[0].self_attn = nn.Module()
-    model.model.layers[0].self_attn.attn = Attention()
+    model = with_layer({"self_attn": {"attn": Attention()}})
     calls = Calls(31, {f"{prefix}attn": call((31, 128), places=((31, 128),) * 3)})
     assert taps_of(find_table(model, known, calls)) == [prefix + name for name in ("key", "value", "context")]
 
@@ -242,11 +246,7 @@ def test_a_product_that_hf_has_fused_too_may_have_its_rows_in_another_order():
     """As in Bloom and Falcon, where HF's rows go head by head."""
     path = "model.layers.0.self_attention.query_key_value"
     known = Graph((Operation(tap=path, kind=Kind.LINEAR, shape=(384,)),))
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.layers = nn.ModuleList([nn.Module()])
-    model.model.layers[0].self_attention = nn.Module()
-    model.model.layers[0].self_attention.query_key_value = QKVParallelLinear(128, 128, 128)
+    model = with_layer({"self_attention": {"query_key_value": QKVParallelLinear(128, 128, 128)}})
     assert taps_of(find_table(model, known, Calls(31, {path: call((31, 384), None)}))) == []
 
 
@@ -269,10 +269,6 @@ def test_a_body_that_hf_calls_otherwise():
     """As where vLLM runs HF's own modules: the body is always `model`."""
     known = Graph((Operation(tap="gpt_neox.layers.0.mlp.down", source="gpt_neox.layers.0.mlp.down", kind=Kind.LINEAR),
                    Operation(tap="gpt_neox.norm", source="gpt_neox.norm", kind=Kind.NORM)))  # fmt: skip
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.layers = nn.ModuleList([nn.Module()])
-    model.model.layers[0].mlp = nn.Module()
-    model.model.layers[0].mlp.down = LinearBase(128)
+    model = with_layer({"mlp": {"down": LinearBase(128)}})
     model.model.norm = RMSNorm()
     assert taps_of(find_table(model, known)) == ["gpt_neox.layers.0.mlp.down", "gpt_neox.norm"]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo, reader
+from harness.formats.recording import Recording, RequestInfo, reader
+
+from ....recording_writer import new_writer
 
 
 def entries(*sizes):
@@ -26,12 +28,7 @@ def test_small_files_are_kept_as_long_as_there_is_room(monkeypatch, sizes, kept)
 
 @pytest.fixture
 def recording(tmp_path):
-    writer = RecordingWriter(
-        tmp_path / "r",
-        RunInfo(producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype="float32", device="cpu"),
-        [RequestInfo(id=7, token_ids=[1, 2, 3], prompt_length=2)],
-    )
-    with writer:
+    with new_writer(tmp_path / "r", [RequestInfo(id=7, token_ids=[1, 2, 3], prompt_length=2)]) as writer:
         writer.begin_step(
             phase="prefill", request=[7, 7], position=[0, 1], partial_rows={"head": [1]}, block_tables={7: [4, 9]}
         )

@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Producer, Recording
 from harness.formats.recording.writer import _file_name, discard_unfinished, is_unfinished, plain
+
+from ....recording_writer import new_writer, requests_of
 
 
 def writer_of(path, schedule=None):
-    run = RunInfo(
-        producer=Producer(name="x", version="1"), model=ModelInfo(id="x"), dtype="float32", device="cpu",
-        schedule=schedule,
-    )  # fmt: skip
-    return RecordingWriter(path, run, [RequestInfo(id=7, token_ids=[1, 2, 3], prompt_length=2)])
+    return new_writer(path, requests_of({7: [1, 2, 3]}, prompt_length=2), schedule=schedule)
 
 
 def begin(writer, **given):

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engines import Workload, open_engine
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
-from harness.formats.schedule import parse_schedule
+from harness.engines import open_engine
+from harness.formats.recording import Recording, RequestInfo
 from harness.judge.compare import Requirements, compare_run
 from harness.judge.compare.run import Comparison
 from harness.oracle.golden import Golden
@@ -18,6 +17,7 @@ from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
 from harness.results.check import RunResult
 
+from ....recording_writer import record
 from .recordings import Copy
 
 LENGTHS = (11, 4, 7)
@@ -62,20 +62,8 @@ class Bench:
         self, requests: Sequence[RequestInfo], schedule: str, path: Path, *, engine: str = "hf", **options: str
     ) -> Recording:
         """Run an engine over some requests and open what it recorded."""
-        writer = RecordingWriter(
-            path,
-            RunInfo(
-                producer=Producer(name="tests", version="1"),
-                model=ModelInfo(id=str(self.folder)),
-                dtype=self.dtype,
-                device="cpu",
-                schedule=schedule,
-            ),
-            requests,
-        )
-        with writer:
-            opened = open_engine(engine, self.folder, dtype=self.dtype, device="cpu", options=options)
-            opened.run(Workload(requests=requests, schedule=parse_schedule(schedule)), writer)
+        opened = open_engine(engine, self.folder, dtype=self.dtype, device="cpu", options=options)
+        record(opened, schedule, requests, path, dtype=self.dtype, model=str(self.folder))
         return Recording.open(path)
 
     def comparison(self, actual: Recording, **given: object) -> Comparison:
@@ -129,3 +117,9 @@ def bench(
 def one(bench: Callable[..., Bench]) -> Bench:
     """Return the bench of the default checkpoint in float32."""
     return bench()
+
+
+@pytest.fixture
+def actual(one: Bench) -> Copy:
+    """Return a sound recording of that bench, which the test may change."""
+    return one.recorded()

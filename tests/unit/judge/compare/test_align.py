@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Recording
 from harness.judge.compare.align import Locator, Rows, all_rows, chunks, joined, match_requests, step_rows, take
 
+from ....recording_writer import new_writer, requests_of
 from .in_memory import Step, recording_of
 
 TAP, PARTIAL = "model.embed_tokens", "lm_head"
@@ -21,14 +22,7 @@ def rows_at(*pairs):
 
 def write(path, requests, steps, *, partial=None):
     """A recording whose value at a row is 1000 * request + position + 0.1 * step; steps are lists of rows."""
-    writer = RecordingWriter(
-        path,
-        RunInfo(
-            producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
-        ),
-        [RequestInfo(id=id_, token_ids=[1] * n, prompt_length=1) for id_, n in requests.items()],
-    )
-    with writer:
+    with new_writer(path, requests_of({id_: [1] * n for id_, n in requests.items()})) as writer:
         for index, step in enumerate(steps):
             chosen = list(partial(step)) if partial else []
             writer.begin_step(
@@ -42,6 +36,15 @@ def write(path, requests, steps, *, partial=None):
             if chosen:
                 writer.tap(PARTIAL, values[chosen][:, None])
             writer.end_step()
+    return Recording.open(path)
+
+
+def recorded(path, tokens):
+    """A recording of requests whose first one has a row at position 1."""
+    with new_writer(path, requests_of(tokens)) as writer:
+        writer.begin_step(phase="prefill", request=[min(tokens)], position=[1])
+        writer.tap(TAP, torch.ones(1, 2))
+        writer.end_step()
     return Recording.open(path)
 
 
@@ -152,19 +155,7 @@ def test_rows_selected_and_joined():
     ],
 )
 def test_recordings_of_other_prompts_are_refused(tmp_path, theirs, ours, said):
-    def recorded(name, requests):
-        writer = RecordingWriter(
-            tmp_path / name,
-            RunInfo(
-                producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
-            ),
-            [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
-        )
-        with writer:
-            pass
-        return Recording.open(tmp_path / name)
-
-    expected, actual = recorded("theirs", theirs), recorded("ours", ours)
+    expected, actual = (recorded(tmp_path / name, own) for name, own in (("theirs", theirs), ("ours", ours)))
     match_requests(expected, expected)
     with pytest.raises(HarnessError) as caught:
         match_requests(expected, actual)
@@ -173,50 +164,21 @@ def test_recordings_of_other_prompts_are_refused(tmp_path, theirs, ours, said):
 
 
 def test_requests_that_repeat_others_are_matched_by_their_tokens(tmp_path):
-    def recorded(name, requests):
-        writer = RecordingWriter(
-            tmp_path / name,
-            RunInfo(
-                producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
-            ),
-            [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
-        )
-        with writer:
-            writer.begin_step(phase="prefill", request=[3], position=[1])
-            writer.tap(TAP, torch.ones(1, 2))
-            writer.end_step()
-        return Recording.open(tmp_path / name)
-
-    theirs = recorded("theirs", {3: [1, 2], 4: [1, 5, 6]})
-    aliases = match_requests(theirs, recorded("ours", {3: [1, 2], 4: [1, 5, 6], 8: [1, 5], 9: [1, 2]}))
+    theirs = recorded(tmp_path / "theirs", {3: [1, 2], 4: [1, 5, 6]})
+    aliases = match_requests(theirs, recorded(tmp_path / "ours", {3: [1, 2], 4: [1, 5, 6], 8: [1, 5], 9: [1, 2]}))
     assert aliases == {8: 4, 9: 3}
     locator = Locator(theirs, aliases)
     assert locator.find(TAP, rows_at((9, 1), (3, 1), (8, 1)))[:, 0].tolist() == [0, 0, -1]
 
 
 def test_of_a_pool_any_beginning_is_matched_whatever_its_id(tmp_path):
-    theirs = request_recording(tmp_path / "theirs", {0: [1, 2, 3], 1: [1, 5, 6]})
-    aliases = match_requests(theirs, request_recording(tmp_path / "ours", {0: [1, 5], 1: [1, 2]}), is_pool=True)
+    theirs = recorded(tmp_path / "theirs", {0: [1, 2, 3], 1: [1, 5, 6]})
+    aliases = match_requests(theirs, recorded(tmp_path / "ours", {0: [1, 5], 1: [1, 2]}), is_pool=True)
     assert aliases == {0: 1, 1: 0}
     locator = Locator(theirs, aliases)
     assert locator.find(TAP, rows_at((1, 1), (0, 1)))[:, 0].tolist() == [0, -1]
     with pytest.raises(HarnessError, match="H027"):
-        match_requests(theirs, request_recording(tmp_path / "foreign", {0: [1, 5, 7]}), is_pool=True)
-
-
-def request_recording(folder, requests):
-    writer = RecordingWriter(
-        folder,
-        RunInfo(
-            producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float32", device="cpu"
-        ),
-        [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
-    )
-    with writer:
-        writer.begin_step(phase="prefill", request=[0], position=[1])
-        writer.tap(TAP, torch.ones(1, 2))
-        writer.end_step()
-    return Recording.open(folder)
+        match_requests(theirs, recorded(tmp_path / "foreign", {0: [1, 5, 7]}), is_pool=True)
 
 
 # Parts that need no file.

@@ -34,8 +34,7 @@ def test_a_sound_cache_is_exact(one, tmp_path):
 
 
 @pytest.mark.parametrize("name", [KEY, VALUE])
-def test_one_bit_of_one_element(one, tmp_path, name):
-    actual = one.recorded()
+def test_one_bit_of_one_element(one, actual, tmp_path, name):
     row = actual.at(name, *ROW)
     bits = row.view(torch.int16 if row.dtype == torch.bfloat16 else torch.int32)
     bits[0, 5] ^= 1
@@ -50,8 +49,7 @@ def test_one_bit_of_one_element(one, tmp_path, name):
     assert [finding.code for finding in result.findings] == [Code.CACHE_DIFFERS]
 
 
-def test_two_requests_swapped(one, tmp_path):
-    actual = one.recorded()
+def test_two_requests_swapped(one, actual, tmp_path):
     ours, theirs = actual.at(KEY, 0, 2), actual.at(KEY, 2, 2)
     ours[:], theirs[:] = theirs.clone(), ours.clone()
     result = one.measure(actual.write(tmp_path / "r"))
@@ -71,8 +69,7 @@ def cached(one, actual, tmp_path):
     return tap(result, VALUE)
 
 
-def test_a_zero_that_lost_its_sign(one, tmp_path):
-    actual = one.recorded()
+def test_a_zero_that_lost_its_sign(one, actual, tmp_path):
     write_and_read(actual, 0.0, -0.0)
     result = cached(one, actual, tmp_path)
     assert result.verdict is Verdict.BUG
@@ -81,21 +78,18 @@ def test_a_zero_that_lost_its_sign(one, tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0])
-def test_odd_values_that_were_stored_as_they_are(one, tmp_path, value):
-    actual = one.recorded()
+def test_odd_values_that_were_stored_as_they_are(one, actual, tmp_path, value):
     write_and_read(actual, value, value)
     assert cached(one, actual, tmp_path).verdict is not Verdict.BUG
 
 
 @pytest.mark.parametrize(("written", "read"), [(1.0, math.nan), (math.nan, 1.0), (1.0, math.inf), (math.nan, math.inf)])
-def test_odd_values_that_were_not_stored_as_they_are(one, tmp_path, written, read):
-    actual = one.recorded()
+def test_odd_values_that_were_not_stored_as_they_are(one, actual, tmp_path, written, read):
     write_and_read(actual, written, read)
     assert cached(one, actual, tmp_path).num_bad_rows == 1
 
 
-def test_a_nan_of_other_bits(one, tmp_path):
-    actual = one.recorded()
+def test_a_nan_of_other_bits(one, actual, tmp_path):
     write_and_read(actual, math.nan, math.nan)
     row = actual.at(VALUE, *ROW).view(-1)
     row.view(torch.int16 if row.dtype == torch.bfloat16 else torch.int32)[0] ^= 1
@@ -131,8 +125,7 @@ def test_what_was_computed_in_a_wider_dtype_is_stored_in_the_engines(bench, tmp_
     assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
 
 
-def test_heads_recorded_as_one_dimension(one, tmp_path):
-    actual = one.recorded()
+def test_heads_recorded_as_one_dimension(one, actual, tmp_path):
     for step in actual.steps:
         for name in (KEY, VALUE):
             if name in step.taps:
@@ -179,8 +172,7 @@ def test_content_that_nobody_computed_is_found(one, tmp_path):
     assert tap(result, KEY).num_bad_rows == 1
 
 
-def test_a_cache_of_another_shape_is_a_finding(one, tmp_path):
-    actual = one.recorded()
+def test_a_cache_of_another_shape_is_a_finding(one, actual, tmp_path):
     for step in actual.steps:
         if KEY in step.taps:
             step.taps[KEY] = step.taps[KEY][:, :1].contiguous()

@@ -164,9 +164,8 @@ def test_a_router_that_chooses_others_is_found_and_its_experts_are_judged_on_wha
     assert tap(run, EXPERTS).verdict is Verdict.NOISE
 
 
-def test_a_choice_that_the_experts_did_not_follow_is_found_at_the_experts(one, tmp_path):
+def test_a_choice_that_the_experts_did_not_follow_is_found_at_the_experts(one, actual, tmp_path):
     """The router's tap is right, and the experts are those of somebody else."""
-    actual = one.recorded()
     rows = actual.at(EXPERTS, *ROW)
     rows.copy_(actual.at(EXPERTS, ROW[0], ROW[1] - 1))
     run = one.compare(actual.write(tmp_path / "r"))
@@ -174,9 +173,8 @@ def test_a_choice_that_the_experts_did_not_follow_is_found_at_the_experts(one, t
     assert tap(run, EXPERTS).num_bad_rows == 1
 
 
-def test_near_scores_may_fall_either_way(one, tmp_path):
+def test_near_scores_may_fall_either_way(one, actual, tmp_path):
     """The engine's expert lies below by less than its own rounding."""
-    actual = one.recorded()
     scores, chosen = actual.at(ROUTER, *ROW), actual.at(f"{ROUTER}.topk", *ROW)
     order = scores.float().argsort(descending=True).tolist()
     scores[order[2]] = scores[order[1]]
@@ -186,15 +184,13 @@ def test_near_scores_may_fall_either_way(one, tmp_path):
 
 
 @pytest.mark.parametrize("expert", [4, -1])
-def test_an_expert_that_does_not_exist_is_a_finding(one, tmp_path, expert):
-    actual = one.recorded()
+def test_an_expert_that_does_not_exist_is_a_finding(one, actual, tmp_path, expert):
     actual.at(f"{ROUTER}.topk", *ROW)[1] = expert
     run = one.compare(actual.write(tmp_path / "r"))
     assert tap(run, f"{ROUTER}.topk").num_bad_rows == 1
 
 
-def test_indices_that_are_no_integers_are_no_choice(one, tmp_path):
-    actual = one.recorded()
+def test_indices_that_are_no_integers_are_no_choice(one, actual, tmp_path):
     for step in actual.computing():
         step.taps[f"{ROUTER}.topk"] = step.taps[f"{ROUTER}.topk"].float()
     run = one.compare(actual.write(tmp_path / "r"))
@@ -202,17 +198,15 @@ def test_indices_that_are_no_integers_are_no_choice(one, tmp_path):
     assert "expected indices" in finding.message
 
 
-def test_indices_of_fewer_bits_are_a_choice(one, tmp_path):
+def test_indices_of_fewer_bits_are_a_choice(one, actual, tmp_path):
     """Kernels write 32 bits."""
-    actual = one.recorded()
     for step in actual.computing():
         step.taps[f"{ROUTER}.topk"] = step.taps[f"{ROUTER}.topk"].to(torch.int32)
     assert one.compare(actual.write(tmp_path / "r")).findings == ()
 
 
-def test_an_engine_that_does_not_tell_its_choice(one, tmp_path):
+def test_an_engine_that_does_not_tell_its_choice(one, actual, tmp_path):
     """Then the experts are judged on HF's choice from the engine's scores."""
-    actual = one.recorded()
     names = [f"model.layers.{layer}.mlp.gate.{part}" for layer in range(2) for part in ("topk", "1")]
     for name in names:
         actual.drop(name)

@@ -140,8 +140,7 @@ def one(bench):
     return bench("llama-tiny", torch.bfloat16)
 
 
-def test_rounded_scores_are_a_convention_that_an_engine_is_held_to(one, tmp_path):
-    actual = one.recorded()
+def test_rounded_scores_are_a_convention_that_an_engine_is_held_to(one, actual, tmp_path):
     loud(actual)
     attend(one, actual, "eager")
     found = one.comparison(actual.write(tmp_path / "a"))

@@ -44,8 +44,7 @@ def test_all_of_it(one, tmp_path):
     assert findings(result) == []
 
 
-def test_a_tap_that_is_not_there(one, tmp_path):
-    actual = one.recorded()
+def test_a_tap_that_is_not_there(one, actual, tmp_path):
     actual.drop("model.layers.1.mlp.act")
     result = one.measure(actual.write(tmp_path / "r"))
     assert findings(result) == [(Code.TAP_MISSING, "model.layers.1.mlp.act", None, None)]
@@ -54,8 +53,7 @@ def test_a_tap_that_is_not_there(one, tmp_path):
     assert result.coverage.missing == NUM_ROWS
 
 
-def test_a_tap_that_need_not_be_there(one, tmp_path):
-    actual = one.recorded()
+def test_a_tap_that_need_not_be_there(one, actual, tmp_path):
     actual.drop("model.layers.1.mlp.act")
     wanted = [op.tap for op in one.hf.graph if op.site != "mlp.act"]
     result = one.measure(actual.write(tmp_path / "r"), wanted=wanted, not_offered=["mlp.act"])
@@ -63,8 +61,7 @@ def test_a_tap_that_need_not_be_there(one, tmp_path):
     assert result.coverage.not_offered == ("mlp.act",)
 
 
-def test_the_cache_must_be_read_back_where_it_is_wanted(one, tmp_path):
-    actual = one.recorded()
+def test_the_cache_must_be_read_back_where_it_is_wanted(one, actual, tmp_path):
     actual.steps = list(actual.computing())
     wanted = [op.tap for op in one.hf.graph]
     assert findings(one.measure(actual.write(tmp_path / "a"))) == []

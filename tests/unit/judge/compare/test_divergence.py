@@ -28,8 +28,7 @@ def in_brief(result):
     return first and (first.tap, first.code)
 
 
-def test_a_tap_of_another_shape_is_where_it_begins(one, tmp_path):
-    actual = one.recorded()
+def test_a_tap_of_another_shape_is_where_it_begins(one, actual, tmp_path):
     misshape(actual, MIDDLE)
     result = one.compare(actual.write(tmp_path / "r"))
     first, step = result.first_divergence, actual.steps[0]
@@ -55,9 +54,8 @@ def test_a_tap_of_a_coarser_dtype_is_where_it_begins(bench, tmp_path):
         (LATE, (MIDDLE, Code.TAP_MISMATCH)),
     ],
 )
-def test_what_comes_first_in_the_run_is_first(one, tmp_path, wrong, expected):
+def test_what_comes_first_in_the_run_is_first(one, actual, tmp_path, wrong, expected):
     """Whichever of the two was recorded first, and in whatever row it is wrong."""
-    actual = one.recorded()
     misshape(actual, MIDDLE)
     actual.at(wrong, *ROW).mul_(2)
     for step in actual.steps:
@@ -65,8 +63,7 @@ def test_what_comes_first_in_the_run_is_first(one, tmp_path, wrong, expected):
     assert in_brief(one.compare(actual.write(tmp_path / "r"))) == expected
 
 
-def test_of_several_shapes_the_first_in_the_run(one, tmp_path):
-    actual = one.recorded()
+def test_of_several_shapes_the_first_in_the_run(one, actual, tmp_path):
     for tap in (LATE, MIDDLE, "lm_head"):
         misshape(actual, tap)
     for step in actual.steps:
@@ -74,28 +71,25 @@ def test_of_several_shapes_the_first_in_the_run(one, tmp_path):
     assert in_brief(one.compare(actual.write(tmp_path / "r"))) == (MIDDLE, Code.TAP_MISMATCH)
 
 
-def test_a_shape_is_first_without_replay_too(one, tmp_path):
+def test_a_shape_is_first_without_replay_too(one, actual, tmp_path):
     """Where rows are held against the golden's."""
-    actual = one.recorded()
     misshape(actual, MIDDLE)
     for step in actual.computing():
         step.taps[LATE] = step.taps[LATE] * 1.5
     assert in_brief(one.measure(actual.write(tmp_path / "r"))) == (MIDDLE, Code.TAP_MISMATCH)
 
 
-def test_under_another_name_it_is_the_same_tap(one, tmp_path):
+def test_under_another_name_it_is_the_same_tap(one, actual, tmp_path):
     """HF's own name of an alias: the recording is read under the graph's."""
     prefix = "model.layers.1."
-    actual = one.recorded()
     misshape(actual, f"{prefix}mlp.act")
     for step in actual.computing():
         step.taps[f"{prefix}mlp.down_proj.input"] = step.taps.pop(f"{prefix}mlp.act")
     assert in_brief(one.compare(actual.write(tmp_path / "r"))) == (f"{prefix}mlp.act", Code.TAP_MISMATCH)
 
 
-def test_a_tap_that_the_graph_does_not_know_is_no_operation(one, tmp_path):
+def test_a_tap_that_the_graph_does_not_know_is_no_operation(one, actual, tmp_path):
     """It is a finding, and nothing can be said of where it stands."""
-    actual = one.recorded()
     for step in actual.computing():
         step.taps["mine"] = torch.zeros(len(step.request), 3, dtype=torch.int64)
     result = one.compare(actual.write(tmp_path / "r"))
@@ -127,8 +121,7 @@ def test_a_step_with_no_row_of_it_is_passed_over(one, tmp_path):
     assert (first.tap, first.step) == ("lm_head", actual.steps.index(there))
 
 
-def test_a_tap_without_any_row(one, tmp_path):
-    actual = one.recorded()
+def test_a_tap_without_any_row(one, actual, tmp_path):
     misshape(actual, "lm_head")
     for step in actual.computing():
         if "lm_head" in step.taps:

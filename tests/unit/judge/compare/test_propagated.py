@@ -141,15 +141,13 @@ def test_another_shape_is_a_finding(one, tmp_path, name):
     assert f"expected [{width + 1}], actual [{width}]" in mismatches[0].message
 
 
-def test_the_same_elements_in_two_dimensions_are_no_finding(one, tmp_path):
-    actual = one.recorded()
+def test_the_same_elements_in_two_dimensions_are_no_finding(one, actual, tmp_path):
     for step in actual.computing():
         step.taps[TAP] = step.taps[TAP].unflatten(1, (4, -1))
     assert one.compare(actual.write(tmp_path / "r")).findings == ()
 
 
-def test_another_dtype_than_the_engines(one, tmp_path):
-    actual = one.recorded()
+def test_another_dtype_than_the_engines(one, actual, tmp_path):
     for step in actual.computing():
         step.taps[TAP] = step.taps[TAP].to(torch.bfloat16)
     result = one.compare(actual.write(tmp_path / "r"))
@@ -157,8 +155,7 @@ def test_another_dtype_than_the_engines(one, tmp_path):
     assert "BF16, coarser than the engine's float32" in finding.message
 
 
-def test_integers_are_no_tap(one, tmp_path):
-    actual = one.recorded()
+def test_integers_are_no_tap(one, actual, tmp_path):
     for step in actual.computing():
         step.taps[TAP] = step.taps[TAP].to(torch.int32)
     result = one.compare(actual.write(tmp_path / "r"))

@@ -78,8 +78,7 @@ def test_rows_whose_input_is_unknown_are_not_judged(one, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["k_rope", "self_attn.v_proj"])
-def test_a_history_with_a_hole_is_not_judged_behind_it(one, tmp_path, part):
-    actual = one.recorded()
+def test_a_history_with_a_hole_is_not_judged_behind_it(one, actual, tmp_path, part):
     without(actual, f"{PREFIX}{part}", (0, 5))
     for at in (4, 5, 9):
         actual.at(f"{PREFIX}attention", 0, at).mul_(2)
@@ -90,8 +89,7 @@ def test_a_history_with_a_hole_is_not_judged_behind_it(one, tmp_path, part):
     assert (result.first_bad.request, result.first_bad.position) == (0, 4)
 
 
-def test_a_query_that_is_unknown_is_one_row(one, tmp_path):
-    actual = one.recorded()
+def test_a_query_that_is_unknown_is_one_row(one, actual, tmp_path):
     without(actual, f"{PREFIX}q_rope", (0, 5))
     result = tap(one.compare(actual.write(tmp_path / "r"), wanted=[]), f"{PREFIX}attention")
     assert result.num_rows == everywhere() - 1
@@ -119,8 +117,7 @@ def test_local_errors_do_not_depend_on_the_schedule(one, tmp_path, schedule):
         assert each.num_rows == (len(LENGTHS) * NUM_NEW if each.name == HEAD else everywhere())
 
 
-def test_several_batches_are_one_judgement(one, tmp_path, monkeypatch):
-    actual = one.recorded()
+def test_several_batches_are_one_judgement(one, actual, tmp_path, monkeypatch):
     actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
     recording = actual.write(tmp_path / "r")
     together = one.comparison(recording)
@@ -138,8 +135,7 @@ def test_several_batches_are_one_judgement(one, tmp_path, monkeypatch):
 
 
 @one_thread()  # of torch: workers have one each, and another number may sum in another order
-def test_several_threads_come_to_the_same_judgement(one, tmp_path, monkeypatch):
-    actual = one.recorded()
+def test_several_threads_come_to_the_same_judgement(one, actual, tmp_path, monkeypatch):
     actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
     recording = actual.write(tmp_path / "r")
     alone = one.comparison(recording)
@@ -241,9 +237,8 @@ def test_what_a_sample_leaves_out_is_said(one, tmp_path):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["self_attn.v_proj", "attention", "mlp.up_proj", "self_attn.o_proj"])
 @pytest.mark.parametrize("row", [(0, 3), (0, 6), (1, 2), (2, 4)])
-def test_one_wrong_row_stands_out_wherever_it_is(one, tmp_path, name, row):
+def test_one_wrong_row_stands_out_wherever_it_is(one, actual, tmp_path, name, row):
     """It is not drawn, and no step begins or ends there: as an engine's one wrong row, it changes what follows it."""
-    actual = one.recorded()
     for each in (f"{PREFIX}{name}", "model.layers.2.output", "model.norm"):
         actual.at(each, *row).mul_(1.5)
     run = one.compare(actual.write(tmp_path / "r"), sample=SAMPLE)
@@ -251,8 +246,7 @@ def test_one_wrong_row_stands_out_wherever_it_is(one, tmp_path, name, row):
     assert (first.tap, first.request, first.position) == (f"{PREFIX}{name}", *row)
 
 
-def test_a_product_that_was_not_recorded_in_every_row_is_judged_wherever_it_was(one, tmp_path):
-    actual = one.recorded()
+def test_a_product_that_was_not_recorded_in_every_row_is_judged_wherever_it_was(one, actual, tmp_path):
     without(actual, f"{PREFIX}mlp.up_proj", (2, 3))
     run = one.compare(actual.write(tmp_path / "r"), wanted=[], sample=SAMPLE)
     assert tap(run, f"{PREFIX}mlp.up_proj").num_rows == everywhere() - 1

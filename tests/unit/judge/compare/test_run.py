@@ -68,9 +68,8 @@ def test_the_truth_judged_by_replay_is_exact_to_float64(one):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SITES)
-def test_a_row_that_is_off_is_found_at_its_operation(one, tmp_path, name):
+def test_a_row_that_is_off_is_found_at_its_operation(one, actual, tmp_path, name):
     """The output is off and so are the consumers' inputs, but those still do what they are given to do wrongly."""
-    actual = one.recorded()
     row = actual.at(name, *ROW)
     row *= 1.01
     result = one.compare(actual.write(tmp_path / "r"))
@@ -85,8 +84,7 @@ def test_a_row_that_is_off_is_found_at_its_operation(one, tmp_path, name):
     }
 
 
-def test_the_first_divergence_is_the_first_in_graph_order_then_in_row_order(one, tmp_path):
-    actual = one.recorded()
+def test_the_first_divergence_is_the_first_in_graph_order_then_in_row_order(one, actual, tmp_path):
     for name, row in (
         ("model.layers.2.mlp.act", (0, 0)),
         ("model.layers.0.mlp.up_proj", (2, 4)),
@@ -99,8 +97,7 @@ def test_the_first_divergence_is_the_first_in_graph_order_then_in_row_order(one,
     assert (first.tap, first.request, first.position) == ("model.layers.0.mlp.up_proj", 1, 5)
 
 
-def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behind_its_layer(one, tmp_path):
-    actual = one.recorded()
+def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behind_its_layer(one, actual, tmp_path):
     actual.at("model.layers.1.self_attn.q_proj", 1, 5).mul_(2)
     recording = actual.write(tmp_path / "r")
     whole, early = (one.compare(recording, stops_early=stops_early) for stops_early in (False, True))
@@ -117,9 +114,8 @@ def test_who_stops_early_judges_all_of_a_sound_run(one, tmp_path):
     assert len(result.taps) == len(one.hf.graph)
 
 
-def test_independent_faults_are_all_found(one, tmp_path):
+def test_independent_faults_are_all_found(one, actual, tmp_path):
     faults = {"model.layers.0.self_attn.o_proj": (0, 3), "model.layers.1.mlp.gate_proj": (1, 4), "lm_head": (2, 6)}
-    actual = one.recorded()
     for name, row in faults.items():
         actual.at(name, *row).mul_(1.5)
     result = one.compare(actual.write(tmp_path / "r"))
@@ -180,8 +176,7 @@ def test_a_nan_is_blamed_on_the_operation_that_made_it(one, tmp_path, name):
     assert tap(result, name).num_nan == 1
 
 
-def test_an_infinity_is_counted_and_found(one, tmp_path):
-    actual = one.recorded()
+def test_an_infinity_is_counted_and_found(one, actual, tmp_path):
     actual.at("model.layers.1.mlp.up_proj", *ROW)[7] = math.inf
     result = one.compare(actual.write(tmp_path / "r"))
     assert result.first_divergence.tap == "model.layers.1.mlp.up_proj"
@@ -189,8 +184,7 @@ def test_an_infinity_is_counted_and_found(one, tmp_path):
     assert tap(result, "model.layers.1.mlp.up_proj").num_inf == 1
 
 
-def test_a_nan_where_only_propagation_can_judge(one, tmp_path):
-    actual = one.recorded()
+def test_a_nan_where_only_propagation_can_judge(one, actual, tmp_path):
     actual.at("model.layers.1.mlp.up_proj", *ROW)[7] = math.nan
     result = one.measure(actual.write(tmp_path / "r"))
     assert wrong(result) == ["model.layers.1.mlp.up_proj"]
@@ -210,9 +204,8 @@ def test_an_operation_whose_way_leads_back_to_the_tokens_is_judged_by_propagatio
     assert result.first_divergence.code is Code.PROPAGATED_ERROR
 
 
-def test_the_cache_of_an_engine_that_computes_wrong_keys_is_sound(one, tmp_path):
+def test_the_cache_of_an_engine_that_computes_wrong_keys_is_sound(one, actual, tmp_path):
     """What was written is what is read: the rotation is to blame, not the cache."""
-    actual = one.recorded()
     for name in ("k_rope", "k_cache"):
         actual.at(f"model.layers.1.{name}", *ROW).mul_(1.5)
     result = one.compare(actual.write(tmp_path / "r"))
@@ -220,9 +213,8 @@ def test_the_cache_of_an_engine_that_computes_wrong_keys_is_sound(one, tmp_path)
     assert "model.layers.1.k_cache" not in wrong(result)
 
 
-def test_tokens_are_those_of_the_request_not_what_the_engine_claims(one, tmp_path):
+def test_tokens_are_those_of_the_request_not_what_the_engine_claims(one, actual, tmp_path):
     """An engine that embeds another token than it was fed."""
-    actual = one.recorded()
     actual.at("model.embed_tokens", *ROW).copy_(one.hf.model.model.embed_tokens.weight[9])
     result = one.compare(actual.write(tmp_path / "r"))
     assert result.first_divergence.tap == "model.embed_tokens"
@@ -260,9 +252,8 @@ def flat(actual, names):
         ("attention",),
     ],
 )
-def test_heads_recorded_as_one_dimension_make_no_difference(one, tmp_path, sites):
+def test_heads_recorded_as_one_dimension_make_no_difference(one, actual, tmp_path, sites):
     """As docs/recording-format.md promises."""
-    actual = one.recorded()
     flat(actual, [f"model.layers.{layer}.{site}" for layer in range(3) for site in sites])
     result = one.compare(actual.write(tmp_path / "r"))
     assert result.findings == ()
@@ -278,8 +269,7 @@ def test_projections_recorded_as_heads_make_no_difference(one, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["banana", "nn"])
-def test_a_dtype_that_torch_does_not_know(one, tmp_path, dtype):
-    actual = one.recorded()
+def test_a_dtype_that_torch_does_not_know(one, actual, tmp_path, dtype):
     actual.dtype = dtype
     with pytest.raises(HarnessError):
         one.measure(actual.write(tmp_path / "r"))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Recording
 from harness.judge.compare.batch import PaddedBatch, make_batches
 from harness.judge.compare.sequences import NOWHERE, sequences
+
+from ....recording_writer import new_writer, requests_of
 
 TAP, OTHER = "model.layers.0.k_rope", "lm_head"
 WIDTH = 3
@@ -20,14 +22,7 @@ UNRELATED = {1: [1] * 20, 5: [5] * 20}
 
 def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None, readback=(), tables=None):
     """Steps are lists of (request, position); every value of a row is its `number`; `tables` are of blocks of 2."""
-    writer = RecordingWriter(
-        path,
-        RunInfo(
-            producer=Producer(name="tests", version="1"), model=ModelInfo(id="tiny"), dtype="float64", device="cpu"
-        ),
-        [RequestInfo(id=id_, token_ids=tokens, prompt_length=1) for id_, tokens in requests.items()],
-    )
-    with writer:
+    with new_writer(path, requests_of(requests), dtype="float64") as writer:
         for index, step in enumerate(steps):
             covered = {tap: rows for (at, tap), rows in (partial or {}).items() if at == index}
             writer.begin_step(

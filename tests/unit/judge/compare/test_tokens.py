@@ -58,9 +58,8 @@ def test_equal_choices(one, tmp_path, schedule):
 
 
 @pytest.mark.parametrize(("share", "is_tie"), [(0.51, True), (0.49, False)])
-def test_a_choice_below_the_best_by_twice_the_noise_is_a_tie(one, tmp_path, share, is_tie):
+def test_a_choice_below_the_best_by_twice_the_noise_is_a_tie(one, actual, tmp_path, share, is_tie):
     token, margin = second_best(one)
-    actual = one.recorded()
     choose(actual, token)
     result = one.measure(actual.write(tmp_path / "r"), noise=with_noise(one, share * margin))
     assert result.tokens.ties == int(is_tie)
@@ -68,18 +67,16 @@ def test_a_choice_below_the_best_by_twice_the_noise_is_a_tie(one, tmp_path, shar
     assert differing(result) == ([] if is_tie else [ROW])
 
 
-def test_without_noise_nothing_is_a_tie(one, tmp_path):
+def test_without_noise_nothing_is_a_tie(one, actual, tmp_path):
     token, _ = second_best(one)
-    actual = one.recorded()
     choose(actual, token)
     result = one.measure(actual.write(tmp_path / "r"), noise={})
     assert result.tokens.ties == 0
     assert differing(result) == [ROW]
 
 
-def test_the_finding_names_both_tokens(one, tmp_path):
+def test_the_finding_names_both_tokens(one, actual, tmp_path):
     token, _ = second_best(one)
-    actual = one.recorded()
     expected = sampled_row(actual)[0].sampled[sampled_row(actual)[1]]
     choose(actual, token)
     (finding,) = one.measure(actual.write(tmp_path / "r")).findings
@@ -87,8 +84,7 @@ def test_the_finding_names_both_tokens(one, tmp_path):
 
 
 @pytest.mark.parametrize("token", [256, 2**40])
-def test_a_token_outside_of_the_vocabulary_is_never_a_tie(one, tmp_path, token):
-    actual = one.recorded()
+def test_a_token_outside_of_the_vocabulary_is_never_a_tie(one, actual, tmp_path, token):
     choose(actual, token)
     result = one.measure(actual.write(tmp_path / "r"), noise=with_noise(one, 1e9))
     assert differing(result) == [ROW]

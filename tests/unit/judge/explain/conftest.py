@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engines import Workload, open_engine
+from harness.engines import open_engine
 from harness.errors import Code
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RunInfo
+from harness.formats.recording import Recording
 from harness.formats.recording.reader import Step
-from harness.formats.schedule import parse_schedule
 from harness.formats.taps import Kind
 from harness.judge.compare import compare_run
 from harness.judge.compare.align import Locator, Rows, step_rows
@@ -25,6 +24,7 @@ from harness.oracle.requests import Prompt
 from harness.results.check import Coverage, Explanation, Finding, Outcome, RunResult, TokenResult
 from reference_engine.checkpoint.families import FAMILIES
 
+from ....recording_writer import record
 from .toy_attention import Toy
 
 LENGTHS = (37, 11)
@@ -61,22 +61,10 @@ class Bench:
             for n in LENGTHS
         ]
         self.golden = cached_golden(self.hf, prompts)
-        writer = RecordingWriter(
-            path,
-            RunInfo(
-                producer=Producer(name="tests", version="1"),
-                model=ModelInfo(id=str(folder)),
-                dtype=name,
-                device="cpu",
-                schedule=schedule,
-            ),
-            self.golden.requests,
-        )
-        with writer:
-            is_served = self.hf.config.model_type in FAMILIES
-            options = {"block_size": str(BLOCK_SIZE)} if is_served else {}
-            engine = open_engine("reference" if is_served else "hf", folder, dtype=name, device="cpu", options=options)
-            engine.run(Workload(requests=self.golden.requests, schedule=parse_schedule(schedule)), writer)
+        is_served = self.hf.config.model_type in FAMILIES
+        options = {"block_size": str(BLOCK_SIZE)} if is_served else {}
+        engine = open_engine("reference" if is_served else "hf", folder, dtype=name, device="cpu", options=options)
+        record(engine, schedule, self.golden.requests, path, dtype=dtype, model=str(folder))
         self.recording = Recording.open(path, verify=False)
         self.tensors: dict[str, torch.Tensor] = {}
 
@@ -162,7 +150,7 @@ class Bench:
 
 
 @pytest.fixture(scope="session")
-def bench(
+def bench_of(
     checkpoints: Path, tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Bench]:
     """Return the bench of a checkpoint, embedded or of a tiny model of a family, in a dtype and under a schedule."""
@@ -176,6 +164,12 @@ def bench(
         return benches[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def bench(bench_of: Callable[..., Bench]) -> Bench:
+    """Return the bench of the default checkpoint in float32."""
+    return bench_of()
 
 
 @pytest.fixture(scope="module")

@@ -238,7 +238,6 @@ def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(expla
 
 
 def test_several_independent_mistakes_are_each_explained(bench):
-    bench = bench()
     first, second = "model.layers.0.mlp.act", "model.layers.2.self_attn.v_proj"
     gate, up = (bench.tap(f"model.layers.0.mlp.{name}_proj") for name in ("gate", "up"))
     wrong = torch.nn.functional.gelu(gate) * up
@@ -253,7 +252,6 @@ def test_several_independent_mistakes_are_each_explained(bench):
 
 
 def test_a_sound_run_is_returned_as_it_is(bench):
-    bench = bench()
     recording = bench.planted({})
     found = bench.compare(recording)
     assert found.result.findings == ()
@@ -261,7 +259,6 @@ def test_a_sound_run_is_returned_as_it_is(bench):
 
 
 def test_two_causes_in_one_operation_leave_rows_that_the_better_one_does_not_explain(bench):
-    bench = bench()
     tap = "model.layers.1.attn_residual"
     stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
     wrong = branch.clone()  # the residual is not added
@@ -272,8 +269,8 @@ def test_two_causes_in_one_operation_leave_rows_that_the_better_one_does_not_exp
     assert found.detail == "some rows have another cause"
 
 
-def test_which_rows_are_wrong(bench):
-    bench = bench("llama-tiny", schedule="chunked")
+def test_which_rows_are_wrong(bench_of):
+    bench = bench_of("llama-tiny", schedule="chunked")
     tap, rows = "model.layers.1.mlp.up_proj", bench.rows()
     lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
     scopes = {

@@ -139,7 +139,6 @@ def recorded_explained(bench, choose):
 
 
 def test_choices_in_a_recording(bench):
-    bench = bench()
     found = recorded_explained(bench, lambda logits: logits.topk(2).indices[:, 1])
     assert found.cause == "the second largest logit is chosen"
     assert "has rank 2" in found.detail
@@ -149,7 +148,6 @@ def test_choices_in_a_recording(bench):
 
 
 def test_rows(bench):
-    bench = bench()
     causes = {recorded_explained(bench, lambda logits: logits[0].argmax().expand(len(logits))).cause}
     causes.add(recorded_explained(bench, lambda logits: logits.roll(1, dims=0).argmax(1)).cause)
     assert causes <= {
@@ -160,7 +158,6 @@ def test_rows(bench):
 
 
 def test_rounded_logits(bench):
-    bench = bench()
 
     def last_of_the_ties(logits):
         low = logits.bfloat16()
@@ -181,7 +178,6 @@ def test_rounded_logits(bench):
 
 
 def test_one_wrong_choice_is_named_by_its_place(bench):
-    bench = bench()
     here = lambda step: (step.request == 1) & (step.position == 12)  # noqa: E731
     step = next(each for each in bench.steps("lm_head") if bool(here(each).any()))
     row, covered = int(here(step).nonzero()[0, 0]), step.rows_of("lm_head")
@@ -195,5 +191,4 @@ def test_one_wrong_choice_is_named_by_its_place(bench):
 
 
 def test_a_choice_that_follows_from_the_logits_is_no_mistake_of_choosing(bench):
-    bench = bench()
     assert recorded_explained(bench, lambda logits: logits.argmax(1)) is None

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.slot_history import SlotHistory
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
+
+from ....recording_writer import new_writer
 
 
 class ToyModel:
@@ -93,18 +95,7 @@ def recorded(
         )
         for number, (count, prompt) in enumerate(lengths)
     ]
-    writer = RecordingWriter(
-        folder,
-        RunInfo(
-            producer=Producer(name="test", version="1"),
-            model=ModelInfo(id="m"),
-            dtype=dtype,
-            device=device,
-            schedule=schedule,
-        ),
-        requests,
-    )
-    with writer:
+    with new_writer(folder, requests, dtype=dtype, device=device, schedule=schedule) as writer:
         for step in steps:
             given = dict(step)
             taps = given.pop("taps", {})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,13 +46,6 @@ def test_compiled_layers_make_the_same_tokens(checkpoint: Any, monkeypatch: pyte
     expected = LLMEngine(checkpoint.folder, config).generate(prompts, params)
     compiled = LLMEngine(checkpoint.folder, replace(config, compile_layers=True)).generate(prompts, params)
     assert [output.token_ids for output in compiled] == [output.token_ids for output in expected]
-
-
-@pytest.fixture
-def _no_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("_no_collector")

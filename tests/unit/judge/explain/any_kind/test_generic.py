@@ -383,7 +383,6 @@ RECORDED_TAP = "model.layers.1.mlp.down_proj"
 
 
 def test_gain_and_offset(bench):
-    bench = bench()
     right = bench.tap(RECORDED_TAP)
     found = bench.explain(RECORDED_TAP, right * 1.25)
     assert found.cause == "a constant gain of 1.25"
@@ -392,9 +391,9 @@ def test_gain_and_offset(bench):
 
 
 @pytest.mark.parametrize(("power", "is_cause"), [(0, True), (2, False)])
-def test_an_offset_must_hold_for_the_right_rows_of_the_same_steps(bench, power, is_cause):
+def test_an_offset_must_hold_for_the_right_rows_of_the_same_steps(bench_of, power, is_cause):
     """An error that grows leaves its bound in the last rows only, and of these alone it looks constant."""
-    bench = bench(dtype=torch.bfloat16)
+    bench = bench_of(dtype=torch.bfloat16)
     right, position = bench.tap(RECORDED_TAP), bench.rows(RECORDED_TAP).position.double()
     channels = torch.zeros(right.shape[1], dtype=torch.float64)
     channels[::5] = 0.0035 * right.norm(dim=1).mean()
@@ -404,7 +403,6 @@ def test_an_offset_must_hold_for_the_right_rows_of_the_same_steps(bench, power, 
 
 
 def test_rows_of_other_tokens_in_a_recording(bench):
-    bench = bench()
     right, rows = bench.tap(RECORDED_TAP), bench.rows(RECORDED_TAP)
     wrong = right.clone()
     first = (rows.request == 0) & (rows.position < 37)
@@ -415,7 +413,6 @@ def test_rows_of_other_tokens_in_a_recording(bench):
 
 
 def test_heads_in_another_order_in_a_recording(bench):
-    bench = bench()
     tap = "model.layers.1.q_rope"
     heads = bench.tap(tap).unflatten(1, (-1, bench.head_dim))
     found = bench.explain(tap, heads.roll(1, dims=1).flatten(1))
@@ -423,7 +420,6 @@ def test_heads_in_another_order_in_a_recording(bench):
 
 
 def test_another_input_and_another_output(bench):
-    bench = bench()
     tap = "model.layers.1.self_attn.v_proj"
     stream = bench.tap("model.layers.0.output")
     found = bench.explain(tap, stream @ bench.weight(tap).T)
@@ -433,7 +429,6 @@ def test_another_input_and_another_output(bench):
 
 
 def test_a_coarser_result_or_input(bench):
-    bench = bench()
     right = bench.tap(RECORDED_TAP)
     assert bench.explain(RECORDED_TAP, right.bfloat16().double()).cause == "the output is rounded to bfloat16"
     tap, source = "model.layers.1.input_layernorm", bench.tap("model.layers.0.output")
@@ -444,7 +439,6 @@ def test_a_coarser_result_or_input(bench):
 
 
 def test_where_nothing_fits_it_says_what_it_sees(bench):
-    bench = bench()
     wrong = bench.tap(RECORDED_TAP)
     generator = torch.Generator().manual_seed(3)
     wrong[:, 10:20] += torch.randn(len(wrong), 10, generator=generator, dtype=torch.float64)
@@ -455,7 +449,6 @@ def test_where_nothing_fits_it_says_what_it_sees(bench):
 
 
 def test_growth_with_the_position_and_the_heads_that_carry_it(bench):
-    bench = bench()
     tap = "model.layers.1.q_rope"
     wrong, rows = bench.tap(tap), bench.rows(tap)
     generator = torch.Generator().manual_seed(4)
@@ -468,7 +461,6 @@ def test_growth_with_the_position_and_the_heads_that_carry_it(bench):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_result_that_is_cut_off(bench, dtype):
-    bench = bench()
     name = str(dtype).removeprefix("torch.")
     mantissa, exponent = torch.frexp(bench.tap(RECORDED_TAP))
     step = 2.0 ** (8 if dtype == torch.bfloat16 else 11)
@@ -478,7 +470,6 @@ def test_a_result_that_is_cut_off(bench, dtype):
 
 
 def test_the_head_may_read_any_layer(bench):
-    bench = bench()
     steps = bench.steps("lm_head")
     stream = torch.cat([step.tap("model.layers.1.output")[step.rows_of("lm_head")] for step in steps]).double()
     found = bench.explain("lm_head", stream @ bench.weight("lm_head").T)
@@ -486,7 +477,6 @@ def test_the_head_may_read_any_layer(bench):
 
 
 def test_settings_are_tried_at_a_head_that_computes_few_positions(bench):
-    bench = bench()
     right = bench.tap("lm_head")
     found = bench.explain("lm_head", right + random(*right.shape))
     assert not found.is_cause
@@ -494,7 +484,6 @@ def test_settings_are_tried_at_a_head_that_computes_few_positions(bench):
 
 
 def test_the_last_row_of_the_step(bench):
-    bench = bench()
     right, rows = bench.tap(RECORDED_TAP), bench.rows(RECORDED_TAP)
     last = torch.stack([(rows.step == step).nonzero()[-1, 0] for step in rows.step])
     found = bench.explain(RECORDED_TAP, right[last])
@@ -507,15 +496,14 @@ def test_an_explanation_that_raises_costs_no_other(bench, monkeypatch):
         yield
 
     monkeypatch.setattr("harness.judge.explain.products.linear.EXPLANATIONS", (broken,))
-    bench = bench()
     assert bench.explain(RECORDED_TAP, bench.tap(RECORDED_TAP) * 1.25).cause == "a constant gain of 1.25"
     noise = torch.randn(bench.tap(RECORDED_TAP).shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     assert "could not be tried: broken: ValueError" in bench.explain(RECORDED_TAP, noise).detail
 
 
-def test_a_fitted_cause_with_the_numbers_of_an_unfitted_one_is_dropped(bench):
+def test_a_fitted_cause_with_the_numbers_of_an_unfitted_one_is_dropped(bench_of):
     """Of two tokens, the last one is the last piece of two: "only the last 1 tokens" is another name of it."""
-    bench = bench(schedule="chunked")
+    bench = bench_of(schedule="chunked")
     tap, rows = "model.layers.1.attention", bench.rows()
     first = (rows.request == 1) & (rows.position == 1)
     wrong = bench.tap(tap)
@@ -528,8 +516,8 @@ def test_a_fitted_cause_with_the_numbers_of_an_unfitted_one_is_dropped(bench):
     assert found.cause == "split KV: only the last piece counts"
 
 
-def test_a_factor_that_differs_from_row_to_row_is_no_cause(bench):
-    bench = bench(dtype=torch.bfloat16)
+def test_a_factor_that_differs_from_row_to_row_is_no_cause(bench_of):
+    bench = bench_of(dtype=torch.bfloat16)
     right = bench.tap(RECORDED_TAP)
     factors = torch.linspace(1.02, 1.06, len(right), dtype=torch.float64)[:, None]
     found = bench.explain(RECORDED_TAP, right * factors)
@@ -549,9 +537,9 @@ def test_cutting_off_is_told_from_rounding_only_by_many_elements(numel, cause):
     assert found.cause == cause
 
 
-def test_an_offset_that_leaves_more_than_rounding_is_none(bench):
+def test_an_offset_that_leaves_more_than_rounding_is_none(bench_of):
     """A slope of the activation looks like an offset, as far as the gate's mean goes."""
-    bench = bench(dtype=torch.bfloat16)
+    bench = bench_of(dtype=torch.bfloat16)
     gate, up = (bench.tap(f"model.layers.0.mlp.{site}_proj") for site in ("gate", "up"))
     found = bench.explain("model.layers.0.mlp.act", gate * (1.1 * gate).sigmoid() * up)
     assert not found.is_cause, found
@@ -561,7 +549,7 @@ def test_an_offset_that_leaves_more_than_rounding_is_none(bench):
 def test_a_gain_of_a_norm_that_could_be_its_eps(bench, monkeypatch, has_form, is_cause):
     if not has_form:
         monkeypatch.setattr(generic, "form_of", lambda failure: None)
-    bench, tap = bench(), "model.layers.1.input_layernorm"
+    tap = "model.layers.1.input_layernorm"
     assert bench.explain(tap, bench.tap(tap) * 1.01).is_cause == is_cause
 
 

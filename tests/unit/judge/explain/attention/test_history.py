@@ -9,7 +9,6 @@ from .test_scores import TAP, K, V, attended
 
 @pytest.mark.slow
 def test_other_tensors(bench):
-    bench = bench()
     k, v = bench.tap(K), bench.tap(V)
     wrong = {
         "K and V are swapped in the cache": (v, k),
@@ -51,7 +50,6 @@ def only_decode(bench, tensor):
 
 
 def test_one_block_read_from_another_place(bench):
-    bench = bench()
     key, value = moved(bench, range(8), range(8, 16))
     found = bench.explain(TAP, only_decode(bench, attended(bench, key=key, value=value)))
     assert found.cause == "reads one block of its history from a wrong place"
@@ -65,7 +63,6 @@ def test_one_block_read_from_another_place(bench):
 
 
 def test_one_position_read_from_another_place(bench):
-    bench = bench()
     key, value = moved(bench, [4], [21], request=1)
     found = bench.explain(TAP, only_decode(bench, attended(bench, key=key, value=value)))
     assert found.cause == "reads one position of its history from a slot that another request wrote"
@@ -75,14 +72,12 @@ def test_one_position_read_from_another_place(bench):
 
 
 def test_one_position_that_is_not_seen(bench):
-    bench = bench()
     unseen = attended(bench, visible=lambda p, s, q, t: (q <= p) & (q != 16))
     found = bench.explain(TAP, only_decode(bench, unseen))
     assert found.cause == "does not see one position of its history"
 
 
 def test_the_table_of_another_request(bench):
-    bench = bench()
     rows = bench.rows()
     # In step 1 request 1 reads as many positions of request 0, whose blocks hold more.
     step = int(rows.step[(rows.request == 1) & (rows.position == 11)])
@@ -112,7 +107,6 @@ def with_slots(bench, taps, change):
 
 
 def test_a_slot_mapping_that_does_not_follow_the_table(bench):
-    bench = bench()
     rows = bench.rows()
     table = bench.recording.steps[0].block_tables[0]
     wrong_slot = table[0] * BLOCK_SIZE + 3  # position 8 goes where position 3 was
@@ -140,7 +134,6 @@ def test_a_slot_mapping_that_does_not_follow_the_table(bench):
 
 
 def test_a_block_that_belongs_to_two_requests(bench):
-    bench = bench()
     rows = bench.rows()
     tables = bench.recording.steps[0].block_tables
 
@@ -168,7 +161,6 @@ def test_a_block_that_belongs_to_two_requests(bench):
 
 
 def test_past_the_context(bench):
-    bench = bench()
     rows = bench.rows()
     # Request 1 at position 11 reads the next slot of its block too: position 12's, that is written one step later.
     at = ((rows.request == 1) & (rows.position == 11)).nonzero()[0, 0]
@@ -184,7 +176,6 @@ def test_past_the_context(bench):
 
 
 def test_rows_that_are_not_finite(bench):
-    bench = bench()
     wrong = bench.tap(TAP)
     wrong[-1] = torch.nan
     found = bench.explain(TAP, wrong, code=Code.NOT_FINITE)

@@ -404,11 +404,11 @@ def attended(
 
 
 def test_the_definition_is_no_mistake(bench):
-    assert torch.allclose(attended(bench()), bench().tap(TAP), atol=1e-5)
+    assert torch.allclose(attended(bench), bench.tap(TAP), atol=1e-5)
 
 
-def test_masks(bench):
-    bench = bench(schedule="chunked")
+def test_masks(bench_of):
+    bench = bench_of(schedule="chunked")
     masks = {
         "causal mask off by one: a row does not see itself": lambda p, s, q, t: q < p,
         "causal mask off by one: a row sees the next token": lambda p, s, q, t: (q <= p + 1) & (t <= s),
@@ -424,8 +424,8 @@ def test_masks(bench):
         assert found.residual_after < 30
 
 
-def test_mask_aligned_top_left(bench):
-    bench = bench(schedule="chunked")
+def test_mask_aligned_top_left(bench_of):
+    bench = bench_of(schedule="chunked")
     rows = bench.rows()
     first = {(r, s): int(rows.position[(rows.request == r) & (rows.step == s)].min())
              for r in (0, 1) for s in rows.step[rows.request == r].unique().tolist()}  # fmt: skip
@@ -445,7 +445,6 @@ def test_mask_aligned_top_left(bench):
 
 
 def test_scales(bench):
-    bench = bench()
     hidden, own = bench.config.hidden_size, bench.head_dim**-0.5
     scales = {
         f"missing: 1 instead of {own:.4g}": 1.0,
@@ -464,7 +463,6 @@ def test_scales(bench):
 
 
 def test_a_bias_that_the_model_does_not_have(bench):
-    bench = bench()
 
     def attended_with(slopes):
         def softmax(scores):
@@ -480,7 +478,6 @@ def test_a_bias_that_the_model_does_not_have(bench):
 
 
 def test_kv_heads(bench):
-    bench = bench()
     tiled = torch.arange(6) % 2
     found = bench.explain(TAP, attended(bench, heads=tiled))
     assert found.cause == "KV heads are tiled instead of repeated"
@@ -492,7 +489,6 @@ def test_kv_heads(bench):
 
 
 def test_padding(bench):
-    bench = bench()
     right, rows = attended(bench), bench.rows()
     q, k = (bench.tap(name).unflatten(1, (-1, bench.head_dim)) for name in (RECORDED_Q, K))
     wrong = right.unflatten(1, (6, -1)).clone()
@@ -509,7 +505,6 @@ def test_padding(bench):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_probabilities_in_float8(bench, dtype):
-    bench = bench()
     wrong = attended(bench, softmax=lambda s: s.softmax(-1).to(dtype).double())
     found = bench.explain(TAP, wrong)
     assert found.cause == f"the probabilities are rounded to {str(dtype).removeprefix('torch.')}"
@@ -517,7 +512,6 @@ def test_probabilities_in_float8(bench, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_coarse_softmax(bench, dtype):
-    bench = bench()
     wrong = attended(bench, softmax=lambda s: s.softmax(-1).to(dtype).double())
     found = bench.explain(TAP, wrong)
     assert found.cause == f"the softmax is in {str(dtype).removeprefix('torch.')}"
@@ -539,7 +533,6 @@ def split(weigh, size=16):
 
 
 def test_split_kv(bench):
-    bench = bench()
     merges = {
         "split KV: natural log-sum-exp is merged in base 2": lambda s, m: (s * math.log(2)).softmax(0),
         "split KV: the pieces are not rescaled to a common maximum": lambda s, m: (
@@ -554,8 +547,8 @@ def test_split_kv(bench):
         assert (found.cause, found.detail) == (cause, f"pieces of 16 tokens; {begins}")
 
 
-def test_sliding_window(bench):
-    bench, window = bench("mistral"), WINDOW
+def test_sliding_window(bench_of):
+    bench, window = bench_of("mistral"), WINDOW
     wrong = {
         f"sliding window off by one (too wide): {window + 1} instead of {window}": lambda p, s, q, t: (
             (q <= p) & (q > p - window - 1)
@@ -573,8 +566,8 @@ def test_sliding_window(bench):
         assert found.num_explained == found.num_rows
 
 
-def test_what_only_later_chunks_get_wrong(bench):
-    bench = bench(schedule="chunked")
+def test_what_only_later_chunks_get_wrong(bench_of):
+    bench = bench_of(schedule="chunked")
     rows = bench.rows()
     first = torch.stack([rows.position[(rows.step == step) & (rows.request == request)].min()
                          for step, request in zip(rows.step.tolist(), rows.request.tolist(), strict=True)])  # fmt: skip
@@ -591,7 +584,6 @@ def test_what_only_later_chunks_get_wrong(bench):
 
 @pytest.mark.parametrize("multiple", [8, 16, 32])
 def test_keys_padded_to_a_multiple(bench, multiple):
-    bench = bench()
     rows = bench.rows()
     wrong = attended(bench).unflatten(1, (6, -1)).clone()
     q, k = (bench.tap(name).unflatten(1, (-1, bench.head_dim)) for name in (RECORDED_Q, K))
@@ -610,7 +602,6 @@ def test_keys_padded_to_a_multiple(bench, multiple):
 
 
 def test_values_or_keys_of_other_kv_heads(bench):
-    bench = bench()
     num_heads, num_kv = bench.config.num_attention_heads, bench.config.num_key_value_heads
     own = torch.arange(num_heads) // (num_heads // num_kv)
     other = (own + 1) % num_kv
@@ -628,14 +619,12 @@ def capped(cap):
 
 @pytest.mark.parametrize(("cap", "num_fitted"), [(1.5, 1), (15.0, 0)])
 def test_a_soft_cap_that_the_model_does_not_have(bench, cap, num_fitted):
-    bench = bench()
     found = bench.explain(TAP, attended(bench, softmax=capped(cap)))
     assert found.cause == f"a soft cap of {cap:g} is applied to the scores, which the model does not have"
     assert found.num_fitted == num_fitted
 
 
 def test_sinks_that_the_model_does_not_have(bench):
-    bench = bench()
     num_heads = bench.config.num_attention_heads
     sinks = torch.linspace(-1, 2, num_heads, dtype=torch.float64)
 
@@ -649,7 +638,6 @@ def test_sinks_that_the_model_does_not_have(bench):
 
 
 def test_one_more_in_the_sum_of_the_exponentials(bench):
-    bench = bench()
 
     def with_a_one(scores):
         return torch.cat((scores, torch.zeros_like(scores[..., :1])), dim=-1).softmax(-1)[..., :-1]
@@ -660,7 +648,6 @@ def test_one_more_in_the_sum_of_the_exponentials(bench):
 
 
 def test_a_scale_that_is_wrong_for_one_request_alone(bench):
-    bench = bench()
     wrong = (bench.rows().request == 0)[:, None]
     output = torch.where(wrong, attended(bench, scale=1.0), attended(bench))
     assert bench.explain(TAP, output).cause == f"the softmax scale is missing: 1 instead of {bench.head_dim**-0.5:.4g}"

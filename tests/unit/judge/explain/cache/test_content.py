@@ -295,8 +295,8 @@ def int8(x, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_formats(bench, dtype):
-    bench = bench(dtype=dtype)
+def test_formats(bench_of, dtype):
+    bench = bench_of(dtype=dtype)
     right = bench.tap(TAP)
     heads = right.unflatten(1, (-1, bench.head_dim))
     wrong = {
@@ -319,22 +319,20 @@ def test_formats(bench, dtype):
 
 
 def test_cut_off(bench):
-    bench = bench()
     bits = bench.tap(TAP).float().view(torch.int32) & -(1 << 16)
     found = explain(bench, bits.view(torch.float32).double())
     assert found.cause == "what is cached is cut off to bfloat16 instead of rounded"
 
 
 def test_gains_of_heads(bench):
-    bench = bench()
     heads = bench.tap(TAP).unflatten(1, (-1, bench.head_dim))
     found = explain(bench, (heads * torch.tensor([0.25, 3.0])[:, None]).flatten(1))
     assert found.cause == "each head comes back with a gain of its own"
     assert found.detail == "by head: 0.25, 3"
 
 
-def test_one_bit_in_a_recording(bench):
-    bench = bench(dtype=torch.bfloat16)
+def test_one_bit_in_a_recording(bench_of):
+    bench = bench_of(dtype=torch.bfloat16)
     wrong = bench.tap(TAP)
     wrong[:, 5] = (wrong[:, 5].bfloat16().view(torch.int16) ^ (1 << 3)).view(torch.bfloat16).double()
     found = explain(bench, wrong)
@@ -346,8 +344,8 @@ def test_one_bit_in_a_recording(bench):
     (0, "bit 0 of the mantissa"), (6, "bit 6 of the mantissa"), (7, "bit 0 of the exponent"),
     (9, "bit 2 of the exponent"), (15, "the sign"),
 ])  # fmt: skip
-def test_a_flipped_bit_is_named_by_what_it_is_in_the_number(bench, bit, name):
-    bench = bench(dtype=torch.bfloat16)
+def test_a_flipped_bit_is_named_by_what_it_is_in_the_number(bench_of, bit, name):
+    bench = bench_of(dtype=torch.bfloat16)
     wrong = bench.tap(TAP).bfloat16().view(torch.int16)
     wrong[:, 5] = wrong[:, 5] ^ (1 << bit if bit < 15 else -(1 << 15))
     found = explain(bench, wrong.view(torch.bfloat16).double())
@@ -375,8 +373,8 @@ def test_bits_of_one_element_and_of_several():
     assert recorded_flipped() == []
 
 
-def test_noise_has_no_cause(bench):
-    bench = bench(dtype=torch.bfloat16)
+def test_noise_has_no_cause(bench_of):
+    bench = bench_of(dtype=torch.bfloat16)
     right = bench.tap(TAP)
     noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = explain(bench, (right * (1 + 0.05 * noise)).bfloat16().double())
@@ -386,7 +384,6 @@ def test_noise_has_no_cause(bench):
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "float16"), (torch.float8_e4m3fn, "float8_e4m3fn")])
 def test_an_overflow_of_the_cache(bench, dtype, name):
-    bench = bench()
     written = bench.tap("model.layers.1.k_rope")
     limit = torch.finfo(dtype).max
     written[:, 3] = 2 * limit
@@ -402,7 +399,6 @@ def test_an_overflow_of_the_cache(bench, dtype, name):
 
 
 def test_single_zeros_may_have_been_written_over(bench):
-    bench = bench()
     wrong = bench.tap(TAP)
     wrong[5] = 0
     assert explain(bench, wrong).cause == "zeros come back: never written, or written over with zeros"

@@ -17,7 +17,6 @@ TAPS = {
 
 @pytest.fixture(scope="module")
 def held(bench):
-    bench = bench()
     return bench, ContentIndex(bench.recording, bench.hf.graph, LAYER, torch.float32)
 
 

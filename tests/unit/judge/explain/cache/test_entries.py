@@ -351,7 +351,6 @@ def written(bench, tap=WRITTEN):
 
 
 def test_whole_tensors(bench):
-    bench = bench()
     right = bench.tap(TAP)
     assert torch.equal(right, written(bench))
     wrong = {
@@ -369,7 +368,6 @@ def test_whole_tensors(bench):
 
 
 def test_another_row_and_where_it_came_from(bench):
-    bench = bench()
     rows, wrong = bench.rows(TAP), bench.tap(TAP)
     at = {(r, p): i for i, (r, p) in enumerate(zip(rows.request.tolist(), rows.position.tolist(), strict=True))}
     wrong[at[0, 20]] = wrong[at[1, 5]]
@@ -383,7 +381,6 @@ def test_another_row_and_where_it_came_from(bench):
 
 
 def test_the_first_slots_of_blocks(bench):
-    bench = bench()
     rows, wrong = bench.rows(TAP), bench.tap(TAP)
     boundary = (rows.position % BLOCK_SIZE == 0) & (rows.position > 0)
     wrong[boundary] = 0
@@ -399,7 +396,6 @@ def test_the_first_slots_of_blocks(bench):
 
 
 def test_the_token_beside_it(bench):
-    bench = bench()
     rows, wrong = bench.rows(TAP), bench.tap(TAP)
     own = (rows.request == 0) & (rows.position < 30) & (rows.position > 2)
     wrong[own] = written(bench)[own].roll(-1, dims=0)
@@ -409,7 +405,6 @@ def test_the_token_beside_it(bench):
 
 
 def test_memory_that_is_not_finite(bench):
-    bench = bench()
     wrong = bench.tap(TAP)
     wrong[bench.rows(TAP).position == 16] = torch.nan
     found = explain(bench, wrong)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.explain.core import failure as subject
 from harness.judge.explain.core.failure import gathered, row_in_step, row_inputs, token_ids
 
+from .....recording_writer import new_writer, requests_of
 from ..toy_attention import PLACES, Toy
 from ..toys import ToyModel, failure_of, linear, random, recorded
 
@@ -241,12 +242,7 @@ def test_another_tap_at_the_same_rows(recording):
 
 def computed_again(path):
     """A request of two tokens that is computed twice, by steps 0 and 1."""
-    writer = RecordingWriter(
-        path,
-        RunInfo(producer=Producer(name="test", version="1"), model=ModelInfo(id="m"), dtype="float32", device="cpu"),
-        [RequestInfo(id=0, token_ids=[5, 6], prompt_length=2)],
-    )
-    with writer:
+    with new_writer(path, requests_of({0: [5, 6]}, prompt_length=2)) as writer:
         for value in (1.0, 2.0):
             writer.begin_step(phase="prefill", request=[0, 0], position=[0, 1])
             writer.tap("x", torch.tensor([[value], [10 * value]]))

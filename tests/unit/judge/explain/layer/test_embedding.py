@@ -137,7 +137,6 @@ RECORDED_TAP = "model.embed_tokens"
 
 
 def test_tokens(bench):
-    bench = bench()
     table, rows = bench.weight(RECORDED_TAP), bench.rows(RECORDED_TAP)
     tokens = [request.token_ids for request in bench.golden.requests]
     own = torch.tensor([tokens[r][p] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)])
@@ -151,7 +150,6 @@ def test_tokens(bench):
 
 
 def test_scale_and_zero(bench):
-    bench = bench()
     right = bench.tap(RECORDED_TAP)
     assert bench.explain(RECORDED_TAP, right * right.shape[1] ** 0.5).cause.startswith(
         "the embedding is scaled by the root"

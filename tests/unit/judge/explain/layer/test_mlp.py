@@ -5,7 +5,6 @@ TAP = "model.layers.1.mlp.act"
 
 
 def test_gate_up_and_activation(bench):
-    bench = bench()
     gate, up = (bench.tap(f"model.layers.1.mlp.{name}_proj") for name in ("gate", "up"))
     wrong = {
         "gate and up are swapped: the activation is applied to up": functional.silu(up) * gate,
@@ -26,7 +25,6 @@ def test_gate_up_and_activation(bench):
 
 
 def test_one_request_alone(bench):
-    bench = bench()
     gate, wrong = bench.tap("model.layers.1.mlp.gate_proj"), bench.tap(TAP)
     second = bench.rows(TAP).request == 1
     wrong[second] = (torch.sigmoid(gate) * bench.tap("model.layers.1.mlp.up_proj"))[second]
@@ -34,9 +32,9 @@ def test_one_request_alone(bench):
     assert (found.cause, found.scope) == ("the activation is sigmoid", "request 1")
 
 
-def test_an_activation_without_a_gate(bench):
+def test_an_activation_without_a_gate(bench_of):
     """GPT-2's; nothing that is said of gate and up can hold for it."""
-    bench, tap = bench("gpt2"), "transformer.h.1.mlp.c_proj.input"
+    bench, tap = bench_of("gpt2"), "transformer.h.1.mlp.c_proj.input"
     x = bench.tap("transformer.h.1.mlp.c_fc")
     for cause, tensor in {
         "the activation is ReLU": functional.relu(x),

@@ -43,7 +43,6 @@ def explained(bench, tensor):
 
 
 def test_a_layer_that_did_not_run(bench):
-    bench = bench()
     x = bench.tap(BEFORE)
     found = explained(bench, x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * bench.weight(TAP))
     assert found.cause == f"layer 1 did not run: nothing of layer 1 was recorded, and this fits {BEFORE}"
@@ -52,7 +51,6 @@ def test_a_layer_that_did_not_run(bench):
 
 
 def test_a_layer_that_was_only_not_recorded(bench):
-    bench = bench()
     found = explained(bench, bench.tap(TAP) * 1.5)
     assert found.cause == "nothing of layer 1 was recorded"
     assert not found.is_cause
@@ -60,7 +58,6 @@ def test_a_layer_that_was_only_not_recorded(bench):
 
 @pytest.mark.parametrize("tap", ["model.layers.0.input_layernorm", "model.norm"])
 def test_elsewhere_nothing_is_said(bench, tap):
-    bench = bench()
     rows = bench.rows(TAP)
     ones = torch.ones(len(rows), dtype=torch.float64)
     errors = LocalErrors(rows=rows, roundings=ones, bound=ones, bad=ones > 2, exact=False, unrecorded=())

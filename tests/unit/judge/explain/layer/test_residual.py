@@ -12,7 +12,6 @@ NORMED = "model.layers.1.input_layernorm"
 
 
 def test_sides(bench):
-    bench = bench()
     stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
     wrong = {
         "the residual is not added": branch,
@@ -33,20 +32,17 @@ def test_sides(bench):
 
 
 def test_a_norm_in_place_that_stops_before_its_weight(bench):
-    bench = bench()
     normed = bench.tap(NORMED) / bench.weight(NORMED)
     assert bench.explain(TAP, normed + bench.tap(BRANCH)).cause.endswith("in place, before its weight")
 
 
 def test_a_branch_with_a_factor(bench):
-    bench = bench()
     stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
     found = bench.explain("model.layers.1.attn_residual", stream + 0.22 * branch)
     assert (found.cause, found.num_fitted) == ("the branch is added with a factor of 0.22", 1)
 
 
 def test_a_stream_with_a_factor(bench):
-    bench = bench()
     stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
     found = bench.explain(TAP, 0.7 * stream + branch)
     assert (found.cause, found.num_fitted) == ("the residual is added with a factor of 0.7", 1)
@@ -56,7 +52,6 @@ def test_a_stream_with_a_factor(bench):
 
 
 def test_a_sum_that_is_cut_off(bench):
-    bench = bench()
     found = bench.explain(TAP, (bench.tap(STREAM) + bench.tap(BRANCH)).clamp(-0.5, 0.75))
     assert (found.cause, found.num_fitted) == ("values outside of -0.5 to 0.75 are cut off", 2)
 

@@ -402,7 +402,6 @@ def recorded_normed(x, weight, eps=1e-6, statistic=None):
 
 
 def test_weight(bench):
-    bench = bench()
     x, weight = bench.tap(SOURCE), bench.weight(RECORDED_TAP)
     wrong = {
         "the norm's weight is not applied": recorded_normed(x, 1.0),
@@ -423,14 +422,12 @@ def test_weight(bench):
 
 @pytest.mark.parametrize("eps", [1e-5, 3e-4])
 def test_eps(bench, eps):
-    bench = bench()
     tap, source = "model.layers.0.input_layernorm", "model.embed_tokens"  # rows of small norm tell it best
     found = bench.explain(tap, recorded_normed(bench.tap(source), bench.weight(tap), eps))
     assert found.cause == f"wrong eps: {eps:g} instead of 1e-06"
 
 
 def test_eps_outside_of_the_root(bench):
-    bench = bench()
     tap, x = "model.layers.0.input_layernorm", bench.tap("model.embed_tokens")
     for eps in (1e-3, 4.2e-3):
         root = x.square().mean(-1, keepdim=True).sqrt() + eps
@@ -438,7 +435,6 @@ def test_eps_outside_of_the_root(bench):
 
 
 def test_variance_in_bfloat16(bench):
-    bench = bench()
     x = bench.tap(SOURCE)
     statistic = x.bfloat16().square().mean(-1, keepdim=True).double()
     found = bench.explain(RECORDED_TAP, recorded_normed(x, bench.weight(RECORDED_TAP), statistic=statistic))
@@ -446,7 +442,6 @@ def test_variance_in_bfloat16(bench):
 
 
 def test_a_statistic_of_another_kind(bench):
-    bench = bench()
     x = bench.tap(SOURCE)
     found = bench.explain(
         RECORDED_TAP, recorded_normed(x, bench.weight(RECORDED_TAP), statistic=x.abs().amax(-1, keepdim=True))
@@ -458,7 +453,6 @@ def test_a_statistic_of_another_kind(bench):
 
 
 def test_over_all_heads(bench):
-    bench = bench()
     x, weight = bench.tap(QK_SOURCE), bench.weight(QK_TAP)
     num_heads = x.shape[1] // len(weight)
     found = bench.explain(QK_TAP, recorded_normed(x, weight.repeat(num_heads)))
@@ -466,7 +460,6 @@ def test_over_all_heads(bench):
 
 
 def test_qk_norm_skipped_in_decode(bench):
-    bench = bench()
     rows, wrong = bench.rows(), bench.tap(QK_TAP)
     lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
     decode = rows.position >= lengths
@@ -476,7 +469,6 @@ def test_qk_norm_skipped_in_decode(bench):
 
 
 def test_a_sum_of_squares_that_overflows(bench):
-    bench = bench()
     x = bench.tap(SOURCE)
     x[5] *= 400 / x[5].norm()  # a sum of 160,000, of terms that float16 holds
     zeros = bench.tap(RECORDED_TAP)
@@ -489,7 +481,6 @@ def test_a_sum_of_squares_that_overflows(bench):
 def test_squares_that_overflow_in_a_recording(bench, monkeypatch):
     """HF's own norm overflows there, too, so that its control would excuse the engine's."""
     monkeypatch.setattr("harness.judge.compare.row_judge.CONTROL_FACTOR", 0.0)
-    bench = bench()
     x = bench.tap(SOURCE)
     x[5] *= 1e25
     zeros = bench.tap(RECORDED_TAP)
@@ -508,7 +499,6 @@ def test_squares_that_overflow_in_a_recording(bench, monkeypatch):
     ],
 )
 def test_the_divisor_of_the_mean(bench, divisor, cause):
-    bench = bench()
     x = bench.tap(SOURCE)
     statistic = x.square().sum(-1, keepdim=True) / divisor
     found = bench.explain(RECORDED_TAP, recorded_normed(x, bench.weight(RECORDED_TAP), statistic=statistic))
@@ -516,16 +506,16 @@ def test_the_divisor_of_the_mean(bench, divisor, cause):
     assert found.num_fitted == (divisor == 77)
 
 
-def test_eps_of_the_sum(bench):
-    bench = bench("llama-tiny")
+def test_eps_of_the_sum(bench_of):
+    bench = bench_of("llama-tiny")
     tap, x = "model.layers.0.input_layernorm", bench.tap("model.embed_tokens")
     found = bench.explain(tap, recorded_normed(x, bench.weight(tap), 1e-5 / x.shape[-1]))
     assert found.cause == "eps 1e-05 is added to the sum of the squares instead of to their mean"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_single_weights(bench, dtype):
-    bench = bench(dtype=dtype)
+def test_single_weights(bench_of, dtype):
+    bench = bench_of(dtype=dtype)
     x, weight = bench.tap(SOURCE), bench.weight(RECORDED_TAP)
     weight[17] *= 1.5
     assert bench.explain(RECORDED_TAP, recorded_normed(x, weight)).cause == "one weight of the norm is another: [17]"
@@ -540,7 +530,6 @@ def test_single_weights(bench, dtype):
 
 
 def test_a_scale_of_each_row_is_seen_and_is_no_cause(bench):
-    bench = bench()
     x = bench.tap(SOURCE)
     found = bench.explain(
         RECORDED_TAP, recorded_normed(x, bench.weight(RECORDED_TAP), statistic=x.abs().amax(-1, keepdim=True))
@@ -554,9 +543,9 @@ def test_a_scale_of_each_row_is_seen_and_is_no_cause(bench):
     assert not found.is_cause
 
 
-def test_an_eps_that_fits_no_row_well_is_no_cause(bench):
+def test_an_eps_that_fits_no_row_well_is_no_cause(bench_of):
     """Statistics that are wrong by another factor in each row, all of them too large: an eps explains most of it."""
-    bench = bench(dtype=torch.bfloat16)
+    bench = bench_of(dtype=torch.bfloat16)
     x = bench.tap(SOURCE)
     mean = x.square().mean(-1, keepdim=True)
     factors = 1.04 + 0.02 * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -12,7 +12,6 @@ ROW = 3
 
 def explained(bench, weights, change):
     """Explain k_proj whose row 3 is changed: `change` gets its blocks of 16 weights, and gives other ones."""
-    bench = bench()
     weight = bench.weight(TAP).clone()
     weight[ROW] = change(weight[ROW].unflatten(0, (-1, 16))).flatten()
     recording = bench.planted({TAP: bench.tap(SOURCE) @ weight.T})

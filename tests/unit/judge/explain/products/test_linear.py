@@ -453,8 +453,8 @@ RECORDED_GATE, UP, NORMED = (
 )
 
 
-def test_bias_dropped(bench):
-    bench = bench("qwen2-tiny")
+def test_bias_dropped(bench_of):
+    bench = bench_of("qwen2-tiny")
     found = bench.explain(TAP, bench.tap(SOURCE) @ bench.weight(TAP).T)
     assert (found.cause, found.scope) == ("the bias is dropped", "every row")
     assert found.residual_after < 20
@@ -463,7 +463,6 @@ def test_bias_dropped(bench):
 
 
 def test_weights_of_another_module(bench):
-    bench = bench()
     x = bench.tap(SOURCE)
     found = bench.explain(TAP, x @ bench.weight("model.layers.0.self_attn.k_proj").T)
     assert found.cause == "the weights are those of model.layers.0.self_attn.k_proj"
@@ -471,8 +470,8 @@ def test_weights_of_another_module(bench):
     assert found.cause == f"the weights are those of {UP}"
 
 
-def test_weights_not_loaded(bench):
-    bench = bench("qwen2-tiny")
+def test_weights_not_loaded(bench_of):
+    bench = bench_of("qwen2-tiny")
     bias = bench.hf.module(TAP).bias.detach().double()
     found = bench.explain(TAP, bias.expand(len(bench.tap(TAP)), -1))
     assert found.cause == "the weights are zero: not loaded"
@@ -481,7 +480,6 @@ def test_weights_not_loaded(bench):
 
 
 def test_weights_of_nobody(bench):
-    bench = bench()
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(bench.weight(TAP).shape, generator=generator, dtype=torch.float64)
     found = bench.explain(TAP, bench.tap(SOURCE) @ weight.T)
@@ -529,7 +527,6 @@ def test_weights_are_fitted_from_more_rows_than_inputs(rows, is_fitted):
 
 
 def test_one_element_of_the_weight_in_a_recording(bench):
-    bench = bench()
     weight = bench.weight(TAP).clone()
     own, weight[7, 20] = float(weight[7, 20]), 0.75
     found = bench.explain(TAP, bench.tap(SOURCE) @ weight.T)
@@ -539,14 +536,13 @@ def test_one_element_of_the_weight_in_a_recording(bench):
     assert "one element" not in bench.explain(TAP, bench.tap(SOURCE) @ weight.T).cause
 
 
-def test_the_transpose(bench):
-    bench = bench("qwen2-tiny")  # whose output projection is square
+def test_the_transpose(bench_of):
+    bench = bench_of("qwen2-tiny")  # whose output projection is square
     tap, source = "model.layers.1.self_attn.o_proj", "model.layers.1.attention"
     assert bench.explain(tap, bench.tap(source) @ bench.weight(tap)).cause == "the weight is transposed"
 
 
 def test_rows_of_the_stacked_weight_in_the_wrong_order(bench):
-    bench = bench()
     names = [f"model.layers.1.self_attn.{name}_proj" for name in "qkv"]
     stacked = torch.cat([bench.tap(name) for name in names], dim=1)
     width = bench.tap(names[1]).shape[1]
@@ -560,7 +556,6 @@ def test_rows_of_the_stacked_weight_in_the_wrong_order(bench):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_coarse_weight(bench, dtype):
-    bench = bench()
     name = str(dtype).removeprefix("torch.")
     x, weight = bench.tap(SOURCE), bench.weight(TAP)
     assert bench.explain(TAP, x @ weight.to(dtype).double().T).cause == f"the weight is in {name}"
@@ -568,15 +563,14 @@ def test_coarse_weight(bench, dtype):
     assert bench.explain(TAP, both).cause == f"the product is of inputs in {name}"
 
 
-def test_tied_head(bench):
-    bench = bench("qwen2-tiny")
+def test_tied_head(bench_of):
+    bench = bench_of("qwen2-tiny")
     x = torch.cat([step.tap("model.norm")[step.rows_of("lm_head")] for step in bench.steps("lm_head")]).double()
     found = bench.explain("lm_head", x @ bench.weight("model.embed_tokens").T)
     assert found.cause == "the head is tied to the embedding though it has weights of its own"
 
 
 def test_overflow(bench):
-    bench = bench()
     x, wrong = bench.tap(SOURCE), bench.tap(TAP)
     x[7] = (x[7] * 1e38).clamp(-3e38, 3e38)
     wrong[7] = torch.inf
@@ -591,7 +585,6 @@ def int8(x, dim):
 
 
 def test_weights_in_8_bits(bench):
-    bench = bench()
     x, weight = bench.tap(SOURCE), bench.weight(TAP)
     groups = int8(weight.unflatten(1, (-1, 32)), 2).flatten(1)
     scale = weight.abs().amax() / 448
@@ -614,7 +607,6 @@ def test_weights_in_8_bits(bench):
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 8), (torch.float16, 16)])
 def test_sums_in_16_bits(bench, dtype, size):
-    bench = bench()
     x, weight = bench.tap(SOURCE), bench.weight(TAP)
     total = torch.zeros(len(x), len(weight), dtype=dtype)
     for at in range(0, x.shape[1], size):
@@ -627,8 +619,8 @@ def test_sums_in_16_bits(bench, dtype, size):
     )
 
 
-def test_single_rows_of_the_weight(bench):
-    bench = bench("qwen2-tiny")
+def test_single_rows_of_the_weight(bench_of):
+    bench = bench_of("qwen2-tiny")
     bias = bench.hf.module(TAP).bias.detach().double()
     for factor, cause in {
         0.0: "some outputs are zero: these rows of the weight were not loaded",
@@ -646,7 +638,6 @@ def test_single_rows_of_the_weight(bench):
 
 
 def test_all_rows_of_the_weight_with_scales_of_their_own(bench):
-    bench = bench()
     generator = torch.Generator().manual_seed(2)
     scales = 1 + 0.05 * torch.randn(bench.weight(RECORDED_GATE).shape[0], generator=generator, dtype=torch.float64)
     found = bench.explain(RECORDED_GATE, bench.tap(RECORDED_GATE) * scales)
@@ -655,7 +646,6 @@ def test_all_rows_of_the_weight_with_scales_of_their_own(bench):
 
 
 def test_rows_that_are_wrong_otherwise_have_no_scale(bench):
-    bench = bench()
     generator = torch.Generator().manual_seed(3)
     wrong = bench.tap(TAP)
     wrong[:, 3] += torch.randn(len(wrong), generator=generator, dtype=torch.float64)
@@ -663,7 +653,7 @@ def test_rows_that_are_wrong_otherwise_have_no_scale(bench):
 
 
 def test_a_soft_cap_behind_a_product(bench):
-    bench, cap = bench(), 3.0
+    cap = 3.0
     found = bench.explain(RECORDED_GATE, cap * torch.tanh(bench.tap(RECORDED_GATE) / cap))
     assert found.cause == "a soft cap of 3 is applied, which the model does not have"
     assert bench.explain(RECORDED_GATE, 20 * torch.tanh(bench.tap(RECORDED_GATE) / 20)).num_fitted == 0

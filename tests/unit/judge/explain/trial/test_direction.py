@@ -140,8 +140,8 @@ def recorded_explained(bench, tap, tensor):
     return bench.explain(tap, tensor, code=Code.SYSTEMATIC_ERROR)
 
 
-def test_a_constant_that_is_slightly_wrong(bench):
-    bench = bench("qwen3-tiny", torch.float16)
+def test_a_constant_that_is_slightly_wrong(bench_of):
+    bench = bench_of("qwen3-tiny", torch.float16)
     found = recorded_explained(bench, TAP, normed(bench.tap(SOURCE), bench.weight(TAP), eps=1e-5))
     assert found.cause == "wrong eps: 1e-05 instead of 1e-06"
     assert found.is_cause
@@ -149,24 +149,24 @@ def test_a_constant_that_is_slightly_wrong(bench):
     assert found.num_explained > 0.5 * found.num_rows
 
 
-def test_a_gain_is_measured(bench):
-    bench = bench("qwen3-tiny", torch.bfloat16)
+def test_a_gain_is_measured(bench_of):
+    bench = bench_of("qwen3-tiny", torch.bfloat16)
     exact = torch.nn.functional.silu(bench.tap(GATE)) * bench.tap(UP)
     found = recorded_explained(bench, ACT, exact * 1.004)
     assert found.cause.startswith("a constant gain of 1.00")
     assert found.num_fitted == 1
 
 
-def test_an_offset_of_a_channel_is_seen(bench):
-    bench = bench("qwen3-tiny", torch.bfloat16)
+def test_an_offset_of_a_channel_is_seen(bench_of):
+    bench = bench_of("qwen3-tiny", torch.bfloat16)
     exact = bench.tap(ACT) @ bench.weight(DOWN).T
     exact[:, 5] += 0.012 * exact[:, 5].std()
     assert "offset per channel" in recorded_explained(bench, DOWN, exact).cause
 
 
-def test_a_direction_that_nothing_known_takes_away(bench, monkeypatch):
+def test_a_direction_that_nothing_known_takes_away(bench_of, monkeypatch):
     """Nothing but the truth again, half of the gain, and twice of it is tried."""
-    bench = bench("qwen3-tiny", torch.bfloat16)
+    bench = bench_of("qwen3-tiny", torch.bfloat16)
     exact = torch.nn.functional.silu(bench.tap(GATE)) * bench.tap(UP)
 
     def tried(failure):

@@ -51,8 +51,8 @@ def test_each_explanation_may_raise(monkeypatch, name, at):
 
 
 @pytest.mark.parametrize("code", [Code.LOCAL_ERROR, Code.SYSTEMATIC_ERROR])
-def test_all_of_them_may_raise(bench, monkeypatch, code):
-    one = bench("gemma2")
+def test_all_of_them_may_raise(bench_of, monkeypatch, code):
+    one = bench_of("gemma2")
     size = 1.5 if code is Code.LOCAL_ERROR else 1 + 2e-8 * 3
     taps = [op.tap for op in one.hf.graph if op.layer == 1 and op.tap in one.recording.steps[0].tap_names]
     taps.append(one.hf.graph.logits)
