@@ -103,18 +103,6 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def take(step: Step, tap: str, wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a tap at some of the step's rows, and which of those rows it has (None: all)."""
-    tensor, covered = step.tap(tap), step.rows_of(tap)
-    if covered is None:
-        return (tensor if wanted is None else tensor[wanted]), None
-    num_rows = len(step.request)
-    where = torch.full((num_rows,), -1, dtype=torch.int64)
-    where[covered] = torch.arange(len(covered))
-    found = where if wanted is None else where[wanted]
-    return tensor[found[found >= 0]], found >= 0
-
-
 class Locator:
     """Finds rows of a recording by (request, position); a row recorded more than once is found where it was last."""
 

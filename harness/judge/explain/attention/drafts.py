@@ -3,7 +3,7 @@
 `S` history rows, `D` rows that were given up, `K` KV heads, `H` head size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,10 +24,6 @@ class _Stale:
     key: torch.Tensor | None
     """[D, K, H] float64; None: the keys are the history's own."""
     value: torch.Tensor
-
-
-_Attend = Callable[[AttentionContext, _Stale], torch.Tensor | None]
-"""The context [1, N*H] of one query; None where nothing that was given up would be read."""
 
 
 def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
