@@ -86,40 +86,26 @@ def _split_sizes(failure: Failure) -> list[int]:
     return sorted(size for size in sizes if size < longest)[:_MAX_SPLIT_SIZES]
 
 
-def _in_base_2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum * math.log(2)).softmax(dim=0)
-
-
-def _base_e_of_log2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum / math.log(2)).softmax(dim=0)
-
-
-def _not_rescaled(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum - maximum).nan_to_num(-torch.inf).softmax(dim=0)
-
-
-def _averaged(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    exists = log_sum.isfinite().to(log_sum.dtype)
-    return exists / exists.sum(dim=0)
-
-
-def _summed(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+def _exists(log_sum: torch.Tensor) -> torch.Tensor:
+    """Return 1 where a piece holds a key that is seen, else 0."""
     return log_sum.isfinite().to(log_sum.dtype)
 
 
-def _last_only(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    exists = log_sum.isfinite()
-    last = exists & (exists.cumsum(dim=0) == exists.sum(dim=0))
-    return last.to(log_sum.dtype)
+def _last_only(log_sum: torch.Tensor, _maximum: torch.Tensor) -> torch.Tensor:
+    exists = _exists(log_sum)
+    return exists * (exists.cumsum(dim=0) == exists.sum(dim=0))
 
 
 _MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "split KV: natural log-sum-exp is merged in base 2": _in_base_2,
-    "split KV: log-sum-exp in base 2 is merged in base e": _base_e_of_log2,
-    "split KV: the pieces are not rescaled to a common maximum": _not_rescaled,
-    "split KV: the pieces are averaged": _averaged,
-    "split KV: the pieces are summed without weights": _summed,
+    "split KV: natural log-sum-exp is merged in base 2": lambda log_sum, _: (log_sum * math.log(2)).softmax(dim=0),
+    "split KV: log-sum-exp in base 2 is merged in base e": lambda log_sum, _: (log_sum / math.log(2)).softmax(dim=0),
+    "split KV: the pieces are not rescaled to a common maximum": lambda log_sum, maximum: (
+        (log_sum - maximum).nan_to_num(-torch.inf).softmax(dim=0)
+    ),
+    "split KV: the pieces are averaged": lambda log_sum, _: _exists(log_sum) / _exists(log_sum).sum(dim=0),
+    "split KV: the pieces are summed without weights": lambda log_sum, _: _exists(log_sum),
     "split KV: only the last piece counts": _last_only,
 }
+"""The weights of the pieces, by their log-sum-exps and maxima: [pieces, N, T] each."""
 
 EXPLANATIONS = (splits_merged_wrongly,)
