@@ -13,7 +13,7 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, ErrorModel, Kind, prefix_of
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
-from harness.oracle.attention import attention_sensitivity, scaling, visible_keys
+from harness.oracle.attention import attention_sensitivity, probabilities, scaling, visible_keys
 from harness.oracle.watch import AttentionCall, run_attention
 
 EAGER = "scores rounded to the engine's dtype"
@@ -26,8 +26,6 @@ _EAGER_MODEL = ErrorModel(roundings=1, accumulation=25, products=8)
 """Attention against HF's eager code in the engine's dtype: a product of another shape lets a few scores round the other
 way, each by a whole rounding."""
 MODEL = KINDS[Kind.ATTENTION].error_model or _EAGER_MODEL
-_SCORE_BYTES = 64 << 20
-"""Scores held at a time."""
 Round = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -146,33 +144,8 @@ def _attend(subject: SuspectRows, call: AttentionCall, stored: Round, used: Roun
     return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
 
 
-def probabilities(
-    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield probabilities [B, N, t, S] of some queries at a time, and the values [B, N, S, H] that they weigh."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    visible, per_query = visible_keys(call), 8 * query.shape[0] * query.shape[1] * max(1, key.shape[2])
-    step = max(1, _SCORE_BYTES // per_query)
-    for at in range(0, query.shape[2], step):
-        yield _probabilities(call, query[:, :, at : at + step], key, visible[:, :, at : at + step]), value
-
-
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _probabilities(call: AttentionCall, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """[B, N, t, S] of some queries; soft cap and sinks as the family has them."""
-    softcap, sinks = call.options.get("softcap"), call.options.get("s_aux")
-    scores = query @ key.transpose(2, 3) * scaling(call)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is None:
-        return scores.softmax(dim=-1)
-    column = sinks.reshape(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
-    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 CONVENTIONS = (

@@ -14,9 +14,9 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
 from harness.judge.compare.cache_blocks import FORMATS, Stored, quantised, rounded_sums
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.conventions.attention import MODEL, formats_read, probabilities
+from harness.judge.compare.conventions.attention import MODEL, formats_read
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows, dtype_name
-from harness.oracle.attention import attention_sensitivity, scaling
+from harness.oracle.attention import attention_sensitivity, probabilities, scaling
 from harness.oracle.watch import AttentionCall
 
 SCALED = "keys kept in {}, values in {}"
