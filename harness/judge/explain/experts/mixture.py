@@ -15,7 +15,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import is_readback
 from harness.judge.explain.core.failure import Failure
 from harness.oracle.experts import num_experts, one_expert, reads_slots, run_experts
-from harness.oracle.precision import eager_experts, preserve_precision, upcast
+from harness.oracle.precision import PreservePrecision, eager_experts, upcast
 
 _MAX_ELEMENTS = 1 << 26
 """Of what all experts give for all rows that are looked at: 512 MiB in float64."""
@@ -184,7 +184,7 @@ def exactly(failure: Failure, path: str | None = None) -> Iterator[None]:
         if path is not None:
             stack.enter_context(failure.hf.weights.held(failure.hf.part_of(path)))
             stack.enter_context(upcast(torch.float64, failure.hf.module(path)))
-        stack.enter_context(preserve_precision(torch.float64))
+        stack.enter_context(PreservePrecision(torch.float64))
         yield
 
 
