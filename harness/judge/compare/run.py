@@ -30,7 +30,7 @@ from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_
 from harness.judge.compare.slots import slot_conflicts
 from harness.judge.compare.states import StateJudgement, StateRuns, judge_states
 from harness.judge.compare.tokens import compare_tokens, tie_margin
-from harness.judge.compare.traits import Traits
+from harness.judge.compare.triggers import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
 from harness.results.check import Coverage, Finding, LogitResult, Outcome, RunResult, TokenResult
