@@ -121,6 +121,5 @@ CONVENTIONS = (
         name="gelu from a table in a lower dtype",
         kinds=(Kind.ACTIVATION, Kind.OTHER),  # a module may compute it by other operators
         roundings=_tabulated,
-        is_declared=True,
     ),
 )

@@ -150,10 +150,5 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 CONVENTIONS = (
     Convention(name="scores rounded to the dtype", kinds=(Kind.ATTENTION,), roundings=_eager),
-    Convention(
-        name="a cache in a lower dtype than the arithmetic",
-        kinds=(Kind.ATTENTION,),
-        roundings=_coarse_cache,
-        is_declared=True,
-    ),
+    Convention(name="a cache in a lower dtype than the arithmetic", kinds=(Kind.ATTENTION,), roundings=_coarse_cache),
 )

@@ -161,12 +161,6 @@ CONVENTIONS = (
         name="a quantised cache, whose products take quantised queries; or keys and values in two formats",
         kinds=(Kind.ATTENTION,),
         roundings=_quantised_cache,
-        is_declared=True,
     ),
-    Convention(
-        name="a cache in few bits with scales",
-        kinds=(Kind.ATTENTION,),
-        roundings=_scaled_cache,
-        is_declared=True,
-    ),
+    Convention(name="a cache in few bits with scales", kinds=(Kind.ATTENTION,), roundings=_scaled_cache),
 )
