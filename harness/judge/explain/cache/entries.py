@@ -12,7 +12,7 @@ from harness.judge.compare.slot_history import Write
 from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, describe_writes
 from harness.judge.explain.cache.replay import contents_of
 from harness.judge.explain.core.drafts import given_up, is_draft_of, name_of_row
-from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.failure import Failure, latest
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.oracle.rotation import rotations
 from harness.results.check import Provenance
@@ -65,19 +65,11 @@ def other_tensor(failure: Failure) -> Iterator[Hypothesis]:
         if attention is not None and layer != failure.operation.layer:
             other[attention.inputs[1 if is_key else 2]] = f"the cache holds what layer {layer} wrote"
     for tap, cause in other.items():
-        tensor = _written(failure, tap)
+        tensor = latest(failure.locator, tap, failure.rows)
         if tensor is not None and tap == before:  # a latent is the first part of a product
             tensor = tensor[:, : failure.actual.shape[1]]
         if tensor is not None and tensor.shape == failure.actual.shape:
             yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(failure, 0))
-
-
-def _written(failure: Failure, tap: str) -> torch.Tensor | None:
-    """Return a tap at the rows that were read back, from the steps that computed them."""
-    found = failure.locator.find(tap, failure.rows) if tap in failure.locator.taps() else None
-    if found is None or bool((found[:, 0] < 0).any()):
-        return None
-    return failure.locator.gather(tap, found).to(torch.float64).flatten(1)
 
 
 def replayed_reads(failure: Failure) -> Iterator[Hypothesis]:
