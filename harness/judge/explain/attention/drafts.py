@@ -3,7 +3,7 @@
 `S` history rows, `D` rows that were given up, `K` KV heads, `H` head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,13 +33,7 @@ def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
     }
     if not any(drafts.values()):
         return
-    for attend, detail in (
-        (_in_place, "its key and value stand where the position's own were to be"),
-        (_value_in_place, "its value stands where the position's own was to be"),
-        (_behind, "the context is as long as it was before the rejection"),
-        (_besides, "its key and value are there besides the history's own"),
-        (_in_ring, "its key and value stand where the sliding window's ring keeps older ones"),
-    ):
+    for detail, attend in _WAYS.items():
         for which in (_all, _latest, _first_of_each):
             output, first = failure.expected.clone(), list[tuple[int, int]]()
             begin = 0
@@ -114,18 +108,6 @@ def _stale(failure: Failure, before: Sequence[GivenUp]) -> _Stale | None:
     )
 
 
-def _in_place(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
-    return _put(query, stale, stale.position)
-
-
-def _value_in_place(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
-    return _put(query, replace(stale, key=None), stale.position)
-
-
-def _in_ring(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
-    return None if query.window is None else _put(query, stale, stale.position - query.window)
-
-
 def _put(query: AttentionContext, stale: _Stale, places: torch.Tensor) -> torch.Tensor | None:
     """Attend with what was given up at some places of the history."""
     there = (places >= 0) & (places <= int(query.rows.position[0]))
@@ -151,3 +133,19 @@ def _besides(query: AttentionContext, stale: _Stale) -> torch.Tensor:
     visible = torch.cat((query.visible(), torch.ones(1, len(stale.key), dtype=torch.bool)), dim=1)
     key, value = torch.cat((query.key, stale.key)), torch.cat((query.value, stale.value))
     return query.attend(visible=visible, key=key, value=value)
+
+
+_WAYS: dict[str, Callable[[AttentionContext, _Stale], torch.Tensor | None]] = {
+    "its key and value stand where the position's own were to be": lambda query, stale: _put(
+        query, stale, stale.position
+    ),
+    "its value stands where the position's own was to be": lambda query, stale: _put(
+        query, replace(stale, key=None), stale.position
+    ),
+    "the context is as long as it was before the rejection": _behind,
+    "its key and value are there besides the history's own": _besides,
+    "its key and value stand where the sliding window's ring keeps older ones": lambda query, stale: (
+        None if query.window is None else _put(query, stale, stale.position - query.window)
+    ),
+}
+"""The context [1, N*H] of one query that reads what was given up; None where nothing of it would be read."""
