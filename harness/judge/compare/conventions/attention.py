@@ -89,24 +89,30 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
     coarse = rounding_unit(dtype) / rounding_unit(subject.dtype)
     name = dtype_name(dtype)
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype).to(torch.float64)
+    def read(used: torch.dtype | None) -> torch.Tensor:
+        """Return [R, N*H]; with `used`, queries and probabilities are rounded to it, too."""
+        query, key, value = (
+            call.query if used is None else call.query.to(used),
+            call.key.to(dtype),
+            call.value.to(dtype),
+        )
+        return at_rows(subject, attend(call, query, key, value, used))
 
-    yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: _attend(subject, call, rounded, None))
+    yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: read(None))
     if dtype not in (torch.float16, torch.bfloat16):
         return
     # A score that is computed in another order lets its probability round the other way.
     yield Rounding(
         name=CACHE_PRODUCTS.format(name),
         model=MODEL,
-        expected=lambda: _attend(subject, call, rounded, rounded),
+        expected=lambda: read(dtype),
         allowance=2 * coarse * amplification,
     )
     num_seen = (subject.positions + 1).to(torch.float64)
     yield Rounding(
         name=CACHE_FLASH.format(name),
         model=MODEL,
-        expected=lambda: _attend(subject, call, rounded, rounded),
+        expected=lambda: read(dtype),
         allowance=2 * coarse * (amplification + num_seen.sqrt()),
     )
 
@@ -129,23 +135,20 @@ def _is_finer(form: CacheFormat, other: CacheFormat) -> bool:
     return form.dtype is not None and other.dtype is not None and form.dtype.itemsize > other.dtype.itemsize
 
 
-def _attend(subject: SuspectRows, call: AttentionCall, stored: Round, used: Round | None) -> torch.Tensor:
-    """Compute attention in float64 from what a cache holds: [R, N*H].
+def attend(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, used: torch.dtype | None
+) -> torch.Tensor:
+    """Compute attention in float64, [B, N, T, H], its probabilities rounded to `used` if it is given.
 
-    Args:
-        subject: the rows.
-        call: what attention read, before it was stored.
-        stored: rounds keys and values.
-        used: rounds queries and probabilities; None if they are not rounded.
+    Queries [B, N, T, H], keys and values [B, K, S, H] stand in the place of the call's.
     """
-    query, key, value = (x.to(torch.float64) for x in (call.query, stored(call.key), stored(call.value)))
-    query, used = (query, _as_it_is) if used is None else (used(query), used)
-    context = torch.cat([used(p) @ v for p, v in probabilities(call, query, key, value)], dim=2)
+    parts = probabilities(call, *(x.to(torch.float64) for x in (query, key, value)))
+    return torch.cat([(p if used is None else p.to(used).to(torch.float64)) @ v for p, v in parts], dim=2)
+
+
+def at_rows(subject: SuspectRows, context: torch.Tensor) -> torch.Tensor:
+    """Return [R, N*H] of [B, N, T, H]."""
     return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 CONVENTIONS = (

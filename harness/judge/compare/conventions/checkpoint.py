@@ -25,7 +25,7 @@ from harness.judge.compare.conventions.linear import (
 )
 from harness.judge.compare.conventions.quantised import product_of_integers
 from harness.oracle.model import HFModel
-from harness.oracle.quantised_inputs import InputRounding, input_roundings, quantised_weight
+from harness.oracle.quantised_inputs import input_roundings, quantised_weight
 
 EXACT_WEIGHT = "the dequantised weight not rounded to {}"
 ROUNDED_SCALES = "the scales of the weight rounded to {}"
@@ -50,9 +50,9 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
     weights[""] = weight
     x = given.to(torch.float32)
     for way in input_roundings(subject.hf, own, x.shape[1], subject.dtype):
+        used = way.dtype if way.dtype in HALF else torch.float64
         for more, each in weights.items():
-            used = way.dtype if way.dtype in HALF else torch.float64
-            expected = partial(_product, subject, way, x, each, bias, used)
+            expected = partial(product_of_integers, subject, *way.steps(x), each, bias, used)
             name = DECLARED_INPUTS.format(way.scheme) + (f"; {more}" if more else "")
             yield Rounding(name=name, model=MODEL, expected=expected)
 
@@ -70,17 +70,6 @@ def _weights(subject: SuspectRows, weight: QuantisedWeight) -> Iterator[tuple[st
     for first in HALF:
         if first != dtype and torch.equal(codes.scale.to(first).to(torch.float32), codes.scale):
             yield ROUNDED_FIRST.format(dtype_name(first)), exact.to(first).to(dtype).to(torch.float64)
-
-
-def _product(
-    subject: SuspectRows,
-    way: InputRounding,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return product_of_integers(subject, *way.steps(x), weight, bias, dtype)
 
 
 def _codes(hf: HFModel, weight: QuantisedWeight) -> Codes:
