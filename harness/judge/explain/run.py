@@ -122,7 +122,7 @@ class _Explainer:
         found = self._explain(operation)
         if (found is None or not found.is_cause) and (state := self._state_behind(operation)) is not None:
             return state
-        errors = (self.found.caches if operation.is_kept else self.found.errors).get(operation.tap)
+        errors = self.found.errors.get(operation.tap)
         if errors is None or not bool(errors.bad.any()):
             return found
         size = self.slot_history.block_size
@@ -141,16 +141,13 @@ class _Explainer:
         return self._known[operation.tap]
 
     def _looked_for(self, operation: Operation) -> Explanation | None:
-        if operation.kind is Kind.CACHE:
-            errors = self.found.caches.get(operation.tap)
-            evidence = None if errors is None else self._cache_evidence(operation, errors)
-        else:
-            errors = (self.found.caches if operation.is_kept else self.found.errors).get(operation.tap)
-            evidence = self.found.evidence.get(operation.tap)
+        errors, evidence = self.found.errors.get(operation.tap), self.found.evidence.get(operation.tap)
         if errors is None or not (bool(errors.bad.any()) or errors.effect):
             return None
-        if operation.kind is Kind.CACHE and (silent := self._layer_not_run(operation)) is not None:
-            return silent
+        if operation.kind is Kind.CACHE:
+            if (silent := self._layer_not_run(operation)) is not None:
+                return silent
+            evidence = self._cache_evidence(operation, errors)
         is_bad = bool(errors.bad.any())
         where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
         with torch.no_grad(), ExitStack() as stack:
