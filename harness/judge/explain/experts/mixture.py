@@ -14,6 +14,7 @@ from torch import nn
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import is_readback
 from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.rerun import replaced
 from harness.oracle.experts import num_experts, one_expert, reads_slots, run_experts
 from harness.oracle.precision import PreservePrecision, eager_experts, upcast
 
@@ -187,14 +188,10 @@ def exactly(failure: Failure, path: str | None = None) -> Iterator[None]:
 @contextmanager
 def changed(module: nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Put other values into the parameters of a module, by name, and put their own back."""
-    own = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
-    try:
+    with ExitStack() as stack:
         for name, parameter in module.named_parameters(recurse=False):
-            parameter.data = change(name, parameter.data)
+            stack.enter_context(replaced(parameter, "data", change(name, parameter.data)))
         yield
-    finally:
-        for name, parameter in module.named_parameters(recurse=False):
-            parameter.data = own[name]
 
 
 def others_like(failure: Failure) -> list[Operation]:
