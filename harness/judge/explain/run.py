@@ -1,6 +1,5 @@
 """The cause of every operation that a comparison found wrong."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -51,15 +50,6 @@ def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: H
     return replace(run, findings=findings, first_divergence=first)
 
 
-def _failed(failures: Sequence[str]) -> Explanation:
-    """Return what stands in for an explanation that raised."""
-    return Explanation(
-        cause="no explanation: looking for one failed",
-        is_cause=False,
-        detail="; ".join(failures),
-    )
-
-
 def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation:
     """Return what stands in for an explanation where too much on the way to a tap was not recorded."""
     return Explanation(
@@ -106,7 +96,8 @@ class _Explainer:
         with guarded("the explanation", failures):
             explanation = self._explanation(finding)
         if failures:
-            explanation = _failed(failures)
+            cause = "no explanation: looking for one failed"
+            explanation = Explanation(cause=cause, is_cause=False, detail="; ".join(failures))
         return finding if explanation is None else replace(finding, explanation=explanation)
 
     def _explanation(self, finding: Finding) -> Explanation | None:

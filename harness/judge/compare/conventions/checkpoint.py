@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from harness.formats.checkpoint.quantised.checkpoint import QuantisedWeight
-from harness.formats.checkpoint.quantised.codes import Codes
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 from harness.judge.compare.conventions.linear import (
@@ -24,7 +23,6 @@ from harness.judge.compare.conventions.linear import (
     weight_and_bias,
 )
 from harness.judge.compare.conventions.quantised import product_of_integers
-from harness.oracle.model import HFModel
 from harness.oracle.quantised_inputs import input_roundings, quantised_weight
 
 EXACT_WEIGHT = "the dequantised weight not rounded to {}"
@@ -59,7 +57,9 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
 
 def _weights(subject: SuspectRows, weight: QuantisedWeight) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights [O, I] float64 that engines make of the codes, besides the exact one, rounded in 16 bits."""
-    dtype, codes = subject.dtype, _codes(subject.hf, weight)
+    dtype, source = subject.dtype, subject.hf.quantised_source
+    assert source is not None
+    codes = source.open().codes(weight.name)
     exact = codes.dequantised()
     if dtype in HALF:
         yield EXACT_WEIGHT.format(dtype_name(dtype)), exact.to(torch.float64)
@@ -70,12 +70,6 @@ def _weights(subject: SuspectRows, weight: QuantisedWeight) -> Iterator[tuple[st
     for first in HALF:
         if first != dtype and torch.equal(codes.scale.to(first).to(torch.float32), codes.scale):
             yield ROUNDED_FIRST.format(dtype_name(first)), exact.to(first).to(dtype).to(torch.float64)
-
-
-def _codes(hf: HFModel, weight: QuantisedWeight) -> Codes:
-    source = hf.quantised_source
-    assert source is not None
-    return source.open().codes(weight.name)
 
 
 CONVENTIONS = (
