@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.explain.attention.views import single_rows
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 
@@ -63,20 +64,12 @@ def _pieces(view: AttentionContext, size: int, count: int | None = None) -> _Pie
 
 def _even_pieces(failure: Failure, count: int) -> list[_Pieces]:
     """Each row's own history in a number of pieces of one size."""
-    return [
-        _pieces(view.select(torch.tensor([at])), -(-(position + 1) // count))
-        for view in failure.views
-        for at, position in enumerate(view.rows.position.tolist())
-    ]
+    return [_pieces(query, -(-(int(query.rows.position) + 1) // count)) for query in single_rows(failure)]
 
 
 def _old_and_own(failure: Failure) -> list[_Pieces]:
     """Each row's history in what earlier steps wrote and what its own step did."""
-    return [
-        _pieces(view.select(torch.tensor([at])), max(1, first), count=2)
-        for view in failure.views
-        for at, first in enumerate(view.first_of_step.tolist())
-    ]
+    return [_pieces(query, max(1, int(query.first_of_step)), count=2) for query in single_rows(failure)]
 
 
 def _split_sizes(failure: Failure) -> list[int]:
