@@ -92,7 +92,6 @@ def not_reached(name: str) -> Finding:
 
 
 def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
-    has_tables = bool(step.block_tables)
     if any(len(blocks) > 1 for blocks in (step.block_tables or {}).values()):
         yield "block_boundary"
     if is_readback(step):
@@ -105,12 +104,12 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
             yield "ragged_batch"
     for request in present:
         positions = step.position[step.request == request]
-        yield from _of_request(request, positions, step, seen, has_tables)
+        yield from _of_request(request, positions, step, seen)
     for draft in drafts:
         seen.given_up[seen.drafts[draft]] = int(step.position[step.request == draft].max()) + 1
 
 
-def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, has_tables: bool) -> Iterator[str]:
+def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) -> Iterator[str]:
     prompt_length, first = seen.prompt_lengths[request], int(positions.min())
     num_blocks = len((step.block_tables or {}).get(request, ()))
     if _is_decode(step, request, positions, prompt_length):
@@ -126,7 +125,7 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, 
             yield "forked"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
     # An engine without a cache computes every position in every step: it has nothing that it could have lost.
-    has_lost = has_tables or (first == 0 and request in seen.goes_on)
+    has_lost = bool(step.block_tables) or (first == 0 and request in seen.goes_on)
     if first < seen.given_up.get(request, 0):
         yield "rewound"
     elif has_lost and not computed.isdisjoint(new):

@@ -31,7 +31,7 @@ def never_written(failure: Failure) -> Iterator[Hypothesis]:
     yield Hypothesis(
         cause=f"{certain if is_certain else uncertain}{boundary}",
         output=torch.zeros_like(failure.expected),
-        provenance=lambda: provenance_of(failure, 0),
+        provenance=lambda: provenance_of(failure),
     )
 
 
@@ -69,7 +69,7 @@ def other_tensor(failure: Failure) -> Iterator[Hypothesis]:
         if tensor is not None and tap == before:  # a latent is the first part of a product
             tensor = tensor[:, : failure.actual.shape[1]]
         if tensor is not None and tensor.shape == failure.actual.shape:
-            yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(failure, 0))
+            yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(failure))
 
 
 def replayed_reads(failure: Failure) -> Iterator[Hypothesis]:
@@ -87,7 +87,7 @@ def replayed_reads(failure: Failure) -> Iterator[Hypothesis]:
         output=torch.where(unwritten[:, None], failure.actual, content),  # what nobody wrote may be anything
         detail=describe_writes(places),
         unknown=unwritten if bool(unwritten.any()) else None,
-        provenance=lambda: provenance_of(failure, 0),
+        provenance=lambda: provenance_of(failure),
     )
 
 
@@ -143,7 +143,7 @@ def other_row(failure: Failure) -> Iterator[Hypothesis]:
         output=output,
         detail=describe_writes(places),
         freedom=len(index),
-        provenance=lambda: provenance_of(failure, 0),
+        provenance=lambda: provenance_of(failure),
     )
 
 
@@ -207,15 +207,15 @@ def _is_misplaced(failure: Failure) -> bool:
     )
 
 
-def provenance_of(failure: Failure, at: int) -> Provenance:
-    """Trace the place of the cache that a wrong row was read from."""
+def provenance_of(failure: Failure) -> Provenance:
+    """Trace the place of the cache that the first wrong row was read from."""
     return contents_of(failure).provenance(
         failure.slot_history,
-        step=int(failure.rows.step[at]),
-        request=int(failure.rows.request[at]),
-        position=int(failure.positions[at]),
-        content=failure.actual[at],
-        meant=failure.expected[at],
+        step=int(failure.rows.step[0]),
+        request=int(failure.rows.request[0]),
+        position=int(failure.positions[0]),
+        content=failure.actual[0],
+        meant=failure.expected[0],
         head_dim=failure.hf.head_dim,
     )
 

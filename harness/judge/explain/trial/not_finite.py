@@ -95,7 +95,7 @@ def _magnitudes(failure: Failure) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of_cache(failure: Failure) -> Iterator[Explanation]:
-    provenance = provenance_of(failure, 0)
+    provenance = provenance_of(failure)
     if is_unwritten(failure):
         yield Explanation(
             cause=f"never written: no recorded step wrote the slot{at_boundary(failure)}", provenance=provenance
