@@ -33,7 +33,7 @@ class AttentionSensitivity:
 
 def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
     """Compute the sensitivities, in float32: they are factors of a bound."""
-    parts = [_sensitivities(call, *each) for each in _some_queries(call)]
+    parts = [_sensitivities(call, *each) for each in _some_queries(call, *_in_float32(call))]
     amplification, sensitivity = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
     return AttentionSensitivity(amplification=amplification, score_sensitivity=sensitivity)
 
@@ -44,16 +44,36 @@ def score_slope(call: AttentionCall) -> torch.Tensor:
     With scores s, probabilities p and values v it is sum_j p_j (s_j - sum_i p_i s_i) v_j.
     """
     parts = []
-    for query, key, value, visible in _some_queries(call):
+    for query, key, value, visible in _some_queries(call, *_in_float32(call)):
         scores, p = _scores(call, query, key, visible)
         centered = scores - (p * scores).sum(dim=-1, keepdim=True)
         parts.append((p * centered) @ value)
     return torch.cat(parts, dim=2).transpose(1, 2).flatten(2)
 
 
-def _some_queries(call: AttentionCall) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield queries, as many as memory is meant for, with all keys and values, in float32, and what they may see."""
-    query, key, value = (x.to(torch.float32) for x in (call.query, call.key, call.value))
+def probabilities(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield probabilities [B, N, t, S] of some queries at a time, and the values [B, N, S, H] that they weigh.
+
+    Args:
+        call: says what is seen, and how scores are scaled and capped.
+        query: [B, N, T, H] in the place of the call's, and so on.
+        key: [B, K, S, H].
+        value: [B, K, S, H].
+    """
+    for some, own_key, own_value, visible in _some_queries(call, query, key, value):
+        yield _scores(call, some, own_key, visible)[1], own_value
+
+
+def _in_float32(call: AttentionCall) -> Iterator[torch.Tensor]:
+    return (x.to(torch.float32) for x in (call.query, call.key, call.value))
+
+
+def _some_queries(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield queries, as many as memory is meant for, with all keys and values of their heads, and what they may see."""
     num_groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
     visible, per_query = visible_keys(call), query.itemsize * query.shape[0] * query.shape[1] * max(1, key.shape[2])

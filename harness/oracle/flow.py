@@ -4,8 +4,6 @@ Every storage that an operation writes is noted with its *sources*, the watched 
 since. Views share their storage's note. So the graph of a model is what its own forward did, in any architecture.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +100,3 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-@contextmanager
-def following() -> Iterator[Flow]:
-    """Note the origins of all that is computed in this block."""
-    with Flow() as flow:
-        yield flow

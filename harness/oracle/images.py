@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -133,14 +133,9 @@ def decoder_inputs(hf: UntracedModel, request: RequestInfo) -> DecoderInputs:
 
     ids = torch.tensor([request.token_ids], device=hf.device)
     options = inputs_of(hf, request, ids.shape[1])
-    handle = _decoder(hf).register_forward_pre_hook(capture, with_kwargs=True)
-    try:
-        with all_parts_held(hf), hf_failures(hf.folder):
-            hf.model(input_ids=ids, use_cache=False, **options)
-    except _CapturedError:
-        pass
-    finally:
-        handle.remove()
+    capturing = _decoder(hf).register_forward_pre_hook(capture, with_kwargs=True)
+    with capturing, suppress(_CapturedError), all_parts_held(hf), hf_failures(hf.folder):
+        hf.model(input_ids=ids, use_cache=False, **options)
     by_token = {name: x[0] for name, x in given.items() if isinstance(x, torch.Tensor) and x.shape[:2] == ids.shape}
     positions = given.get(_POSITIONS)
     is_of_axes = isinstance(positions, torch.Tensor) and positions.dim() == 3
@@ -191,11 +186,8 @@ def handing(hf: UntracedModel, cells: Sequence[Sequence[Cell]]) -> Iterator[None
     if all(inputs is None for line in cells for inputs, _ in line):
         yield
         return
-    handle = _decoder(hf).register_forward_pre_hook(put, with_kwargs=True, prepend=True)
-    try:
+    with _decoder(hf).register_forward_pre_hook(put, with_kwargs=True, prepend=True):
         yield
-    finally:
-        handle.remove()
 
 
 _Row = tuple[int, int, DecoderInputs, int]

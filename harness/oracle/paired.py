@@ -30,8 +30,8 @@ from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
 from harness.oracle.precision import (
     Buffers,
+    PreservePrecision,
     eager_experts,
-    preserve_precision,
     upcast_on_use,
     upcast_parameters,
     without_tf32,
@@ -139,7 +139,7 @@ def run_pair(
         control = Ahead(partial(_run_control, of_control, watch, side, control_arithmetic))
         stack.callback(control.cancel)
         stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
-        stack.enter_context(preserve_precision(truth_dtype))
+        stack.enter_context(PreservePrecision(truth_dtype))
         side = _Side(hf, ids.shape, kept, observer.truth, sample)
         stack.enter_context(watch.showing(side, narrowed=side.narrowed))
         logits = of_truth()
@@ -185,7 +185,7 @@ def run_part(
     """
     args, kwargs = tree_map(_in_float64, (call.args, call.kwargs))
     side = _Side(hf, shape, call.logit_positions, show)
-    with without_tf32(), eager_experts(*hf.configs), preserve_precision(torch.float64), watch.showing(side):
+    with without_tf32(), eager_experts(*hf.configs), PreservePrecision(torch.float64), watch.showing(side):
         hf.module(call.path)(*args, **kwargs)
 
 

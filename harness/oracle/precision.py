@@ -1,7 +1,7 @@
 """High precision without touching the library: HF's own modules in float64 or float32, put back afterwards.
 
 HF's decoders ask for float32 in places (norm statistics, eager softmax), and for the dtype of a weight in others. In
-the truth those casts would round; `preserve_precision` leaves such tensors as they are. The rotary table stays as HF
+the truth those casts would round; `PreservePrecision` leaves such tensors as they are. The rotary table stays as HF
 defines it: computed in float32 from integer positions, whatever the dtype of the model.
 """
 
@@ -34,7 +34,7 @@ def truth_dtype(choice: str, engine_dtype: torch.dtype) -> torch.dtype:
 
 
 class PreservePrecision(TorchFunctionMode):
-    """Ignore requests to lower a tensor of the truth's dtype, and split its products well among the threads."""
+    """Ignores requests to lower a tensor of the truth's dtype, and splits its products well among the threads."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,13 +83,6 @@ _CASTS = {
     torch.bfloat16: torch.Tensor.bfloat16,
     torch.float16: torch.Tensor.half,
 }
-
-
-@contextmanager
-def preserve_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Keep tensors of `dtype` in it where HF's code asks for a lower one."""
-    with PreservePrecision(dtype):
-        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from harness.oracle.flow import Flow, Origin, following
+from harness.oracle.flow import Flow, Origin
 from harness.oracle.parts import all_parts_held
 from harness.oracle.precision import eager_experts
 from harness.oracle.rows import as_rows, token_dim
@@ -94,7 +94,7 @@ def trace(hf: UntracedModel) -> ForwardTrace:
 def _watched(hf: UntracedModel, ids: torch.Tensor) -> ForwardTrace:
     seen = ForwardTrace(*ids.shape)
     with ExitStack() as stack:
-        flow = stack.enter_context(following())
+        flow = stack.enter_context(Flow())
         stack.enter_context(_activations_noted(hf, flow))
         merged = _merged(hf)
 

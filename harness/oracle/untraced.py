@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,34 +14,10 @@ from torch import nn
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.checkpoint.quantised import QuantisedSource, read_quantised_source
 from harness.oracle.failures import hf_failures
-from harness.oracle.weights import ResidentWeights
+from harness.oracle.weights import ResidentWeights, StreamedWeights
 
-
-class Weights(Protocol):
-    """A model's parameters, which are loaded while they are in use."""
-
-    def held(self, part: str) -> AbstractContextManager[None]:
-        """Hold the weights of one part of the model, a module's path, for the duration of the block."""
-
-
-class MtpRunner(Protocol):
-    """Layers that predict further tokens; see `harness.oracle.mtp`."""
-
-    model: Any
-    """HF's `MtpModel`."""
-
-    @property
-    def num_depths(self) -> int:
-        """Tokens that are predicted beside the next one."""
-
-    def tokens_ahead(self, path: str) -> int:
-        """Return how many tokens after its own a row of what stands at a path is computed from."""
-
-    def followed_by(self, following: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-        """Say which tokens follow those that forwards in the block are given."""
-
-    def new_cache(self) -> Any:
-        """Return an empty cache of HF's for these layers."""
+if TYPE_CHECKING:
+    from harness.oracle.mtp import MtpLayers
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,10 +30,10 @@ class UntracedModel:
     dtype: torch.dtype
     """Of the engine, and so of the weights."""
     device: torch.device
-    weights: Weights = field(default_factory=ResidentWeights)
+    weights: ResidentWeights | StreamedWeights = field(default_factory=ResidentWeights)
     has_images: bool = False
     """Whether requests have images: then what the first decoder layer is given is an operation of its own."""
-    mtp: "MtpRunner | None" = None
+    mtp: "MtpLayers | None" = None
     """The layers that predict further tokens, if they are run, too."""
     lora_hash: str | None = None
     """Digest of the LoRA adapter that was put into the model; None without one."""

@@ -1,10 +1,7 @@
 """What a model needs, for a terminal and for Markdown."""
 
-from collections.abc import Sequence
-
-from tabulate import tabulate
-
 from harness.errors import printable
+from harness.report.fitted_table import fitted_table
 from harness.results.estimate import Estimate, GpuEstimate, Measured, ModelSize
 
 _GPU_HEADER = (
@@ -18,17 +15,17 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
     parts = [[part.name, f"{part.num_parameters:,}", _gb(part.num_bytes)] for part in size.parts]
     blocks = [
         "\n".join(_sizes(size)),
-        _table(parts, ["weights of", "parameters", "GB"], tablefmt),
+        fitted_table(parts, ["weights of", "parameters", "GB"], tablefmt=tablefmt),
     ]
     if size.cache_parts:
         kept = [[part.name, f"{part.num_tensors:,}", _mb(part.num_bytes)] for part in size.cache_parts]
-        blocks.append(_table(kept, ["cache of", "tensors", "MB"], tablefmt))
+        blocks.append(fitted_table(kept, ["cache of", "tensors", "MB"], tablefmt=tablefmt))
     if result.gpus:
         rows = [_row(gpu, result.num_requests) for gpu in result.gpus]
         requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
         blocks += [
             f"{requests} of {size.context:,} tokens; a prefill is of one prompt, a decode step of all:",
-            _table(rows, _GPU_HEADER, tablefmt),
+            fitted_table(rows, _GPU_HEADER, tablefmt=tablefmt),
             "No engine is faster than this. Activations, graphs and the engine's own memory come on top. Dense figures "
             f"of the {', the '.join(dict.fromkeys(gpu.source for gpu in result.gpus))}.",
         ]
@@ -46,7 +43,7 @@ def _measured(measured: Measured, gpus: list[str], tablefmt: str) -> list[str]:
     header = ["phase", "steps", "measured ms", *(f"{name} ms at best" for name in gpus)]
     return [
         f"measured: {measured.engine} on {measured.device}, {measured.model} in {measured.dtype}:",
-        _table(rows, header, tablefmt),
+        fitted_table(rows, header, tablefmt=tablefmt),
     ]
 
 
@@ -77,11 +74,6 @@ def _row(gpu: GpuEstimate, num_requests: int) -> list[str]:
         gpu.decode_bound,
         f"{num_requests / gpu.decode_step_s:,.0f}",
     ]
-
-
-def _table(rows: Sequence[Sequence[str]], header: Sequence[str], tablefmt: str) -> str:
-    align = ["left"] + ["right"] * (len(header) - 1)
-    return tabulate(rows, header, tablefmt, disable_numparse=True, colalign=align)
 
 
 def _mb(num_bytes: int) -> str:

@@ -11,6 +11,8 @@ def fitted_table(
     *,
     width: int | None = None,
     dispensable: Sequence[str] = (),
+    num_names: int = 1,
+    tablefmt: str = "simple",
 ) -> str:
     """Return a table; columns that can be spared go until it fits.
 
@@ -19,23 +21,21 @@ def fitted_table(
         header: names of the columns.
         width: columns of the terminal; None: any width fits.
         dispensable: names of columns that may go, the first one first.
+        num_names: columns of names, which come first; all others hold numbers.
+        tablefmt: of tabulate's.
     """
+
+    def tabulated() -> str:
+        cells = [[row[column] for column in shown] for row in rows]
+        align = ["left" if column < num_names else "right" for column in shown]
+        return tabulate(cells, [header[at] for at in shown], tablefmt, disable_numparse=True, colalign=align)
+
     shown = list(range(len(header)))
-    table = _tabulated(rows, header, shown)
+    table = tabulated()
     for name in dispensable:
         if width is None or max(map(len, table.splitlines())) <= width:
             break
         if name in header:
             shown.remove(header.index(name))
-            table = _tabulated(rows, header, shown)
+            table = tabulated()
     return table
-
-
-def _tabulated(rows: Sequence[Sequence[object]], header: Sequence[str], shown: Sequence[int]) -> str:
-    return tabulate(
-        [[row[column] for column in shown] for row in rows],
-        [header[column] for column in shown],
-        tablefmt="simple",
-        disable_numparse=True,
-        colalign=["left" if column == 0 else "right" for column in shown],
-    )

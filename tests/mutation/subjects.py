@@ -45,7 +45,6 @@ _OTHERS = {
         for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
     },
     "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
-    "compare/traits": ("test_triggers.py",),
     "explain/attention/scores": ("attention/test_scores.py", "../compare/test_attention_context.py"),
     "explain/attention/place": ("attention/test_place.py", "attention/test_history.py"),
     "explain/attention/tensors": ("attention/test_tensors.py", "attention/test_history.py"),

@@ -20,7 +20,7 @@ from harness.campaigns.fuzz.workload import Translator
 from harness.engines import Capabilities, Engine
 from harness.errors import Code, HarnessError
 from harness.formats.schedule import ScheduleKind
-from harness.judge.compare.traits import Traits
+from harness.judge.compare.triggers import Traits
 from harness.judge.jobs.engine_run import match_taps
 from harness.judge.jobs.model import planned_model
 from harness.oracle.golden import Golden

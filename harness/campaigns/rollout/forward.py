@@ -13,7 +13,7 @@ from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes
 from harness.campaigns.rollout.setting import Meaning, Setting, Weights, token_logprobs
 from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
-from harness.oracle.precision import eager_experts, preserve_precision, truth_dtype, upcast, without_tf32
+from harness.oracle.precision import PreservePrecision, eager_experts, truth_dtype, upcast, without_tf32
 from harness.oracle.watch import watching
 
 _BLOCK_VALUES = 1 << 22
@@ -174,7 +174,7 @@ class Forwards:
             if is_truth:
                 stack.enter_context(upcast(self._dtype, hf.model))
                 stack.enter_context(eager_experts(*hf.configs))
-                stack.enter_context(preserve_precision(self._dtype))
+                stack.enter_context(PreservePrecision(self._dtype))
             if arithmetic is Arithmetic.EAGER:
                 stack.enter_context(_eager(hf))
             if is_trainer and self._autocast is not None:

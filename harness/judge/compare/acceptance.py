@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from harness.formats.recording import Recording, RequestInfo, Step
-from harness.judge.compare.align import Locator, Rows, is_readback
+from harness.judge.compare.align import Locator, all_rows, is_readback
 from harness.results.check import VerifiedStep
 
 
@@ -70,8 +70,7 @@ def _by_truth(
     step: Step, rows: torch.Tensor, drafts: torch.Tensor, expected: Locator, logits: str, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [drafts] bool twice: the truth accepts it whatever rounding does, and it may; as far as rows are known."""
-    identity = Rows(request=step.request[rows].long(), position=step.position[rows].long(), step=torch.zeros_like(rows))
-    found = expected.find(logits, identity)
+    found = expected.find(logits, all_rows(step).select(rows))
     found = found[: _leading(found[:, 0] >= 0)]
     if not len(found):
         return (torch.zeros(0, dtype=torch.bool),) * 2

@@ -65,11 +65,8 @@ def all_rows(step: Step) -> Rows:
 
 def step_rows(step: Step, tap: str) -> Rows:
     """Return the identity of the rows of one tap in one step."""
-    covered = step.rows_of(tap)
-    request, position = step.request.long(), step.position.long()
-    if covered is not None:
-        request, position = request[covered], position[covered]
-    return Rows(request=request, position=position, step=torch.full_like(request, step.index))
+    rows, covered = all_rows(step), step.rows_of(tap)
+    return rows if covered is None else rows.select(covered)
 
 
 def last_index(rows: Rows | Step, request: int, position: int) -> int:
@@ -101,18 +98,6 @@ def chunks(steps: Sequence[Step]) -> Iterator[list[Step]]:
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join along rows; a single tensor, which may be a view of a file, is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def take(step: Step, tap: str, wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a tap at some of the step's rows, and which of those rows it has (None: all)."""
-    tensor, covered = step.tap(tap), step.rows_of(tap)
-    if covered is None:
-        return (tensor if wanted is None else tensor[wanted]), None
-    num_rows = len(step.request)
-    where = torch.full((num_rows,), -1, dtype=torch.int64)
-    where[covered] = torch.arange(len(covered))
-    found = where if wanted is None else where[wanted]
-    return tensor[found[found >= 0]], found >= 0
 
 
 class Locator:
@@ -174,38 +159,30 @@ class Locator:
 
     def find(self, tap: str, rows: Rows) -> torch.Tensor:
         """Return [rows, 3] int64: step, row within the tap, running number over all steps; -1 where there is none."""
-        signature = self._signatures.get(tap)
-        if signature is None:
-            return torch.full((len(rows), 3), -1, dtype=torch.int64)
-        if signature not in self._tables:
-            self._tables[signature] = self._table(tap)
-        table, request = self._tables[signature], self._originals(rows.request)
+        table, request = self._table(tap), self._originals(rows.request)
         is_known = torch.isin(request, self.request_ids) & (rows.position < table.shape[1])  # a golden has no drafts
         found = torch.full((len(rows), 3), -1, dtype=torch.int64)
         found[is_known] = table[self._dense(request[is_known]), rows.position[is_known]]
         return found
 
     def _table(self, tap: str) -> torch.Tensor:
-        table = torch.full((*self._shape, 3), -1, dtype=torch.int64)
-        running = 0
-        for step in self.recording.steps:
-            if tap in step.tap_names:
-                rows = step_rows(step, tap)
-                count = torch.arange(len(rows))
-                table[self._dense(rows.request), rows.position] = torch.stack(
-                    [rows.step, count, running + count], dim=1
-                )
-                running += len(rows)
-        return table
+        """Return what `find` returns, of every request and position: [requests, positions, 3]."""
+        signature = self.signature(tap)
+        if signature not in self._tables:
+            table, running = torch.full((*self._shape, 3), -1, dtype=torch.int64), 0
+            for step in self.recording.steps if signature else ():
+                if tap in step.tap_names:
+                    rows = step_rows(step, tap)
+                    count = torch.arange(len(rows))
+                    entries = torch.stack([rows.step, count, running + count], dim=1)
+                    table[self._dense(rows.request), rows.position] = entries
+                    running += len(rows)
+            self._tables[signature] = table
+        return self._tables[signature]
 
     def recorded(self, tap: str) -> torch.Tensor:
         """Return [requests, positions] bool: where the tap was recorded."""
-        signature = self._signatures.get(tap)
-        if signature is None:
-            return torch.zeros(self._shape, dtype=torch.bool)
-        if signature not in self._tables:
-            self._tables[signature] = self._table(tap)
-        return self._tables[signature][..., 0] >= 0
+        return self._table(tap)[..., 0] >= 0
 
     def gather(self, tap: str, found: torch.Tensor) -> torch.Tensor:
         """Return the rows that `find` found (none of them -1), without copying where they lie side by side."""

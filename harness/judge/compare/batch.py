@@ -64,10 +64,7 @@ class PaddedBatch:
     @cached_property
     def token_ids(self) -> torch.Tensor:
         """[sequences, tokens] int64; padding is token 0, which no row of a sequence sees."""
-        ids = torch.zeros(len(self.sequences), self.num_tokens, dtype=torch.int64)
-        for line, tokens in zip(ids, self._tokens, strict=True):
-            line[: len(tokens)] = torch.tensor(tokens)
-        return ids
+        return self._padded([torch.tensor(tokens) for tokens in self._tokens], 0).view(-1, self.num_tokens)
 
     def is_followed(self, num_tokens: int) -> torch.Tensor:
         """[places] bool: where the batch has so many more tokens of the request."""

@@ -10,8 +10,7 @@ from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, all_rows, is_readback
 from harness.judge.compare.prefixes import Prefixes
-from harness.judge.compare.traits import Traits
-from harness.judge.compare.triggers import not_reached, reached_triggers
+from harness.judge.compare.triggers import Traits, not_reached, reached_triggers
 from harness.results.check import Coverage, Finding
 
 

@@ -13,7 +13,9 @@ from harness.results.check import RowId, TapResult
 def tap_result(judged: TapJudgement) -> TapResult:
     """Sum a tap up."""
     errors, propagated = judged.errors, judged.propagated
-    by_propagation = "propagated" if judged.is_in_graph else "none"
+    judged_by = "propagated" if judged.is_in_graph else "none"
+    if errors is not None:
+        judged_by = "cache" if judged.operation.is_kept else "local"
     figures: dict[str, Any] = {} if errors is None else _local_figures(errors)
     figures |= {} if propagated is None else _propagated_figures(propagated)
     score = errors.roundings if errors is not None else propagated.ratio if propagated is not None else torch.empty(0)
@@ -25,7 +27,7 @@ def tap_result(judged: TapJudgement) -> TapResult:
         kind=judged.operation.kind.value,
         num_rows=len(judged.rows),
         verdict=judged.verdict,
-        judged_by="local" if judged.local else "cache" if judged.cache else by_propagation,
+        judged_by=judged_by,
         convention=errors.convention if errors else None,
         worst=_row_id(judged, at),
         num_bad_rows=int(judged.bad.sum()),

@@ -19,7 +19,7 @@ def bad_finding(judged: TapJudgement) -> Finding:
     count = f"{int(judged.bad.sum())} of {len(judged.rows)} rows, the first at request {request}, position {position}"
     errors = judged.errors
     if code is Code.NOT_FINITE:
-        clause = " though its inputs are" if judged.local else ""
+        clause = " though its inputs are" if errors else ""
         message = f"{tap} is not finite{clause} in {count}"
     elif code is Code.CACHE_DIFFERS:
         message = f"{tap} read back through the block table differs from what was written in {count}"

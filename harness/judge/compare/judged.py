@@ -19,19 +19,12 @@ class TapJudgement:
     """All that is known of one tap."""
 
     operation: Operation
-    local: LocalErrors | None
-    """Replayed on the engine's own inputs."""
-    cache: LocalErrors | None
-    """Read back from the KV cache."""
+    errors: LocalErrors | None
+    """Replayed on the engine's own inputs, or read back from its cache: the sharpest judgement where there is one."""
     propagated: PropagatedErrors | None
     """Against the golden."""
     is_in_graph: bool
     """Whether propagation may judge it; a tap the graph does not know is measured only."""
-
-    @property
-    def errors(self) -> LocalErrors | None:
-        """The sharpest judgement if there is one besides propagation."""
-        return self.local or self.cache
 
     @property
     def rows(self) -> Rows:
@@ -80,7 +73,7 @@ class TapJudgement:
         if errors is None:
             assert self.propagated is not None
             return Code.PROPAGATED_ERROR if self.propagated.metrics.is_finite[at] else Code.NOT_FINITE
-        if self.local is None:
+        if self.operation.is_kept:
             return Code.STATE_DIFFERS if self.operation.kind is Kind.STATE else Code.CACHE_DIFFERS
         is_finite = self.operation.kind is Kind.CHOICE or bool(torch.isfinite(errors.roundings[at]))
         return Code.LOCAL_ERROR if is_finite else Code.NOT_FINITE
@@ -110,20 +103,17 @@ class TapJudgement:
         return float(self.propagated.ratio[here].max()) if bool(here.any()) else None
 
 
-def judge(
-    graph: Graph, local: Mapping[str, LocalErrors], caches: Mapping[str, LocalErrors], propagation: Propagation
-) -> list[TapJudgement]:
+def judge(graph: Graph, errors: Mapping[str, LocalErrors], propagation: Propagation) -> list[TapJudgement]:
     """Put the judgements of each tap together, in graph order; taps outside of the graph come last, unjudged."""
     known = graph.by_tap
     others = [Operation(tap=tap, kind=Kind.OTHER) for tap in propagation.errors if tap not in known]
     return [
         TapJudgement(
             operation=operation,
-            local=local.get(operation.tap),
-            cache=caches.get(operation.tap),
+            errors=errors.get(operation.tap),
             propagated=propagation.errors.get(operation.tap),
             is_in_graph=operation.tap in known,
         )
         for operation in (*graph, *others)
-        if operation.tap in local or operation.tap in caches or operation.tap in propagation.errors
+        if operation.tap in errors or operation.tap in propagation.errors
     ]

@@ -15,7 +15,7 @@ from harness.judge.compare.align import Rows
 from harness.judge.compare.choices import choice_errors
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged
 from harness.judge.compare.granularity import unrecorded_before
-from harness.judge.compare.replay import TapRows
+from harness.judge.compare.replay import Judge, TapRows
 from harness.judge.compare.row_judge import RowErrors, RowJudge, judged_queries
 from harness.judge.compare.row_sample import SampledRows, spread
 from harness.judge.compare.systematic import Effects, beyond_control
@@ -92,7 +92,7 @@ class Measured:
     """Whether the errors of the operation, as far as it was measured, have a direction that rounding has not."""
 
 
-class LocalJudge:
+class LocalJudge(Judge):
     """Judges the rows of every operation and sums them up.
 
     `add` and `settle` run on the thread of the truth. `add` leaves the measuring (`_measure`) to the workers, while the
@@ -112,9 +112,8 @@ class LocalJudge:
         stops_early: bool = False,
         workers: Workers[Measured] | None = None,
     ) -> None:
-        self.graph, self.usable = hf.graph, usable
+        super().__init__(hf.graph, usable)
         self.unrecorded_before = unrecorded_before(hf.graph, usable)
-        self.head_taps = hf.graph.head
         self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
         self._is_alone, self._may_truncate = is_alone, may_truncate
         self._workers = Workers[Measured]() if workers is None else workers

@@ -38,3 +38,7 @@ class Prefixes:
     def up_to(self, request: int, end: int) -> torch.Tensor:
         """Return [end] int64: the numbers of a request's prefixes at the positions below `end`."""
         return self.table[int(torch.searchsorted(self._request_ids, request)), :end]
+
+    def at(self, request: int, position: int) -> int:
+        """Return the number of a request's prefix up to and including a position."""
+        return int(self.up_to(request, position + 1)[-1])

@@ -13,7 +13,7 @@ Who calls whom, for each part of the model (oracle/paired.py; the two forwards n
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -76,24 +76,18 @@ class TapRows:
         return [self.values[tap][wanted.to(self.values[tap].device)] for tap in self.operation.inputs]
 
 
-class Judge(Protocol):
-    """Judges rows of one operation after the other; all calls come from the thread of the truth."""
+class Judge:
+    """Judges rows of one operation after the other; all calls come from the thread of the truth.
 
-    @property
-    def graph(self) -> Graph:
-        """Operations of the model."""
+    This one judges none: the replay then only puts back what was recorded.
+    """
 
-    @property
-    def usable(self) -> Collection[str]:
+    def __init__(self, graph: Graph, usable: Collection[str]) -> None:
+        self.graph = graph
+        self.usable = usable
         """Recorded taps whose shape and dtype fit."""
-
-    @property
-    def head_taps(self) -> Collection[str]:
-        """Taps that HF computes only for the positions whose logits it is asked for."""
-
-    @property
-    def unrecorded_before(self) -> Mapping[str, tuple[str, ...] | None]:
-        """See `granularity.unrecorded_before`: the taps that HF computes between the recorded ones and a tap."""
+        self.unrecorded_before: Mapping[str, tuple[str, ...] | None] = dict.fromkeys(op.tap for op in graph)
+        """See `granularity.unrecorded_before`; None where an operation is not judged."""
 
     def add(self, rows: TapRows) -> None:
         """Judge some rows of an operation, now or before `settle` returns."""
@@ -104,6 +98,7 @@ class Judge(Protocol):
     @property
     def is_decided(self) -> bool:
         """Whether nothing further is to be judged."""
+        return False
 
 
 class DecidedError(Exception):
@@ -144,14 +139,14 @@ class Replay:
     def _recorded_everywhere(self) -> Iterator[str]:
         """Yield the products and contexts that were recorded in every row of the batch."""
         for op in self._judge.graph:
-            is_inside = op.kind in (Kind.LINEAR, Kind.ATTENTION) and op.tap not in self._judge.head_taps
+            is_inside = op.kind in (Kind.LINEAR, Kind.ATTENTION) and op.tap not in self._judge.graph.head
             if is_inside and op.tap in self._judge.usable and self._batch.is_whole(op.tap):
                 yield op.tap
 
     @property
     def logit_positions(self) -> list[int]:
         """Positions at which the LM head was recorded; position 0 if it was nowhere."""
-        recorded = [self._recorded(tap) for tap in self._judge.head_taps]
+        recorded = [self._recorded(tap) for tap in self._judge.graph.head]
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in recorded if each is not None)])
         positions: list[int] = (places % self._batch.num_tokens).unique().tolist()
         return positions or [0]

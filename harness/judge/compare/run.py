@@ -30,7 +30,7 @@ from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_
 from harness.judge.compare.slots import slot_conflicts
 from harness.judge.compare.states import StateJudgement, StateRuns, judge_states
 from harness.judge.compare.tokens import compare_tokens, tie_margin
-from harness.judge.compare.traits import Traits
+from harness.judge.compare.triggers import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
 from harness.results.check import Coverage, Finding, LogitResult, Outcome, RunResult, TokenResult
@@ -45,9 +45,7 @@ class Comparison:
 
     result: RunResult
     errors: Mapping[str, LocalErrors]
-    """By tap: operations judged by themselves."""
-    caches: Mapping[str, LocalErrors]
-    """By tap: the cache read back, states included."""
+    """By tap: operations judged by themselves, and the cache read back, states included."""
     evidence: Mapping[str, Evidence]
     """By tap: wrong rows of operations that were judged by themselves, and of states."""
     states: StateRuns | None = None
@@ -107,8 +105,7 @@ def compare_run(
     )
     return Comparison(
         result=result,
-        errors=found.local.errors,
-        caches=found.caches,
+        errors=found.errors,
         evidence={**found.local.evidence, **found.states.evidence},
         states=found.runs,
     )
@@ -160,7 +157,8 @@ class _Judgements:
     """Every judgement there is on the taps."""
 
     local: LocalJudgement
-    caches: Mapping[str, LocalErrors]
+    errors: Mapping[str, LocalErrors]
+    """Of operations judged by themselves, and of caches and states that were read back."""
     states: StateJudgement
     runs: StateRuns | None
     propagation: Propagation
@@ -192,19 +190,17 @@ def _judge(
             )
         (propagation,) = done or beside.finished()
     theirs = sides.theirs if _runs_as_the_golden(local) else None
-    caches = {
-        op.tap: errors
-        for op, errors in cache_errors(sides.ours, graph, usable, theirs, sides.noise, sketched=sides.sketched)
-    }
+    caches = cache_errors(sides.ours, graph, usable, theirs, sides.noise, sketched=sides.sketched)
+    errors = {**local.errors, **{op.tap: each for op, each in caches}}
     states, runs = StateJudgement(), None
     if hf is not None and not local.is_partial:
         runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))
         states = judge_states(runs, graph, usable)
-        caches |= states.errors
-    judged = judge(graph, local.errors, caches, propagation)
+        errors |= states.errors
+    judged = judge(graph, errors, propagation)
     if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
         judged = [each for each in judged if each.errors is not None]
-    return _Judgements(local=local, caches=caches, states=states, runs=runs, propagation=propagation, judged=judged)
+    return _Judgements(local=local, errors=errors, states=states, runs=runs, propagation=propagation, judged=judged)
 
 
 def _runs_as_the_golden(local: LocalJudgement) -> bool:
@@ -261,9 +257,9 @@ def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other
     All is sound if no operation is wrong and the logits were judged by themselves.
     """
     is_sound = not any(each.is_wrong for each in judged)
-    has_logits = any(each.operation.tap == logits and each.local is not None for each in judged)
+    by_itself = {each.operation.tap for each in judged if each.errors and not each.operation.is_kept}
     has_conventions = any(each.errors is not None and each.errors.convention for each in judged)
-    return is_sound and has_logits and (has_conventions or has_other_choices)
+    return is_sound and logits in by_itself and (has_conventions or has_other_choices)
 
 
 def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:

@@ -102,10 +102,7 @@ class _Computed:
         history, meant = latest.clone(), self._prefixes.up_to(request, end).tolist()
         for position, slot in enumerate(self._slots.slots(self._slots.table(step, request), end)):
             write = self._slots.writer(slot, step)
-            if write is None:
-                continue
-            content = self._prefixes.up_to(write.request, write.position + 1)[-1]
-            if int(content) == meant[position]:
+            if write is not None and self._prefixes.at(write.request, write.position) == meant[position]:
                 history[position] = torch.tensor([write.step, write.row])
         return history
 

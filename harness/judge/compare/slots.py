@@ -31,7 +31,7 @@ def _first_conflict(step: Step, slots: torch.Tensor, prefixes: Prefixes) -> tupl
     first, second = order[:-1], order[1:]
     is_shared = (slots[first] == slots[second]) & (step.request[first] != step.request[second])
     for one, other in zip(first[is_shared].tolist(), second[is_shared].tolist(), strict=True):
-        tokens = [prefixes.up_to(int(step.request[row]), int(step.position[row]) + 1)[-1] for row in (one, other)]
+        tokens = [prefixes.at(int(step.request[row]), int(step.position[row])) for row in (one, other)]
         if tokens[0] != tokens[1]:
             return one, other
     return None

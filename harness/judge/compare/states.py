@@ -21,7 +21,7 @@ from harness.judge.compare.evidence import Evidence
 from harness.judge.compare.local import control_arithmetic
 from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.prefixes import Prefixes
-from harness.judge.compare.replay import Replay, TapRows
+from harness.judge.compare.replay import Judge, Replay
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 from harness.judge.compare.shapes import engine_dtype, keeps_one_less
 from harness.oracle.batching import batch_tokens
@@ -65,7 +65,7 @@ class StateRuns:
 
     def __init__(self, recording: Recording, hf: HFModel, usable: Collection[str], truth_dtype: torch.dtype) -> None:
         self.recording, self._hf, self._truth_dtype = recording, hf, truth_dtype
-        self._judge = _NoJudge(hf.graph, {tap for tap in usable if tap in hf.graph and not hf.graph[tap].is_kept})
+        self._judge = Judge(hf.graph, {tap for tap in usable if tap in hf.graph and not hf.graph[tap].is_kept})
         self._steps = [step for step in recording.steps if not is_readback(step)]
         self._known: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
 
@@ -170,22 +170,6 @@ def sequence_of(line: Sequence[tuple[int, int, int]]) -> RowSequence:
         row=torch.tensor(rows),
         is_own=torch.zeros(len(line), dtype=torch.bool),
     )
-
-
-class _NoJudge:
-    """Judges no row: the replay only puts back what was recorded."""
-
-    is_decided = False
-
-    def __init__(self, graph: Graph, usable: set[str]) -> None:
-        self.graph, self.usable, self.head_taps = graph, usable, frozenset[str]()
-        self.unrecorded_before = dict.fromkeys(op.tap for op in graph)
-
-    def add(self, rows: TapRows) -> None:
-        """See `Judge.add`."""
-
-    def settle(self) -> None:
-        """See `Judge.settle`."""
 
 
 def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> StateJudgement:

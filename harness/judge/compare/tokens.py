@@ -4,7 +4,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording import Recording, Step
-from harness.judge.compare.align import Locator, Rows
+from harness.judge.compare.align import Locator, Rows, all_rows
 from harness.results.check import Finding, TokenResult
 
 _BLOCK_ROWS = 256
@@ -35,7 +35,7 @@ def compare_tokens(
             with it.
     """
     threshold = tie_margin(logit_noise)
-    pairs = [_choices(step) for step in actual.steps]
+    pairs = [_choices(step, step.sampled) for step in actual.steps if step.sampled is not None]
     rows = Rows.concat([pair[0] for pair in pairs])
     chosen = torch.cat([torch.empty(0, dtype=torch.int64), *(pair[1] for pair in pairs)])
     found = expected.find(logits, rows)
@@ -79,14 +79,10 @@ def _tied_by_own(
     return margin
 
 
-def _choices(step: Step) -> tuple[Rows, torch.Tensor]:
+def _choices(step: Step, sampled: torch.Tensor) -> tuple[Rows, torch.Tensor]:
     """Rows of a step at which the engine chose a token, and the tokens."""
-    if step.sampled is None:
-        empty = torch.empty(0, dtype=torch.int64)
-        return Rows(request=empty, position=empty, step=empty), empty
-    at = (step.sampled >= 0).nonzero()[:, 0]
-    request, position = step.request.long()[at], step.position.long()[at]
-    return Rows(request=request, position=position, step=torch.full_like(request, step.index)), step.sampled[at]
+    at = (sampled >= 0).nonzero()[:, 0]
+    return all_rows(step).select(at), sampled[at]
 
 
 def _differences(

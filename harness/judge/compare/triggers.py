@@ -9,8 +9,34 @@ from harness.errors import Code
 from harness.formats.recording import Recording, Step
 from harness.judge.compare.align import is_readback
 from harness.judge.compare.prefixes import Prefixes
-from harness.judge.compare.traits import Traits
+from harness.oracle.model import HFModel
 from harness.results.check import Finding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Of a decoder, what decides whether a workload reaches a condition."""
+
+    num_groups: int
+    """Query heads of one KV head."""
+    window: int | None
+    """Smallest sliding window of any layer; None if all see everything."""
+    original_positions: int | None
+    """Positions the model was trained on before its rotary embedding was stretched; None if it was not."""
+
+    @classmethod
+    def of(cls, hf: HFModel) -> "Traits":
+        """Read the traits off HF's configuration."""
+        config = hf.config
+        num_heads = getattr(config, "num_attention_heads", None) or 1
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        original = getattr(config, "max_position_embeddings", None) if rope.get("rope_type") == "dynamic" else None
+        return cls(
+            num_groups=num_heads // num_kv_heads,
+            window=min((op.window for op in hf.graph if op.window is not None), default=None),
+            original_positions=rope.get("original_max_position_embeddings", original),
+        )
 
 
 @dataclass(slots=True)
@@ -66,7 +92,6 @@ def not_reached(name: str) -> Finding:
 
 
 def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
-    has_tables = bool(step.block_tables)
     if any(len(blocks) > 1 for blocks in (step.block_tables or {}).values()):
         yield "block_boundary"
     if is_readback(step):
@@ -79,12 +104,12 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
             yield "ragged_batch"
     for request in present:
         positions = step.position[step.request == request]
-        yield from _of_request(request, positions, step, seen, has_tables)
+        yield from _of_request(request, positions, step, seen)
     for draft in drafts:
         seen.given_up[seen.drafts[draft]] = int(step.position[step.request == draft].max()) + 1
 
 
-def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, has_tables: bool) -> Iterator[str]:
+def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) -> Iterator[str]:
     prompt_length, first = seen.prompt_lengths[request], int(positions.min())
     num_blocks = len((step.block_tables or {}).get(request, ()))
     if _is_decode(step, request, positions, prompt_length):
@@ -100,7 +125,7 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen, 
             yield "forked"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
     # An engine without a cache computes every position in every step: it has nothing that it could have lost.
-    has_lost = has_tables or (first == 0 and request in seen.goes_on)
+    has_lost = bool(step.block_tables) or (first == 0 and request in seen.goes_on)
     if first < seen.given_up.get(request, 0):
         yield "rewound"
     elif has_lost and not computed.isdisjoint(new):

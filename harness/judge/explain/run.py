@@ -1,6 +1,5 @@
 """The cause of every operation that a comparison found wrong."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -56,15 +55,6 @@ def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: H
     return replace(run, findings=findings, first_divergence=first)
 
 
-def _failed(failures: Sequence[str]) -> Explanation:
-    """Return what stands in for an explanation that raised."""
-    return Explanation(
-        cause="no explanation: looking for one failed",
-        is_cause=False,
-        detail="; ".join(failures),
-    )
-
-
 def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation:
     """Return what stands in for an explanation where too much on the way to a tap was not recorded."""
     return Explanation(
@@ -112,7 +102,8 @@ class _Explainer:
         with guarded("the explanation", failures):
             explanation = self._explanation(finding)
         if failures:
-            explanation = _failed(failures)
+            cause = "no explanation: looking for one failed"
+            explanation = Explanation(cause=cause, is_cause=False, detail="; ".join(failures))
         return finding if explanation is None else replace(finding, explanation=explanation)
 
     def _explanation(self, finding: Finding) -> Explanation | None:
@@ -128,7 +119,7 @@ class _Explainer:
         found = self._explain(operation)
         if (found is None or not found.is_cause) and (state := self._state_behind(operation)) is not None:
             return state
-        errors = (self.found.caches if operation.is_kept else self.found.errors).get(operation.tap)
+        errors = self.found.errors.get(operation.tap)
         if errors is None or not bool(errors.bad.any()):
             return found
         size = self.slot_history.block_size
@@ -147,16 +138,13 @@ class _Explainer:
         return self._known[operation.tap]
 
     def _looked_for(self, operation: Operation) -> Explanation | None:
-        if operation.kind is Kind.CACHE:
-            errors = self.found.caches.get(operation.tap)
-            evidence = None if errors is None else self._cache_evidence(operation, errors)
-        else:
-            errors = (self.found.caches if operation.is_kept else self.found.errors).get(operation.tap)
-            evidence = self.found.evidence.get(operation.tap)
+        errors, evidence = self.found.errors.get(operation.tap), self.found.evidence.get(operation.tap)
         if errors is None or not (bool(errors.bad.any()) or errors.effect):
             return None
-        if operation.kind is Kind.CACHE and (silent := self._layer_not_run(operation)) is not None:
-            return silent
+        if operation.kind is Kind.CACHE:
+            if (silent := self._layer_not_run(operation)) is not None:
+                return silent
+            evidence = self._cache_evidence(operation, errors)
         is_bad = bool(errors.bad.any())
         where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
         with torch.no_grad(), ExitStack() as stack:

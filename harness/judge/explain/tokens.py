@@ -3,7 +3,7 @@
 `V` words of the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -72,37 +72,17 @@ def _rank(choice: _Choice) -> str:
     return f"token {choice.token} has rank {rank}, {float(row.max() - row[choice.token]):.3g} below the largest logit"
 
 
-def _from_another_row(choice: _Choice) -> bool:
-    return choice.token in choice.logits.argmax(dim=1).tolist()
-
-
-def _from_last_row(choice: _Choice) -> bool:
-    return choice.token == int(choice.logits[-1].argmax())
-
-
-def _from_first_row(choice: _Choice) -> bool:
-    return choice.token == int(choice.logits[0].argmax())
-
-
-def _smallest(choice: _Choice) -> bool:
-    return choice.token == int(choice.logits[choice.row].argmin())
-
-
-def _second(choice: _Choice) -> bool:
-    return choice.token == int(choice.logits[choice.row].topk(2).indices[1])
-
-
 def _rounded(dtype: torch.dtype, choice: _Choice) -> bool:
     row = choice.logits[choice.row].to(dtype)
     return choice.token < len(row) and bool(row[choice.token] == row.max())
 
 
-_CAUSES = {
-    "the logits are rounded to bfloat16 before the argmax": lambda choice: _rounded(torch.bfloat16, choice),
-    "the logits are rounded to float16 before the argmax": lambda choice: _rounded(torch.float16, choice),
-    "the token is chosen from the last row's logits": _from_last_row,
-    "the token is chosen from the first row's logits": _from_first_row,
-    "the token is chosen from another row's logits": _from_another_row,
-    "the smallest logit is chosen": _smallest,
-    "the second largest logit is chosen": _second,
+_CAUSES: dict[str, Callable[[_Choice], bool]] = {
+    "the logits are rounded to bfloat16 before the argmax": lambda each: _rounded(torch.bfloat16, each),
+    "the logits are rounded to float16 before the argmax": lambda each: _rounded(torch.float16, each),
+    "the token is chosen from the last row's logits": lambda each: each.token == int(each.logits[-1].argmax()),
+    "the token is chosen from the first row's logits": lambda each: each.token == int(each.logits[0].argmax()),
+    "the token is chosen from another row's logits": lambda each: each.token in each.logits.argmax(dim=1).tolist(),
+    "the smallest logit is chosen": lambda each: each.token == int(each.logits[each.row].argmin()),
+    "the second largest logit is chosen": lambda each: each.token == int(each.logits[each.row].topk(2).indices[1]),
 }

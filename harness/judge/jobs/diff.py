@@ -1,7 +1,6 @@
 """Two recordings on disk against each other, with or without the model that would judge single operations."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -29,28 +28,6 @@ _ESTIMATED = (
     "EXPECTED has no error of HF's own: it is estimated from the number of operations, and an operation is wrong from "
     "ten times what those before it give; --model judges each by itself"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What the user asks of `actual`."""
-
-    taps: tuple[str, ...]
-    """Globs and presets; `*` for the preset `all`."""
-    lacking: tuple[str, ...]
-    require: tuple[str, ...]
-
-    def requirements(self, actual: Recording, wanted: Sequence[str]) -> Requirements:
-        """Return what `actual` must hold to pass."""
-        chose_tokens = any(step.sampled is not None for step in actual.steps)
-        return Requirements(
-            wanted=wanted,
-            not_offered=(*self.lacking, *(() if chose_tokens else (TOKENS,))),
-            accepts_tokens=self.taps == ("tokens",),
-            # Or the user asks for less.
-            least_compute=LEAST_JUDGED if self.taps == ("*",) and not self.lacking else 0.0,
-            require=self.require,
-        )
 
 
 def run_diff(
@@ -87,9 +64,7 @@ def run_diff(
         HarnessError: a recording is missing or damaged, they hold different prompts, or an option makes no sense.
     """
     _refuse_unknown("--require", "unknown trigger {}", require, TRIGGERS)
-    asked = _Asked(
-        taps=tuple("*" if tap == "all" else tap for tap in taps), lacking=tuple(lacking), require=tuple(require)
-    )
+    taps = tuple("*" if tap == "all" else tap for tap in taps)
     with Recording.open(expected) as theirs, Recording.open(actual) as ours:
         golden = Golden(theirs)
         hf, notes = _oracle(ours, model, lora, device, local_files_only=local_files_only, mtp=golden.graph.has_mtp)
@@ -99,11 +74,26 @@ def run_diff(
             notes.append("no KV cache was read back: whether it holds what was written is not known")
         if hf is None and not golden.noise:
             notes.append(_ESTIMATED)
-        wanted = _wanted(asked, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
-        requirements = asked.requirements(ours, wanted)
+        wanted = _wanted(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
+        requirements = _requirements(ours, taps, lacking, wanted, require)
         found = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)
         run = found.result if hf is None else explain_run(found, ours, golden, hf)
         return _result(ours.manifest, run, notes)
+
+
+def _requirements(
+    actual: Recording, taps: Sequence[str], lacking: Sequence[str], wanted: Sequence[str], require: Sequence[str]
+) -> Requirements:
+    """Return what `actual` must hold to pass, of the taps and lacking sites that are asked for."""
+    chose_tokens = any(step.sampled is not None for step in actual.steps)
+    asks_less = taps != ("*",) or bool(lacking)
+    return Requirements(
+        wanted=wanted,
+        not_offered=(*lacking, *(() if chose_tokens else (TOKENS,))),
+        accepts_tokens=taps == ("tokens",),
+        least_compute=0.0 if asks_less else LEAST_JUDGED,
+        require=require,
+    )
 
 
 def _result(manifest: Manifest, run: RunResult, notes: Sequence[str]) -> CheckResult:
@@ -161,14 +151,14 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.to(coarser), second.to(coarser))
 
 
-def _wanted(asked: _Asked, names: Sequence[str], graph: Graph) -> list[str]:
+def _wanted(taps: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
     """Return the taps of presets and those that match a glob, but for the sites that the engine lacks."""
-    globs = [tap for tap in asked.taps if tap not in TAP_PRESETS]
-    presets = [name for tap in asked.taps if tap in TAP_PRESETS for name in preset_taps(tap, graph)]
+    globs = [tap for tap in taps if tap not in TAP_PRESETS]
+    presets = [name for tap in taps if tap in TAP_PRESETS for name in preset_taps(tap, graph)]
     wanted = list(dict.fromkeys([*_matching(globs, list(dict.fromkeys(names))), *presets]))
     sites = [_site(tap, graph) for tap in wanted]
-    _refuse_unknown("--lacking", "no tap that is asked for is a {}", asked.lacking, sites)
-    return [tap for tap in wanted if _site(tap, graph) not in asked.lacking]
+    _refuse_unknown("--lacking", "no tap that is asked for is a {}", lacking, sites)
+    return [tap for tap in wanted if _site(tap, graph) not in lacking]
 
 
 def _caches(recording: Recording, graph: Graph) -> list[str]:

@@ -1,8 +1,7 @@
 """What a check would cost, for a terminal and for Markdown."""
 
-from tabulate import tabulate
-
 from harness.errors import Code, printable
+from harness.report.fitted_table import fitted_table
 from harness.results.check_cost import CheckCost
 
 
@@ -10,9 +9,7 @@ def cost_text(result: CheckCost, *, tablefmt: str = "simple") -> str:
     """Return a row for each phase, the disk and the memory; nothing in it is a verdict."""
     rows = [[phase.name, f"{phase.seconds:,.1f}", _gb(phase.read_bytes)] for phase in result.phases]
     rows.append(["all but the engine", f"{result.seconds:,.1f}", _gb(result.read_bytes)])
-    table = tabulate(
-        rows, ["phase", "seconds", "GB read"], tablefmt, disable_numparse=True, colalign=("left", "right", "right")
-    )
+    table = fitted_table(rows, ["phase", "seconds", "GB read"], tablefmt=tablefmt)
     peak = "not known on this system" if result.peak_bytes is None else f"{_gb(result.peak_bytes)} GB"
     found = "in the cache" if result.has_golden else "to be kept"
     requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
+from harness.report.check.sentences import printable
+from harness.report.fitted_table import fitted_table
 from harness.results.trace import CriticalPath, LinkKind, TraceDiff, TraceSummary
 
 _IDLE = ("host_late_us", "queued_us", "other_us")
@@ -78,19 +78,19 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
             )
     header = ["rank", "GPU span us", "busy", "host late us", "queued us", "other us"]
     header += ["launches", "delay us", "short", "comm us", "hidden"]
-    return _table(rows, header, num_names=1) if rows else ""
+    return fitted_table(rows, header) if rows else ""
 
 
 def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     parts = [f"{_shown(summary.path, 200)}: {summary.num_events:,} events in {summary.duration_us / 1e3:,.2f} ms"]
     if summary.phases:
         rows = [_cells(phase.name, phase.count, phase.total_us) for phase in summary.phases]
-        parts.append(_table(rows, ["phase", "steps", "us"], num_names=1))
+        parts.append(fitted_table(rows, ["phase", "steps", "us"]))
     if summary.operations:
         operations = [
             _cells(row.phase, row.name, row.count, row.num_operators, row.total_us) for row in summary.operations
         ]
-        parts.append(_table(operations, ["phase", "operation", "count", "operators", "us"]))
+        parts.append(fitted_table(operations, ["phase", "operation", "count", "operators", "us"], num_names=2))
     parts += [_modules(summary), _module_kernels(summary), _products(summary, peak_flops_per_s)]
     operators = [_cells(row.phase, row.name, row.count, row.self_us, row.total_us) for row in summary.operators]
     parts.append(_limited(operators, ["phase", "operator", "count", "self us", "us"]))
@@ -117,7 +117,7 @@ def critical_path_text(found: CriticalPath) -> str:
     ]
     parts = [
         f"{_shown(found.path, 200)}: the critical path of {found.total_us / 1e3:,.2f} ms",
-        _table(by_kind, ["kind", "us", "share"], num_names=1),
+        fitted_table(by_kind, ["kind", "us", "share"]),
         _limited(by_name, ["kind", "name", "count", "us", "share"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -161,12 +161,7 @@ def diff_text(diff: TraceDiff) -> str:
 def _limited(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names: int = 2) -> str:
     left = len(rows) - MAX_ROWS
     more = f"\nand {left:,} more" if left > 0 else ""
-    return f"{_table(rows[:MAX_ROWS], header, num_names=num_names)}{more}" if rows else ""
-
-
-def _table(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names: int = 2) -> str:
-    aligned = ["left"] * num_names + ["right"] * (len(header) - num_names)
-    return tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=aligned)
+    return f"{fitted_table(rows[:MAX_ROWS], header, num_names=num_names)}{more}" if rows else ""
 
 
 def _cells(*values: str | float | None) -> list[str]:
@@ -180,5 +175,5 @@ def _change(before: float, after: float) -> list[str]:
 
 def _shown(name: str | None, width: int = _NAME_WIDTH) -> str:
     """Return a name in one line of printable characters; a trace may be hostile."""
-    text = "".join(character if character.isprintable() else "�" for character in name or "-")
+    text = printable(name or "-")
     return text if len(text) <= width else f"{text[: width - 1]}…"

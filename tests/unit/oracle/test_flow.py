@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.oracle.flow import NOWHERE, Flow, Origin, following
+from harness.oracle.flow import NOWHERE, Flow, Origin
 
 FIRST, MASK, ORDER = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 6, dtype=torch.bool), torch.tensor([2, 0])
 """Made before: a tensor that is made in the block is computed in it."""
@@ -18,7 +18,7 @@ def marked(flow, *names, shape=(4, 6)):
 
 
 def test_operations_are_noted_with_their_sources_in_order():
-    with following() as flow:
+    with Flow() as flow:
         a, b = marked(flow, "a", "b")
         assert flow.of(a) == Origin(("a",))
         assert flow.of(a + b) == Origin(("a", "b"), ("add",))
@@ -42,13 +42,13 @@ def test_operations_are_noted_with_their_sources_in_order():
     ],
 )
 def test_moving_is_no_operation(move):
-    with following() as flow:
+    with Flow() as flow:
         (a,) = marked(flow, "a")
         assert flow.of(move(a)) == Origin(("a",))
 
 
 def test_what_is_written_in_place_is_noted():
-    with following() as flow:
+    with Flow() as flow:
         a, b = marked(flow, "a", "b")
         c = a * 2
         c += b
@@ -59,7 +59,7 @@ def test_what_is_written_in_place_is_noted():
 
 
 def test_views_share_what_is_noted_of_their_storage():
-    with following() as flow:
+    with Flow() as flow:
         (a,) = marked(flow, "a")
         view = (a + 1).view(-1)[3:9]
         assert flow.of(view) == Origin(("a",), ("add",))
@@ -67,7 +67,7 @@ def test_views_share_what_is_noted_of_their_storage():
 
 def test_a_part_of_a_storage_may_be_a_value_of_its_own():
     """Query, key and value of one projection."""
-    with following() as flow:
+    with Flow() as flow:
         (a,) = marked(flow, "a")
         first, second = (a * 2).chunk(2, dim=0)
         flow.mark(first, Origin(("first",)))
@@ -78,7 +78,7 @@ def test_a_part_of_a_storage_may_be_a_value_of_its_own():
 
 
 def test_what_is_marked_anew_forgets_what_was_noted():
-    with following() as flow:
+    with Flow() as flow:
         (a,) = marked(flow, "a")
         b = a + 1
         flow.mark(b, Origin(("b",)))
@@ -86,7 +86,7 @@ def test_what_is_marked_anew_forgets_what_was_noted():
 
 
 def test_nothing_is_noted_behind_the_block():
-    with following() as flow:
+    with Flow() as flow:
         (a,) = marked(flow, "a")
     assert flow.of(a * 2) == NOWHERE
 

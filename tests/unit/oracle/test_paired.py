@@ -14,7 +14,7 @@ from harness.formats.taps import Kind
 from harness.oracle import paired, precision
 from harness.oracle.model import load_model
 from harness.oracle.paired import run_pair
-from harness.oracle.precision import eager_experts, preserve_precision
+from harness.oracle.precision import PreservePrecision, eager_experts
 from harness.oracle.rows import as_rows
 from harness.oracle.sample import Sample
 from harness.oracle.watch import Seeing, watching
@@ -88,7 +88,7 @@ def whole_model_in(dtype, hf, token_ids):
     for name, buffer in kept.items():
         path, _, own = name.rpartition(".")
         setattr(model.get_submodule(path), own, buffer)
-    with preserve_precision(dtype):
+    with PreservePrecision(dtype):
         return plain_forward(hf, model, token_ids)
 
 

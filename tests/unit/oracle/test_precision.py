@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attenti
 from harness.oracle import precision
 from harness.oracle.precision import (
     Buffers,
+    PreservePrecision,
     blocked_linear,
     eager_experts,
-    preserve_precision,
     truth_dtype,
     upcast,
     upcast_on_use,
@@ -222,7 +222,7 @@ def test_precision_of_the_norm_is_preserved():
     expected = norm_in_float64(x, norm.weight.detach(), norm.variance_epsilon)
     with torch.no_grad():
         assert error(norm(x), expected) > 1e-9, "without it HF's norm rounds its input to float32"
-        with preserve_precision(torch.float64):
+        with PreservePrecision(torch.float64):
             assert error(norm(x), expected) < 1e-14
         assert error(norm(x), expected) > 1e-9, "and it ends with the block"
 
@@ -235,7 +235,7 @@ def test_precision_of_the_eager_softmax_is_preserved():
     p = torch.from_numpy(scores).softmax(dim=-1)
     expected = (p @ v).transpose(1, 2)
     assert error(eager_attention_forward(module, q, k, v, None, scaling=0.3)[0], expected) > 1e-10
-    with preserve_precision(torch.float64):
+    with PreservePrecision(torch.float64):
         assert error(eager_attention_forward(module, q, k, v, None, scaling=0.3)[0], expected) < 1e-14
 
 
@@ -257,7 +257,7 @@ LOWERINGS = [
 @pytest.mark.parametrize("lower", LOWERINGS)
 def test_precision_is_preserved_whatever_way_a_lower_one_is_asked_for(lower, high, low):
     x = torch.randn(3, 4, dtype=high)
-    with preserve_precision(high):
+    with PreservePrecision(high):
         assert lower(x, low).dtype == high
     assert lower(x, low).dtype == low
 
@@ -272,23 +272,23 @@ def test_precision_is_preserved_whatever_way_a_lower_one_is_asked_for(lower, hig
 )
 def test_precision_is_preserved_by_casts(cast, low):
     x = torch.randn(3, 4, dtype=torch.float64)
-    with preserve_precision(torch.float64):
+    with PreservePrecision(torch.float64):
         assert cast(x) is x
     assert cast(x).dtype == low
 
 
 def test_precision_of_other_tensors_is_left_alone():
-    with preserve_precision(torch.float64):
+    with PreservePrecision(torch.float64):
         assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float32
         assert torch.ones(2, dtype=torch.int64).to(torch.float32).dtype == torch.float32
         assert torch.ones(2, dtype=torch.float64).to(torch.int64).dtype == torch.int64
-    with preserve_precision(torch.float32):
+    with PreservePrecision(torch.float32):
         assert torch.ones(2, dtype=torch.float32).double().dtype == torch.float64
         assert torch.ones(2, dtype=torch.float64).to(torch.float32).dtype == torch.float32
 
 
 def test_preserving_ends_under_an_exception():
-    with pytest.raises(BoomError), preserve_precision(torch.float64):
+    with pytest.raises(BoomError), PreservePrecision(torch.float64):
         raise BoomError
     assert torch.ones(2, dtype=torch.float64).float().dtype == torch.float32
 
@@ -470,7 +470,7 @@ assert seen() == before, (seen(), before)
 @pytest.mark.parametrize("make", [lambda x: torch.tensor(x), lambda x: torch.full((), x)])
 def test_the_lowest_number_of_the_truths_dtype_is_one_of_it(make):
     lowest = torch.finfo(torch.float64).min
-    with preserve_precision(torch.float64):
+    with PreservePrecision(torch.float64):
         assert make(lowest).item() == lowest
         assert make(0.5).dtype == torch.float64
         assert torch.full((2,), 0.5).dtype == torch.float32
@@ -479,7 +479,7 @@ def test_the_lowest_number_of_the_truths_dtype_is_one_of_it(make):
 
 
 def test_only_a_float_without_dimensions_is_a_number():
-    with preserve_precision(torch.float64):
+    with PreservePrecision(torch.float64):
         assert torch.tensor(1.5).dtype is torch.float64
         assert torch.full((), 1.5).dtype is torch.full([], 1.5).dtype is torch.float64
         assert torch.tensor(3).dtype is torch.full((), 3).dtype is torch.int64
@@ -490,7 +490,7 @@ def test_only_a_float_without_dimensions_is_a_number():
 
 def test_what_is_no_lower_dtype_is_given_as_asked_for():
     x = torch.ones(2, dtype=torch.float64)
-    with preserve_precision(torch.float64):
+    with PreservePrecision(torch.float64):
         assert x.to(torch.int64).dtype is x.long().dtype is x.type_as(torch.ones(1, dtype=torch.int32)).long().dtype
         assert x.to(torch.bool).dtype is torch.bool
         assert x.new_zeros(2, dtype=torch.int32).dtype is torch.int32
@@ -498,7 +498,7 @@ def test_what_is_no_lower_dtype_is_given_as_asked_for():
             x.float().dtype is x.to(dtype=torch.bfloat16).dtype is x.type_as(other=torch.ones(1)).dtype is torch.float64
         )
         assert torch.ones(2).to(torch.bfloat16).dtype is torch.bfloat16, "a tensor of another dtype"
-    with preserve_precision(torch.float32):
+    with PreservePrecision(torch.float32):
         y = torch.ones(2)
         assert y.to(torch.float64).dtype is y.double().dtype is torch.float64
         assert y.to(torch.float16).dtype is y.half().dtype is torch.float32

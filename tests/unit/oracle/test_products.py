@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from harness.oracle import products
-from harness.oracle.precision import preserve_precision
+from harness.oracle.precision import PreservePrecision
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_a_product_in_blocks_is_the_product(num_out, has_bias, shape):
 def test_large_products_in_float64_are_split(monkeypatch, dtype, is_split):
     split = []
     monkeypatch.setattr(torch, "bmm", lambda x, y, bmm=torch.bmm: split.append(len(x)) or bmm(x, y))
-    with preserve_precision(dtype):
+    with PreservePrecision(dtype):
         functional.linear(torch.ones(3, 512, dtype=dtype), torch.ones(1024, 512, dtype=dtype))
         functional.linear(torch.ones(3, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype))
     assert split == [4] * is_split

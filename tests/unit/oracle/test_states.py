@@ -9,7 +9,7 @@ from harness.formats.taps import Kind
 from harness.oracle.caches import held_states, keeps_states
 from harness.oracle.decode import HFDecoder
 from harness.oracle.paired import run_pair
-from harness.oracle.precision import preserve_precision, upcast
+from harness.oracle.precision import PreservePrecision, upcast
 
 IDS = [[3, 9, 14, 27, 33, 5, 6, 41, 12, 50, 2]]
 
@@ -67,7 +67,7 @@ def test_one_forward_leaves_the_state_of_a_slow_scan(tiny, family):
     control, truth = run_pair(hf, torch.tensor(IDS), Nothing(), truth_dtype=torch.float64, use_cache=True)
     assert torch.float64 not in {state.dtype for state in held_states(control).values()}
     whole = held_states(truth)
-    with HFDecoder(hf) as decoder, preserve_precision(torch.float64), upcast(torch.float64, hf.model):
+    with HFDecoder(hf) as decoder, PreservePrecision(torch.float64), upcast(torch.float64, hf.model):
         for token in IDS[0]:
             decoder.feed([[token]])
         slow = decoder.states

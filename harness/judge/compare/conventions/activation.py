@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,22 +24,13 @@ _NEAR_TIE = 2.0**-20
 _MODEL = KINDS[Kind.ACTIVATION].error_model or ErrorModel(roundings=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Activation:
-    """A function that gives a share of its input: x times something between 0 and 1."""
-
-    name: str
-    of: Callable[[torch.Tensor], torch.Tensor]
-    error: float
-    """Of the share, absolute, in float32."""
-
-
-_ACTIVATIONS = (
+_SHARES: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor], float], ...] = (
     # ONNX Runtime's sigmoid is off by up to 1.1 times as much, and by a third of it on average.
-    _Activation(name=ABSOLUTE_SIGMOID, of=silu, error=2.0**-23),
+    (ABSOLUTE_SIGMOID, silu, 2.0**-23),
     # torch's is off by up to 0.74 times as much on a CPU with AVX-512, and by 0.2 times where it computes one element.
-    _Activation(name=ABSOLUTE_NORMAL, of=gelu, error=2.0**-21),
+    (ABSOLUTE_NORMAL, gelu, 2.0**-21),
 )
+"""Functions that give x times something between 0 and 1, and the absolute error of that share in float32."""
 
 
 def _absolute_share(subject: SuspectRows) -> Iterator[Rounding]:
@@ -53,11 +43,11 @@ def _absolute_share(subject: SuspectRows) -> Iterator[Rounding]:
     expected = subject.expected.flatten(1).to("cpu", torch.float64)
     norm = expected.norm(dim=1)
     for gate, up in _gates(subject, expected.shape[1]):
-        for activation in _ACTIVATIONS:
-            if bool(((activation.of(gate) * up - expected).norm(dim=1) <= _SAME * norm).all()):
-                allowance = activation.error * (gate * up).norm(dim=1) / (norm * rounding_unit(torch.float32))
+        for name, of, error in _SHARES:
+            if bool(((of(gate) * up - expected).norm(dim=1) <= _SAME * norm).all()):
+                allowance = error * (gate * up).norm(dim=1) / (norm * rounding_unit(torch.float32))
                 yield Rounding(
-                    name=activation.name,
+                    name=name,
                     model=_MODEL,
                     expected=lambda: subject.expected.double(),
                     allowance=allowance.nan_to_num(nan=0.0, posinf=0.0),
@@ -85,14 +75,10 @@ def _tabulated(subject: SuspectRows) -> Iterator[Rounding]:
         yield Rounding(
             name=TABULATED.format(name),
             model=_MODEL,
-            expected=partial(_as_it_is, result),
+            expected=partial(torch.clone, result),
             allowance=allowance.nan_to_num(nan=0.0, posinf=0.0),
         )
         return
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _slack_of_ties(value: torch.Tensor, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -121,6 +107,5 @@ CONVENTIONS = (
         name="gelu from a table in a lower dtype",
         kinds=(Kind.ACTIVATION, Kind.OTHER),  # a module may compute it by other operators
         roundings=_tabulated,
-        is_declared=True,
     ),
 )

@@ -13,7 +13,7 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, ErrorModel, Kind, prefix_of
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
-from harness.oracle.attention import attention_sensitivity, scaling, visible_keys
+from harness.oracle.attention import attention_sensitivity, probabilities, scaling, visible_keys
 from harness.oracle.watch import AttentionCall, run_attention
 
 EAGER = "scores rounded to the engine's dtype"
@@ -26,8 +26,6 @@ _EAGER_MODEL = ErrorModel(roundings=1, accumulation=25, products=8)
 """Attention against HF's eager code in the engine's dtype: a product of another shape lets a few scores round the other
 way, each by a whole rounding."""
 MODEL = KINDS[Kind.ATTENTION].error_model or _EAGER_MODEL
-_SCORE_BYTES = 64 << 20
-"""Scores held at a time."""
 Round = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -91,24 +89,30 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
     coarse = rounding_unit(dtype) / rounding_unit(subject.dtype)
     name = dtype_name(dtype)
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype).to(torch.float64)
+    def read(used: torch.dtype | None) -> torch.Tensor:
+        """Return [R, N*H]; with `used`, queries and probabilities are rounded to it, too."""
+        query, key, value = (
+            call.query if used is None else call.query.to(used),
+            call.key.to(dtype),
+            call.value.to(dtype),
+        )
+        return at_rows(subject, attend(call, query, key, value, used))
 
-    yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: _attend(subject, call, rounded, None))
+    yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: read(None))
     if dtype not in (torch.float16, torch.bfloat16):
         return
     # A score that is computed in another order lets its probability round the other way.
     yield Rounding(
         name=CACHE_PRODUCTS.format(name),
         model=MODEL,
-        expected=lambda: _attend(subject, call, rounded, rounded),
+        expected=lambda: read(dtype),
         allowance=2 * coarse * amplification,
     )
     num_seen = (subject.positions + 1).to(torch.float64)
     yield Rounding(
         name=CACHE_FLASH.format(name),
         model=MODEL,
-        expected=lambda: _attend(subject, call, rounded, rounded),
+        expected=lambda: read(dtype),
         allowance=2 * coarse * (amplification + num_seen.sqrt()),
     )
 
@@ -131,56 +135,23 @@ def _is_finer(form: CacheFormat, other: CacheFormat) -> bool:
     return form.dtype is not None and other.dtype is not None and form.dtype.itemsize > other.dtype.itemsize
 
 
-def _attend(subject: SuspectRows, call: AttentionCall, stored: Round, used: Round | None) -> torch.Tensor:
-    """Compute attention in float64 from what a cache holds: [R, N*H].
+def attend(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, used: torch.dtype | None
+) -> torch.Tensor:
+    """Compute attention in float64, [B, N, T, H], its probabilities rounded to `used` if it is given.
 
-    Args:
-        subject: the rows.
-        call: what attention read, before it was stored.
-        stored: rounds keys and values.
-        used: rounds queries and probabilities; None if they are not rounded.
+    Queries [B, N, T, H], keys and values [B, K, S, H] stand in the place of the call's.
     """
-    query, key, value = (x.to(torch.float64) for x in (call.query, stored(call.key), stored(call.value)))
-    query, used = (query, _as_it_is) if used is None else (used(query), used)
-    context = torch.cat([used(p) @ v for p, v in probabilities(call, query, key, value)], dim=2)
+    parts = probabilities(call, *(x.to(torch.float64) for x in (query, key, value)))
+    return torch.cat([(p if used is None else p.to(used).to(torch.float64)) @ v for p, v in parts], dim=2)
+
+
+def at_rows(subject: SuspectRows, context: torch.Tensor) -> torch.Tensor:
+    """Return [R, N*H] of [B, N, T, H]."""
     return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
-
-
-def probabilities(
-    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield probabilities [B, N, t, S] of some queries at a time, and the values [B, N, S, H] that they weigh."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    visible, per_query = visible_keys(call), 8 * query.shape[0] * query.shape[1] * max(1, key.shape[2])
-    step = max(1, _SCORE_BYTES // per_query)
-    for at in range(0, query.shape[2], step):
-        yield _probabilities(call, query[:, :, at : at + step], key, visible[:, :, at : at + step]), value
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _probabilities(call: AttentionCall, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """[B, N, t, S] of some queries; soft cap and sinks as the family has them."""
-    softcap, sinks = call.options.get("softcap"), call.options.get("s_aux")
-    scores = query @ key.transpose(2, 3) * scaling(call)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is None:
-        return scores.softmax(dim=-1)
-    column = sinks.reshape(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
-    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 CONVENTIONS = (
     Convention(name="scores rounded to the dtype", kinds=(Kind.ATTENTION,), roundings=_eager),
-    Convention(
-        name="a cache in a lower dtype than the arithmetic",
-        kinds=(Kind.ATTENTION,),
-        roundings=_coarse_cache,
-        is_declared=True,
-    ),
+    Convention(name="a cache in a lower dtype than the arithmetic", kinds=(Kind.ATTENTION,), roundings=_coarse_cache),
 )

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from harness.formats.checkpoint.quantised.checkpoint import QuantisedWeight
-from harness.formats.checkpoint.quantised.codes import Codes
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 from harness.judge.compare.conventions.linear import (
@@ -24,8 +23,7 @@ from harness.judge.compare.conventions.linear import (
     weight_and_bias,
 )
 from harness.judge.compare.conventions.quantised import product_of_integers
-from harness.oracle.model import HFModel
-from harness.oracle.quantised_inputs import InputRounding, input_roundings, quantised_weight
+from harness.oracle.quantised_inputs import input_roundings, quantised_weight
 
 EXACT_WEIGHT = "the dequantised weight not rounded to {}"
 ROUNDED_SCALES = "the scales of the weight rounded to {}"
@@ -50,16 +48,18 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
     weights[""] = weight
     x = given.to(torch.float32)
     for way in input_roundings(subject.hf, own, x.shape[1], subject.dtype):
+        used = way.dtype if way.dtype in HALF else torch.float64
         for more, each in weights.items():
-            used = way.dtype if way.dtype in HALF else torch.float64
-            expected = partial(_product, subject, way, x, each, bias, used)
+            expected = partial(product_of_integers, subject, *way.steps(x), each, bias, used)
             name = DECLARED_INPUTS.format(way.scheme) + (f"; {more}" if more else "")
             yield Rounding(name=name, model=MODEL, expected=expected)
 
 
 def _weights(subject: SuspectRows, weight: QuantisedWeight) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights [O, I] float64 that engines make of the codes, besides the exact one, rounded in 16 bits."""
-    dtype, codes = subject.dtype, _codes(subject.hf, weight)
+    dtype, source = subject.dtype, subject.hf.quantised_source
+    assert source is not None
+    codes = source.open().codes(weight.name)
     exact = codes.dequantised()
     if dtype in HALF:
         yield EXACT_WEIGHT.format(dtype_name(dtype)), exact.to(torch.float64)
@@ -70,23 +70,6 @@ def _weights(subject: SuspectRows, weight: QuantisedWeight) -> Iterator[tuple[st
     for first in HALF:
         if first != dtype and torch.equal(codes.scale.to(first).to(torch.float32), codes.scale):
             yield ROUNDED_FIRST.format(dtype_name(first)), exact.to(first).to(dtype).to(torch.float64)
-
-
-def _product(
-    subject: SuspectRows,
-    way: InputRounding,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return product_of_integers(subject, *way.steps(x), weight, bias, dtype)
-
-
-def _codes(hf: HFModel, weight: QuantisedWeight) -> Codes:
-    source = hf.quantised_source
-    assert source is not None
-    return source.open().codes(weight.name)
 
 
 CONVENTIONS = (

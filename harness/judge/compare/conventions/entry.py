@@ -72,5 +72,3 @@ class Convention:
     """Operations that it may apply to."""
     roundings: Callable[[SuspectRows], Iterator[Rounding]]
     """Yields the ways in which it applies to the rows; nothing if it does not."""
-    is_declared: bool = False
-    """Whether it is tried only where the engine declares it (`harness.base.numerics`)."""

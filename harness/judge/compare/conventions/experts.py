@@ -24,7 +24,7 @@ from harness.judge.compare.conventions.entry import Convention, Rounding, Suspec
 from harness.judge.compare.conventions.quantised import FORMATS, QUANTISED_INPUTS, Blocks
 from harness.oracle.experts import num_experts, reads_slots, run_experts
 from harness.oracle.model import HFModel
-from harness.oracle.precision import eager_experts, preserve_precision
+from harness.oracle.precision import PreservePrecision, eager_experts
 from harness.oracle.quantised_inputs import by_rows, ways_to_round
 
 Steps = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -123,7 +123,7 @@ def _run(
     )
 
     def run() -> torch.Tensor:
-        with torch.no_grad(), eager_experts(*subject.hf.configs), preserve_precision(own), products:
+        with torch.no_grad(), eager_experts(*subject.hf.configs), PreservePrecision(own), products:
             return run_experts(module, x.to(own), chosen, weights.to(own))
 
     # The judge is asked within HF's forward, which is watched in its own thread.

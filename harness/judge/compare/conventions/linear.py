@@ -48,7 +48,7 @@ def adapter_update(subject: SuspectRows) -> torch.Tensor | None:
     return update
 
 
-def product(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+def product(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """Return [R, O] float64."""
     y = x_RI.to(torch.float64) @ weight_OI.T
     return y if bias_O is None else y + bias_O
@@ -58,7 +58,7 @@ def product_then_bias(
     x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return [R, O] float64: the product rounded to a dtype, and the bias added to that."""
-    return product(x_RI, weight_OI, None).to(dtype).to(torch.float64) + bias_O
+    return product(x_RI, weight_OI).to(dtype).to(torch.float64) + bias_O
 
 
 def _bias_after(subject: SuspectRows) -> Iterator[Rounding]:

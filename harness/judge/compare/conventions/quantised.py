@@ -157,13 +157,8 @@ def _sum(product: Callable[[], torch.Tensor], update: torch.Tensor) -> torch.Ten
 
 
 CONVENTIONS = (
+    Convention(name="a quantised product with an adapter beside it", kinds=(Kind.OTHER,), roundings=_adapted),
     Convention(
-        name="a quantised product with an adapter beside it", kinds=(Kind.OTHER,), roundings=_adapted, is_declared=True
-    ),
-    Convention(
-        name="activations quantised before a quantised product",
-        kinds=(Kind.LINEAR,),
-        roundings=_quantised_inputs,
-        is_declared=True,
+        name="activations quantised before a quantised product", kinds=(Kind.LINEAR,), roundings=_quantised_inputs
     ),
 )

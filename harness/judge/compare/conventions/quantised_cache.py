@@ -14,9 +14,9 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
 from harness.judge.compare.cache_blocks import FORMATS, Stored, quantised, rounded_sums
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.conventions.attention import MODEL, formats_read, probabilities
+from harness.judge.compare.conventions.attention import MODEL, at_rows, attend, formats_read
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows, dtype_name
-from harness.oracle.attention import attention_sensitivity, scaling
+from harness.oracle.attention import attention_sensitivity, probabilities, scaling
 from harness.oracle.watch import AttentionCall
 
 SCALED = "keys kept in {}, values in {}"
@@ -126,12 +126,8 @@ def _attend(
     subject: SuspectRows, call: AttentionCall, operands: _Operands, values: CacheFormat, used: torch.dtype | None
 ) -> torch.Tensor:
     """Compute attention in float64: [R, N*H]. Probabilities are rounded to `used` if it is given."""
-    parts = [
-        (p if used is None else p.to(used).to(torch.float64)) @ v
-        for p, v in probabilities(call, operands.query.values, operands.key.values, operands.value.values)
-    ]
-    context = values.unturned(torch.cat(parts, dim=2))
-    return context.transpose(1, 2).flatten(2).flatten(0, 1)[subject.rows]
+    parts = (operands.query.values, operands.key.values, operands.value.values)
+    return at_rows(subject, values.unturned(attend(call, *parts, used)))
 
 
 def _allowance_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Operands) -> torch.Tensor:
@@ -161,12 +157,6 @@ CONVENTIONS = (
         name="a quantised cache, whose products take quantised queries; or keys and values in two formats",
         kinds=(Kind.ATTENTION,),
         roundings=_quantised_cache,
-        is_declared=True,
     ),
-    Convention(
-        name="a cache in few bits with scales",
-        kinds=(Kind.ATTENTION,),
-        roundings=_scaled_cache,
-        is_declared=True,
-    ),
+    Convention(name="a cache in few bits with scales", kinds=(Kind.ATTENTION,), roundings=_scaled_cache),
 )

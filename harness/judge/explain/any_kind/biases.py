@@ -9,12 +9,12 @@ code. Some families hand it over within the mask.
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from harness.judge.explain.any_kind.settings import NAMED, fitted_setting, ran_again
 from harness.judge.explain.core.failure import Failure
@@ -73,8 +73,7 @@ class _Bias:
     def times(self, factor: float) -> torch.Tensor:
         return self.under(lambda bias: bias * factor)
 
-    @contextmanager
-    def _changed(self, change: Change) -> Iterator[None]:
+    def _changed(self, change: Change) -> RemovableHandle:
         def replace(_: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             bias = named.get(self.name)
             if not isinstance(bias, torch.Tensor) or not self._is_of_heads(bias):
@@ -82,11 +81,7 @@ class _Bias:
             is_seen = bias > _HIDDEN
             return arguments, named | {self.name: torch.where(is_seen, change(bias.where(is_seen, 0)), bias)}
 
-        handle = self.failure.hf.module(self.path).register_forward_pre_hook(replace, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+        return self.failure.hf.module(self.path).register_forward_pre_hook(replace, with_kwargs=True)
 
     def _is_of_heads(self, bias: torch.Tensor) -> bool:
         return bias.is_floating_point() and bias.dim() > 2 and bias.shape[-3] % self.num_heads == 0

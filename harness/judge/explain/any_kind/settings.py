@@ -6,15 +6,14 @@ would be if it were left out, turned around, or that of another setting, and the
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from harness.formats.taps import Kind
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.rerun import replaced
 from harness.oracle.attention import scaling
 
 _SMALL = 1.01
@@ -71,7 +70,7 @@ def _others(
     label, module = f"{name} of {path}", failure.hf.module(path)
 
     def given(other: Any) -> torch.Tensor | None:
-        with _set(module, name, other):
+        with replaced(module, name, other):
             try:
                 output = failure.rerun.run()[places]  # type: ignore[union-attr]
             except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -168,16 +167,6 @@ def _is_setting(name: str, value: Any) -> bool:
     if name.startswith("_") or name == "training" or any(size in name for size in _SIZES):
         return False
     return isinstance(value, bool) or (isinstance(value, float) and value != 0 and math.isfinite(value))
-
-
-@contextmanager
-def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    own = getattr(module, name)
-    try:
-        setattr(module, name, value)
-        yield
-    finally:
-        setattr(module, name, own)
 
 
 EXPLANATIONS = (other_settings,)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.explain.attention.views import single_rows
 from harness.judge.explain.core.drafts import GivenUp, computed_before, given_up, name_of_row
 from harness.judge.explain.core.failure import Failure, gathered
 from harness.judge.explain.core.hypothesis import Hypothesis
@@ -26,10 +27,6 @@ class _Stale:
     value: torch.Tensor
 
 
-_Attend = Callable[[AttentionContext, _Stale], torch.Tensor | None]
-"""The context [1, N*H] of one query; None where nothing that was given up would be read."""
-
-
 def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
     """Rows that the request gave up are read: in their own places, besides all others, or where a ring keeps them."""
     drafts = {
@@ -37,25 +34,15 @@ def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
     }
     if not any(drafts.values()):
         return
-    for attend, detail in (
-        (_in_place, "its key and value stand where the position's own were to be"),
-        (_value_in_place, "its value stands where the position's own was to be"),
-        (_behind, "the context is as long as it was before the rejection"),
-        (_besides, "its key and value are there besides the history's own"),
-        (_in_ring, "its key and value stand where the sliding window's ring keeps older ones"),
-    ):
+    for detail, attend in _WAYS.items():
         for which in (_all, _latest, _first_of_each):
             output, first = failure.expected.clone(), list[tuple[int, int]]()
-            begin = 0
-            for view in failure.views:
-                for row in range(len(view.rows)):
-                    query = view.select(torch.tensor([row]))
-                    stale = _stale(failure, which(drafts[int(view.rows.request[0])], int(view.rows.step[row])))
-                    read = None if stale is None else attend(query, stale)
-                    if stale is not None and read is not None:
-                        output[begin + row] = read[0]
-                        first.append((int(stale.position[0]), int(stale.step[0])))
-                begin += len(view.rows)
+            for at, query in enumerate(single_rows(failure)):
+                stale = _stale(failure, which(drafts[int(query.rows.request)], int(query.rows.step)))
+                read = None if stale is None else attend(query, stale)
+                if stale is not None and read is not None:
+                    output[at] = read[0]
+                    first.append((int(stale.position[0]), int(stale.step[0])))
             if first:
                 cause = f"attends to {name_of_row(failure.recording, *first[0])}"
                 yield Hypothesis(cause=cause, output=output, detail=detail)
@@ -66,20 +53,17 @@ def nothing_forgotten(failure: Failure) -> Iterator[Hypothesis]:
     first = next((each for view in failure.views for each in _of(failure, view)), None)
     if first is None:
         return
-    output, at = failure.expected.clone(), 0
-    for view in failure.views:
-        for row in range(len(view.rows)):
-            query = view.select(torch.tensor([row]))
-            request, position, step = (int(each) for each in (query.rows.request, query.rows.position, query.rows.step))
-            rows = computed_before(failure.recording, request, position, step)
-            rows = rows.select(torch.arange(max(0, len(rows) - (view.window or len(rows))), len(rows)))
-            key, value = (gathered(failure.locator, tap, rows) for tap in failure.operation.inputs[1:])
-            if key is None or value is None:
-                return
-            every = torch.ones(1, len(rows), dtype=torch.bool)
-            key, value = key.unflatten(1, view.key.shape[1:]), value.unflatten(1, view.value.shape[1:])
-            output[at] = query.attend(visible=every, key=key, value=value)[0]
-            at += 1
+    output = failure.expected.clone()
+    for at, query in enumerate(single_rows(failure)):
+        request, position, step = (int(each) for each in (query.rows.request, query.rows.position, query.rows.step))
+        rows = computed_before(failure.recording, request, position, step)
+        rows = rows.select(torch.arange(max(0, len(rows) - (query.window or len(rows))), len(rows)))
+        key, value = (gathered(failure.locator, tap, rows) for tap in failure.operation.inputs[1:])
+        if key is None or value is None:
+            return
+        every = torch.ones(1, len(rows), dtype=torch.bool)
+        key, value = key.unflatten(1, query.key.shape[1:]), value.unflatten(1, query.value.shape[1:])
+        output[at] = query.attend(visible=every, key=key, value=value)[0]
     name = name_of_row(failure.recording, int(first.rows.position[0]), int(first.rows.step[0]))
     detail = "the request never went back: all that it has computed is in its cache"
     yield Hypothesis(cause=f"attends to {name}", output=output, detail=detail)
@@ -118,18 +102,6 @@ def _stale(failure: Failure, before: Sequence[GivenUp]) -> _Stale | None:
     )
 
 
-def _in_place(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
-    return _put(query, stale, stale.position)
-
-
-def _value_in_place(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
-    return _put(query, replace(stale, key=None), stale.position)
-
-
-def _in_ring(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
-    return None if query.window is None else _put(query, stale, stale.position - query.window)
-
-
 def _put(query: AttentionContext, stale: _Stale, places: torch.Tensor) -> torch.Tensor | None:
     """Attend with what was given up at some places of the history."""
     there = (places >= 0) & (places <= int(query.rows.position[0]))
@@ -155,3 +127,19 @@ def _besides(query: AttentionContext, stale: _Stale) -> torch.Tensor:
     visible = torch.cat((query.visible(), torch.ones(1, len(stale.key), dtype=torch.bool)), dim=1)
     key, value = torch.cat((query.key, stale.key)), torch.cat((query.value, stale.value))
     return query.attend(visible=visible, key=key, value=value)
+
+
+_WAYS: dict[str, Callable[[AttentionContext, _Stale], torch.Tensor | None]] = {
+    "its key and value stand where the position's own were to be": lambda query, stale: _put(
+        query, stale, stale.position
+    ),
+    "its value stands where the position's own was to be": lambda query, stale: _put(
+        query, replace(stale, key=None), stale.position
+    ),
+    "the context is as long as it was before the rejection": _behind,
+    "its key and value are there besides the history's own": _besides,
+    "its key and value stand where the sliding window's ring keeps older ones": lambda query, stale: (
+        None if query.window is None else _put(query, stale, stale.position - query.window)
+    ),
+}
+"""The context [1, N*H] of one query that reads what was given up; None where nothing of it would be read."""

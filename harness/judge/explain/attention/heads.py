@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -17,20 +16,12 @@ _MOST = 64
 """KV heads up to which every one is tried for every query head."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Read:
-    """A tensor that is read from another head."""
-
-    cause: str
-    is_key: bool
-    is_value: bool
-
-
-_READS = (
-    _Read(cause="query heads read the wrong KV heads", is_key=True, is_value=True),
-    _Read(cause="query heads read the values of the wrong KV heads, and the right keys", is_key=False, is_value=True),
-    _Read(cause="query heads read the keys of the wrong KV heads, and the right values", is_key=True, is_value=False),
-)
+_READS = {
+    "query heads read the wrong KV heads": (True, True),
+    "query heads read the values of the wrong KV heads, and the right keys": (False, True),
+    "query heads read the keys of the wrong KV heads, and the right values": (True, False),
+}
+"""Whether keys are read from another head, and whether values are."""
 
 
 def other_kv_heads(failure: Failure) -> Iterator[Hypothesis]:
@@ -40,21 +31,20 @@ def other_kv_heads(failure: Failure) -> Iterator[Hypothesis]:
     if not 1 < num_kv <= _MOST:
         return
     own = torch.arange(num_heads) // view.num_groups
-    for read in _READS:
+    for cause, read in _READS.items():
         heads = _nearest(failure, read, own, num_kv)
         if torch.equal(heads, own):
             continue
         is_tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
-        is_both = read.is_key and read.is_value
         yield Hypothesis(
-            cause="KV heads are tiled instead of repeated" if is_tiled and is_both else read.cause,
+            cause="KV heads are tiled instead of repeated" if is_tiled and all(read) else cause,
             output=_attended(failure, read, own, heads),
             detail=f"KV head of each query head: {heads.tolist()}",
             freedom=0 if is_tiled else num_heads,
         )
 
 
-def _nearest(failure: Failure, read: _Read, own: torch.Tensor, num_kv: int) -> torch.Tensor:
+def _nearest(failure: Failure, read: tuple[bool, bool], own: torch.Tensor, num_kv: int) -> torch.Tensor:
     """Return the KV head [N] under which each query head comes out nearest."""
     num_heads = len(own)
     candidates = torch.stack(
@@ -65,9 +55,9 @@ def _nearest(failure: Failure, read: _Read, own: torch.Tensor, num_kv: int) -> t
     return distance.argmin(dim=0)
 
 
-def _attended(failure: Failure, read: _Read, own: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+def _attended(failure: Failure, read: tuple[bool, bool], own: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     """Return the context [R, N*H] where each query head reads from `heads` [N] what `read` says."""
-    keys, values = heads if read.is_key else own, heads if read.is_value else own
+    keys, values = (heads if is_read else own for is_read in read)
     return joined(failure, lambda view: view.attend(heads=keys, value_heads=values))
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.explain.attention.views import single_rows
 from harness.judge.explain.cache.content_index import KEY, VALUE, ContentIndex
-from harness.judge.explain.cache.replay import contents_of, provenance_of, row_keys
+from harness.judge.explain.cache.replay import contents_of, provenance_of
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 
@@ -29,19 +30,16 @@ def wrong_place(failure: Failure) -> Iterator[Hypothesis]:
     if KEY not in contents.tensors or VALUE not in contents.tensors:
         return
     outputs, found = [], []
-    for view in failure.views:
-        actual = failure.actual[torch.isin(row_keys(failure.rows), row_keys(view.rows))]
-        actual = actual.unflatten(1, (view.query.shape[1], -1))
-        for at in range(len(view.rows)):
-            if len(view.key) * len(contents.tensors[KEY]) * view.query[0].numel() > _MAX_PRODUCT:
-                return
-            output, place = _best_replacement(view, at, actual[at], contents)
-            outputs.append(output)
-            found.append((view, at, *place))
-    kinds = {_kind_of(view, at, position, source, contents) for view, at, position, source in found}
+    for query, actual in zip(single_rows(failure), failure.actual, strict=True):
+        if len(query.key) * len(contents.tensors[KEY]) * query.query.numel() > _MAX_PRODUCT:
+            return
+        output, place = _best_replacement(query, actual.unflatten(0, (query.query.shape[1], -1)), contents)
+        outputs.append(output)
+        found.append((query, *place))
+    kinds = {_kind_of(query, position, source, contents) for query, position, source in found}
     is_one = len(kinds) == 1 and _is_one_place(found)
-    view, at, position, source = found[0]
-    request, step = int(view.rows.request[at]), int(view.rows.step[at])
+    query, position, source = found[0]
+    request, step = int(query.rows.request), int(query.rows.step)
     yield Hypothesis(
         cause=kinds.pop() if is_one else "one position of its history, in each row another, would explain each row",
         output=torch.stack(outputs),
@@ -52,26 +50,25 @@ def wrong_place(failure: Failure) -> Iterator[Hypothesis]:
     )
 
 
-def _is_one_place(found: Sequence[tuple[AttentionContext, int, int, int]]) -> bool:
+def _is_one_place(found: Sequence[tuple[AttentionContext, int, int]]) -> bool:
     """Whether all rows of a request read the same position from the same place, or all of them their own."""
-    if all(position == int(view.rows.position[at]) for view, at, position, _ in found):
+    if all(position == int(query.rows.position) for query, position, _ in found):
         return True
-    places = {(int(view.rows.request[at]), position, source) for view, at, position, source in found}
+    places = {(int(query.rows.request), position, source) for query, position, source in found}
     return len(places) == len({request for request, _, _ in places})
 
 
 def _best_replacement(
-    view: AttentionContext, at: int, actual_NH: torch.Tensor, contents: ContentIndex
+    row: AttentionContext, actual_NH: torch.Tensor, contents: ContentIndex
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return the row [N*H] under the best replacement, and (position replaced, known row in its place)."""
     heads, value_size = actual_NH.shape
-    row = view.select(torch.tensor([at]))
     position = int(row.rows.position)
     scores = row.scores().masked_fill(~row.visible(), -torch.inf)[:, 0, : position + 1]
     top = scores.amax(dim=1, keepdim=True)
     e_NS = (scores - top).exp()
-    k_MKH = contents.tensors[KEY].unflatten(1, view.key.shape[1:])
-    v_MKH = contents.tensors[VALUE].unflatten(1, view.value.shape[1:])
+    k_MKH = contents.tensors[KEY].unflatten(1, row.key.shape[1:])
+    v_MKH = contents.tensors[VALUE].unflatten(1, row.value.shape[1:])
     count = min(len(k_MKH), len(v_MKH))
     k_MKH, v_MKH = k_MKH[:count], v_MKH[:count]
     e_NM = (row.scores(key=k_MKH)[:, 0] - top).clamp(max=50).exp()
@@ -101,19 +98,19 @@ def _best_replacement(
     return output.flatten(), (j, m if m < count else _ZERO if m == count else _OMITTED)
 
 
-def _kind_of(view: AttentionContext, at: int, position: int, source: int, contents: ContentIndex) -> str:
-    newest = "the newest token" if position == int(view.rows.position[at]) else "one position of its history"
+def _kind_of(query: AttentionContext, position: int, source: int, contents: ContentIndex) -> str:
+    newest = "the newest token" if position == int(query.rows.position) else "one position of its history"
     if source == _OMITTED:
         return f"does not see {newest}"
     if source == _ZERO:
         return f"reads {newest} as zeros: not written, or from a slot nobody wrote"
-    if int(contents.rows[KEY].request[source]) != int(view.rows.request[at]):
+    if int(contents.rows[KEY].request[source]) != int(query.rows.request):
         return f"reads {newest} from a slot that another request wrote"
     return f"reads {newest} from a slot that holds another position of the same request"
 
 
-def _place_text(view: AttentionContext, at: int, position: int, source: int, contents: ContentIndex) -> str:
-    where = f"request {int(view.rows.request[at])}, position {int(view.rows.position[at])} reads"
+def _place_text(query: AttentionContext, position: int, source: int, contents: ContentIndex) -> str:
+    where = f"request {int(query.rows.request)}, position {int(query.rows.position)} reads"
     if source < 0:
         return f"{where} position {position} as {'zeros' if source == _ZERO else 'absent'}"
     rows = contents.rows[KEY]

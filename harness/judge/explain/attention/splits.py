@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.explain.attention.views import single_rows
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 
@@ -63,20 +64,12 @@ def _pieces(view: AttentionContext, size: int, count: int | None = None) -> _Pie
 
 def _even_pieces(failure: Failure, count: int) -> list[_Pieces]:
     """Each row's own history in a number of pieces of one size."""
-    return [
-        _pieces(view.select(torch.tensor([at])), -(-(position + 1) // count))
-        for view in failure.views
-        for at, position in enumerate(view.rows.position.tolist())
-    ]
+    return [_pieces(query, -(-(int(query.rows.position) + 1) // count)) for query in single_rows(failure)]
 
 
 def _old_and_own(failure: Failure) -> list[_Pieces]:
     """Each row's history in what earlier steps wrote and what its own step did."""
-    return [
-        _pieces(view.select(torch.tensor([at])), max(1, first), count=2)
-        for view in failure.views
-        for at, first in enumerate(view.first_of_step.tolist())
-    ]
+    return [_pieces(query, max(1, int(query.first_of_step)), count=2) for query in single_rows(failure)]
 
 
 def _split_sizes(failure: Failure) -> list[int]:
@@ -86,40 +79,26 @@ def _split_sizes(failure: Failure) -> list[int]:
     return sorted(size for size in sizes if size < longest)[:_MAX_SPLIT_SIZES]
 
 
-def _in_base_2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum * math.log(2)).softmax(dim=0)
-
-
-def _base_e_of_log2(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum / math.log(2)).softmax(dim=0)
-
-
-def _not_rescaled(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    return (log_sum - maximum).nan_to_num(-torch.inf).softmax(dim=0)
-
-
-def _averaged(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    exists = log_sum.isfinite().to(log_sum.dtype)
-    return exists / exists.sum(dim=0)
-
-
-def _summed(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+def _exists(log_sum: torch.Tensor) -> torch.Tensor:
+    """Return 1 where a piece holds a key that is seen, else 0."""
     return log_sum.isfinite().to(log_sum.dtype)
 
 
-def _last_only(log_sum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    exists = log_sum.isfinite()
-    last = exists & (exists.cumsum(dim=0) == exists.sum(dim=0))
-    return last.to(log_sum.dtype)
+def _last_only(log_sum: torch.Tensor, _maximum: torch.Tensor) -> torch.Tensor:
+    exists = _exists(log_sum)
+    return exists * (exists.cumsum(dim=0) == exists.sum(dim=0))
 
 
 _MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "split KV: natural log-sum-exp is merged in base 2": _in_base_2,
-    "split KV: log-sum-exp in base 2 is merged in base e": _base_e_of_log2,
-    "split KV: the pieces are not rescaled to a common maximum": _not_rescaled,
-    "split KV: the pieces are averaged": _averaged,
-    "split KV: the pieces are summed without weights": _summed,
+    "split KV: natural log-sum-exp is merged in base 2": lambda log_sum, _: (log_sum * math.log(2)).softmax(dim=0),
+    "split KV: log-sum-exp in base 2 is merged in base e": lambda log_sum, _: (log_sum / math.log(2)).softmax(dim=0),
+    "split KV: the pieces are not rescaled to a common maximum": lambda log_sum, maximum: (
+        (log_sum - maximum).nan_to_num(-torch.inf).softmax(dim=0)
+    ),
+    "split KV: the pieces are averaged": lambda log_sum, _: _exists(log_sum) / _exists(log_sum).sum(dim=0),
+    "split KV: the pieces are summed without weights": lambda log_sum, _: _exists(log_sum),
     "split KV: only the last piece counts": _last_only,
 }
+"""The weights of the pieces, by their log-sum-exps and maxima: [pieces, N, T] each."""
 
 EXPLANATIONS = (splits_merged_wrongly,)

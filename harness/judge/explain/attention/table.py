@@ -23,7 +23,8 @@ _NOWHERE = -1
 _MAX_TRIED = 4096
 """Pairs of a block that is read elsewhere and the block that is read in its place, up to which all are tried."""
 
-_Extent = Callable[[int, int, int], int]
+_Extent = Callable[[int, int], int]
+"""From a step and the length of a history to how many slots are read."""
 
 
 def cache_played_back(failure: Failure) -> Iterator[Hypothesis]:
@@ -77,13 +78,9 @@ def _wrong_places(failure: Failure, reads: Sequence[CacheRead]) -> list[tuple[Ca
     for read in reads:
         own = prefixes.up_to(read.request, len(read.writes)).tolist()
         for at, write in enumerate(read.writes):
-            if write is None or int(prefixes.table[_row_of(failure, write.request), write.position]) != own[at]:
+            if write is None or prefixes.at(write.request, write.position) != own[at]:
                 wrong.append((read, at))
     return wrong
-
-
-def _row_of(failure: Failure, request: int) -> int:
-    return sorted(each.id for each in failure.recording.manifest.requests).index(request)
 
 
 def _cause_of_content(failure: Failure, wrong: Sequence[tuple[CacheRead, int]]) -> str:
@@ -173,13 +170,13 @@ def past_the_context(failure: Failure) -> Iterator[Hypothesis]:
     if not memory.is_known:
         return
 
-    def to_end_of_block(step: int, _request: int, length: int) -> int:
+    def to_end_of_block(_step: int, length: int) -> int:
         return -(-length // size) * size
 
-    def to_longest(step: int, _request: int, _length: int) -> int:
+    def to_longest(step: int, _length: int) -> int:
         return int(failure.recording.steps[step].position.max()) + 1
 
-    def one_more(_step: int, _request: int, length: int) -> int:
+    def one_more(_step: int, length: int) -> int:
         return length + 1
 
     past, padding = "reads past the context length", "padding is attended to in a ragged batch"
@@ -193,9 +190,8 @@ def past_the_context(failure: Failure) -> Iterator[Hypothesis]:
         def slots(
             step: int, request: int, length: int, extent: _Extent = extent, reaches: bool = reaches
         ) -> Sequence[int]:
-            end = extent(step, request, length)
-            own = memory.slots(memory.table(step, request), end if reaches else length)
-            return [*own, *([_NOWHERE] * (end - len(own)))]
+            end = extent(step, length)
+            return _padded(memory.slots(memory.table(step, request), end if reaches else length), end)
 
         reads = replayed_reads(failure, slots)
         if reads and any(len(read.writes) > int(read.view.rows.position.max()) + 1 for read in reads):

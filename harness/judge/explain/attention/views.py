@@ -1,7 +1,7 @@
 """The output of attention over all rows of a failure, and a number fitted to some of them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -25,6 +25,12 @@ def rows_of(failure: Failure, view: AttentionContext) -> torch.Tensor:
             return torch.arange(begin, begin + len(each.rows))
         begin += len(each.rows)
     raise ValueError("the view is not of this failure")
+
+
+def single_rows(failure: Failure) -> Iterator[AttentionContext]:
+    """Yield a view of each row of a failure by itself, in their order."""
+    for view in failure.views:
+        yield from (view.select(torch.tensor([at])) for at in range(len(view.rows)))
 
 
 def fitted_factor(start: float, error: Callable[[float], float]) -> float:

@@ -150,7 +150,7 @@ def unknown_content(failure: Failure) -> Iterator[Hypothesis]:
         cause=f"the slot holds what no recorded row has{at_boundary(failure)}",
         output=failure.actual,
         is_cause=False,
-        provenance=lambda: provenance_of(failure, 0),
+        provenance=lambda: provenance_of(failure),
     )
 
 

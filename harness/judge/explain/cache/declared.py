@@ -138,9 +138,12 @@ def _as_declared(form: CacheFormat) -> Change:
 
 def _of_blocks(form: CacheFormat) -> Iterator[tuple[str, Change]]:
     """Mistakes with the scales of blocks, and with the one that all blocks share."""
-    yield "have in each block the scale of the next", partial(_scaled, form=form, change=_of_the_next_block)
+    yield (
+        "have in each block the scale of the next",
+        partial(_scaled, form=form, change=lambda scale: blocks_of(scale).roll(-1, dims=-2).flatten(-2)),
+    )
     if form.name == "mxfp4":
-        yield "have exponents that are rounded down", partial(_scaled, form=form, change=_exponents_rounded_down)
+        yield "have exponents that are rounded down", partial(_scaled, form=form, change=lambda scale: scale / 2)
     yield "have a scale of 1: theirs is not delivered", partial(_scaled, form=form, change=torch.ones_like)
     if form.scales:
         yield "have a scale of all blocks of 1: theirs is not delivered", _as_declared(replace(form, scales=(1.0,)))
@@ -156,14 +159,6 @@ def _of_blocks(form: CacheFormat) -> Iterator[tuple[str, Change]]:
 
 def _scaled(x: torch.Tensor, form: CacheFormat, change: Change) -> torch.Tensor:
     return on_grid(x, form.name, change(form.scale(x))).values
-
-
-def _of_the_next_block(scale: torch.Tensor) -> torch.Tensor:
-    return blocks_of(scale).roll(-1, dims=-2).flatten(-2)
-
-
-def _exponents_rounded_down(scale: torch.Tensor) -> torch.Tensor:
-    return scale / 2
 
 
 def _cut_off(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:

@@ -12,7 +12,7 @@ from harness.judge.compare.slot_history import Write
 from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, describe_writes
 from harness.judge.explain.cache.replay import contents_of
 from harness.judge.explain.core.drafts import given_up, is_draft_of, name_of_row
-from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.failure import Failure, latest
 from harness.judge.explain.core.hypothesis import Hypothesis
 from harness.oracle.rotation import rotations
 from harness.results.check import Provenance
@@ -31,7 +31,7 @@ def never_written(failure: Failure) -> Iterator[Hypothesis]:
     yield Hypothesis(
         cause=f"{certain if is_certain else uncertain}{boundary}",
         output=torch.zeros_like(failure.expected),
-        provenance=lambda: provenance_of(failure, 0),
+        provenance=lambda: provenance_of(failure),
     )
 
 
@@ -65,19 +65,11 @@ def other_tensor(failure: Failure) -> Iterator[Hypothesis]:
         if attention is not None and layer != failure.operation.layer:
             other[attention.inputs[1 if is_key else 2]] = f"the cache holds what layer {layer} wrote"
     for tap, cause in other.items():
-        tensor = _written(failure, tap)
+        tensor = latest(failure.locator, tap, failure.rows)
         if tensor is not None and tap == before:  # a latent is the first part of a product
             tensor = tensor[:, : failure.actual.shape[1]]
         if tensor is not None and tensor.shape == failure.actual.shape:
-            yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(failure, 0))
-
-
-def _written(failure: Failure, tap: str) -> torch.Tensor | None:
-    """Return a tap at the rows that were read back, from the steps that computed them."""
-    found = failure.locator.find(tap, failure.rows) if tap in failure.locator.taps() else None
-    if found is None or bool((found[:, 0] < 0).any()):
-        return None
-    return failure.locator.gather(tap, found).to(torch.float64).flatten(1)
+            yield Hypothesis(cause=cause, output=tensor, provenance=lambda: provenance_of(failure))
 
 
 def replayed_reads(failure: Failure) -> Iterator[Hypothesis]:
@@ -95,7 +87,7 @@ def replayed_reads(failure: Failure) -> Iterator[Hypothesis]:
         output=torch.where(unwritten[:, None], failure.actual, content),  # what nobody wrote may be anything
         detail=describe_writes(places),
         unknown=unwritten if bool(unwritten.any()) else None,
-        provenance=lambda: provenance_of(failure, 0),
+        provenance=lambda: provenance_of(failure),
     )
 
 
@@ -151,7 +143,7 @@ def other_row(failure: Failure) -> Iterator[Hypothesis]:
         output=output,
         detail=describe_writes(places),
         freedom=len(index),
-        provenance=lambda: provenance_of(failure, 0),
+        provenance=lambda: provenance_of(failure),
     )
 
 
@@ -215,15 +207,15 @@ def _is_misplaced(failure: Failure) -> bool:
     )
 
 
-def provenance_of(failure: Failure, at: int) -> Provenance:
-    """Trace the place of the cache that a wrong row was read from."""
+def provenance_of(failure: Failure) -> Provenance:
+    """Trace the place of the cache that the first wrong row was read from."""
     return contents_of(failure).provenance(
         failure.slot_history,
-        step=int(failure.rows.step[at]),
-        request=int(failure.rows.request[at]),
-        position=int(failure.positions[at]),
-        content=failure.actual[at],
-        meant=failure.expected[at],
+        step=int(failure.rows.step[0]),
+        request=int(failure.rows.request[0]),
+        position=int(failure.positions[0]),
+        content=failure.actual[0],
+        meant=failure.expected[0],
         head_dim=failure.hf.head_dim,
     )
 

@@ -12,7 +12,7 @@ from harness.judge.compare.align import Rows
 from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.compare.slot_history import Write
 from harness.judge.explain.cache.content_index import ContentIndex
-from harness.judge.explain.core.failure import Failure, gathered
+from harness.judge.explain.core.failure import Failure, latest
 from harness.results.check import Provenance
 
 
@@ -79,11 +79,7 @@ def history(
     position = torch.arange(len(view.key)) + shift
     whose = torch.full_like(position, int(view.rows.request[0]) if request is None else request)
     rows = Rows(request=whose, position=position, step=view.key_step)
-    found = failure.locator.find(tap, rows) if tap in failure.locator.taps() and bool((position >= 0).all()) else None
-    if found is None or bool((found[:, 0] < 0).any()):
-        return None
-    same = Rows(request=whose, position=position, step=found[:, 0])
-    tensor = gathered(failure.locator, tap, same)
+    tensor = latest(failure.locator, tap, rows) if bool((position >= 0).all()) else None
     return None if tensor is None or tensor.shape[1] != like[0].numel() else tensor.view_as(like)
 
 

@@ -215,14 +215,9 @@ def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
 
     A row that was computed in several steps is taken from its own step where that has it, else from the last.
     """
-    if tap not in locator.taps() or not len(rows):
-        return None
-    found = locator.find(tap, rows)
-    if bool((found[:, 0] < 0).any()):
-        return None
-    taken = locator.gather(tap, found).to(torch.float64).flatten(1)
-    elsewhere = (found[:, 0] != rows.step).nonzero()[:, 0].tolist()
-    if not elsewhere:
+    taken = latest(locator, tap, rows)
+    elsewhere = () if taken is None else (locator.find(tap, rows)[:, 0] != rows.step).nonzero()[:, 0].tolist()
+    if taken is None or not elsewhere:
         return taken
     taken = taken.clone()
     for at in elsewhere:
@@ -232,6 +227,14 @@ def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
             return None
         taken[at] = step.tap(tap)[own].to(torch.float64).flatten()
     return taken
+
+
+def latest(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
+    """Return a tap at some rows, each from the last step that has it, [rows, ...] float64 flat; None unless all are."""
+    if tap not in locator.taps() or not len(rows):
+        return None
+    found = locator.find(tap, rows)
+    return None if bool((found[:, 0] < 0).any()) else locator.gather(tap, found).to(torch.float64).flatten(1)
 
 
 def row_in_step(step: Step, tap: str, request: int, position: int) -> int | None:

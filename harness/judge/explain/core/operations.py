@@ -8,7 +8,7 @@ import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
-from harness.oracle.precision import preserve_precision, upcast_parameters
+from harness.oracle.precision import PreservePrecision, upcast_parameters
 
 
 def replay(hf: HFModel, operation: Operation, inputs: list[torch.Tensor]) -> torch.Tensor | None:
@@ -46,7 +46,7 @@ def _of_module(module: Any, operation: Operation, x: torch.Tensor) -> torch.Tens
         if x.shape[-1] % weight.shape[0]:  # what is normed is a part of its input
             return None
         x = x.unflatten(-1, (-1, weight.shape[0]))
-    with preserve_precision(torch.float64):
+    with PreservePrecision(torch.float64):
         result: torch.Tensor = module(x)
     return result.flatten(1).cpu().to(torch.float64)
 

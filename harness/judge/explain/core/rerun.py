@@ -6,10 +6,11 @@ HF's own code: a change is tried through all that lies between it and the next t
 `P` places of the batch, `R` rows.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -89,3 +90,14 @@ class Rerun:
             replaced = put_back(rows, recorded.places, recorded.rows)
         self.values[tap] = (rows if replaced is None else replaced).clone()
         return replaced if replaced is None or value.places is None else replaced[value.places.to(replaced.device)]
+
+
+@contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module or a parameter another attribute for the duration of the block."""
+    own = getattr(holder, name)
+    try:
+        setattr(holder, name, value)
+        yield
+    finally:
+        setattr(holder, name, own)

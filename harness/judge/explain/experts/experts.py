@@ -1,7 +1,6 @@
 """Ways to get a mixture of experts wrong: other experts, other weights of them, one expert that is wrong by itself."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import permutations
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn import functional
 from harness.judge.compare.evidence import MAX_ROWS
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
+from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.experts.mixture import (
     Mixture,
     changed,
@@ -232,7 +232,7 @@ def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> It
         if isinstance(own, nn.Module):
             for name, function in _ACTIVATIONS.items():
                 if not torch.equal(function(mixture.x), own(mixture.x)):
-                    with _acting(module, function):
+                    with replaced(module, "act_fn", _Function(function)):
                         yield f"the activation is {name}", run()
 
 
@@ -262,17 +262,6 @@ class _Function(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._function(x)
-
-
-@contextmanager
-def _acting(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Give a module another activation for the duration of the block."""
-    own = module.act_fn
-    try:
-        module.act_fn = _Function(function)
-        yield
-    finally:
-        module.act_fn = own
 
 
 def _is_often_right(mixture: Mixture, expert: int, recorded: torch.Tensor) -> bool:

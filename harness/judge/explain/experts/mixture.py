@@ -14,13 +14,12 @@ from torch import nn
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import is_readback
 from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.rerun import replaced
 from harness.oracle.experts import num_experts, one_expert, reads_slots, run_experts
-from harness.oracle.precision import eager_experts, preserve_precision, upcast
+from harness.oracle.precision import PreservePrecision, eager_experts, upcast
 
 _MAX_ELEMENTS = 1 << 26
 """Of what all experts give for all rows that are looked at: 512 MiB in float64."""
-_SAME = 1e-5
-"""Relative distance within which a mixture of the experts is what HF's module gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +107,7 @@ def mixture_of(failure: Failure) -> Mixture | None:
         count = num_experts(call.module)
         if count is None or call.weights.shape != call.chosen.shape or count * call.x.numel() > _MAX_ELEMENTS:
             return None
-        expected = call.base + run_experts(call.module, call.x, call.chosen, call.weights)
-        if bool(((expected - failure.expected).norm(dim=1) > _SAME * failure.expected.norm(dim=1)).any()):
+        if not failure.is_expected(call.base + run_experts(call.module, call.x, call.chosen, call.weights)):
             return None
         outputs = torch.stack([one_expert(call.module, call.x, expert) for expert in range(count)])
     return Mixture(failure=failure, outputs=outputs, **vars(call))
@@ -164,8 +162,7 @@ def _of_slots(failure: Failure) -> _Call | None:
         call = _Call(
             module=module, x=x * scores, chosen=chosen, weights=torch.ones_like(scores), base=base, scores=scores
         )
-        given = base + run_experts(module, call.x, chosen, call.weights)
-        if bool(((given - failure.expected).norm(dim=1) <= _SAME * failure.expected.norm(dim=1)).all()):
+        if failure.is_expected(base + run_experts(module, call.x, chosen, call.weights)):
             return call
     return None
 
@@ -184,21 +181,17 @@ def exactly(failure: Failure, path: str | None = None) -> Iterator[None]:
         if path is not None:
             stack.enter_context(failure.hf.weights.held(failure.hf.part_of(path)))
             stack.enter_context(upcast(torch.float64, failure.hf.module(path)))
-        stack.enter_context(preserve_precision(torch.float64))
+        stack.enter_context(PreservePrecision(torch.float64))
         yield
 
 
 @contextmanager
 def changed(module: nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Put other values into the parameters of a module, by name, and put their own back."""
-    own = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
-    try:
+    with ExitStack() as stack:
         for name, parameter in module.named_parameters(recurse=False):
-            parameter.data = change(name, parameter.data)
+            stack.enter_context(replaced(parameter, "data", change(name, parameter.data)))
         yield
-    finally:
-        for name, parameter in module.named_parameters(recurse=False):
-            parameter.data = own[name]
 
 
 def others_like(failure: Failure) -> list[Operation]:

@@ -44,7 +44,7 @@ def other_routing_weights(failure: Failure) -> Iterator[Hypothesis]:
     if logits is None or chosen is None:
         return
     forms = list(_forms(failure, logits, chosen))
-    own = next((form for form in forms if _is_same(form.weights, failure.expected)), None)
+    own = next((form for form in forms if failure.is_expected(form.weights)), None)
     if own is None:
         return
     for form in forms:

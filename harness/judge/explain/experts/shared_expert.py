@@ -7,9 +7,6 @@ import torch
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
 
-_SAME = 1e-5
-"""Relative distance within which the sum is the model's own."""
-
 _NAMED = 1e-2
 """Distance up to which a fitted factor is one that has a name."""
 
@@ -47,8 +44,7 @@ def _parts(failure: Failure) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] 
     if len(wide) != 2 or len(gates) != 1 or width == 1:
         return None
     for routed, shared in (wide, wide[::-1]):
-        error = (routed + shared * gates[0].sigmoid() - failure.expected).norm(dim=1)
-        if bool((error <= _SAME * failure.expected.norm(dim=1)).all()):
+        if failure.is_expected(routed + shared * gates[0].sigmoid()):
             return routed, shared, gates[0]
     return None
 

@@ -83,6 +83,7 @@ def _norms_of(failure: Failure, tap: str) -> list[Operation]:
 def another_tensor(failure: Failure) -> Iterator[Hypothesis]:
     """One of the two is another tensor of the layer, or of the one before."""
     first = (failure.operation.layer or 0) - 1
+    sites = [failure.graph[tap].site for tap in failure.operation.inputs]
     layers = [op for op in failure.graph if op.layer is None or first <= op.layer <= (failure.operation.layer or 0)]
     for operation in layers:
         other = failure.tap(operation.tap)
@@ -90,12 +91,8 @@ def another_tensor(failure: Failure) -> Iterator[Hypothesis]:
             continue
         for kept, replaced in ((0, 1), (1, 0)):
             name = operation.site if operation.layer == failure.operation.layer else operation.tap
-            cause = f"{name} is added in the place of {_site(failure, replaced)}"
+            cause = f"{name} is added in the place of {sites[replaced]}"
             yield Hypothesis(cause=cause, output=failure.inputs[kept] + other, is_vague=True)
-
-
-def _site(failure: Failure, index: int) -> str:
-    return failure.graph[failure.operation.inputs[index]].site
 
 
 def coarse_addition(failure: Failure) -> Iterator[Hypothesis]:

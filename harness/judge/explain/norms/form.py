@@ -15,8 +15,6 @@ from harness.judge.explain.core.hypothesis import Hypothesis
 
 _EPSILONS = (0.0, 1e-5, 1e-6)
 """Of modules that do not say theirs."""
-_SAME = 1e-5
-"""Relative distance within which a form gives what HF's module does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ def _form_on(failure: Failure, x: torch.Tensor, weight: torch.Tensor, bias: torc
     )
     known = (float(given),) if isinstance(given, int | float) else _EPSILONS
     forms = [form for eps in known for form in _with_eps(replace(own, eps=eps))]
-    fits = [form for form in forms if _is_same(form.output(), failure.expected)]
+    fits = [form for form in forms if failure.is_expected(form.output())]
     return min(fits, key=lambda form: float((form.output() - failure.expected).norm()), default=None)
 
 
@@ -107,10 +105,6 @@ def _with_eps(own: NormForm) -> tuple[NormForm, ...]:
         replace(own, x=raw - raw.mean(dim=-1, keepdim=True)),
         replace(own, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
     )
-
-
-def _is_same(given: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool(((given - expected).norm(dim=1) <= _SAME * expected.norm(dim=1)).all())
 
 
 Explanation = Callable[[NormForm, Failure], Iterator[Hypothesis]]

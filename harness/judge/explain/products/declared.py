@@ -11,7 +11,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions.linear import rounded_inputs
+from harness.judge.compare.conventions.linear import product, rounded_inputs
 from harness.judge.compare.conventions.quantised import quantised_inputs
 from harness.judge.explain.core.failure import Failure
 from harness.oracle.quantised_inputs import input_roundings, quantised_weight
@@ -29,8 +29,7 @@ def declared_failures(failure: Failure) -> Iterator[Failure]:
         if is_adapted:  # the adapter's own products take the inputs as they are
             yield replace(failure, expected=failure.expected + (inputs - x) @ weight.T)
             continue
-        product = inputs @ weight.T
-        yield replace(failure, inputs=[inputs], expected=product if bias is None else product + bias)
+        yield replace(failure, inputs=[inputs], expected=product(inputs, weight, bias))
 
 
 def _declared_inputs(failure: Failure, x: torch.Tensor, declared: Numerics) -> Iterator[torch.Tensor]:

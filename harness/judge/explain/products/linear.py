@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from harness.formats.taps import LOGITS, Kind
+from harness.judge.compare.conventions.linear import product
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import (
     HALF_DTYPES,
@@ -72,10 +73,10 @@ def other_weights(failure: Failure) -> Iterator[Hypothesis]:
             continue
         weight = failure.weight(tap)
         if weight is not None and weight.shape == own.shape:
-            yield Hypothesis(cause=f"the weights are those of {tap}", output=_product(x, weight, _bias(failure, tap)))
+            yield Hypothesis(cause=f"the weights are those of {tap}", output=product(x, weight, _bias(failure, tap)))
             if (bias := _bias(failure, failure.operation.tap)) is not None:
                 yield Hypothesis(
-                    cause=f"the weight, without its bias, is that of {tap}", output=_product(x, weight, bias)
+                    cause=f"the weight, without its bias, is that of {tap}", output=product(x, weight, bias)
                 )
 
 
@@ -86,7 +87,7 @@ def tied_head(failure: Failure) -> Iterator[Hypothesis]:
         if table is not None and table.shape == failure.module.weight.shape:
             yield Hypothesis(
                 cause="the head is tied to the embedding though it has weights of its own",
-                output=_product(_x(failure), table),
+                output=product(_x(failure), table),
             )
 
 
@@ -94,7 +95,7 @@ def transposed(failure: Failure) -> Iterator[Hypothesis]:
     """A square weight is used the wrong way round."""
     weight = failure.weight(failure.operation.tap)
     if weight is not None and weight.shape[0] == weight.shape[1]:
-        output = _product(_x(failure), weight.T, _bias(failure, failure.operation.tap))
+        output = product(_x(failure), weight.T, _bias(failure, failure.operation.tap))
         yield Hypothesis(cause="the weight is transposed", output=output)
 
 
@@ -146,7 +147,7 @@ def _pool(failure: Failure) -> tuple[torch.Tensor, list[tuple[str, int]]]:
     for operation in failure.siblings():
         weight = failure.weight(operation.tap)
         if weight is not None:
-            columns.append(_product(_x(failure), weight, _bias(failure, operation.tap)))
+            columns.append(product(_x(failure), weight, _bias(failure, operation.tap)))
             names += [(operation.site, i) for i in range(len(weight))]
     return torch.cat(columns, dim=1), names
 
@@ -190,11 +191,11 @@ def part_of_the_inputs(failure: Failure) -> Iterator[Hypothesis]:
     for count in (each for each in _RANKS if not x.shape[1] % each and each < x.shape[1]):
         first, *_ = weight.chunk(count, dim=1)
         for at, (x_k, weight_k) in enumerate(zip(x.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True)):
-            part, which = _product(x_k, weight_k), f"part {at + 1} of {count} of the inputs"
+            part, which = product(x_k, weight_k), f"part {at + 1} of {count} of the inputs"
             yield Hypothesis(cause=f"{which} is not summed, as if a rank were left out", output=failure.expected - part)
             yield Hypothesis(cause=f"{which} is summed twice", output=failure.expected + part)
             if at:
-                output = failure.expected - part + _product(x_k, first)
+                output = failure.expected - part + product(x_k, first)
                 yield Hypothesis(cause=f"{which} is multiplied by the weights of part 1", output=output)
 
 
@@ -252,23 +253,23 @@ def coarse_product(failure: Failure) -> Iterator[Hypothesis]:
         coarse = change(weight)
         if torch.equal(coarse, weight):
             continue  # it is a weight of that format
-        yield Hypothesis(cause=f"the weight is {name}", output=_product(x, coarse, bias))
+        yield Hypothesis(cause=f"the weight is {name}", output=product(x, coarse, bias))
         for what, goes_with, quantised in of_inputs():
             if name.startswith(goes_with):
                 cause = f"the weight is {name}, and the input in {what}"
-                yield Hypothesis(cause=cause, output=_product(quantised(x), coarse, bias))
+                yield Hypothesis(cause=cause, output=product(quantised(x), coarse, bias))
     roundings: dict[str, Change] = {name_of(dtype): partial(rounded, dtype=dtype) for dtype in HALF_DTYPES}
     if failure.recording.manifest.device != "cpu":  # which has no TF32, and on these bits float16 is the same
         roundings["TF32"] = _to_tf32
     for name, change in roundings.items():
         both = change(x), change(weight)
         if not torch.equal(both[0], x):
-            yield Hypothesis(cause=f"the product is of inputs in {name}", output=_product(*both, bias))
+            yield Hypothesis(cause=f"the product is of inputs in {name}", output=product(*both, bias))
             if not torch.equal(both[1], weight):
                 cause = f"the input of the product is rounded to {name}, and the weight is not"
-                yield Hypothesis(cause=cause, output=_product(both[0], weight, bias))
+                yield Hypothesis(cause=cause, output=product(both[0], weight, bias))
     for name, quantised in of_inputs_alone(x.shape[1]):
-        yield Hypothesis(cause=f"the input of the product is in {name}", output=_product(quantised(x), weight, bias))
+        yield Hypothesis(cause=f"the input of the product is in {name}", output=product(quantised(x), weight, bias))
 
 
 def sums_in_16_bits(failure: Failure) -> Iterator[Hypothesis]:
@@ -331,11 +332,6 @@ def _x(failure: Failure) -> torch.Tensor:
 
 def _bias(failure: Failure, module: str) -> torch.Tensor | None:
     return failure.weight(module, "bias")
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    y = x @ weight.T
-    return y if bias is None else y + bias
 
 
 EXPLANATIONS = (

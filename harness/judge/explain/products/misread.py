@@ -15,6 +15,7 @@ import torch
 from harness.formats.checkpoint.quantised.checkpoint import QuantisedCheckpoint
 from harness.formats.checkpoint.quantised.codes import Codes
 from harness.formats.checkpoint.quantised.scheme import InputScheme, Scheme
+from harness.judge.compare.conventions.linear import product
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import float8, int8, name_of
 from harness.judge.explain.core.hypothesis import Hypothesis
@@ -174,8 +175,8 @@ def misread_weight(failure: Failure) -> Iterator[Hypothesis]:
 
 def _hypothesis(failure: Failure, cause: str, weight: torch.Tensor) -> Hypothesis:
     bias = failure.weight(failure.operation.tap, "bias")
-    output = failure.inputs[0].flatten(1).to(torch.float64) @ weight.to(torch.float64).T
-    return Hypothesis(cause=cause, output=output if bias is None else output + bias)
+    output = product(failure.inputs[0].flatten(1), weight.to(torch.float64), bias)
+    return Hypothesis(cause=cause, output=output)
 
 
 def _of_siblings(failure: Failure, checkpoint: QuantisedCheckpoint, codes: Codes) -> Misreadings:
@@ -207,8 +208,7 @@ def inputs_otherwise(failure: Failure) -> Iterator[Hypothesis]:
         if scheme == declared or x.shape[1] % (scheme.group or 1):
             continue
         for way in ways_to_round(scheme, None, failure.dtype):
-            product = way.rounded(x.to(torch.float32)) @ matrix.T
-            output = product if bias is None else product + bias
+            output = product(way.rounded(x.to(torch.float32)), matrix, bias)
             yield Hypothesis(cause=f"the inputs are quantised to {scheme}, and the checkpoint {says}", output=output)
 
 

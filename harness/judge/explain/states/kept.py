@@ -5,7 +5,6 @@ what the state would then be; so what it is, is found by its content.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,15 +26,10 @@ _NEAR = 64.0
 """Roundings within which two states are one and the same."""
 Line = list[tuple[int, int, int]]
 """Rows that a state goes over: token, step and row of each; of padding step and row are -1."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """A way to get a state wrong."""
-
-    cause: str
-    rows: Callable[[ReadState], Line | None]
-    """From a place where the state was read to the rows that are in it; None where it is as it should be."""
+Find = Callable[[ReadState], Line | None]
+"""From a place where the state was read to the rows that are in it; None where it is as it should be."""
+Way = tuple[str, Find]
+"""A way to get a state wrong: its cause, and the rows that are in the state then."""
 
 
 def other_rows(failure: Failure) -> Iterator[Hypothesis]:
@@ -44,12 +38,13 @@ def other_rows(failure: Failure) -> Iterator[Hypothesis]:
         return
     known = _Ways(failure, failure.states)
     ways = list(known.all())
-    outputs = _after(failure, [way.rows(known.reads[0]) for way in ways], [0] * len(ways))
+    outputs = _after(failure, [rows(known.reads[0]) for _, rows in ways], [0] * len(ways))
     errors = row_errors(failure.actual[:1].expand_as(outputs), outputs)
     for at in errors.argsort(stable=True)[:_KEPT].tolist():
         if float(errors[at]) <= _NEAR * rounding_unit(failure.dtype):
-            lines = [ways[at].rows(read) for read in known.reads]
-            yield Hypothesis(cause=ways[at].cause, output=_after(failure, lines, range(len(lines))))
+            cause, rows = ways[at]
+            lines = [rows(read) for read in known.reads]
+            yield Hypothesis(cause=cause, output=_after(failure, lines, range(len(lines))))
 
 
 def _after(failure: Failure, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
@@ -80,14 +75,14 @@ class _Ways:
         for read in self.reads:
             self._first.setdefault(read.request, read)
 
-    def all(self) -> Iterator[_Way]:
+    def all(self) -> Iterator[Way]:
         """Yield every way."""
         for cause, rows in (*self._of_own_rows(), *self._of_others(), *self._with_drafts()):
-            yield _Way(cause, self._once(rows))
+            yield cause, self._once(rows)
         yield from self._each_time()
         yield from self._with_padding()
 
-    def _once(self, rows: Callable[[ReadState], Line | None]) -> Callable[[ReadState], Line | None]:
+    def _once(self, rows: Find) -> Find:
         """Return the way of a state that was wrong once, and went on from there with each row that followed."""
 
         def going_on(read: ReadState) -> Line | None:
@@ -97,7 +92,7 @@ class _Ways:
 
         return going_on
 
-    def _of_own_rows(self) -> Iterator[tuple[str, Callable[[ReadState], Line | None]]]:
+    def _of_own_rows(self) -> Iterator[Way]:
         first = self.reads[0]
         at, hit, begin = first.position, self._hit(first), self._begin(first)
         lost = "is zero: it was never written, or it was cleared" if hit != at + 1 else self._not_restored(hit)
@@ -144,21 +139,16 @@ class _Ways:
     def _is_near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         return float(row_errors(one, other).min()) <= _NEAR * rounding_unit(self._failure.dtype)
 
-    def _of_others(self) -> Iterator[tuple[str, Callable[[ReadState], Line | None]]]:
+    def _of_others(self) -> Iterator[Way]:
         """Yield states of other requests: one that was read back, as its content tells, and what they left."""
         alike = {request: self._alike(at) for at, request in self._firsts()}
         if found := alike.get(self.reads[0].request):
             cause = f"is the state of request {found.request}, position {found.position}"
             yield cause, lambda read: line_of(self._runs, each) if (each := alike.get(read.request)) else None
         for other in self._others(self.reads[0]):
-            yield (
-                f"is the state of request {other}, position {self._last(other, self.reads[0])}",
-                partial(self._left_by, other),
-            )
-            yield (
-                f"begins with what request {other} left",
-                partial(self._begun_with, other),
-            )
+            last = self._last(other, self.reads[0])
+            yield f"is the state of request {other}, position {last}", partial(self._left_by, other)
+            yield f"begins with what request {other} left", partial(self._begun_with, other)
 
     def _firsts(self) -> Iterator[tuple[int, int]]:
         """Yield number and request of the first wrong row of each request."""
@@ -181,7 +171,7 @@ class _Ways:
     def _begun_with(self, other: int, read: ReadState) -> Line:
         return self._left_by(other, read) + self._own(read)
 
-    def _with_drafts(self) -> Iterator[tuple[str, Callable[[ReadState], Line | None]]]:
+    def _with_drafts(self) -> Iterator[Way]:
         """Yield states with what was given up: the latest that the request went back over, or all."""
         drafts = self._drafts(self.reads[0])
         if drafts and self._requests[self.reads[0].request].draft_of is None:
@@ -216,26 +206,20 @@ class _Ways:
         again = [row for row in own if row[1] > draft.step]
         return line_of(self._runs, ReadState(draft.draft, end, read.step)) + again
 
-    def _each_time(self) -> Iterator[_Way]:
-        yield _Way("is not carried from one step to the next", lambda read: self._own(read)[self._begin(read) :])
-        yield _Way(
-            "is a step late: the rows of the latest step are not in it",
-            lambda read: self._own(read)[: self._begin(read)] or None,
-        )
-        yield _Way(
-            "is not updated in decode: it is the state at the end of the prompt",
-            lambda read: self._own(read)[: self._requests[read.request].prompt_length],
-        )
+    def _each_time(self) -> Iterator[Way]:
+        yield "is not carried from one step to the next", lambda read: self._own(read)[self._begin(read) :]
+        late = "is a step late: the rows of the latest step are not in it"
+        yield late, lambda read: self._own(read)[: self._begin(read)] or None
+        frozen = "is not updated in decode: it is the state at the end of the prompt"
+        yield frozen, lambda read: self._own(read)[: self._requests[read.request].prompt_length]
 
-    def _with_padding(self) -> Iterator[_Way]:
+    def _with_padding(self) -> Iterator[Way]:
         longest = max(request.prompt_length for request in self._requests.values())
         tokens = {0, *(getattr(self._failure.hf.config, f"{name}_token_id", None) for name in ("pad", "eos"))}
         for token in sorted(each for each in tokens if isinstance(each, int)):
             for where in ("before", "after"):
-                yield _Way(
-                    f"padding is in it: rows of token {token} {where} the prompt",
-                    partial(self._padded, token, longest, where),
-                )
+                cause = f"padding is in it: rows of token {token} {where} the prompt"
+                yield cause, partial(self._padded, token, longest, where)
 
     def _padded(self, token: int, longest: int, where: str, read: ReadState) -> Line | None:
         prompt_length, own = self._requests[read.request].prompt_length, self._own(read)

@@ -5,15 +5,15 @@ HF's module once more, with what was recorded put in the place of its inner valu
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows
@@ -220,25 +220,18 @@ class _Convolutions(TorchFunctionMode):
         return output
 
 
-@contextmanager
-def _forced(module: nn.Module, source: str, value: torch.Tensor) -> Iterator[None]:
+def _forced(module: nn.Module, source: str, value: torch.Tensor) -> RemovableHandle:
     """Put recorded rows [T, W] in the place of a module's output, or of its input, for all that hold the tensor."""
     if source.endswith(":input"):
-        handle = module.register_forward_pre_hook(lambda _module, args: partial(_put, value)(args[0]))
-    else:
-        handle = module.register_forward_hook(lambda _module, _args, output: partial(_put, value)(output))
-    try:
-        yield
-    finally:
-        handle.remove()
+        return module.register_forward_pre_hook(lambda _module, args: _put(value, args[0]))
+    return module.register_forward_hook(lambda _module, _args, output: _put(value, output))
 
 
 def _put(value: torch.Tensor, own: Any) -> None:
     own.copy_(value.reshape(own.shape))
 
 
-@contextmanager
-def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> Iterator[None]:
+def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> RemovableHandle:
     """Keep what the operation gives, and end the run there."""
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -250,8 +243,4 @@ def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> Iterator
         raise _SeenError
 
     is_input = source.endswith(":input")
-    handle = module.register_forward_pre_hook(before) if is_input else module.register_forward_hook(after)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_pre_hook(before) if is_input else module.register_forward_hook(after)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from harness.judge.compare.align import Rows
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.experts.mixture import exactly
 from harness.judge.explain.states.recurrence import Convolved, Recurrence, history, recurrence_of
 
@@ -176,7 +177,7 @@ def _other_values(recurrence: Recurrence, path: str, name: str, parameter: torch
     tried |= {f"{label} is that of layer {layer}": other for layer, other in _of_other_layers(recurrence, path, name)}
     for cause, values in tried.items():
         if values.shape == own.shape and not torch.equal(values, own):
-            with _set(parameter, values):
+            with replaced(parameter, "data", values):
                 output = recurrence.run()
             if output is not None:
                 yield Hypothesis(cause=cause, output=output)
@@ -202,7 +203,7 @@ def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) ->
     for _ in range(_MAX_NEWTON_STEPS):
         outputs = []
         for each in (size, size + _SMALL):
-            with _set(parameter, change(each)):
+            with replaced(parameter, "data", change(each)):
                 outputs.append(recurrence.run())
         here, there = outputs
         if here is None or there is None or not bool(here.isfinite().all()):
@@ -215,7 +216,7 @@ def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) ->
         size += max(-1.0, min(1.0, step))
         if abs(step) < _SMALL * _SMALL:
             break
-    with _set(parameter, change(size)):
+    with replaced(parameter, "data", change(size)):
         return size, recurrence.run()
 
 
@@ -254,17 +255,6 @@ class _TurnedExponential(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         is_exponential = func in (torch.exp, torch.Tensor.exp)
         return -result if is_exponential and args[0] is self._tensor else result
-
-
-@contextmanager
-def _set(parameter: torch.nn.Parameter, values: torch.Tensor) -> Iterator[None]:
-    """Give a parameter other values for the duration of a block."""
-    own = parameter.data
-    try:
-        parameter.data = values
-        yield
-    finally:
-        parameter.data = own
 
 
 EXPLANATIONS = (wrong_state,)

@@ -5,7 +5,7 @@ report says what was seen, and what can come to that.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -17,20 +17,10 @@ from harness.judge.explain.cache.entries import at_boundary, is_unwritten, prove
 from harness.judge.explain.cache.replay import history
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, name_of
-from harness.results.check import Explanation, Provenance
+from harness.results.check import Explanation
 
 _MATCHED = 0.9
 """Share of what is not finite that an overflow must predict, and of what is predicted that must not be finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reason:
-    """The cause of rows that are not finite."""
-
-    cause: str
-    detail: str = ""
-    is_cause: bool = True
-    provenance: Provenance | None = None
 
 
 def not_finite(failure: Failure, roundings: torch.Tensor, scope: str) -> Explanation:
@@ -43,18 +33,17 @@ def not_finite(failure: Failure, roundings: torch.Tensor, scope: str) -> Explana
     """
     failures = list[str]()
     reason = next(_reasons(failure, failures))
-    return Explanation(
-        cause=reason.cause,
+    notes = [reason.detail, *(f"could not be tried: {each}" for each in failures)]
+    return replace(
+        reason,
         scope=scope,
         residual_before=float(roundings.median()),
         num_rows=len(roundings),
-        is_cause=reason.is_cause,
-        detail="; ".join([reason.detail, *(f"could not be tried: {each}" for each in failures)]).removeprefix("; "),
-        provenance=reason.provenance,
+        detail="; ".join(notes).removeprefix("; "),
     )
 
 
-def _reasons(failure: Failure, failures: list[str]) -> Iterator[_Reason]:
+def _reasons(failure: Failure, failures: list[str]) -> Iterator[Explanation]:
     """Yield what can be said, what is certain first."""
     kind = failure.operation.kind
     for reasons, kinds in ((_overflows, (kind,)), (_of_cache, (Kind.CACHE,)), (_of_attention, (Kind.ATTENTION,))):
@@ -63,10 +52,10 @@ def _reasons(failure: Failure, failures: list[str]) -> Iterator[_Reason]:
                 yield from reasons(failure)
     largest = float(failure.expected.abs().max())
     seen = f"its largest element should be {largest:.3g}"
-    yield _Reason(cause="not finite though nothing in it can overflow", detail=seen, is_cause=False)
+    yield Explanation(cause="not finite though nothing in it can overflow", detail=seen, is_cause=False)
 
 
-def _overflows(failure: Failure) -> Iterator[_Reason]:
+def _overflows(failure: Failure) -> Iterator[Explanation]:
     """Yield the dtypes that overflow exactly where the engine's numbers are not finite, its own first."""
     dtypes = (failure.dtype, torch.float16, *(FLOAT8_DTYPES if failure.operation.kind is Kind.CACHE else ()))
     magnitudes = list(_magnitudes(failure))
@@ -75,7 +64,7 @@ def _overflows(failure: Failure) -> Iterator[_Reason]:
         for what, magnitude in magnitudes:
             if _is_overflow(failure, magnitude > limit, is_sum="sum" in what):
                 detail = f"{what} reaches {float(magnitude.max()):.3g}, the limit is {limit:.3g}"
-                yield _Reason(cause=f"overflow of {name_of(dtype)}", detail=detail)
+                yield Explanation(cause=f"overflow of {name_of(dtype)}", detail=detail)
 
 
 def _is_overflow(failure: Failure, predicted: torch.Tensor, *, is_sum: bool) -> bool:
@@ -105,14 +94,14 @@ def _magnitudes(failure: Failure) -> Iterator[tuple[str, torch.Tensor]]:
         yield "a score before it is scaled", torch.cat(unscaled)
 
 
-def _of_cache(failure: Failure) -> Iterator[_Reason]:
-    provenance = provenance_of(failure, 0)
+def _of_cache(failure: Failure) -> Iterator[Explanation]:
+    provenance = provenance_of(failure)
     if is_unwritten(failure):
-        yield _Reason(
+        yield Explanation(
             cause=f"never written: no recorded step wrote the slot{at_boundary(failure)}", provenance=provenance
         )
     is_nan = bool(failure.actual.isnan().all(dim=1).all())
-    yield _Reason(
+    yield Explanation(
         cause=f"the slot holds what no recorded row has{at_boundary(failure)}",
         detail="NaN throughout, as memory that was never written may" if is_nan else "some of it is not finite",
         is_cause=False,
@@ -120,20 +109,20 @@ def _of_cache(failure: Failure) -> Iterator[_Reason]:
     )
 
 
-def _of_attention(failure: Failure) -> Iterator[_Reason]:
+def _of_attention(failure: Failure) -> Iterator[Explanation]:
     played = next(iter(cache_played_back(failure)), None)
     if played is not None:
         provenance = played.provenance() if played.provenance else None
-        yield _Reason(cause=played.cause, detail=played.detail, provenance=provenance)
+        yield Explanation(cause=played.cause, detail=played.detail, provenance=provenance)
     for view in failure.views:
         key = history(failure, view, f"{prefix_of(failure.operation.tap)}k_cache", view.key)
         if key is not None and not bool(key.isfinite().all()):
-            yield _Reason(cause="reads slots of its own history that are not finite when read back: see k_cache")
+            yield Explanation(cause="reads slots of its own history that are not finite when read back: see k_cache")
     finite = "keys, values and scores of the request are finite"
     if _are_rows_with_room(failure):
         rows = "the rows whose next slot exists and is not written yet, and no others"
-        yield _Reason(cause="reads past the context length: slots that nobody wrote", detail=f"{finite}; {rows}")
-    yield _Reason(
+        yield Explanation(cause="reads past the context length: slots that nobody wrote", detail=f"{finite}; {rows}")
+    yield Explanation(
         cause="not finite though all that it should read is: reads past the context length, or sees no key at all",
         detail=finite,
         is_cause=False,

@@ -68,5 +68,6 @@ def judgement(
     kind: Kind = Kind.ACTIVATION,
     is_in_graph: bool = True,
 ) -> TapJudgement:
-    operation = Operation(tap=tap, kind=kind)
-    return TapJudgement(operation=operation, local=local, cache=cache, propagated=propagated, is_in_graph=is_in_graph)
+    is_cache = local is None and cache is not None and kind is not Kind.STATE
+    operation = Operation(tap=tap, kind=Kind.CACHE if is_cache else kind)
+    return TapJudgement(operation=operation, errors=local or cache, propagated=propagated, is_in_graph=is_in_graph)

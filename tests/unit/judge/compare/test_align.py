@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording
-from harness.judge.compare.align import Locator, Rows, all_rows, chunks, joined, match_requests, step_rows, take
+from harness.judge.compare.align import Locator, Rows, all_rows, chunks, joined, match_requests, step_rows
 
 from ....recording_writer import new_writer, requests_of
 from .in_memory import Step, recording_of
@@ -110,20 +110,6 @@ def test_rows_that_lie_side_by_side_are_not_copied(tmp_path):
     gathered = locator.gather(TAP, found)
     assert gathered[:, 0].tolist() == [3002, 3003, 3004]
     assert gathered.untyped_storage().nbytes() > gathered.nbytes, "a view"
-
-
-def test_take_of_a_partial_tap(tmp_path):
-    recording = write(tmp_path / "r", {3: 5}, [[(3, p) for p in (4, 2, 0, 1, 3)]], partial=lambda _: [4, 0, 2])
-    step = recording.steps[0]
-    tensor, there = take(step, PARTIAL, torch.tensor([2, 1, 4]))
-    assert there.tolist() == [True, False, True]
-    assert tensor.flatten().tolist() == [3000.0, 3003.0]
-    tensor, there = take(step, PARTIAL, None)
-    assert there.tolist() == [True, False, True, False, True]
-    assert tensor.flatten().tolist() == [3004.0, 3000.0, 3003.0], "in the order of the step's rows"
-    tensor, there = take(step, TAP, torch.tensor([1]))
-    assert there is None
-    assert tensor[:, 0].tolist() == [3002.0]
 
 
 def test_the_first_row_is_of_the_smallest_request_then_position():

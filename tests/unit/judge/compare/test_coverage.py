@@ -21,7 +21,7 @@ from harness.judge.compare.coverage import (
     wanted_rows,
 )
 from harness.judge.compare.prefixes import Prefixes
-from harness.judge.compare.traits import Traits
+from harness.judge.compare.triggers import Traits
 from harness.results.check import Outcome
 
 from .conftest import LENGTHS, NUM_NEW

@@ -107,10 +107,10 @@ def test_judgements_are_in_the_order_of_the_graph_and_others_come_last():
     graph = Graph(tuple(Operation(tap=tap, kind=Kind.ADD) for tap in ("a", "b", "c", "d")))
     local, cache = errors_of(SOUND), errors_of(BAD)
     propagation = Propagation(errors={"z": propagated_of([1.0] * 4), "a": propagated_of([2.0] * 4)})
-    found = judge(graph, {"c": local}, {"b": cache}, propagation)
+    found = judge(graph, {"c": local, "b": cache}, propagation)
     assert [each.operation.tap for each in found] == ["a", "b", "c", "z"]
     assert [each.is_in_graph for each in found] == [True, True, True, False]
-    assert (found[1].cache, found[2].local) == (cache, local)
+    assert (found[1].errors, found[2].errors) == (cache, local)
     assert (found[0].propagated, found[3].propagated) == (propagation.errors["a"], propagation.errors["z"])
     assert found[3].operation.kind is Kind.OTHER
     assert len(ROWS) == len(found[0].rows)

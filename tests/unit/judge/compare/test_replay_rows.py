@@ -24,7 +24,7 @@ GRAPH = Graph(
         Operation(tap="k_cache", kind=Kind.CACHE, inputs=("k",)),
         Operation(tap="sum", kind=Kind.ADD, inputs=("attention", "embed")),
         Operation(tap="choice", kind=Kind.CHOICE, inputs=("sum",)),
-        Operation(tap="head", kind=Kind.LINEAR, inputs=("sum",)),
+        Operation(tap="head", kind=Kind.LINEAR, inputs=("sum",), is_head=True),
     )
 )
 COMPUTED = [op for op in GRAPH if op.kind is not Kind.CACHE]
@@ -43,7 +43,7 @@ class Judged:
     """A judge that keeps what it is given."""
 
     def __init__(self, unrecorded_before=None, usable=None):
-        self.graph, self.head_taps = GRAPH, ["head"]
+        self.graph = GRAPH
         self.usable = {op.tap for op in GRAPH} if usable is None else usable
         self.unrecorded_before, self.rows, self.num_settled, self.is_decided = unrecorded_before or {}, {}, 0, False
 

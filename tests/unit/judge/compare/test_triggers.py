@@ -8,8 +8,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording.manifest import RequestInfo
-from harness.judge.compare.traits import Traits
-from harness.judge.compare.triggers import reached_triggers
+from harness.judge.compare.triggers import Traits, reached_triggers
 from harness.oracle.model import load_model
 
 from ...tiny_models import WINDOW

@@ -64,7 +64,7 @@ def explainer(recordings):
         model = ToyModel(*OPERATIONS, modules={LINEAR: nn.Linear(4, 4), HEAD: nn.Linear(4, 4)})
         model.graph.__dict__["logits"] = HEAD
         found = SimpleNamespace(
-            result=result(*findings), errors=errors or {}, caches=caches or {}, evidence=evidence or {}, states=None
+            result=result(*findings), errors=(errors or {}) | (caches or {}), evidence=evidence or {}, states=None
         )
         return _Explainer(found, engine, Golden(golden), model, ExitStack())
 
@@ -196,7 +196,7 @@ def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeyp
     named = finding(Code.LOCAL_ERROR, LINEAR)
 
     def explained(first, *findings):
-        found = SimpleNamespace(result=result(*findings, first=first), errors={}, caches={}, evidence={})
+        found = SimpleNamespace(result=result(*findings, first=first), errors={}, evidence={})
         return explain_run(found, engine, Golden(golden), model), found
 
     first, other = (

@@ -10,7 +10,6 @@ from torch import nn
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.conventions import attention
 from harness.judge.compare.conventions.attention import (
     CACHE,
     CACHE_FLASH,
@@ -20,10 +19,10 @@ from harness.judge.compare.conventions.attention import (
     MODEL,
     SCALED_FIRST,
     SCALED_FIRST_BY_ROUNDED,
-    probabilities,
 )
 from harness.judge.compare.conventions.entry import SuspectRows
-from harness.oracle.attention import scaling
+from harness.oracle import attention
+from harness.oracle.attention import probabilities, scaling
 from harness.oracle.watch import AttentionCall
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, SIZE = 2, 4, 2, 3, 5, 8

@@ -207,7 +207,7 @@ def test_allowance_of_ties_is_that_of_the_loop(only):
 def test_queries_at_a_time_make_no_difference(monkeypatch):
     parts = operands(slack=1)
     whole = room_of(*parts)
-    monkeypatch.setattr("harness.judge.compare.conventions.attention._SCORE_BYTES", 2 * 8 * BATCH * HEADS * TOKENS)
+    monkeypatch.setattr("harness.oracle.attention._SCORE_BYTES", 2 * 8 * BATCH * HEADS * TOKENS)
     torch.testing.assert_close(room_of(*parts), whole, rtol=1e-12, atol=0)
 
 

@@ -325,7 +325,7 @@ def test_without_recorded_rows_there_is_none_to_match(tmp_path):
 def test_what_is_matched_is_of_the_caches_own_layer(toy, layer):
     failure = toy.cache_failure(lambda place: ZEROS)
     operation = next(each for each in failure.graph if each.tap == f"model.layers.{layer}.k_cache")
-    assert cache.provenance_of(replace(failure, operation=operation), 0).layer == layer
+    assert cache.provenance_of(replace(failure, operation=operation)).layer == layer
 
 
 def test_every_explanation_is_tried(toy):

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
+from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.norms.form import form_of
 from harness.judge.explain.norms.norm import (
     changed_weights,
@@ -41,10 +42,16 @@ def layer_norm():
     return norm
 
 
+class _Failure(SimpleNamespace):
+    """The parts of a failure that a form is looked for with; some tests put other inputs into it."""
+
+    is_expected, _are_expected = Failure.is_expected, Failure._are_expected
+
+
 def failure(module, actual=None):
     x = random(7, WIDTH)
     expected = module(x).detach()
-    return SimpleNamespace(
+    return _Failure(
         module=module, inputs=[x], expected=expected, actual=expected if actual is None else actual,
         hf=SimpleNamespace(head_dim=WIDTH),
     )  # fmt: skip
