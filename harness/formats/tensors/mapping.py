@@ -1,7 +1,5 @@
 """Tensors in files, mapped into memory: a file may be larger than the machine's memory."""
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,26 +10,12 @@ from harness.errors import Code, HarnessError
 MAX_TENSOR_BYTES = 8 << 30
 """Largest tensor that is read: more than the logits of 8,000 tokens in a vocabulary of 250,000, in float32."""
 _MAP_FROM_BYTES = 1 << 20
-"""Smaller tensors are read: a process has a limited number of mappings."""
+"""Smaller tensors are copied: a process has a limited number of mappings."""
 
 
-def map_tensor(path: Path, name: str, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor whose elements begin at byte `offset` of a file, in row-major order and the machine's byte order.
-
-    Raises:
-        HarnessError: BAD_TENSOR_FILE: it is too large.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    check_size(path, name, num_bytes)
-    if num_bytes >= _MAP_FROM_BYTES:
-        own = torch.from_file(str(path), shared=False, size=offset + num_bytes, dtype=torch.uint8)[offset:]
-        return (own.clone() if offset % dtype.itemsize else own).view(dtype).reshape(tuple(shape))
-    with path.open("rb") as file:
-        file.seek(offset)
-        content = bytearray(file.read(num_bytes))
-    if len(content) < num_bytes:
-        refuse(path, "the file is truncated", expected=f"{num_bytes} bytes of {name or 'data'}", actual=len(content))
-    return torch.frombuffer(content, dtype=dtype).reshape(tuple(shape))
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is mapped into memory, or its copy where it is small."""
+    return tensor if tensor.nbytes >= _MAP_FROM_BYTES else tensor.clone()
 
 
 def check_size(path: Path, name: str, num_bytes: int) -> None:

@@ -6,25 +6,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from harness.formats.tensors.mapping import check_size, map_tensor, refuse
+from harness.formats.tensors.mapping import check_size, kept, refuse
 
-_DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+_DTYPES = ("float16", "float32", "float64")
 
 
 def read(path: Path) -> Iterator[tuple[str, torch.Tensor | str]]:
     """Yield the file's array under the empty name, or why it is left out."""
     array = _mapped(path)
-    dtype = _DTYPES.get(array.dtype.newbyteorder("=").name)
     if array.dtype.hasobject:
         hint = "np.save(path, array.astype(np.float32))"
         refuse(path, "the array holds Python objects, which are never unpickled", actual=array.dtype, hint=hint)
-    if dtype is None or not array.size:
+    if array.dtype.name not in _DTYPES or not array.size:
         yield "", f"no floating-point numbers ({array.dtype}, shape {list(array.shape)})"
-    elif array.dtype.isnative and array.flags.c_contiguous:
-        yield "", map_tensor(path, "", array.offset, dtype, array.shape)
     else:
         check_size(path, "", array.nbytes)
-        yield "", torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+        yield "", kept(torch.from_numpy(np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")))
 
 
 def _mapped(path: Path) -> np.memmap:
@@ -38,6 +35,6 @@ def _mapped(path: Path) -> np.memmap:
             shape, _is_fortran, dtype = read_header(file)
         if dtype.hasobject or 0 in shape:
             return np.empty(0 if dtype.hasobject else shape, dtype=dtype)  # type: ignore[return-value]
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        return np.load(path, mmap_mode="c", allow_pickle=False)  # type: ignore[no-any-return]
     except (ValueError, EOFError, OSError, OverflowError, MemoryError, SyntaxError, TypeError, RecursionError) as error:
         refuse(path, f"the array cannot be read: {' '.join(str(error).split())[:200]}")
