@@ -29,8 +29,7 @@ def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
     digest = hashlib.sha256()
     for file in stamps:
         with file.open("rb", buffering=0) as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)  # goes on with it
     if all(time.time_ns() - stamp.changed_ns > _SETTLED_NS for stamp in stamps.values()):
         with suppress(HarnessError):  # a cache that cannot be written costs time, not correctness
             write_text(memo, digest.hexdigest())
