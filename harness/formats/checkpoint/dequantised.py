@@ -11,8 +11,8 @@ from harness.base.json_text import json_digest
 from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME
+from harness.formats.checkpoint.digest import FileStamp
 from harness.formats.checkpoint.shards import INDEX_NAME
-from harness.formats.checkpoint.stamp import FileStamp
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.recording.check import PARTIAL, StepRules, malformed
-from harness.formats.recording.format import MANIFEST_NAME
+from harness.formats.recording.format import DTYPES, MANIFEST_NAME
 from harness.formats.recording.manifest import (
     RESERVED_PREFIXES,
     Manifest,
@@ -30,9 +30,10 @@ from harness.formats.recording.manifest import (
     TapEntry,
     load_manifest,
 )
-from harness.formats.recording.tensors import TORCH_DTYPES
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
 
+TORCH_DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in DTYPES.items()}
+"""The dtypes that a recording holds, as torch's own."""
 _MAX_DIGEST_THREADS = 4
 _MAP_FROM_BYTES = 1 << 20
 """Smaller tensors are read: a copy costs less than the page faults of a mapping."""
