@@ -63,8 +63,8 @@ def load(
     if not rate > 0:
         raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)
     with progress_bar() as report:
-        from harness.campaigns.endpoint.plain_ids import plain_ids
         from harness.campaigns.endpoint.run import eos_of
+        from harness.campaigns.endpoint.truth import plain_ids
         from harness.campaigns.load.run import LoadOptions, run_load
         from harness.campaigns.load.workload import Arrivals, drawn_requests, parse_lengths, read_requests
         from harness.judge.jobs.model import planned_model

@@ -46,7 +46,7 @@ def summary(
 
     A phase is what the annotations of the steps say, such as `decode[bs=1 toks=1 kv=128]`.
     """
-    from harness.profiling.trace.folder import trace_files
+    from harness.profiling.trace.file import trace_files
     from harness.profiling.trace.summary import summarize
 
     pattern = _compiled(phase_pattern)
@@ -85,8 +85,7 @@ def critical_path(
     """Show what a duration is made of: the chain of operators, launches and kernels that its end has waited for."""
     from harness.base.garbage import collecting_no_garbage
     from harness.profiling.trace.critical_path import critical_path
-    from harness.profiling.trace.file import read_trace
-    from harness.profiling.trace.folder import trace_files
+    from harness.profiling.trace.file import read_trace, trace_files
 
     pattern = _compiled(within, "--within")
     with collecting_no_garbage():

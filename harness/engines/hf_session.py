@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, OperationWatcher
 from harness.errors import Code, HarnessError
@@ -116,21 +117,21 @@ class HFSession:
     def _hook(self, stack: ExitStack, reached: Callable[[str], None]) -> None:
         hf = self._hf
         model = hf.model.model
-        stack.enter_context(_before(model.embed_tokens, PREPARE, reached))
-        stack.enter_context(_before(model.rotary_emb, PREPARE, reached))
-        stack.enter_context(_after(model.rotary_emb, ROTARY, reached))
-        stack.enter_context(_after(model.embed_tokens, EMBEDDING, reached))
+        stack.callback(_before(model.embed_tokens, PREPARE, reached).remove)
+        stack.callback(_before(model.rotary_emb, PREPARE, reached).remove)
+        stack.callback(_after(model.rotary_emb, ROTARY, reached).remove)
+        stack.callback(_after(model.embed_tokens, EMBEDDING, reached).remove)
         for operation in self._graph:
             reader, prefix = _READERS.get(operation.site), operation.tap.removesuffix(operation.site)
             if operation.site == "mlp.act":  # silu comes before up_proj, the product with it after
-                stack.enter_context(_after(hf.module(f"{prefix}mlp.act_fn"), operation.tap, reached))
+                stack.callback(_after(hf.module(f"{prefix}mlp.act_fn"), operation.tap, reached).remove)
             if reader is not None:
-                stack.enter_context(_before(hf.module(prefix + reader), operation.tap, reached))
+                stack.callback(_before(hf.module(prefix + reader), operation.tap, reached).remove)
             elif operation.site == "output":
                 layer = hf.module(operation.tap.removesuffix(".output"))
-                stack.enter_context(_after(layer, operation.tap, reached))
+                stack.callback(_after(layer, operation.tap, reached).remove)
             elif operation.inputs and _is_module(hf, operation.tap):
-                stack.enter_context(_after(hf.module(operation.tap), operation.tap, reached))
+                stack.callback(_after(hf.module(operation.tap), operation.tap, reached).remove)
 
 
 def _is_module(hf: HFModel, tap: str) -> bool:
@@ -141,22 +142,12 @@ def _is_module(hf: HFModel, tap: str) -> bool:
     return True
 
 
-@contextmanager
-def _before(module: nn.Module, name: str, reached: Callable[[str], None]) -> Iterator[None]:
-    handle = module.register_forward_pre_hook(lambda _module, _args: reached(name))
-    try:
-        yield
-    finally:
-        handle.remove()
+def _before(module: nn.Module, name: str, reached: Callable[[str], None]) -> RemovableHandle:
+    return module.register_forward_pre_hook(lambda _module, _args: reached(name))
 
 
-@contextmanager
-def _after(module: nn.Module, name: str, reached: Callable[[str], None]) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _module, _args, _output: reached(name))
-    try:
-        yield
-    finally:
-        handle.remove()
+def _after(module: nn.Module, name: str, reached: Callable[[str], None]) -> RemovableHandle:
+    return module.register_forward_hook(lambda _module, _args, _output: reached(name))
 
 
 def _new_cache(config: Any, ends: Callable[[int, str], None]) -> Any:

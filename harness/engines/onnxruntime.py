@@ -14,14 +14,11 @@ import torch
 from harness.base.scratch import scratch_folder
 from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
-from harness.engines.by_content.node_outputs import NodeOutputs
 from harness.engines.by_content.sites import See, Site
 from harness.engines.by_content.steps import Work
-from harness.engines.export import export_folder
+from harness.engines.export import NodeOutputs, export_folder
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.exports import exported_folder
 from harness.formats.checkpoint.exports.onnx_graph import GRAPH_NAME
-from harness.formats.checkpoint.quantised import served_folder
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> StepEngine:
@@ -33,8 +30,7 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
         HarnessError: BAD_OPTION: no export is named; ENGINE_CANNOT_SERVE: it cannot be opened, or not on that device.
     """
     command = f"python -m onnxruntime_genai.models.builder -i {folder} -o DIR -p fp32 -e cpu"
-    served = exported_folder(served_folder(folder))
-    export = export_folder("onnxruntime", options, graph=GRAPH_NAME, command=command, served=served)
+    export = export_folder("onnxruntime", folder, options, graph=GRAPH_NAME, command=command)
     if device != "cpu":
         what = "ONNX Runtime is run on the CPU here"
         raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where="--device", expected="cpu", actual=device)

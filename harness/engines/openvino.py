@@ -13,14 +13,11 @@ import torch
 
 from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
-from harness.engines.by_content.node_outputs import NodeOutputs
 from harness.engines.by_content.sites import See, Site
 from harness.engines.by_content.steps import Work
-from harness.engines.export import export_folder
+from harness.engines.export import NodeOutputs, export_folder
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.exports import exported_folder
 from harness.formats.checkpoint.exports.openvino_graph import GRAPH_NAME
-from harness.formats.checkpoint.quantised import served_folder
 
 _SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Without the second, 2026.4 keeps the cache in float16, but not in a graph that is watched: a pass would not speak of
@@ -38,8 +35,7 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
         HarnessError: BAD_OPTION: no export is named; ENGINE_CANNOT_SERVE: it cannot be opened, or not on that device.
     """
     command = f"optimum-cli export openvino --model {folder} --task text-generation-with-past --weight-format fp32 DIR"
-    own = exported_folder(served_folder(folder))
-    export = export_folder("openvino", options, graph=GRAPH_NAME, command=command, served=own)
+    export = export_folder("openvino", folder, options, graph=GRAPH_NAME, command=command)
     for option, given, served in (("--device", device, "cpu"), ("--dtype", dtype, "float32")):
         if given != served:
             what = "OpenVINO is run on the CPU here, in float32: in others it rounds at places of its own choice"

@@ -148,20 +148,6 @@ class Session(TokenSession, Protocol):
         """Return the tensors that K and V are kept in at this moment."""
 
 
-class ClosableSession(Session, Protocol):
-    """The interface of a session that can be watched (`open_session`)."""
-
-    shows_memory: bool
-    """Whether torch allocates what it uses."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Remarks for the reader of its profile."""
-
-    def close(self) -> None:
-        """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
-
-
 @runtime_checkable
 class Steppable(Protocol):
     """An engine whose steps can be driven."""
@@ -170,11 +156,63 @@ class Steppable(Protocol):
         """Load the engine for steps of up to so many tokens and requests, as far as its own options allow."""
 
 
-class ClosableTokenSession(TokenSession, Protocol):
-    """The interface of a session of tokens (`open_token_session`)."""
+class ClosableTokenSession:
+    """A session whose errors are the engine's: neither the profiler's nor the harness's (`open_token_session`)."""
+
+    def __init__(self, engine: str, session: TokenSession) -> None:
+        self._engine, self._session = engine, session
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """See `TokenSession.add`."""
+        with engine_errors(self._engine):
+            return self._session.add(prompt, max_new_tokens)
+
+    def step(self) -> Mapping[int, int] | Sequence[int]:
+        """See `TokenSession.step`."""
+        with engine_errors(self._engine):
+            return self._session.step()
+
+    def stop(self) -> None:
+        """See `TokenSession.stop`."""
+        with engine_errors(self._engine):
+            self._session.stop()
 
     def close(self) -> None:
         """Give the engine's memory back, where the session can; nothing else may be called afterwards."""
+        with engine_errors(self._engine):
+            getattr(self._session, "close", lambda: None)()
+
+
+class ClosableSession(ClosableTokenSession):
+    """The same of one that can be watched (`open_session`)."""
+
+    def __init__(self, engine: str, session: Session) -> None:
+        super().__init__(engine, session)
+        self._watched = session
+        self.phases, self.model = session.phases, session.model
+        self.shows_memory: bool = getattr(session, "shows_memory", True)
+        """Whether torch allocates what it uses."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Remarks for the reader of its profile."""
+        return getattr(self._watched, "notes", ())
+
+    def step(self) -> Sequence[int]:
+        """See `Session.step`."""
+        return list(super().step())
+
+    def watching(self, watcher: OperationWatcher) -> AbstractContextManager[None]:
+        """See `Session.watching`."""
+        return self._watched.watching(watcher)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """See `Session.weights`."""
+        return self._watched.weights()
+
+    def cache_tensors(self) -> Sequence[torch.Tensor]:
+        """See `Session.cache_tensors`."""
+        return self._watched.cache_tensors()
 
 
 def open_token_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableTokenSession:
@@ -183,7 +221,7 @@ def open_token_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int
     Raises:
         HarnessError: ENGINE_HAS_NO_STEPS, or what the engine raises.
     """
-    return _BlamedTokenSession(engine.name, _opened(engine, max_num_tokens, max_num_seqs))
+    return ClosableTokenSession(engine.name, _opened(engine, max_num_tokens, max_num_seqs))
 
 
 def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> ClosableSession:
@@ -204,7 +242,7 @@ def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> C
             actual=type(session).__name__,
             hint="harness bench engine and harness generate do without",
         )
-    return _BlamedSession(engine.name, session)
+    return ClosableSession(engine.name, session)
 
 
 _WATCHED = ("phases", "model", "watching", "weights", "cache_tensors")
@@ -222,52 +260,3 @@ def _opened(engine: Engine, max_num_tokens: int, max_num_seqs: int) -> TokenSess
         )
     with engine_errors(engine.name):
         return engine.open_session(max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
-
-
-class _BlamedTokenSession:
-    """A session whose errors are the engine's: neither the profiler's nor the harness's."""
-
-    def __init__(self, engine: str, session: TokenSession) -> None:
-        self._engine, self._session = engine, session
-
-    def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        with engine_errors(self._engine):
-            return self._session.add(prompt, max_new_tokens)
-
-    def step(self) -> Mapping[int, int] | Sequence[int]:
-        with engine_errors(self._engine):
-            return self._session.step()
-
-    def stop(self) -> None:
-        with engine_errors(self._engine):
-            self._session.stop()
-
-    def close(self) -> None:
-        with engine_errors(self._engine):
-            getattr(self._session, "close", lambda: None)()
-
-
-class _BlamedSession(_BlamedTokenSession):
-    """The same of one that can be watched."""
-
-    def __init__(self, engine: str, session: Session) -> None:
-        super().__init__(engine, session)
-        self._watched = session
-        self.phases, self.model = session.phases, session.model
-        self.shows_memory: bool = getattr(session, "shows_memory", True)
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return getattr(self._watched, "notes", ())
-
-    def step(self) -> Sequence[int]:
-        return list(super().step())
-
-    def watching(self, watcher: OperationWatcher) -> AbstractContextManager[None]:
-        return self._watched.watching(watcher)
-
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return self._watched.weights()
-
-    def cache_tensors(self) -> Sequence[torch.Tensor]:
-        return self._watched.cache_tensors()

@@ -11,7 +11,7 @@ from transformers import Gemma3ForCausalLM, LlamaConfig, LlamaForCausalLM, Mamba
 
 from harness.campaigns.quant.padding import pad_checkpoint
 from harness.engines import open_engine
-from harness.engines.llamacpp.adapter_file import write_adapter_file
+from harness.engines.llamacpp.written_files import write_adapter_file
 from harness.engines.stepping import open_session, open_token_session
 from harness.errors import Code
 from harness.formats.checkpoint.gguf import open_gguf

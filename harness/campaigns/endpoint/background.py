@@ -1,9 +1,9 @@
 """The truth in a thread of its own: prompts that are answered are forced while the server works on others."""
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
@@ -28,58 +28,49 @@ class BackgroundTruth:
                 the server is done.
         """
         self._hf, self._truth, self._is_server_here = hf, truth, is_server_here
-        self._added: queue.SimpleQueue[Mapping[int, Walk] | None] = queue.SimpleQueue()
-        self._found: dict[int, Rows] = {}
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="truth")
+        self._blocks: list[Future[dict[int, Rows]]] = []
         self._is_cancelled, self._is_alone = threading.Event(), threading.Event()
-        self._progress: Progress | None = None
         self._num_added = 0
-        self._thread = threading.Thread(target=self._run, name="truth", daemon=True)
         self.seconds = 0.0
         """In forwards, until now."""
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_cancelled.set()
-        self._added.put(None)
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
     def add(self, walks: Mapping[int, Walk]) -> None:
         """Add walks by the number of their prompt; they are run as one batch. Raises what a forward raised before."""
-        if self._error is not None:
-            raise self._error
+        for block in self._blocks:
+            if block.done():
+                block.result()
         self._num_added += len(walks)
-        self._added.put(walks)
+        self._blocks.append(self._pool.submit(self._run, walks))
 
     def finish(self, progress: Progress | None = None) -> dict[int, Rows]:
         """Wait for all that was added, and return the rows by prompt and position; raises what a forward raised."""
-        self._progress = progress
         self._is_alone.set()
-        self._added.put(None)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
+        found: dict[int, Rows] = {}
+        for block in self._blocks:
+            found |= block.result()
+            if progress is not None:
+                progress(len(found), self._num_added)
+        return found
 
-    def _run(self) -> None:
+    def _run(self, walks: Mapping[int, Walk]) -> dict[int, Rows]:
+        begin = time.perf_counter()
         try:
-            while (walks := self._added.get()) is not None:
-                begin = time.perf_counter()
-                with self._threads():
-                    rows = walk_truth(self._hf, list(walks.values()), truth=self._truth, check=self._check)
-                self._found.update(zip(walks, rows, strict=True))
-                self.seconds += time.perf_counter() - begin
-                if self._progress is not None:
-                    self._progress(len(self._found), self._num_added)
+            with self._threads():
+                rows = walk_truth(self._hf, list(walks.values()), truth=self._truth, check=self._check)
         except _CancelledError:
-            pass
-        except BaseException as error:
-            self._error = error
+            return {}
+        self.seconds += time.perf_counter() - begin
+        return dict(zip(walks, rows, strict=True))
 
     def _threads(self) -> AbstractContextManager[None]:
         if self._is_server_here and not self._is_alone.is_set():
@@ -93,4 +84,4 @@ class BackgroundTruth:
 
 
 class _CancelledError(BaseException):
-    """Ends the thread; no handler of the model's code is to catch it."""
+    """Ends a forward; no handler of the model's code is to catch it."""

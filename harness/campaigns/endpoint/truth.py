@@ -3,7 +3,7 @@
 The truth is forced along the server's own tokens, so a near-tie that fell the other way costs one token and no more.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -202,3 +202,12 @@ def _keep_rows(
             logit_noise=noise[at],
             resolution=resolution[at],
         )
+
+
+def plain_ids(hf: HFModel, eos: Set[int]) -> list[int]:
+    """Return the tokens that prompts are made of: no special ones, which servers may treat in a way of their own."""
+    special, size = set(eos), hf.vocab_size
+    if hf.checkpoint.has_tokenizer:
+        tokenizer = hf.checkpoint.tokenizer.hf
+        special, size = special | set(tokenizer.all_special_ids), min(size, len(tokenizer))
+    return [token_id for token_id in range(size) if token_id not in special]

@@ -30,7 +30,7 @@ class Altered:
         """Take the setting; `head` is the dtype that the head computes in, None for its own."""
         self._hf, self._setting, self._head = hf, setting, head
         self._numbers, self._decoded, self._shape = batch.numbers, batch.decoded, batch.ids.shape
-        self._num_tokens = places.num_tokens
+        self._places = places
         self._head_input: torch.Tensor | None = None
         self._routers = router_choices(hf.graph)
         operation = hf.graph.by_tap[hf.graph.logits]
@@ -40,12 +40,7 @@ class Altered:
 
     def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
         """See `Watcher.see`."""
-        value, was = self._in_head(source, value), value
-        cut = self._setting.cut
-        if cut is not None and source in cut.values:
-            value = self._put_back(source, value, cut.values[source])
-        self._keep(source, value)
-        return None if value is was else value
+        return self._with_cut(source, self._in_head(source, value), value)
 
     def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
         """See `Watcher.choose`."""
@@ -53,11 +48,15 @@ class Altered:
         if experts is not None and source in self._routers and experts.ids.shape[1] == k * len(self._routers):
             begin = k * self._routers.index(source)
             value = self._put_back(source, chosen, experts.ids[:, begin : begin + k])
+        return self._with_cut(source, value, chosen)
+
+    def _with_cut(self, source: str, value: torch.Tensor, was: torch.Tensor) -> torch.Tensor | None:
+        """Return the value with what was recorded of it in its place; None if it is as it was."""
         cut = self._setting.cut
         if cut is not None and source in cut.values:
             value = self._put_back(source, value, cut.values[source])
         self._keep(source, value)
-        return None if value is chosen else value
+        return None if value is was else value
 
     def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
         """See `Watcher.attend`."""
@@ -105,10 +104,7 @@ class Altered:
             return
         rows = as_rows(value, self._token_dim(source), *self._shape)
         there = self._numbers >= 0
-        unknown = torch.nan if rows.is_floating_point() else -1
-        if source not in self.kept:
-            self.kept[source] = torch.full((self._num_tokens, *rows.shape[1:]), unknown, dtype=rows.dtype)
-        self.kept[source][self._numbers[there]] = rows.cpu()[there]
+        self._places.put(self.kept, source, self._numbers[there], rows[there.to(rows.device)])
 
     def _token_dim(self, source: str) -> int:
         operation = self._hf.graph.by_source.get(source)

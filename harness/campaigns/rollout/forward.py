@@ -78,7 +78,7 @@ class Forwards:
         """Take HF with eager attention as one more sound run, unless its scores would be too large."""
         longest = max(len(row.tokens) for row in self.places.rows)
         if longest**2 * getattr(self.hf.config, "num_attention_heads", 1) <= _MOST_SCORES:
-            self._add_sound((setting, Arithmetic.EAGER))
+            self._sound.append((setting, Arithmetic.EAGER))
 
     def add_replica(self, replica: HFModel, setting: Setting, *, autocast: torch.dtype | None) -> None:
         """Take the trainer's replica as one more sound run: an engine, too, may keep its adapters beside the weights.
@@ -89,10 +89,7 @@ class Forwards:
             autocast: dtype of the autocast that the replica is run under; None for none.
         """
         self._replica, self._autocast = replica, autocast
-        self._add_sound((setting, Arithmetic.TRAINER))
-
-    def _add_sound(self, run: Run) -> None:
-        self._sound.append(run)
+        self._sound.append((setting, Arithmetic.TRAINER))
 
     def prepare(self, setting: Setting, meanings: Sequence[Meaning]) -> None:
         """Run one forward of the truth, and one of the control, for many meanings that were not read yet."""

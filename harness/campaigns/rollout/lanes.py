@@ -43,6 +43,13 @@ class Places:
         other = self.compared - shift
         return torch.logical_or(other < firsts, other >= ends)
 
+    def put(self, kept: dict[str, torch.Tensor], source: str, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep some tokens' rows of a source, [tokens, ...]; what is not known is NaN, or -1 in whole numbers."""
+        if source not in kept:
+            unknown = torch.nan if rows.is_floating_point() else -1
+            kept[source] = torch.full((self.num_tokens, *rows.shape[1:]), unknown, dtype=rows.dtype)
+        kept[source][numbers] = rows.cpu()
+
     def place(self, at: int) -> tuple[Rollout, int]:
         """Return the row of a token, and its position there."""
         row = int(self.row_of[at])

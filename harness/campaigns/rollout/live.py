@@ -1,6 +1,5 @@
 """Sides that are at hand: a trainer's module and an engine run the rows' tokens, and what they compute is kept."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, 
     from transformers import PreTrainedModel
 
     kept: dict[str, torch.Tensor] = {}
-    lanes = make_lanes(places, Setting(), hf.max_positions)
     own: Any = module
     if getattr(own, "peft_config", None):
         own = own.get_base_model()  # which has the adapters in it
@@ -54,7 +52,7 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, 
         if isinstance(own, PreTrainedModel) and is_like and is_whole:
             _run_seen(own, hf, places, layout, kept)
         else:
-            _run_any(module, hf, lanes, places, kept)
+            _run_any(module, hf, places, kept)
         if hasattr(own, "reshard"):  # or FSDP goes on with the root's weights of now, after they have changed
             own.reshard()
     _check_logits(kept[hf.graph[hf.graph.logits].source], places, type(module).__name__)
@@ -64,9 +62,8 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, 
 def _run_seen(module: nn.Module, hf: HFModel, places: Places, layout: str, kept: dict[str, torch.Tensor]) -> None:
     own = HFModel(model=module, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
     own.graph = hf.graph
-    lanes = make_lanes(places, Setting(), hf.max_positions)
     with watching(own) as watch:
-        for group, positions in _groups(lanes, places, hf, layout):
+        for group, positions in _groups(places, hf, layout):
             batch = Batch.of(group, is_left=layout == "left")
             altered = _Wrapped(own, Setting(), batch, places)
             altered.kept = kept
@@ -111,34 +108,28 @@ def _inputs(batch: Batch, positions: torch.Tensor | None, layout: str) -> dict[s
     return {} if layout == "alone" else {"attention_mask": batch.is_there.long(), "position_ids": batch.position_ids}
 
 
-def _groups(
-    lanes: Sequence[Lane], places: Places, hf: HFModel, layout: str
-) -> list[tuple[list[Lane], torch.Tensor | None]]:
+def _groups(places: Places, hf: HFModel, layout: str) -> list[tuple[list[Lane], torch.Tensor | None]]:
     """Return the lanes of each forward, and of packed rows the positions, which restart at each of them."""
+    lanes = make_lanes(places, Setting(is_packed=layout == "packed"), hf.max_positions)
     if layout == "alone":
         return [([lane], None) for lane in lanes]
     if layout != "packed":
         return [(group, None) for group in grouped(lanes, batch_tokens(hf))]
-    joined = make_lanes(places, Setting(is_packed=True), hf.max_positions)
     members = packs(places.rows, hf.max_positions)
     restarting = [torch.cat([torch.arange(len(places.rows[at].tokens)) for at in pack])[None] for pack in members]
-    return [([lane], positions) for lane, positions in zip(joined, restarting, strict=True)]
+    return [([lane], positions) for lane, positions in zip(lanes, restarting, strict=True)]
 
 
-def _run_any(
-    module: nn.Module, hf: HFModel, lanes: Sequence[Lane], places: Places, kept: dict[str, torch.Tensor]
-) -> None:
+def _run_any(module: nn.Module, hf: HFModel, places: Places, kept: dict[str, torch.Tensor]) -> None:
     source = hf.graph[hf.graph.logits].source
-    for lane in lanes:
+    for lane in make_lanes(places, Setting(), hf.max_positions):
         output = module(torch.tensor([lane.token_ids], device=hf.device))
         logits: torch.Tensor = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
         logits = logits[0]
         if logits.shape != (len(lane.token_ids), hf.vocab_size):
             expected = f"[1, {len(lane.token_ids)}, {hf.vocab_size}]"
             raise ValueError(f"its logits have the shape [1, {', '.join(map(str, logits.shape))}], not {expected}")
-        if source not in kept:
-            kept[source] = torch.full((places.num_tokens, logits.shape[-1]), torch.nan, dtype=logits.dtype)
-        kept[source][torch.tensor(lane.numbers)] = logits.cpu()
+        places.put(kept, source, torch.tensor(lane.numbers), logits)
 
 
 def engine_values(plan: Plan, hf: HFModel, places: Places) -> Cut:
@@ -172,10 +163,7 @@ def _read(folder: Path, hf: HFModel, places: Places) -> Cut:
                 operation = hf.graph.by_tap.get(name)
                 if operation is None or not operation.source:
                     continue
-                covered, rows = step.rows_of(name), step.tap(name)
-                if operation.source not in kept:
-                    unknown = torch.nan if rows.is_floating_point() else -1
-                    shape = (places.num_tokens, *rows.shape[1:])
-                    kept[operation.source] = torch.full(shape, unknown, dtype=rows.dtype)
-                kept[operation.source][numbers if covered is None else numbers[covered.long()]] = rows
+                covered = step.rows_of(name)
+                own = numbers if covered is None else numbers[covered.long()]
+                places.put(kept, operation.source, own, step.tap(name))
     return Cut(kept)

@@ -34,6 +34,8 @@ _MEDIAN_BOUND, _MEDIAN_PER_ROOT = 1.0, 3.0
 Measured: reports/cpu/rollouts.md."""
 _ORDER = list(Kind)
 _LEAST = 1e-12
+_MOST_PLACES = 5
+"""Decimal places with which a column may be written."""
 _FAR = 1e3
 """Nats, in the place of a value that is not finite."""
 
@@ -283,3 +285,20 @@ def _is_better(side: Side, forwards: Forwards, causes: Sequence[Cause]) -> bool:
     each = gain(side, forwards, side.causes, causes)
     is_on_many = float(each.sum()) > _LEAST_Z * float(each.square().sum().sqrt())
     return is_on_many or (was_outside and not is_still)
+
+
+def decimal_places(column: torch.Tensor) -> int | None:
+    """Return with how few decimal places all values of a column are exact; None if they are more than five."""
+    values = [value for value in column.tolist() if value]
+    places = (places for places in range(1, _MOST_PLACES + 1) if all(round(each, places) == each for each in values))
+    return next(places, None) if values else None
+
+
+def resolution(column: torch.Tensor) -> torch.Tensor:
+    """Return the largest rounding error of each value of a column, both [compared] float64."""
+    places = decimal_places(column)
+    if places is not None:
+        return torch.full_like(column, 0.5 * 10.0**-places)
+    if torch.equal(column.to(torch.bfloat16).to(column.dtype), column):
+        return column.abs() * torch.finfo(torch.bfloat16).eps / 2
+    return torch.zeros_like(column)

@@ -7,9 +7,8 @@ from harness.campaigns.rollout.forward import Forwards, chosen_experts
 from harness.campaigns.rollout.live import engine_values, trainer_values
 from harness.campaigns.rollout.replica import replica
 from harness.campaigns.rollout.request import Request
-from harness.campaigns.rollout.resolution import resolution
 from harness.campaigns.rollout.setting import Cut, Experts, Setting
-from harness.campaigns.rollout.side import Side, gain
+from harness.campaigns.rollout.side import Side, gain, resolution
 from harness.campaigns.rollout.tensors import load_tensors, misfit, named_tensors, other_tensors
 from harness.errors import Code, HarnessError
 from harness.formats.rollout import Rollouts

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.operations import PartTerm
 from harness.campaigns.rollout.request import Request
-from harness.campaigns.rollout.resolution import decimal_places
 from harness.campaigns.rollout.setting import Kind
-from harness.campaigns.rollout.side import Side, is_outside, rms
+from harness.campaigns.rollout.side import Side, decimal_places, is_outside, rms
 from harness.campaigns.rollout.waterfall import gap_figures
 from harness.errors import Code
 from harness.formats.rollout import Rollouts

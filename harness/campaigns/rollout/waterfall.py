@@ -1,15 +1,15 @@
 """The gap as terms that add up, token by token: each side's way from the truth, the trainer's less the engine's."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from harness.campaigns.rollout.causes import Cause
 from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.lanes import Places
 from harness.campaigns.rollout.operations import PartTerm
-from harness.campaigns.rollout.remedies import mended
 from harness.campaigns.rollout.setting import Kind
 from harness.campaigns.rollout.side import Side, floor_of, is_outside, rms
 from harness.formats.rollout import Rollouts
@@ -110,13 +110,34 @@ def waterfall(
     outside = {term.kind for term in terms if not term.is_rounding}
     for term in terms:
         if term.kind in outside:
-            term.mended = mended({term.kind}, trainer, engine, forwards)
-    left = gap - mended(outside, trainer, engine, forwards)
+            term.mended = _mended({term.kind}, trainer, engine, forwards)
+    left = gap - _mended(outside, trainer, engine, forwards)
     for term in own:
         left = left if term.is_rounding or term.mended is None else left - term.mended
     has_remedy = any(not term.is_rounding for term in (*terms, *own))
     judged = [_judged(term, gap, forwards.places) for term in (*ordered, *own, rest)]
     return judged, float(left.abs().mean()) if has_remedy else None
+
+
+def _mended(kinds: Collection[Kind], trainer: Side | None, engine: Side, forwards: Forwards) -> torch.Tensor:
+    """Return what goes of the gap if the remedies of these kinds are applied and all else is as it was, [compared]."""
+    gone = torch.zeros_like(engine.column)
+    for side, sign in ((trainer, 1.0), (engine, -1.0)):
+        if side is not None:
+            left = _causes_left(side, kinds, trainer, engine)
+            gone = gone + sign * (side.predicted(forwards, side.causes) - side.predicted(forwards, left))
+    return gone
+
+
+def _causes_left(side: Side, kinds: Collection[Kind], trainer: Side | None, engine: Side) -> list[Cause]:
+    """Return a side's causes after remedies. Of two sides that route by themselves, the trainer takes the engine's."""
+    if Kind.ROUTING in kinds and trainer is not None:
+        if side is engine:
+            kinds = set(kinds) - {Kind.ROUTING}
+        else:
+            replayed = [cause for cause in engine.causes if cause.kind is Kind.ROUTING]
+            return [*(cause for cause in side.causes if cause.kind not in kinds), *replayed]
+    return [cause for cause in side.causes if cause.kind not in kinds]
 
 
 def _add_causes(terms: list[_Term], side: Side, sign: float, forwards: Forwards) -> None:

@@ -12,10 +12,10 @@ from harness.campaigns.endpoint.answer import Completion
 from harness.campaigns.endpoint.client import Client
 from harness.campaigns.endpoint.names import TokenNames
 from harness.campaigns.endpoint.parse import read_answer
-from harness.campaigns.endpoint.plain_ids import plain_ids
 from harness.campaigns.endpoint.probe import probe
 from harness.campaigns.endpoint.probed import Probed
 from harness.campaigns.endpoint.run import eos_of
+from harness.campaigns.endpoint.truth import plain_ids
 from harness.campaigns.sampler.settings import DrawRequest, Setting, draw_requests
 from harness.errors import HarnessError
 from harness.judge.jobs.model import planned_model

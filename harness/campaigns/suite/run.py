@@ -1,9 +1,9 @@
 """The driver: hands tasks to a pool, goldens first, until every case has ended in exactly one way."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from harness.base.progress import Progress, no_progress
 from harness.campaigns.suite.ledger import Ledger
 from harness.campaigns.suite.pool import Ended, Pool
 from harness.campaigns.suite.queue import TaskQueue
@@ -18,25 +18,11 @@ NO_NODE_PATIENCE_S = 60.0
 _WAIT_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Counts of a suite that runs."""
-
-    running: int
-    done: int
-    failed: int
-    """Of those that are done."""
-    total: int
-    goldens_left: int
-    seconds_left: float | None
-    """None until a case has ended."""
-
-
 class Driver:
     """Runs the cases of a suite on a pool.
 
-    `report` is called with the progress whenever something has ended. `no_node_patience_s` is how long to wait for a
-    machine when none is left that can run the rest.
+    `progress` is told whenever something has ended; cases of an earlier run do not count. `no_node_patience_s` is how
+    long to wait for a machine when none is left that can run the rest.
     """
 
     def __init__(
@@ -45,11 +31,11 @@ class Driver:
         pool: Pool,
         ledger: Ledger,
         *,
-        report: Callable[[Progress], None] = lambda _progress: None,
+        progress: Progress = no_progress,
         no_node_patience_s: float = NO_NODE_PATIENCE_S,
     ) -> None:
         self._cases, self._pool, self._ledger = cases, pool, ledger
-        self._report, self._patience_s = report, no_node_patience_s
+        self._progress, self._patience_s = progress, no_node_patience_s
         self._begin = time.perf_counter()
         self._submitted: dict[str, float] = {}
         """By label: when a task was handed over last."""
@@ -57,8 +43,8 @@ class Driver:
         """By label of a task: why its attempts came to nothing."""
         self._golden_s: list[float] = []
         self._num_running = 0
-        self._cases_begin: float | None = None
-        """When the first case was handed over: goldens say nothing of how long cases take."""
+        self._work = "goldens"
+        """Until the first case is handed over: goldens say nothing of how long cases take."""
 
     def run(self) -> SuiteResult:
         """Run every case that has no result yet, and return the results of all.
@@ -81,7 +67,7 @@ class Driver:
                 self._num_running -= 1
                 self._handle(ended)
             self._ledger.journal.sync()  # once for all that ended meanwhile: a slow disk takes milliseconds for it
-            self._report(self._progress())
+            self._tell_progress()
         return SuiteResult(
             cases=tuple(self._ledger.results[task.case.name] for task in self._cases),
             elapsed_s=time.perf_counter() - self._begin,
@@ -103,8 +89,8 @@ class Driver:
     def _hand_over(self, task: Task) -> None:
         self._pool.submit(task)
         self._submitted[task.label] = time.perf_counter()
-        if task.kind == "case" and self._cases_begin is None:
-            self._cases_begin = time.perf_counter()
+        if task.kind == "case":
+            self._work = "cases"
         self._num_running += 1
 
     def _give_up_all(self) -> None:
@@ -157,14 +143,8 @@ class Driver:
         losses = tuple(self._losses.get(case.name, ()))
         self._ledger.end(case, verdict, answer, node=node, losses=losses, handed_over_s=handed_over_s)
 
-    def _progress(self) -> Progress:
-        ended, left = self._ledger.num_ended, len(self._cases) - len(self._ledger.results)
-        elapsed = time.perf_counter() - (self._cases_begin or self._begin)
-        return Progress(
-            running=self._num_running,
-            done=len(self._ledger.results),
-            failed=self._ledger.num_failed,
-            total=len(self._cases),
-            goldens_left=self._queue.num_goldens,
-            seconds_left=elapsed / ended * left if ended else None,
-        )
+    def _tell_progress(self) -> None:
+        label = f"{self._work}: {self._num_running} running, {self._ledger.num_failed} failed"
+        if self._queue.num_goldens:
+            label += f", {self._queue.num_goldens} goldens to make"
+        self._progress(label, self._ledger.num_ended, len(self._cases) - self._ledger.num_resumed)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from harness.errors import Code, HarnessError
 
-_CHUNK_BYTES = 1 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 _T = TypeVar("_T")
 
@@ -131,11 +130,8 @@ class Store:
 
 def digest_of(path: Path) -> str:
     """Return the sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _protocols(files: Any) -> tuple[str, ...]:

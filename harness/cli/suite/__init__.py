@@ -1,15 +1,17 @@
 """`harness suite`: many checks as one, on this machine or on a cluster; what changed since; who broke it."""
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from harness.cli import forms
 from harness.cli.command import StrictCommand
-from harness.cli.suite.bisect import bisect
-from harness.cli.suite.diff import diff
-from harness.cli.suite.history import history
+from harness.cli.output import refuse_existing
+from harness.cli.progress import progress_bar
 from harness.cli.suite.run import run
+from harness.errors import Code, ExitStatus, HarnessError
 
 _RUN = "run"
 
@@ -30,9 +32,99 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Run many checks as one, here or on a Ray cluster: `harness suite CASES...` (docs/scale.md).",
 )
-
-
 app.command(_RUN, cls=StrictCommand)(run)
-app.command(cls=StrictCommand)(diff)
-app.command(cls=StrictCommand)(history)
-app.command(cls=StrictCommand)(bisect)
+
+
+@app.command(cls=StrictCommand)
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="suite.json of before, or its folder.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="suite.json of now, or its folder.")],
+    format: Annotated[str, forms.SUITE_DIFF.option()] = "human",
+) -> int:
+    """Say what changed from one run of a suite to another.
+
+    New failures, new passes, figures that moved beyond their noise, and slower cases. The exit status is 1 where a case
+    fails that passed before or was not there, and 4 where cases have become slower and nothing else.
+    """
+    from harness.campaigns.suite.diff import diff_suites
+    from harness.report.suite.json import load_suite
+
+    found = diff_suites(load_suite(old), load_suite(new))
+    forms.SUITE_DIFF.show(found, format)
+    if found.new_failures or found.added_failures:
+        return ExitStatus.MISMATCH
+    return ExitStatus.REGRESSION if found.slower else ExitStatus.PASS
+
+
+@app.command(cls=StrictCommand)
+def history(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUNS...", help="Folders of `harness suite --out`, or folders of such folders."),
+    ],
+    out: Annotated[Path | None, typer.Option(metavar="HTML", help="New file for a page.")] = None,
+    format: Annotated[str, forms.SUITE_HISTORY.option()] = "human",
+) -> int:
+    """Show since when cases fail, in which runs the engine's numbers changed, and what each check cost.
+
+    The exit status is 1 where a case of the newest run does not pass. `harness suite bisect --history RUNS` looks for
+    the commit.
+    """
+    from harness.base.files import write_text
+    from harness.campaigns.suite.history import read_history
+    from harness.report.suite.html import history_html
+
+    refuse_existing(out)
+    found = read_history(runs)
+    if out is not None:
+        write_text(out, history_html(found))
+    forms.SUITE_HISTORY.show(found, format)
+    is_failing = any(trend.first_failure is not None for trend in found.trends)
+    return ExitStatus.MISMATCH if is_failing else ExitStatus.PASS
+
+
+@app.command(cls=StrictCommand)
+def bisect(
+    case: Annotated[Path, typer.Option(metavar="FILE", help="Case (TOML) that judges.")],
+    good: Annotated[str | None, typer.Option(metavar="REV", help="Revision at which the case passes.")] = None,
+    bad: Annotated[str | None, typer.Option(metavar="REV", help="Revision at which it fails.")] = None,
+    history: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUNS", help="Runs of a suite that were labelled with revisions: what was good and bad."),
+    ] = None,
+    repo: Annotated[
+        Path, typer.Option(metavar="DIR", help="Git repository of the engine; it is not touched.")
+    ] = Path(),
+    build: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Builds the engine, run in a checkout of each revision.")
+    ] = None,
+    import_from: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder of the checkout that the engine is imported from.")
+    ] = ".",
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for one check.")] = 3600.0,
+    format: Annotated[str, forms.BISECTION.option()] = "human",
+) -> int:
+    """Find the commit that broke an engine.
+
+    Git bisects; each revision is built, and judged by the harness that runs now on a golden that is made once. A
+    revision that cannot be built or checked is skipped.
+    """
+    from harness.campaigns.suite.bisect import Bisector
+    from harness.formats.case import load_case
+
+    load_case(case)
+    if history:
+        from harness.campaigns.suite.history import read_history, revisions_around
+
+        passed, failed = revisions_around(read_history(history), case.stem)
+        good, bad = good or passed, bad or failed
+    if good is None or bad is None:
+        what, hint = "a bisection begins with a good and a bad revision", "name --good and --bad, or --history RUNS"
+        raise HarnessError(Code.BAD_OPTION, what, where="--good" if good is None else "--bad", hint=hint)
+    with progress_bar() as report:
+        bisector = Bisector(
+            case=case, build=build, import_from=import_from, limit_s=time_limit, report=lambda what: report(what, 0, 1)
+        )
+        found = bisector.run(repo, good=good, bad=bad)
+    forms.BISECTION.show(found, format)
+    return ExitStatus.PASS

@@ -13,7 +13,7 @@ import typer.core
 
 from harness.cli import forms
 from harness.cli import options as opt
-from harness.cli.suite.progress import suite_progress
+from harness.cli.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.results.suite import CaseVerdict
 
@@ -90,11 +90,11 @@ def run(
     planned = expand(cases or [], chosen, where=matrix)
     installed = _preflight(planned, chosen, is_local=ray is None, local_files_only=local_files_only)
     planned = with_inputs(planned, chosen.environments, installed, local_files_only=local_files_only)
-    with _folder(out, resume) as folder, suite_progress() as report:
+    with _folder(out, resume) as folder, progress_bar() as report:
         place = store or (None if ray is None else str((folder / "store").absolute()))
         with _journal(folder, resume) as journal, _pool(planned, chosen, jobs, ray, place, folder) as pool:
             tasks = case_tasks(planned, chosen.environments, store=place, store_patience_s=store_patience)
-            ended = Driver(tasks, pool, Ledger(journal, folder), report=report).run()
+            ended = Driver(tasks, pool, Ledger(journal, folder), progress=report).run()
         result = replace(ended, label=label, begun_at=begun_at)
         if out is not None:
             _keep(result, folder)

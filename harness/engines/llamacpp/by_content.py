@@ -19,8 +19,8 @@ from harness.engines.llamacpp.capture import GraphWatcher
 from harness.engines.llamacpp.context import Context, Model
 from harness.engines.llamacpp.mtp import MtpContext
 from harness.engines.llamacpp.options import LlamaCppOptions
-from harness.engines.llamacpp.plain_file import write_plain_file
 from harness.engines.llamacpp.tensor import Tensor
+from harness.engines.llamacpp.written_files import write_plain_file
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.checkpoint.gguf.model import GGUFModel

@@ -10,7 +10,6 @@ import torch
 from harness.base.numerics import Numerics
 from harness.base.scratch import scratch_folder
 from harness.engines.adapter import Capabilities, Engine, Workload
-from harness.engines.llamacpp.adapter_file import write_adapter_file
 from harness.engines.llamacpp.by_content import open_by_content
 from harness.engines.llamacpp.cache import CachedRows
 from harness.engines.llamacpp.capture import Capture, UBatch, halves_of_pairs
@@ -21,6 +20,7 @@ from harness.engines.llamacpp.rotation import rotations, turned_back
 from harness.engines.llamacpp.sequence import LlamaSequence, SequencePiece, next_batch
 from harness.engines.llamacpp.session import LlamaCppSession, model_shape
 from harness.engines.llamacpp.tensor import llama
+from harness.engines.llamacpp.written_files import write_adapter_file
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf import open_gguf, read_source
 from harness.formats.checkpoint.gguf.architecture import FAMILIES, Metadata

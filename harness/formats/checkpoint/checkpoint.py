@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.digest import files_digest
+from harness.formats.checkpoint.digest import FileStamp, files_digest
 from harness.formats.checkpoint.refusals import not_a_checkpoint
 from harness.formats.checkpoint.shards import ShardIndex, locate_tensors, read_shard_index
-from harness.formats.checkpoint.stamp import FileStamp
 from harness.formats.checkpoint.table import read_table
 from harness.formats.checkpoint.tokenizer import HFTokenizer, has_tokenizer
 from harness.formats.safetensors_header import Header, TensorEntry, read_header

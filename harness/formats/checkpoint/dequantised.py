@@ -1,25 +1,40 @@
-"""Folders of the cache that hold dequantised weights as a checkpoint in HuggingFace's layout, each made once."""
+"""Folders of the cache that hold weights of another form as a checkpoint in HuggingFace's layout, each made once."""
 
 import json
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from harness.base.json_text import json_digest
 from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME
+from harness.formats.checkpoint.digest import FileStamp
 from harness.formats.checkpoint.shards import INDEX_NAME
 
 if TYPE_CHECKING:
     import torch
 
 _SHARD_BYTES = 1 << 30
+_SUFFIXES = (".json", ".model", ".txt", ".jinja")
+"""Of the files of tokenizers, chat templates and settings of generation."""
+GGUF_INFO, QUANTISED_INFO, EXPORT_INFO = "gguf.json", "quantised.json", "export.json"
+"""Files that a folder has when it is complete, by what it was made of."""
 
 
-def made_once(folder: Path, marker: str, write: Callable[[Path], None]) -> Path:
+def folder_name(version: int, files: Iterable[Path], *more: object) -> str:
+    """Return a name that changes whenever one of the files is another, or was written again, and with `version`."""
+    stamps = [FileStamp.of(file) for file in sorted(files) if file.is_file()]
+    return json_digest([version, *more, stamps])[:32]
+
+
+def made_once(folder: Path, marker: str, write: Callable[[Path], Mapping[str, Any]]) -> Path:
     """Return a folder, made first if it is not there.
 
-    `marker` is the name of a file that a complete one has; `write` fills an empty folder.
+    `marker` is the name of a file that a complete one has; `write` fills an empty folder, and returns what that file is
+    to say.
 
     Raises:
         HarnessError: CANNOT_WRITE; whatever `write` raises.
@@ -32,13 +47,39 @@ def made_once(folder: Path, marker: str, write: Callable[[Path], None]) -> Path:
         with scratch_folder(".making-", cache) as making:
             made = making / "checkpoint"
             made.mkdir()
-            write(made)
+            info = {"schema_version": 1, **write(made)}
+            (made / marker).write_text(json.dumps(info, indent=2), encoding="utf-8")
             with suppress(OSError):  # another process was faster: its folder is the same
                 made.rename(folder)
     except OSError as error:
         what = f"the dequantised checkpoint cannot be written: {error.strerror}"
         raise HarnessError(Code.CANNOT_WRITE, what, where=cache, hint="set HARNESS_CACHE") from error
     return folder
+
+
+def read_info(folder: Path, marker: str) -> dict[str, Any]:
+    """Return what was said of a folder as it was made; nothing for a folder that was not made so."""
+    try:
+        info = json.loads((folder / marker).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def write_settings(made: Path, config: Mapping[str, Any], origin: Path | None = None) -> None:
+    """Write config.json; of the checkpoint in `origin` copy the tokenizer, and how it generates."""
+    (made / CONFIG_NAME).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if origin is not None:
+        copy_tokenizer(origin, made)
+
+
+def copy_tokenizer(origin: Path, made: Path) -> None:
+    """Copy what belongs to a tokenizer, or says how a checkpoint generates, as far as it is not there already."""
+    others = (CONFIG_NAME, GGUF_INFO, QUANTISED_INFO, EXPORT_INFO)
+    for file in origin.iterdir():
+        is_index = file.name.endswith(".index.json")
+        if file.suffix in _SUFFIXES and file.name not in others and not is_index and not (made / file.name).exists():
+            shutil.copy(file, made / file.name)
 
 
 def write_shards(folder: Path, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:

@@ -7,16 +7,33 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.base.files import write_text
 from harness.base.json_text import json_digest
 from harness.errors import HarnessError
 from harness.formats.checkpoint.locations import cache_dir
-from harness.formats.checkpoint.stamp import FileStamp
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SETTLED_NS = 2_000_000_000
 """Age from which a stamp tells one content from another: two writes within one tick of the clock have one stamp."""
+
+
+class FileStamp(NamedTuple):
+    """Place, size and times of a file, read without opening it: they change whenever it is written again."""
+
+    path: str
+    """With links resolved."""
+    num_bytes: int
+    modified_ns: int
+    changed_ns: int
+    """When the system last changed the file's entry: `cp -p` and `touch -r` set the other time back, and not this."""
+
+    @classmethod
+    def of(cls, file: Path) -> "FileStamp":
+        """Return a file's stamp; raises OSError where the file is gone."""
+        status = file.stat()
+        return cls(str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
@@ -29,8 +46,7 @@ def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
     digest = hashlib.sha256()
     for file in stamps:
         with file.open("rb", buffering=0) as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)  # goes on with it
     if all(time.time_ns() - stamp.changed_ns > _SETTLED_NS for stamp in stamps.values()):
         with suppress(HarnessError):  # a cache that cannot be written costs time, not correctness
             write_text(memo, digest.hexdigest())

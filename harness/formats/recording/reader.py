@@ -6,23 +6,22 @@ memory does not grow with the recording. Nothing is unpickled. A file that shrin
 """
 
 import hashlib
-import mmap
 import os
 import stat
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.recording.check import PARTIAL, StepRules, malformed
-from harness.formats.recording.format import MANIFEST_NAME
+from harness.formats.recording.format import DTYPES, MANIFEST_NAME
 from harness.formats.recording.manifest import (
     RESERVED_PREFIXES,
     Manifest,
@@ -31,9 +30,10 @@ from harness.formats.recording.manifest import (
     TapEntry,
     load_manifest,
 )
-from harness.formats.recording.tensors import TORCH_DTYPES
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
 
+TORCH_DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in DTYPES.items()}
+"""The dtypes that a recording holds, as torch's own."""
 _MAX_DIGEST_THREADS = 4
 _MAP_FROM_BYTES = 1 << 20
 """Smaller tensors are read: a copy costs less than the page faults of a mapping."""
@@ -174,9 +174,9 @@ class Step:
         self.digest: Future[None] | None = None
         self.names: Mapping[str, str] = {}
         """Stored name of each tap by the name under which it is shown; empty if they are the same."""
-        self._folder = folder
         self._rules = rules
-        self._checked_layout: _Layout | None = None
+        self._checked_layout: dict[str, TensorEntry] | None = None
+        self._data_offset = 0
         self._indices: dict[str, torch.Tensor] = {}
 
     @property
@@ -221,7 +221,7 @@ class Step:
     @property
     def tap_names(self) -> list[str]:
         """Taps of this step, in the order in which they were written."""
-        stored = [name for name in self._layout().tensors if not name.startswith(RESERVED_PREFIXES)]
+        stored = [name for name in self._layout() if not name.startswith(RESERVED_PREFIXES)]
         if not self.names:
             return stored
         shown = {stored: name for name, stored in self.names.items()}
@@ -229,7 +229,7 @@ class Step:
 
     def has(self, name: str) -> bool:
         """Whether this step holds the tap `name`."""
-        return self._stored(name) in self._layout().tensors and not name.startswith(RESERVED_PREFIXES)
+        return self._stored(name) in self._layout() and not name.startswith(RESERVED_PREFIXES)
 
     def _stored(self, name: str) -> str:
         return self.names.get(name, "") if self.names else name
@@ -244,10 +244,10 @@ class Step:
         if name.startswith(RESERVED_PREFIXES):
             raise KeyError(name)
         self.raise_if_altered()
-        layout, stored = self._layout(), self._stored(name)
+        entry = self._layout()[self._stored(name)]
         if self._is_kept and self._content is None:
             self._content = _read_file(self.path, self.entry)
-        return _read_tensor(self.path, layout, stored, self._content)
+        return self._read(entry, self._content)
 
     def rows_of(self, name: str) -> torch.Tensor | None:
         """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
@@ -272,47 +272,56 @@ class Step:
             self.digest.result()
 
     def _optional(self, name: str) -> torch.Tensor | None:
-        layout = self._layout()
-        return self._read_index(layout, name) if name in layout.tensors else None
+        return self._index(name) if name in self._layout() else None
 
     def _index(self, name: str) -> torch.Tensor:
         return self._read_index(self._layout(), name)
 
-    def _read_index(self, layout: "_Layout", name: str) -> torch.Tensor:
+    def _read_index(self, tensors: Mapping[str, TensorEntry], name: str) -> torch.Tensor:
         """Return an index tensor; they are small and asked for often, so what was checked stays."""
         if name not in self._indices:
-            self._indices[name] = _read_tensor(self.path, layout, name)
+            self._indices[name] = self._read(tensors[name])
         return self._indices[name]
 
-    def _layout(self) -> "_Layout":
+    def _layout(self) -> Mapping[str, TensorEntry]:
         """Return where the tensors lie, read and checked at the first call."""
         if self._checked_layout is None:
-            path = _step_path(self._folder, self.entry)
+            _check_file(self.path, self.entry)
             try:
-                layout = _Layout.read(path, self.entry)
-                self._rules.check(path, self.entry, layout.tensors, partial(self._read_index, layout))
+                header = _read_step_header(self.path, self.entry)
+                self._data_offset, tensors = header.data_offset, header.by_name()
+                self._rules.check(self.path, self.entry, tensors, partial(self._read_index, tensors))
             except HarnessError:
                 if self.entry.sha256 is not None:
-                    _check_digest(path, self.entry.sha256)  # if the file was altered, that is what to say
+                    _check_digest(self.path, self.entry.sha256)  # if the file was altered, that is what to say
                 raise
-            self._checked_layout = layout
+            self._checked_layout = tensors
         return self._checked_layout
 
+    def _read(self, tensor: TensorEntry, content: bytearray | None = None) -> torch.Tensor:
+        """Return a tensor of the file: read if it is small, else a private mapping that goes when the tensor does.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """The layout of a step file's tensors."""
-
-    tensors: dict[str, TensorEntry]
-    data_offset: int
-    entry: StepEntry
-
-    @classmethod
-    def read(cls, path: Path, entry: StepEntry) -> Self:
-        header = _read_step_header(path)
-        if header.file_bytes != entry.num_bytes:
-            raise _truncated(path, entry, header.file_bytes)
-        return cls(tensors=header.by_name(), data_offset=header.data_offset, entry=entry)
+        `content` is that of the whole file, where it is kept.
+        """
+        dtype, begin = TORCH_DTYPES[tensor.dtype], self._data_offset + tensor.begin
+        if not tensor.num_bytes:
+            return torch.empty(tensor.shape, dtype=dtype)
+        if content is not None and not begin % dtype.itemsize:
+            return torch.frombuffer(content, dtype=dtype, count=tensor.num_elements, offset=begin).view(tensor.shape)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                if (size := os.fstat(file.fileno()).st_size) != self.entry.num_bytes:
+                    raise _truncated(self.path, self.entry, size)
+                if tensor.num_bytes < _MAP_FROM_BYTES or begin % dtype.itemsize:
+                    file.seek(begin)
+                    data = np.empty(tensor.num_bytes, np.uint8)
+                    if file.readinto(data.data) != tensor.num_bytes:
+                        raise _truncated(self.path, self.entry, self.path.stat().st_size)
+                else:
+                    data = np.memmap(file, mode="c", offset=begin, shape=tensor.num_bytes)
+        except (OSError, ValueError) as error:  # a mapping raises ValueError beyond the end of the file
+            raise _unreadable(self.path, error) from None
+        return torch.from_numpy(data).view(dtype).view(tensor.shape)
 
 
 def _small_files(entries: Sequence[StepEntry]) -> set[int]:
@@ -337,36 +346,6 @@ def _read_file(path: Path, entry: StepEntry) -> bytearray:
     return content
 
 
-def _read_tensor(path: Path, layout: _Layout, name: str, content: bytearray | None = None) -> torch.Tensor:
-    """Return one tensor of a step file: read if it is small, else a private mapping that goes when the tensor does.
-
-    `content` is that of the whole file, where it is kept.
-    """
-    entry = layout.tensors[name]
-    dtype = TORCH_DTYPES[entry.dtype]
-    begin, num_bytes = layout.data_offset + entry.begin, entry.end - entry.begin
-    if not num_bytes:
-        return torch.empty(entry.shape, dtype=dtype)
-    if content is not None and not begin % dtype.itemsize:
-        return torch.frombuffer(content, dtype=dtype, count=entry.num_elements, offset=begin).view(entry.shape)
-    try:
-        with path.open("rb", buffering=0) as file:
-            if (size := os.fstat(file.fileno()).st_size) != layout.entry.num_bytes:
-                raise _truncated(path, layout.entry, size)
-            if num_bytes < _MAP_FROM_BYTES or begin % dtype.itemsize:
-                file.seek(begin)
-                data: bytearray | mmap.mmap = bytearray(num_bytes)
-                skipped = 0
-                if file.readinto(data) != num_bytes:
-                    raise _truncated(path, layout.entry, path.stat().st_size)
-            else:
-                skipped = begin % mmap.ALLOCATIONGRANULARITY
-                data = mmap.mmap(file.fileno(), num_bytes + skipped, access=mmap.ACCESS_COPY, offset=begin - skipped)
-    except (OSError, ValueError) as error:  # mmap raises ValueError beyond the end of the file
-        raise _unreadable(path, error) from None
-    return torch.frombuffer(data, dtype=dtype, count=entry.num_elements, offset=skipped).view(entry.shape)
-
-
 def _unreadable(path: Path, error: Exception) -> HarnessError:
     hint = "the recording changed while it was read: copy it again, or record again"
     return HarnessError(Code.STEP_MISSING, f"a step file cannot be read: {error}", where=path, hint=hint)
@@ -388,9 +367,8 @@ def _manifest_path(folder: Path) -> Path:
     )
 
 
-def _step_path(folder: Path, entry: StepEntry) -> Path:
-    """Return the path of a step file that exists, in this folder, as a regular file of the size that it should have."""
-    path = folder / entry.file
+def _check_file(path: Path, entry: StepEntry) -> None:
+    """Refuse a step file that is not there, is no regular file of the right size, or leads out of its folder."""
     try:
         status = path.stat()
     except OSError as error:
@@ -399,11 +377,11 @@ def _step_path(folder: Path, entry: StepEntry) -> Path:
         raise HarnessError(Code.STEP_MISSING, what, where=path, expected=entry.file, hint=hint) from None
     if not stat.S_ISREG(status.st_mode):
         malformed(path, "a step file is not a regular file")
+    folder = path.parent
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
         malformed(path, "a step file leads out of the recording", expected=folder, actual=path.resolve())
     if status.st_size != entry.num_bytes:
         raise _truncated(path, entry, status.st_size)
-    return path
 
 
 def _truncated(path: Path, entry: StepEntry, num_bytes: int) -> HarnessError:
@@ -417,9 +395,9 @@ def _truncated(path: Path, entry: StepEntry, num_bytes: int) -> HarnessError:
     )
 
 
-def _read_step_header(path: Path) -> Header:
+def _read_step_header(path: Path, entry: StepEntry) -> Header:
     try:
-        return read_header(path)
+        header = read_header(path)
     except HarnessError as error:
         raise HarnessError(
             Code.STEP_MALFORMED,
@@ -429,6 +407,9 @@ def _read_step_header(path: Path) -> Header:
             actual=error.actual,
             hint=error.hint,
         ) from error
+    if header.file_bytes != entry.num_bytes:
+        raise _truncated(path, entry, header.file_bytes)
+    return header
 
 
 def _check_digest(path: Path, expected: str) -> None:

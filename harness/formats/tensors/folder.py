@@ -1,22 +1,15 @@
 """A folder of dumped tensors, nested or not, with one tensor a file or many."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.tensors import npy, pt, safetensors
+from harness.formats.tensors.files import READERS
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, torch.Tensor | str]]]] = {
-    ".npy": npy.read,
-    ".safetensors": safetensors.read,
-    ".pt": pt.read,
-    ".pth": pt.read,
-}
-"""Yield the names in a file, empty for a file of one tensor, and the tensors, or why one is left out."""
-SUFFIXES = tuple(_READERS)
+SUFFIXES = tuple(READERS)
 """Of files that may hold tensors."""
 
 
@@ -51,7 +44,7 @@ def read_tensors(folder: Path) -> TensorFiles:
     left_out: list[str] = []
     for path in _files(folder):
         shown = str(path.relative_to(folder))
-        read = _READERS.get(path.suffix.lower())
+        read = READERS.get(path.suffix.lower())
         if read is None or not path.is_file():
             left_out.append(f"{shown}: no file of tensors" if path.is_file() else f"{shown}: no regular file")
             continue
@@ -64,7 +57,7 @@ def read_tensors(folder: Path) -> TensorFiles:
             else:
                 tensors[name] = NamedTensor(name, tensor)
     if not tensors:
-        suffixes = ", ".join(_READERS)
+        suffixes = ", ".join(READERS)
         actual = f"{len(left_out)} others: {'; '.join(left_out[:3])}" if left_out else "an empty folder"
         _refuse(
             "the folder has no tensors", where=folder, expected=f"floating-point tensors in {suffixes}", actual=actual
@@ -76,7 +69,7 @@ def _files(folder: Path) -> Iterator[Path]:
     """Go through the files in the order of their names; links to other folders are not followed."""
     if not folder.is_dir():
         what = "the path is not a folder" if folder.exists() else "there is no such folder"
-        _refuse(what, where=folder, expected=f"a folder of {', '.join(_READERS)}")
+        _refuse(what, where=folder, expected=f"a folder of {', '.join(READERS)}")
     root = folder.resolve()
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(root):

@@ -11,7 +11,7 @@ from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, Replicated, TapEntry
-from harness.formats.recording.tensors import TORCH_DTYPES
+from harness.formats.recording.reader import TORCH_DTYPES
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.cache_blocks import FORMATS
 from harness.judge.compare.cache_format import CacheFormat

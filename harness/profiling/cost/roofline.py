@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -98,7 +99,7 @@ def fold(costs: Mapping[str, Cost], names: Collection[str]) -> dict[str, Cost]:
         name = site
         while name not in names and name in _COMPUTED_WITH:
             name = _COMPUTED_WITH[name]
-        folded[name] = folded[name] + cost if name in folded else _renamed(cost, name)
+        folded[name] = folded[name] + cost if name in folded else replace(cost, site=name)
     return folded
 
 
@@ -112,7 +113,3 @@ def point(name: str, cost: Cost, time_us: float, ceilings: Ceilings) -> Roofline
         intensity=cost.flops / cost.bytes_moved if cost.bytes_moved else 0.0,
         bound_by=bound_by(cost.flops, cost.bytes_moved, time_us / 1e6, ceilings),
     )
-
-
-def _renamed(cost: Cost, site: str) -> Cost:
-    return Cost(site=site, flops=cost.flops, elementwise_flops=cost.elementwise_flops, bytes_moved=cost.bytes_moved)

@@ -7,7 +7,7 @@ decoded a batch at a time into columns of a few bytes each.
 import gzip
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +26,8 @@ _CHUNK_BYTES = 1 << 20
 _MOST_EXPANSION = 100
 """Largest content of a gzipped trace, in sizes of the file; traces of torch are 10 to 30 times as large."""
 GZIP_MAGIC = b"\x1f\x8b"
+_ENDINGS = (".json", ".json.gz")
+"""Of the traces in a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,28 @@ _Content = _Document | list[msgspec.Raw]
 _Key = TypeVar("_Key")
 _Label = tuple[str, str]
 _Thread = tuple[int | str, int | str]
+
+
+def trace_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files, and of each folder all traces in it and below, by name.
+
+    Raises:
+        HarnessError: TRACE_UNREADABLE: a folder without a trace.
+    """
+    return [file for path in paths for file in _traces_of(path)]
+
+
+def _traces_of(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    found = sorted(file for file in path.rglob("*") if file.name.endswith(_ENDINGS) and file.is_file())
+    traces = [file for file in found if "trace" in file.name] or found
+    if not traces:
+        raise HarnessError(
+            Code.TRACE_UNREADABLE, "the folder holds no trace", where=path, expected="files *.json or *.json.gz"
+        )
+    yield from traces
 
 
 class _Numbers(dict[_Key, int]):

@@ -142,7 +142,7 @@ class TestRoundTrip:
         "name", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8"]
     )
     def test_every_dtype(self, tmp_path, name):
-        from harness.formats.recording.tensors import TORCH_DTYPES
+        from harness.formats.recording.reader import TORCH_DTYPES
 
         tensor = torch.tensor([[0, 1, 2]]).to(TORCH_DTYPES[name])
         with open_writer(tmp_path / "r") as writer:

@@ -8,9 +8,8 @@ import pytest
 
 from harness.profiling.trace.device import device_activity
 from harness.profiling.trace.diff import diff_traces
-from harness.profiling.trace.file import read_trace
+from harness.profiling.trace.file import read_trace, trace_files
 from harness.profiling.trace.flame import flame
-from harness.profiling.trace.folder import trace_files
 from harness.profiling.trace.summary import summarize
 from harness.report.trace.flame_html import flame_html
 

@@ -1,17 +1,14 @@
 """Exports of graph engines with weights in few bits, as checkpoints: their own weights are then the truth."""
 
-import json
 from pathlib import Path
+from typing import Any
 
-from harness.base.json_text import json_digest
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.dequantised import made_once
-from harness.formats.checkpoint.stamp import FileStamp
+from harness.formats.checkpoint.dequantised import EXPORT_INFO, folder_name, made_once, read_info
 
 __all__ = ["checkpoint_of_export", "exported_folder", "is_export"]
 
 _ONNX, _OPENVINO = ("model.onnx", "genai_config.json"), ("openvino_model.xml", "openvino_model.bin")
-_INFO_NAME = "export.json"
 _VERSION = 2
 """Part of a folder's name: raise it with every change of what is written."""
 
@@ -23,10 +20,8 @@ def is_export(folder: Path) -> bool:
 
 def exported_folder(folder: Path) -> Path | None:
     """Return the export that a folder was written from; None if it was not."""
-    try:
-        return Path(json.loads((folder / _INFO_NAME).read_bytes())["source"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    source = read_info(folder, EXPORT_INFO).get("source")
+    return Path(source) if isinstance(source, str) else None
 
 
 def checkpoint_of_export(export: Path, origin: Checkpoint, cache: Path) -> Path:
@@ -37,12 +32,11 @@ def checkpoint_of_export(export: Path, origin: Checkpoint, cache: Path) -> Path:
             quantised; QUANTISED_MISFIT: a weight has no place in the checkpoint `origin` that the export was made from.
     """
     files = [*export.iterdir(), *(path for path in origin.folder.iterdir() if path.suffix in (".json", ".safetensors"))]
-    stamps = [FileStamp.of(file) for file in sorted(files) if file.is_file()]
-    folder = cache / json_digest([_VERSION, str(export), stamps])[:32]
-    return made_once(folder, _INFO_NAME, lambda made: _write(export, origin, made))
+    folder = cache / folder_name(_VERSION, files, str(export))
+    return made_once(folder, EXPORT_INFO, lambda made: _write(export, origin, made))
 
 
-def _write(export: Path, origin: Checkpoint, made: Path) -> None:
+def _write(export: Path, origin: Checkpoint, made: Path) -> dict[str, Any]:
     from harness.formats.checkpoint.exports import onnx_graph, openvino_graph
     from harness.formats.checkpoint.exports.packed import refuse, write_packed
 
@@ -56,4 +50,4 @@ def _write(export: Path, origin: Checkpoint, made: Path) -> None:
         hint = f"--model {origin.folder} --engine-option export={export}"
         refuse("no weight of the export is in few bits", export, actual="floats", hint=hint)
     write_packed(weights, origin, made, graph)
-    (made / _INFO_NAME).write_text(json.dumps({"schema_version": 1, "source": str(export.resolve())}), encoding="utf-8")
+    return {"source": str(export.resolve())}

@@ -6,8 +6,6 @@ checkpoint that it was made from, which is what it should be.
 `O` outputs, `I` inputs, `G` blocks of inputs.
 """
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +15,9 @@ import torch
 from safetensors import safe_open
 
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.dequantised import write_shards
+from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.formats.checkpoint.dequantised import write_settings, write_shards
 
-_COPIED = (".json", ".model", ".txt", ".jinja")
 _FUSED = "qkv_proj"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -74,13 +71,10 @@ def write_packed(weights: Sequence[PackedWeight], origin: Checkpoint, made: Path
                 expected=f"a module of {origin.folder}",
                 hint="pass the checkpoint that the export was made from as --hf",
             )
-    for file in origin.folder.iterdir():
-        if file.suffix in _COPIED and not file.name.endswith(".index.json"):
-            shutil.copy(file, made / file.name)
     config = {**origin.config, "quantization_config": _described(by_module)}
     if HEAD in by_module:
         config["tie_word_embeddings"] = False
-    (made / CONFIG_NAME).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_settings(made, config, origin.folder)
     write_shards(made, _tensors(by_module, origin))
 
 

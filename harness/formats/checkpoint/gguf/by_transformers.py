@@ -4,7 +4,6 @@ The checkpoint that a file was made from gives configuration and tokenizer. Each
 against the checkpoint's, so that one which is read in another order, or left out, is no truth.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from harness.base.quiet import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.formats.checkpoint.dequantised import copy_tokenizer
 from harness.formats.checkpoint.gguf.model import GGUFModel
 from harness.formats.checkpoint.gguf.weights import gguf_package
 
 if TYPE_CHECKING:
     import torch
 
-_OF_TOKENIZERS = frozenset({".json", ".model", ".jinja", ".txt"})
 _FARTHEST = 0.5
 """Relative distance of a tensor from the checkpoint's, beyond which it is another one: types of two bits reach 0.4."""
 
@@ -52,10 +51,7 @@ def write_by_transformers(model: GGUFModel, folder: Path, hf: Checkpoint) -> Non
         _check_near(model, original.state_dict(), read.state_dict())
         original.load_state_dict(read.state_dict())
         original.save_pretrained(folder)
-    for file in hf.folder.iterdir():
-        is_index = file.name.endswith(".index.json")
-        if file.suffix in _OF_TOKENIZERS and not is_index and not (folder / file.name).exists():
-            shutil.copy(file, folder / file.name)
+    copy_tokenizer(hf.folder, folder)
 
 
 def _check_near(model: GGUFModel, original: "Mapping[str, torch.Tensor]", read: "Mapping[str, torch.Tensor]") -> None:

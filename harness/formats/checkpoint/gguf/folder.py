@@ -5,17 +5,21 @@ streamed, hashed and run by HF's own code. The folder lies in the cache and is m
 the weights come from and in which type each was.
 """
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.json_text import json_digest
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.dequantised import made_once, write_shards
+from harness.formats.checkpoint.dequantised import (
+    GGUF_INFO,
+    folder_name,
+    made_once,
+    read_info,
+    write_settings,
+    write_shards,
+)
 from harness.formats.checkpoint.gguf.against import check_against, read_original
 from harness.formats.checkpoint.gguf.architecture import FAMILIES, hf_config
 from harness.formats.checkpoint.gguf.by_transformers import write_by_transformers
@@ -23,15 +27,12 @@ from harness.formats.checkpoint.gguf.model import GGUFModel, open_gguf
 from harness.formats.checkpoint.gguf.names import ROPE_FACTORS, hf_name, is_query_or_key
 from harness.formats.checkpoint.gguf.tokenizer import write_tokenizer
 from harness.formats.checkpoint.gguf.weights import read_tensor, rows_of_hf
-from harness.formats.checkpoint.stamp import FileStamp
 
 if TYPE_CHECKING:
     import torch
 
-INFO_NAME = "gguf.json"
-VERSION = 2
+VERSION = 3
 """Part of a folder's name: raise it with every change of what is written."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,10 @@ class GGUFSource:
 
 def read_source(folder: Path) -> GGUFSource | None:
     """Return where a folder's weights come from; None for a folder that was not made of a GGUF file."""
+    info = read_info(folder, GGUF_INFO)
     try:
-        info = json.loads((folder / INFO_NAME).read_bytes())
         return GGUFSource(path=Path(info["source"]), types=dict(info["types"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -65,48 +66,36 @@ def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None)
             GGUF_DIFFERS, or CANNOT_WRITE.
     """
     model = open_gguf(path)
-    folder = cache / _identity(model, hf)
+    originals = () if hf is None else hf.folder.iterdir()
+    folder = cache / folder_name(VERSION, [*(header.path for header in model.headers), *originals], hf is None)
+    return made_once(folder, GGUF_INFO, lambda made: _write(model, made, hf))
+
+
+def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> dict[str, Any]:
+    """Fill the folder; return what it is made of."""
+    types = {}
     if hf is not None and model.metadata.architecture not in FAMILIES:
-        return made_once(folder, INFO_NAME, lambda made: _write_other(model, made, hf))
-    if not (folder / INFO_NAME).is_file():
-        _ = model.metadata.family
-    return made_once(folder, INFO_NAME, lambda made: _write(model, made, hf))
-
-
-def _identity(model: GGUFModel, hf: Checkpoint | None) -> str:
-    """Return a name that changes whenever a file is another, or was written again."""
-    paths = [header.path for header in model.headers]
-    if hf is not None:
-        paths += sorted(file for file in hf.folder.iterdir() if file.is_file())
-    stamps = [FileStamp.of(path) for path in paths]
-    return json_digest([VERSION, hf is None, stamps])[:32]
-
-
-def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
-    original = None if hf is None else read_original(model, hf)
-    config = own = gguf_config(model, original)
-    if hf is None or original is None:
-        write_tokenizer(model, folder)
+        write_by_transformers(model, folder, hf)
     else:
-        for name in _TOKENIZER_FILES:
-            if (hf.folder / name).is_file():
-                shutil.copy(hf.folder / name, folder / name)
+        _write_family(model, folder, hf)
+        types = {hf_name(name): tensor.type.name for name, (tensor, _) in model.tensors.items() if hf_name(name)}
+    return {"source": str(model.path.resolve()), "types": types}
+
+
+def _write_family(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None:
+    """Write a model of one of the families that are read here."""
+    _ = model.metadata.family
+    if hf is None:
+        own = gguf_config(model)
+        write_tokenizer(model, folder)
+        write_settings(folder, own)
+    else:
+        original = read_original(model, hf)
+        own = gguf_config(model, original)
         check_against(model, own, original, hf, tensors(model, own))
         config = {**hf.config, "tie_word_embeddings": own["tie_word_embeddings"]}  # a head's own type is kept
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        write_settings(folder, config, hf.folder)
     write_shards(folder, tensors(model, own))
-    types = {hf_name(name): tensor.type.name for name, (tensor, _) in model.tensors.items() if hf_name(name)}
-    _write_info(model, folder, types)
-
-
-def _write_other(model: GGUFModel, folder: Path, hf: Checkpoint) -> None:
-    write_by_transformers(model, folder, hf)
-    _write_info(model, folder, {})
-
-
-def _write_info(model: GGUFModel, folder: Path, types: Mapping[str | None, str]) -> None:
-    info = {"schema_version": 1, "source": str(model.path.resolve()), "types": types}
-    (folder / INFO_NAME).write_text(json.dumps(info, indent=2), encoding="utf-8")
 
 
 def gguf_config(model: GGUFModel, original: Any = None) -> dict[str, Any]:

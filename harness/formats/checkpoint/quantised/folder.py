@@ -5,26 +5,27 @@ goldens, hashes, engines. `quantised.json` in it says where the weights come fro
 checkpoint itself, and the judge, which knows its declared arithmetic, find it there.
 """
 
-import json
-import shutil
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.json_text import json_digest
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.dequantised import made_once, write_shards
-from harness.formats.checkpoint.stamp import FileStamp
+from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.formats.checkpoint.dequantised import (
+    QUANTISED_INFO,
+    folder_name,
+    made_once,
+    read_info,
+    write_settings,
+    write_shards,
+)
 
 if TYPE_CHECKING:
     from harness.formats.checkpoint.quantised.checkpoint import QuantisedCheckpoint
 
-INFO_NAME = "quantised.json"
 VERSION = 1
 """Part of a folder's name: raise it with every change of what is written."""
-_COPIED = (".json", ".model", ".txt", ".jinja")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +75,12 @@ def _opened(path: Path, _made: str) -> "QuantisedCheckpoint":
 
 def read_quantised_source(folder: Path) -> QuantisedSource | None:
     """Return what a folder was made of; None for one that was not made of a quantised checkpoint."""
-    if not (folder / INFO_NAME).is_file():
-        return None
+    info = read_info(folder, QUANTISED_INFO)
     try:
-        info = json.loads((folder / INFO_NAME).read_bytes())
         return QuantisedSource(
             path=Path(info["source"]), formats=tuple(info["formats"]), modules=tuple(info["modules"]), made=folder.name
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 
@@ -99,7 +98,7 @@ def checkpoint_of_quantised(folder: Path, cache: Path) -> Path:
         HarnessError: as `QuantisedCheckpoint`; BAD_SCALE, TOO_LARGE_TO_DEQUANTISE, TENSORS_CONTRADICT_CONFIG,
             CANNOT_WRITE.
     """
-    return made_once(cache / _identity(folder), INFO_NAME, lambda made: _write(folder, made))
+    return made_once(cache / _identity(folder), QUANTISED_INFO, lambda made: _write(folder, made))
 
 
 def served_folder(folder: Path) -> Path:
@@ -119,31 +118,24 @@ def cache_scales(folder: Path) -> dict[str, tuple[float, ...]]:
 
 
 def _identity(folder: Path) -> str:
-    """Return a name that changes whenever a file is another, or was written again."""
-    stamps = [FileStamp.of(file) for file in sorted(folder.iterdir()) if file.is_file()]
-    return json_digest([VERSION, stamps])[:32]
+    return folder_name(VERSION, folder.iterdir())
 
 
-def _write(folder: Path, made: Path) -> None:
+def _write(folder: Path, made: Path) -> dict[str, Any]:
     from harness.formats.checkpoint.quantised.checkpoint import QuantisedCheckpoint, check_disk
 
     source = QuantisedCheckpoint(folder)
-    for file in folder.iterdir():
-        if file.suffix in _COPIED and file.name != CONFIG_NAME and not file.name.endswith(".index.json"):
-            shutil.copy(file, made / file.name)
     config = {name: value for name, value in source.checkpoint.config.items() if name != "quantization_config"}
-    (made / CONFIG_NAME).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_settings(made, config, folder)
     _check_shapes(source, made, config)
     source.check_room()
     check_disk(source, made)
     write_shards(made, source.tensors())
-    info = {
-        "schema_version": 1,
+    return {
         "source": str(folder.resolve()),
         "formats": source.formats,
         "modules": [weight.module for weight in source.weights.values()],
     }
-    (made / INFO_NAME).write_text(json.dumps(info, indent=2), encoding="utf-8")
 
 
 def _check_shapes(source: "QuantisedCheckpoint", made: Path, config: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.campaigns.rollout.resolution import decimal_places, resolution
+from harness.campaigns.rollout.side import decimal_places, resolution
 
 
 def column(*values):

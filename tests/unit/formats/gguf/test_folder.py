@@ -1,6 +1,7 @@
 """GGUF files as checkpoints: the same weights in HuggingFace's order, its configuration, its vocabulary."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -17,6 +18,7 @@ from harness.formats.checkpoint.gguf.model import open_gguf
 from harness.formats.checkpoint.gguf.names import hf_name
 from harness.formats.checkpoint.gguf.tokenizer import begin_as_the_file_says, write_tokenizer
 from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.inspect import inspect_path
 from harness.plan import tokenize
 
@@ -74,6 +76,20 @@ def test_shards_are_one_model(checkpoints, tmp_path):
     assert len(list(tmp_path.glob("*.gguf"))) == 3
     ours, theirs = weights(checkpoint.resolve(str(first))), weights(checkpoints / "qwen3-tiny")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_files_of_the_tokenizer_are_the_originals_and_no_others(checkpoints, tmp_path):
+    origin = tmp_path / "origin"
+    shutil.copytree(checkpoints / "llama-tiny", origin)
+    for name in ("chat_template.jinja", "merges.txt", "quantised.json", "model.safetensors.index.json"):
+        (origin / name).write_text("{}")
+    path = write_gguf(origin, tmp_path / "model.gguf")
+    made = checkpoint.resolve(str(path), hf=str(origin))
+    expected = {"tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"}
+    assert expected <= {each.name for each in made.iterdir()}
+    assert read_quantised_source(made) is None
+    assert json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
+    assert read_source(made).path == path
 
 
 def test_it_is_made_once_and_again_when_the_file_changes(checkpoints, tmp_path):

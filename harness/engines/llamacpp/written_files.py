@@ -1,19 +1,22 @@
-"""A LoRA adapter as the file that llama.cpp takes: what its convert_lora_to_gguf.py makes of PEFT's folder."""
+"""Files that llama.cpp is given in the place of a user's: a LoRA adapter of PEFT's, and a GGUF file in float32."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.gguf.architecture import Metadata
+from harness.formats.checkpoint.gguf.model import GGUFModel
 from harness.formats.checkpoint.gguf.names import gguf_name, is_query_or_key
-from harness.formats.checkpoint.gguf.weights import gguf_package, rows_of_gguf
+from harness.formats.checkpoint.gguf.weights import gguf_package, read_tensor, rows_of_gguf
 from harness.formats.checkpoint.gguf.writer import finish
 from harness.oracle.lora import read_adapter
 
 
 def write_adapter_file(lora: Path, metadata: Metadata, path: Path) -> Path:
-    """Write an adapter in PEFT's format as a GGUF file, in float32.
+    """Write an adapter in PEFT's format as a GGUF file in float32, as llama.cpp's convert_lora_to_gguf.py does.
 
     Raises:
         HarnessError: PACKAGE_MISSING, BAD_LORA, or ENGINE_CANNOT_SERVE: it changes a module that GGUF has no name for.
@@ -34,5 +37,24 @@ def write_adapter_file(lora: Path, metadata: Metadata, path: Path) -> Path:
             b = rows_of_gguf(b, metadata.count("attention.head_count_kv" if is_key else "attention.head_count"))
         writer.add_tensor(f"{name}.lora_a", update.a.float().contiguous().numpy())
         writer.add_tensor(f"{name}.lora_b", torch.as_tensor(b).contiguous().numpy())
+    finish(writer)
+    return path
+
+
+def write_plain_file(model: GGUFModel, path: Path) -> Path:
+    """Write a GGUF file once more with all of its tensors in float32: its graph is the same, and its numbers are HF's.
+
+    Raises:
+        HarnessError: PACKAGE_MISSING, or UNSUPPORTED_GGUF for a type that cannot be dequantised.
+    """
+    gguf = gguf_package()
+    writer: Any = gguf.GGUFWriter(path, model.metadata.architecture)
+    for field in gguf.GGUFReader(model.path).fields.values():
+        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
+            is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+            own = field.types[-1] if is_array else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=own)
+    for name, (tensor, file) in model.tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(read_tensor(tensor, file).float().numpy()))
     finish(writer)
     return path
