@@ -62,12 +62,12 @@ def structured_output(
     Raises:
         HarnessError: there is no tokenizer, llguidance is not installed, or it does not take one of `schemas`.
     """
-    from harness.campaigns.structured.run import Job
+    from harness.campaigns.structured.run import MaskCheck
     from harness.formats.checkpoint import Checkpoint, resolve
 
     with named_as_arguments():
         checkpoint = Checkpoint(resolve(str(model), local_files_only=local_files_only))
-        job = Job(checkpoint.tokenizer.hf, mask, limit_s, progress or no_progress)
+        job = MaskCheck(checkpoint.tokenizer.hf, mask, limit_s, progress or no_progress)
         result = job.result(str(checkpoint.folder), num_schemas, seed, schemas)
     return FunctionReport(**{each.name: getattr(result, each.name) for each in fields(result)})
 
@@ -101,12 +101,12 @@ def tool_calls(
     Raises:
         HarnessError: there is no tokenizer or no chat template, or the template writes no tool calls.
     """
-    from harness.campaigns.tool_calls.run import Job
+    from harness.campaigns.tool_calls.run import ParserCheck
     from harness.campaigns.tool_calls.writing import Writer
     from harness.formats.checkpoint import Checkpoint, resolve
 
     with named_as_arguments():
         checkpoint = Checkpoint(resolve(str(model), local_files_only=local_files_only))
-        job = Job(Writer(checkpoint), parse, stream, limit_s, progress or no_progress)
+        job = ParserCheck(Writer(checkpoint), parse, stream, limit_s, progress or no_progress)
         result = job.result(str(checkpoint.folder), num_answers, seed)
     return FunctionReport(**{each.name: getattr(result, each.name) for each in fields(result)})

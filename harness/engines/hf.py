@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from harness.engines.adapter import Capabilities, Engine, Workload, refuse_unknown_options
-from harness.engines.hf_batch import Batch
+from harness.engines.hf_batch import HFBatch
 from harness.engines.hf_forward import ShownTap
 from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
@@ -102,7 +102,7 @@ class HFEngine:
         images = {each.id: decoder_inputs(self._hf, each) for each in workload.all_requests if each.inputs is not None}
         dtypes: dict[str, torch.dtype] = {}
         for group in groups:
-            batch = Batch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes, images)
+            batch = HFBatch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes, images)
             if workload.schedule.has_drafts:
                 batch.run_with_drafts(workload)
             elif forks:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin
 
 from harness.engines.adapter import Part, Workload, engine_refusals
-from harness.engines.hf_forward import Forward, Recorder, ShownTap
+from harness.engines.hf_forward import BatchForward, Recorder, ShownTap
 from harness.engines.poison import Poison, fill
 from harness.engines.read_back import write_read_back, write_states
 from harness.formats.recording import RecordingWriter, RequestInfo
@@ -36,7 +36,7 @@ class _Lane:
     """Whether the cache no longer counts: what the batch computes of it from now on is ignored."""
 
 
-class Batch:
+class HFBatch:
     """Some requests computed together, the shorter ones padded on the left."""
 
     def __init__(
@@ -173,7 +173,7 @@ class Batch:
 
     def _forward_of(self, parts: Sequence[Part], lane: _Lane, decoder: HFDecoder) -> None:
         """Compute some parts of the only lane."""
-        forward = Forward(ids=[], positions=[])
+        forward = BatchForward(ids=[], positions=[])
         self._add(forward, lane, 0, parts)
         self._forward(forward, decoder)
 
@@ -206,7 +206,7 @@ class Batch:
             found[name] = table
         return found
 
-    def _forward(self, forward: Forward, decoder: HFDecoder) -> None:
+    def _forward(self, forward: BatchForward, decoder: HFDecoder) -> None:
         prompts = {lane.request.id: lane.request.prompt_length for lane in self._lanes}
         in_prompt = {
             position < prompts.get(request, 0)
@@ -227,7 +227,7 @@ class Batch:
         """Write the states after some rows: of each its lane, request and position."""
         self.read_back |= write_states(self._writer, self._hf.graph, decoder.states, rows)
 
-    def _compute(self, forward: Forward, decoder: HFDecoder) -> torch.Tensor:
+    def _compute(self, forward: BatchForward, decoder: HFDecoder) -> torch.Tensor:
         is_padded = any(lane.num_padding for lane in self._lanes)
         options: dict[str, Any] = dict(self._token_types())
         if self._takes_positions:
@@ -257,7 +257,7 @@ class Batch:
         return decoder.logits
 
     @contextmanager
-    def _poisoned(self, forward: Forward, decoder: HFDecoder) -> Iterator[None]:
+    def _poisoned(self, forward: BatchForward, decoder: HFDecoder) -> Iterator[None]:
         """Fill what a forward must not let into its rows: the cache before it, and the embeddings of padding in it."""
         if self._poison is None:
             yield
@@ -275,8 +275,8 @@ class Batch:
         finally:
             hook.remove()
 
-    def _next_forward(self, columns: int) -> Forward:
-        forward = Forward(ids=[], positions=[])
+    def _next_forward(self, columns: int) -> BatchForward:
+        forward = BatchForward(ids=[], positions=[])
         for index, lane in enumerate(self._lanes):
             start = len(self._mask[index])
             num_padding = min(max(lane.num_padding - start, 0), columns)
@@ -284,7 +284,7 @@ class Batch:
             self._add(forward, lane, index, [(lane.request, positions)], num_padding)
         return forward
 
-    def _add(self, forward: Forward, lane: _Lane, index: int, parts: Sequence[Part], num_padding: int = 0) -> None:
+    def _add(self, forward: BatchForward, lane: _Lane, index: int, parts: Sequence[Part], num_padding: int = 0) -> None:
         """Add rows of a lane, after its padding; a request that is done is fed zeros, and its output is ignored."""
         ids, positions, owners = [0] * num_padding, [0] * num_padding, [-1] * num_padding
         num_columns = num_padding + sum(len(part) for _, part in parts)

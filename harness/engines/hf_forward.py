@@ -21,7 +21,7 @@ class ShownTap:
 
 
 @dataclass(slots=True)
-class Forward:
+class BatchForward:
     """One forward of a batch: its input, and which of its rows are real."""
 
     ids: list[list[int]]
@@ -56,7 +56,7 @@ class Recorder(Seeing):
         self,
         hf: HFModel,
         sources: Mapping[str, ShownTap],
-        forward: Forward,
+        forward: BatchForward,
         writer: RecordingWriter,
         dtypes: dict[str, torch.dtype],
         padding: Sequence[int],

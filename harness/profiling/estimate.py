@@ -12,7 +12,7 @@ _MS = 1000
 
 
 @dataclass(slots=True)
-class Estimate:
+class ProfileProgress:
     """Seconds of each part, and which parts are done."""
 
     report: Progress

@@ -16,7 +16,7 @@ from harness.errors import Code, HarnessError
 from harness.plan import Plan
 from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
 from harness.profiling.cost.roofline import best_of, bound_by, fold, measure_ceilings, point
-from harness.profiling.estimate import Estimate, plan_parts
+from harness.profiling.estimate import ProfileProgress, plan_parts
 from harness.profiling.memory.capture import MemoryCapture, capture_memory
 from harness.profiling.passes.counters import PhaseCounts, count
 from harness.profiling.passes.load import CaptureSchedule, PlannedStep, ProfileRequests, Window, dry_run, window
@@ -98,7 +98,7 @@ class _Profile:
         self._spec, self._session, self._out, self._report = spec, session, out, report
         self._seconds: dict[ProfileRequests, float] = {}
         """Of one plain run of each load."""
-        self._estimate = Estimate(report)
+        self._estimate = ProfileProgress(report)
         self._about = describe_environment() | {
             "engine": spec.plan.case.engine,
             "model": spec.plan.case.model,

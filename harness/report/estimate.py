@@ -2,7 +2,7 @@
 
 from harness.errors import printable
 from harness.report.fitted_table import fitted_table
-from harness.results.estimate import Estimate, GpuEstimate, Measured, ModelSize
+from harness.results.estimate import Estimate, GpuEstimate, MeasuredProfile, ModelSize
 
 _GPU_HEADER = (
     "GPU", "GB", "needed", "requests that fit", "prefill ms", "bound by", "decode ms", "bound by", "tokens/s",
@@ -34,7 +34,7 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
     return printable("\n\n".join(blocks))
 
 
-def _measured(measured: Measured, gpus: list[str], tablefmt: str) -> list[str]:
+def _measured(measured: MeasuredProfile, gpus: list[str], tablefmt: str) -> list[str]:
     """Return a row for each phase of a profile: its time, and the least that each GPU needs for the same steps."""
     rows = [
         [phase.name, f"{phase.num_steps:,}", *(f"{each * 1e3:,.3f}" for each in (phase.measured_s, *phase.best_s))]

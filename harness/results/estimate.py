@@ -93,7 +93,7 @@ class MeasuredPhase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredProfile:
     """A profile beside the estimate."""
 
     engine: str
@@ -112,4 +112,4 @@ class Estimate:
     size: ModelSize
     num_requests: int
     gpus: tuple[GpuEstimate, ...]
-    measured: Measured | None = None
+    measured: MeasuredProfile | None = None

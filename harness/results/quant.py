@@ -21,7 +21,7 @@ class PartCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseCost:
+class PhaseDivergence:
     """The cost in the rows of one phase, mean KL in nats."""
 
     phase: str
@@ -59,7 +59,7 @@ class QuantRow:
     """The cost of the arithmetic: the engine from HF with the dequantised weights."""
     parts: tuple[PartCost, ...] = ()
     """In the model's order; empty where none was asked for."""
-    phases: tuple[PhaseCost, ...] = ()
+    phases: tuple[PhaseDivergence, ...] = ()
     """Of an engine that computed prompts and single tokens."""
 
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from reference_engine.server.choice import Piece
+from reference_engine.server.choice import ContinuationPiece
 
 __all__ = ["Answer", "merged", "usage"]
 
@@ -44,11 +44,11 @@ def usage(num_prompt: int, num_new: int) -> dict[str, int]:
     }
 
 
-async def merged(sources: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
+async def merged(sources: Sequence[AsyncGenerator[ContinuationPiece]]) -> AsyncGenerator[tuple[int, ContinuationPiece]]:
     """Yield the pieces of several continuations as they come, each with the number of its continuation."""
-    ready: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+    ready: asyncio.Queue[tuple[int, ContinuationPiece] | None] = asyncio.Queue()
 
-    async def forward(at: int, source: AsyncGenerator[Piece]) -> None:
+    async def forward(at: int, source: AsyncGenerator[ContinuationPiece]) -> None:
         async with aclosing(source) as pieces:
             async for piece in pieces:
                 ready.put_nowait((at, piece))

@@ -13,7 +13,7 @@ from reference_engine.requests.stopping import find_stop
 from reference_engine.server.async_engine import AsyncEngine
 from reference_engine.server.text import Text
 
-__all__ = ["Piece", "pieces", "prompt_logprobs", "whole"]
+__all__ = ["ContinuationPiece", "pieces", "prompt_logprobs", "whole"]
 
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
 
@@ -22,7 +22,7 @@ _CONTEXT_TOKENS = 5
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
+class ContinuationPiece:
     """Some tokens of a continuation, one if it is streamed, else all of them."""
 
     text: str = ""
@@ -35,7 +35,7 @@ class Piece:
 
 async def pieces(
     engine: AsyncEngine, text: Text, prompt: Sequence[int], params: SamplingParams
-) -> AsyncGenerator[Piece]:
+) -> AsyncGenerator[ContinuationPiece]:
     """Yield a continuation token by token; its joined text ends before a stop string.
 
     Text that may become a stop string is held back until it is known.
@@ -53,7 +53,7 @@ async def pieces(
             else:
                 at = max(0, len(held) - longest + 1)
                 ready, held = held[:at], held[at:]
-            yield Piece(
+            yield ContinuationPiece(
                 text=ready,
                 token_ids=[output.token_id],
                 logprobs=[] if output.logprobs is None else [output.logprobs],
@@ -61,9 +61,9 @@ async def pieces(
             )
 
 
-async def whole(engine: AsyncEngine, text: Text, prompt: Sequence[int], params: SamplingParams) -> Piece:
+async def whole(engine: AsyncEngine, text: Text, prompt: Sequence[int], params: SamplingParams) -> ContinuationPiece:
     """Return a continuation as one piece."""
-    joined = Piece()
+    joined = ContinuationPiece()
     async with aclosing(pieces(engine, text, prompt, params)) as parts:
         async for part in parts:
             joined.text += part.text

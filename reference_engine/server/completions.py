@@ -11,7 +11,7 @@ from typing import Any
 from reference_engine.requests.outputs import TokenLogprobs
 from reference_engine.server.answer import Answer, merged, usage
 from reference_engine.server.async_engine import AsyncEngine
-from reference_engine.server.choice import Piece, pieces, prompt_logprobs, whole
+from reference_engine.server.choice import ContinuationPiece, pieces, prompt_logprobs, whole
 from reference_engine.server.schema import CompletionRequest
 from reference_engine.server.text import Text
 
@@ -71,7 +71,7 @@ async def _choice(
         before = prompt
         if request.logprobs is not None:
             known = await prompt_logprobs(engine, prompt, request.logprobs, request.adapter)
-    piece = Piece(finish_reason="length")
+    piece = ContinuationPiece(finish_reason="length")
     if request.max_tokens:
         piece = await whole(engine, text, prompt, _params(request, at))
     logprobs = _logprobs(text, request, [*before, *piece.token_ids], [*known, *piece.logprobs], 0)

@@ -26,7 +26,7 @@ from harness.campaigns.audit import run as audit
 from harness.campaigns.audit.hypotheses import load_hypothesis, parse_hypotheses
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.sampler.ask import ask_draws
-from harness.campaigns.sampler.settings import TOKENS, Setting
+from harness.campaigns.sampler.settings import TOKENS, SamplerSetting
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import plan_engine
 from reference_engine import EngineConfig, LLMEngine
@@ -127,7 +127,7 @@ def campaign(truth, names, plan, options, scratch):
     (own,) = parse_hypotheses([truth, "any"], SamplingSettings())[:1]
     changes = {name: getattr(own.settings, name) for part in parts if (name := part.split("=")[0]) in SETTINGS}
     folder = FOLDER if weights in ("fp32", "bf16") else written(weights, plan, scratch)
-    setting, num_draws = Setting(name="audit", settings=SamplingSettings()), options.tokens * options.audits
+    setting, num_draws = SamplerSetting(name="audit", settings=SamplingSettings()), options.tokens * options.audits
     with served(folder, options.dtype, own.cache, **changes) as address:
         answers = ask_draws(
             plan, address, [setting], num_draws, seed=options.seed, num_again=0, progress=lambda *_: None

@@ -47,7 +47,7 @@ _EXPECTED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hypothesis:
+class ServedHypothesis:
     """One thing that may be served."""
 
     name: str
@@ -85,7 +85,7 @@ def parse_settings(parts: Sequence[str], settings: SamplingSettings, *, where: s
     return settings
 
 
-def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Hypothesis, ...]:
+def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[ServedHypothesis, ...]:
     """Return what the names stand for.
 
     Of the names there are at least two; `asked` are the sampler's parameters where a name says nothing.
@@ -110,12 +110,12 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Hyp
         cache = _CACHES.get(models.get("kv", ""))
         lora, template = (Path(models[key]) if key in models else None for key in ("lora", "template"))
         found.append(
-            Hypothesis(name=name, weights=weights, lora=lora, cache=cache, template=template, settings=settings)
+            ServedHypothesis(name=name, weights=weights, lora=lora, cache=cache, template=template, settings=settings)
         )
     return tuple(found)
 
 
-def load_hypothesis(hypothesis: Hypothesis, plan: Plan, scratch: Path, *, vocab_size: int | None) -> HFModel:
+def load_hypothesis(hypothesis: ServedHypothesis, plan: Plan, scratch: Path, *, vocab_size: int | None) -> HFModel:
     """Load a hypothesis's model.
 
     `vocab_size` is the vocabulary that it must have; None: any.

@@ -33,7 +33,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class HypothesisValues:
     """A hypothesis's values under one reading."""
 
     at: int
@@ -45,10 +45,10 @@ class Reading:
     """[M] float64"""
 
 
-def readings_of(views: Sequence[View]) -> list[Reading]:
+def readings_of(views: Sequence[View]) -> list[HypothesisValues]:
     """Return all readings of all hypotheses."""
     return [
-        Reading(at=at, name=name, exact=_flat(own.exact), rounded=_flat(own.rounded))
+        HypothesisValues(at=at, name=name, exact=_flat(own.exact), rounded=_flat(own.rounded))
         for at, view in enumerate(views)
         for name, own in view.readings.items()
     ]
@@ -58,7 +58,7 @@ def _flat(values: Mapping[int, list[float]]) -> torch.Tensor:
     return torch.tensor([value for at in sorted(values) for value in values[at]], dtype=torch.float64)
 
 
-def is_excluded(own: Reading, others: Sequence[Reading], given: Given, alpha: float) -> bool:
+def is_excluded(own: HypothesisValues, others: Sequence[HypothesisValues], given: Given, alpha: float) -> bool:
     """Whether the values are another hypothesis's rather than those of one reading.
 
     `others` are readings of other hypotheses. A true one is excluded with a probability of at most `alpha`.
@@ -71,7 +71,9 @@ def is_excluded(own: Reading, others: Sequence[Reading], given: Given, alpha: fl
     return False
 
 
-def num_needed(served: Reading, other: Reading, given: Given, alpha: float, num_readings: int) -> float | None:
+def num_needed(
+    served: HypothesisValues, other: HypothesisValues, given: Given, alpha: float, num_readings: int
+) -> float | None:
     """Return how many requests exclude a reading in 99 of 100 audits if another one is served; None: no number does.
 
     The error is taken to be as large as HF's own.
@@ -88,7 +90,9 @@ def _threshold(alpha: float, num_directions: int) -> float:
     return math.sqrt(2 * math.log(max(1, num_directions) / alpha))
 
 
-def _sums(own: Reading, other: Reading, given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sums(
+    own: HypothesisValues, other: HypothesisValues, given: Given
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return [R] three times: the error along the difference, the difference's own square, and HF's error along it.
 
     Rows in which HF errs more count less.
@@ -109,7 +113,7 @@ def _sums(own: Reading, other: Reading, given: Given) -> tuple[torch.Tensor, tor
     )
 
 
-def fit_of(own: Reading, given: Given) -> DefinitionResult:
+def fit_of(own: HypothesisValues, given: Given) -> DefinitionResult:
     """Return how well a reading fits: by the error over the error that HF makes in the server's dtype."""
     is_there = own.exact.isfinite()
     rms_bound, max_bound = bounds(int(given.rows.max()) + 1)

@@ -12,7 +12,7 @@ from harness.base.progress import Progress, no_progress
 from harness.base.scratch import scratch_folder
 from harness.campaigns.audit import logprobs, tokens
 from harness.campaigns.audit.chats import rendered, renderer_of
-from harness.campaigns.audit.hypotheses import Hypothesis, load_hypothesis, parse_hypotheses, parse_settings
+from harness.campaigns.audit.hypotheses import ServedHypothesis, load_hypothesis, parse_hypotheses, parse_settings
 from harness.campaigns.audit.views import Given, View, named
 from harness.campaigns.endpoint.address import Address
 from harness.campaigns.endpoint.answer import Completion
@@ -20,7 +20,7 @@ from harness.campaigns.endpoint.truth import Rounding
 from harness.campaigns.sampler.ask import AskedSampler, ask_draws
 from harness.campaigns.sampler.draws import Draws, drawn, read_draws
 from harness.campaigns.sampler.evidence import Draw
-from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting
+from harness.campaigns.sampler.settings import TOKENS, DrawRequest, SamplerSetting
 from harness.errors import Code, HarnessError
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import Plan
@@ -53,7 +53,7 @@ def run_audit(
     report, asked = progress or no_progress, parse_settings(ask, SamplingSettings(), where="--ask")
     hypotheses = parse_hypotheses(names, asked)
     templates = {each.template for each in hypotheses}
-    setting = Setting(name="audit", settings=asked, is_chat=templates != {None})
+    setting = SamplerSetting(name="audit", settings=asked, is_chat=templates != {None})
     renderers = {each: renderer_of(plan.checkpoint, each) for each in templates} if setting.is_chat else {}
     answers = ask_draws(plan, address, [setting], num_tokens, seed=seed, num_again=0, progress=report)
     vocab_size, begin = answers.hf.vocab_size, time.perf_counter()
@@ -120,7 +120,7 @@ def _table(draws: Draws, given: Sequence[Given]) -> logprobs.Given | None:
 
 def _views(
     plan: Plan,
-    hypotheses: Sequence[Hypothesis],
+    hypotheses: Sequence[ServedHypothesis],
     seen: Mapping[Path | None, Draws],
     given: Sequence[Given],
     *,
@@ -160,7 +160,7 @@ def _views(
 class _Judged:
     """All hypotheses before all answers."""
 
-    hypotheses: Sequence[Hypothesis]
+    hypotheses: Sequence[ServedHypothesis]
     views: Sequence[View]
     given: logprobs.Given | None
 
@@ -186,7 +186,9 @@ class _Judged:
                 },
             )
 
-    def _needed(self, served: int, other: int, readings: Sequence[logprobs.Reading], alpha: float) -> int | None:
+    def _needed(
+        self, served: int, other: int, readings: Sequence[logprobs.HypothesisValues], alpha: float
+    ) -> int | None:
         """Return how many tokens exclude one hypothesis if another one is served, by what tells it sooner."""
         found = [tokens.num_needed(self.views[served], self.views[other], alpha, len(self.views))]
         if self.given is not None:

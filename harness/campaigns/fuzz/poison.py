@@ -40,7 +40,7 @@ SCHEDULES = ("plain", "chunked:7", "batched", "mixed", "prefix-hit", "forked", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class PoisonChange:
     """The first recorded value of a run that is not what it is in another."""
 
     tap: str
@@ -180,7 +180,7 @@ class Poisoner:
         if change is not None:
             self._note(change, poison, value, schedule)
 
-    def _note(self, change: Change, poison: Poison, value: str, schedule: str) -> None:
+    def _note(self, change: PoisonChange, poison: Poison, value: str, schedule: str) -> None:
         key = poison.memory, self.graph[change.tap].site
         known = self._leaks.get(key)
         if known is not None:
@@ -226,7 +226,7 @@ class RunPair:
         self.rounded: set[int] = set()
         """Requests whose bits have changed by no more: an expert that gets another number of rows, for example."""
 
-    def first_change(self) -> Change | None:
+    def first_change(self) -> PoisonChange | None:
         """Return the first value that differs by more: by step, then in the order of the graph.
 
         Raises:
@@ -274,8 +274,8 @@ def _is_of(step: Step, requests: Collection[int]) -> torch.Tensor:
     return torch.tensor([request in requests for request in step.request.tolist()], dtype=torch.bool)
 
 
-def _change(step: Step, row: int, operation: Operation) -> Change:
-    return Change(
+def _change(step: Step, row: int, operation: Operation) -> PoisonChange:
+    return PoisonChange(
         tap=operation.tap,
         request=int(step.request[row]),
         position=int(step.position[row]),

@@ -30,7 +30,7 @@ from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf, open_gg
 from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
-from harness.results.quant import ENGINE_FIGURES, PartCost, PhaseCost, QuantResult, QuantRow
+from harness.results.quant import ENGINE_FIGURES, PartCost, PhaseDivergence, QuantResult, QuantRow
 
 
 def measure_types(
@@ -188,7 +188,7 @@ def _row(run: TypeRun, truth: Sequence[torch.Tensor], sequences: Sequences, part
     )
 
 
-def _phase_costs(run: TypeRun, truth: Sequence[torch.Tensor]) -> Iterator[PhaseCost]:
+def _phase_costs(run: TypeRun, truth: Sequence[torch.Tensor]) -> Iterator[PhaseDivergence]:
     """Yield the cost in the rows of prompts, and in those of tokens that came one by one."""
     if not run.prompt_lengths or run.engine is None:
         return
@@ -200,7 +200,7 @@ def _phase_costs(run: TypeRun, truth: Sequence[torch.Tensor]) -> Iterator[PhaseC
             ]
             for each in (truth, run.dequantised, run.engine)
         )
-        yield PhaseCost(
+        yield PhaseDivergence(
             phase=phase,
             num_rows=sum(map(len, exact)),
             kl_mean=distance(exact, engine).mean,

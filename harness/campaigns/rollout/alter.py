@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from harness.campaigns.rollout.lanes import Batch, Places
+from harness.campaigns.rollout.lanes import LaneBatch, Places
 from harness.campaigns.rollout.setting import Setting
 from harness.formats.taps import Graph
 from harness.oracle.model import HFModel
@@ -25,7 +25,7 @@ class Altered:
     """Where what is shown is kept, [tokens, ...] by source; None to keep nothing."""
 
     def __init__(
-        self, hf: HFModel, setting: Setting, batch: Batch, places: Places, *, head: torch.dtype | None = None
+        self, hf: HFModel, setting: Setting, batch: LaneBatch, places: Places, *, head: torch.dtype | None = None
     ) -> None:
         """Take the setting; `head` is the dtype that the head computes in, None for its own."""
         self._hf, self._setting, self._head = hf, setting, head

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.campaigns.rollout.setting import Experts, Kind, Meaning, Setting, Weights
+from harness.campaigns.rollout.setting import ForcedExperts, Meaning, OtherWeights, Setting, TermKind
 from harness.formats.rollout import Rollout
 from harness.oracle.model import HFModel
 
@@ -16,10 +16,10 @@ _CACHES = {"fp8 (e4m3)": torch.float8_e4m3fn, "fp8 (e5m2)": torch.float8_e5m2, "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class GapCause:
     """One known cause."""
 
-    kind: Kind
+    kind: TermKind
     detail: str
     """What the side did, as a predicate: `no begin-of-text token`."""
     remedy: str
@@ -33,21 +33,21 @@ class Cause:
         change = dict(self.change)
         new, old = change.get("weights"), setting.weights
         if new is not None and old is not None:
-            change["weights"] = Weights(f"{old.name}, {new.name}", {**old.tensors, **new.tensors})
+            change["weights"] = OtherWeights(f"{old.name}, {new.name}", {**old.tensors, **new.tensors})
         return replace(setting, **change)
 
 
-def weights_cause(hf: HFModel, tensors: Mapping[str, torch.Tensor], name: str) -> Cause:
+def weights_cause(hf: HFModel, tensors: Mapping[str, torch.Tensor], name: str) -> GapCause:
     """Return the cause that these tensors are in the place of the model's."""
     own = dict(hf.model.named_parameters())
     off = {each: _off(own[each], tensors[each]) for each in list(tensors)[:3]}
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
     shown = ", ".join(f"{each} ({share:.2g} % off)" for each, share in off.items()) + more
-    return Cause(
-        kind=Kind.WEIGHTS,
+    return GapCause(
+        kind=TermKind.WEIGHTS,
         detail=f"{name}: {shown}",
         remedy=f"send these tensors again: {', '.join(off)}{more}",
-        change={"weights": Weights(name, tensors)},
+        change={"weights": OtherWeights(name, tensors)},
     )
 
 
@@ -57,10 +57,10 @@ def _off(own: torch.Tensor, other: torch.Tensor) -> float:
     return 100 * float((other.to(x.device, x.dtype) - x).norm() / x.norm().clamp(min=1e-30))
 
 
-def routing_cause(experts: Experts | None) -> Cause:
+def routing_cause(experts: ForcedExperts | None) -> GapCause:
     """Return the cause that a side chose these experts; None: it chose by itself, and what is not known."""
-    return Cause(
-        kind=Kind.ROUTING,
+    return GapCause(
+        kind=TermKind.ROUTING,
         detail=f"experts: {'its own, not those of the log' if experts is None else experts.name}",
         remedy="replay the engine's experts in the trainer",
         change={"experts": experts},
@@ -69,7 +69,7 @@ def routing_cause(experts: Experts | None) -> Cause:
 
 def all_causes(
     hf: HFModel, rows: list[Rollout], stale: Mapping[str, torch.Tensor], *, is_wide_head: bool
-) -> Iterator[Cause]:
+) -> Iterator[GapCause]:
     """Yield the causes that can be tried for these rows, but for meanings.
 
     Args:
@@ -82,8 +82,8 @@ def all_causes(
     if len(rows) > 1:
         for restarts in (False, True):
             where = "restart, attention does not" if restarts else "do not restart"
-            yield Cause(
-                kind=Kind.POSITIONS,
+            yield GapCause(
+                kind=TermKind.POSITIONS,
                 detail=f"rows of a packed batch see the rows before them: positions {where}",
                 remedy="restart position ids at each row of a pack, and keep rows apart in attention (position_ids or "
                 "cu_seqlens, no cache)",
@@ -96,33 +96,33 @@ def all_causes(
         ways = [("", True, False), (", read by the response alone", False, False)]
         ways += [(", rounded towards zero", True, True)] if dtype.itemsize == 1 else []
         for how, reads, truncates in ways:
-            yield Cause(
-                kind=Kind.CACHE,
+            yield GapCause(
+                kind=TermKind.CACHE,
                 detail=f"keys and values in {name}{how}",
                 remedy="keep the cache in the model's dtype (kv_cache_dtype auto)",
                 change={"cache": dtype, "caches_prompt": reads, "truncates": truncates},
             )
     if is_wide_head or hf.dtype == torch.float32:
-        yield Cause(
-            kind=Kind.HEAD,
+        yield GapCause(
+            kind=TermKind.HEAD,
             detail="logits in bfloat16",
             remedy="compute the head in float32",
             change={"head": torch.bfloat16},
         )
 
 
-def alignment_causes() -> Iterator[Cause]:
+def alignment_causes() -> Iterator[GapCause]:
     """Yield columns that stand one token too late or too early."""
     for shift, name in ((1, "late"), (-1, "early")):
-        yield Cause(
-            kind=Kind.ALIGNMENT,
+        yield GapCause(
+            kind=TermKind.ALIGNMENT,
             detail=f"the column stands one token too {name}",
             remedy="log each token's own value: logits of a position belong to the next token",
             change={"shift": shift},
         )
 
 
-def meaning_causes(rows: list[Rollout]) -> Iterator[Cause]:
+def meaning_causes(rows: list[Rollout]) -> Iterator[GapCause]:
     """Yield the distributions that log probabilities may be of."""
     is_truncated = any(row.sampling.is_truncated for row in rows)
     own = {row.sampling.temperature for row in rows}
@@ -131,8 +131,8 @@ def meaning_causes(rows: list[Rollout]) -> Iterator[Cause]:
             if temperature is not None and {temperature} == own:
                 continue
             meaning = Meaning(temperature=temperature, is_truncated=truncated)
-            yield Cause(
-                kind=Kind.MEANING,
+            yield GapCause(
+                kind=TermKind.MEANING,
                 detail=f"log probabilities are {meaning}",
                 remedy="log the same distribution on both sides: the same temperature, and a truncated distribution "
                 "renormalised on both or on neither",
@@ -141,16 +141,20 @@ def meaning_causes(rows: list[Rollout]) -> Iterator[Cause]:
             )
 
 
-def _tokens(hf: HFModel, rows: list[Rollout]) -> Iterator[Cause]:
+def _tokens(hf: HFModel, rows: list[Rollout]) -> Iterator[GapCause]:
     bos = getattr(hf.config, "bos_token_id", None)
     remedy = "send token ids and not text, or add the begin-of-text token once on both sides"
     if all(row.tokens[0] == bos and len(row.tokens) > 2 for row in rows):
-        yield Cause(kind=Kind.TOKENS, detail="no begin-of-text token", remedy=remedy, change={"drops_first": True})
+        yield GapCause(
+            kind=TermKind.TOKENS, detail="no begin-of-text token", remedy=remedy, change={"drops_first": True}
+        )
     if isinstance(bos, int):
-        yield Cause(kind=Kind.TOKENS, detail="one more begin-of-text token", remedy=remedy, change={"added_first": bos})
+        yield GapCause(
+            kind=TermKind.TOKENS, detail="one more begin-of-text token", remedy=remedy, change={"added_first": bos}
+        )
 
 
-def _stale(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[Cause]:
+def _stale(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[GapCause]:
     """Yield earlier weights as a whole, and part by part."""
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -9,8 +9,8 @@ import torch
 
 from harness.base.quiet import quiet_transformers
 from harness.campaigns.rollout.alter import Altered, router_choices
-from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes
-from harness.campaigns.rollout.setting import Meaning, Setting, Weights, token_logprobs
+from harness.campaigns.rollout.lanes import Lane, LaneBatch, Places, make_lanes
+from harness.campaigns.rollout.setting import Meaning, OtherWeights, Setting, token_logprobs
 from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.precision import PreservePrecision, eager_experts, truth_dtype, upcast, without_tf32
@@ -182,7 +182,7 @@ class Forwards:
             is_plain = not keeps and head is None and setting.runs_plainly
             watch = None if is_plain else stack.enter_context(watching(hf))
             for lanes in grouped(make_lanes(self.places, setting, hf.max_positions), batch_tokens(hf)):
-                batch = Batch.of(lanes)
+                batch = LaneBatch.of(lanes)
                 altered = Altered(hf, setting, batch, self.places, head=head)
                 altered.kept = kept if keeps else None
                 inputs = {"input_ids": batch.ids}
@@ -281,7 +281,7 @@ def _eager(hf: HFModel) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(hf: HFModel, weights: Weights | None, *, rounds: bool) -> Iterator[None]:
+def _replaced(hf: HFModel, weights: OtherWeights | None, *, rounds: bool) -> Iterator[None]:
     """Put other tensors into the model for the duration of the block, rounded to its dtype or no less fine than it."""
     with ExitStack() as stack:
         parameters = dict(hf.model.named_parameters())

@@ -70,7 +70,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LaneBatch:
     """Lanes side by side, the shorter ones padded after their end, or before their beginning."""
 
     ids: torch.Tensor
@@ -85,7 +85,7 @@ class Batch:
     """[lanes, tokens] int64, of lanes that have positions of their own."""
 
     @classmethod
-    def of(cls, lanes: Sequence[Lane], *, is_left: bool = False) -> "Batch":
+    def of(cls, lanes: Sequence[Lane], *, is_left: bool = False) -> "LaneBatch":
         """Put lanes side by side."""
         longest = max(len(lane.token_ids) for lane in lanes)
 

@@ -9,8 +9,8 @@ from torch import nn
 from harness.base.scratch import scratch_folder
 from harness.campaigns.rollout.alter import Altered
 from harness.campaigns.rollout.forward import grouped
-from harness.campaigns.rollout.lanes import Batch, Lane, Places, make_lanes, packs
-from harness.campaigns.rollout.setting import Cut, Setting
+from harness.campaigns.rollout.lanes import Lane, LaneBatch, Places, make_lanes, packs
+from harness.campaigns.rollout.setting import PutBack, Setting
 from harness.campaigns.weights.sources import is_sharded, plain_name
 from harness.engines import engine_errors
 from harness.engines.module.values import evaluating
@@ -27,7 +27,7 @@ LAYOUTS = ("alone", "right", "left", "packed")
 """How a trainer gets its rows: one by one, padded after or before them, or as one sequence, positions restarting."""
 
 
-def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, *, is_like: bool) -> Cut:
+def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, *, is_like: bool) -> PutBack:
     """Run a trainer's module over the rows and return what it computes.
 
     Args:
@@ -56,7 +56,7 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, 
         if hasattr(own, "reshard"):  # or FSDP goes on with the root's weights of now, after they have changed
             own.reshard()
     _check_logits(kept[hf.graph[hf.graph.logits].source], places, type(module).__name__)
-    return Cut(kept)
+    return PutBack(kept)
 
 
 def _run_seen(module: nn.Module, hf: HFModel, places: Places, layout: str, kept: dict[str, torch.Tensor]) -> None:
@@ -64,7 +64,7 @@ def _run_seen(module: nn.Module, hf: HFModel, places: Places, layout: str, kept:
     own.graph = hf.graph
     with watching(own) as watch:
         for group, positions in _groups(places, hf, layout):
-            batch = Batch.of(group, is_left=layout == "left")
+            batch = LaneBatch.of(group, is_left=layout == "left")
             altered = _Wrapped(own, Setting(), batch, places)
             altered.kept = kept
             inputs = {"input_ids": batch.ids, **_inputs(batch, positions, layout)}
@@ -102,7 +102,7 @@ def _check_logits(logits: torch.Tensor, places: Places, name: str) -> None:
         )
 
 
-def _inputs(batch: Batch, positions: torch.Tensor | None, layout: str) -> dict[str, torch.Tensor]:
+def _inputs(batch: LaneBatch, positions: torch.Tensor | None, layout: str) -> dict[str, torch.Tensor]:
     if positions is not None:
         return {"position_ids": positions}
     return {} if layout == "alone" else {"attention_mask": batch.is_there.long(), "position_ids": batch.position_ids}
@@ -132,7 +132,7 @@ def _run_any(module: nn.Module, hf: HFModel, places: Places, kept: dict[str, tor
         places.put(kept, source, torch.tensor(lane.numbers), logits)
 
 
-def engine_values(plan: Plan, hf: HFModel, places: Places) -> Cut:
+def engine_values(plan: Plan, hf: HFModel, places: Places) -> PutBack:
     """Run the plan's engine over the rows, prompts prefilled and responses decoded, and return what it computes.
 
     Raises:
@@ -149,7 +149,7 @@ def engine_values(plan: Plan, hf: HFModel, places: Places) -> Cut:
         return _read(folder / "recording", hf, places)
 
 
-def _read(folder: Path, hf: HFModel, places: Places) -> Cut:
+def _read(folder: Path, hf: HFModel, places: Places) -> PutBack:
     """Return the taps of a recording, [tokens, ...] by source."""
     kept: dict[str, torch.Tensor] = {}
     begins = torch.tensor(places.begins)
@@ -166,4 +166,4 @@ def _read(folder: Path, hf: HFModel, places: Places) -> Cut:
                 covered = step.rows_of(name)
                 own = numbers if covered is None else numbers[covered.long()]
                 places.put(kept, operation.source, own, step.tap(name))
-    return Cut(kept)
+    return PutBack(kept)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.campaigns.rollout.forward import Arithmetic, Forwards
-from harness.campaigns.rollout.setting import Cut
+from harness.campaigns.rollout.setting import PutBack
 from harness.campaigns.rollout.side import Side, is_outside
 from harness.oracle.model import HFModel
 
@@ -36,7 +36,7 @@ class PartTerm:
         return is_outside(self.values, self.floor)
 
 
-def part_terms(forwards: Forwards, side: Side, values: Cut) -> list[PartTerm]:
+def part_terms(forwards: Forwards, side: Side, values: PutBack) -> list[PartTerm]:
     """Return the terms of a side that computed `values`, in the order of the run.
 
     A part that is outside of its floor is split into its operations, if one of these is outside by itself.
@@ -63,7 +63,7 @@ def part_terms(forwards: Forwards, side: Side, values: Cut) -> list[PartTerm]:
 class _Steps:
     """The truth with the side's values put back up to `begin`, from where the next values are put back."""
 
-    def __init__(self, forwards: Forwards, side: Side, values: Cut) -> None:
+    def __init__(self, forwards: Forwards, side: Side, values: PutBack) -> None:
         self._forwards, self._values = forwards, values.values
         self._is_trainer = side.name == "trainer"
         self._least = float(forwards.noise(side.setting()).min())
@@ -75,9 +75,9 @@ class _Steps:
         given = begin.cut.values if begin.cut is not None else {}
         control = forwards.record(begin, is_trainer=self._is_trainer)
         same = {source: control[source] for source in sources if source in control}
-        rounded = replace(begin, cut=Cut({**given, **same}))
+        rounded = replace(begin, cut=PutBack({**given, **same}))
         floor = forwards.deviation((rounded, Arithmetic.TRUTH), (begin, Arithmetic.TRUTH), begin)
-        self.begin = replace(begin, cut=Cut({**given, **{source: self._values[source] for source in sources}}))
+        self.begin = replace(begin, cut=PutBack({**given, **{source: self._values[source] for source in sources}}))
         before = forwards.truth(begin)
         sound = forwards.truth(rounded) - before
         return PartTerm(
@@ -95,7 +95,7 @@ def _name(hf: HFModel, source: str) -> str:
     return operation.tap if operation is not None else source
 
 
-def _parts(hf: HFModel, values: Cut) -> dict[str, list[str]]:
+def _parts(hf: HFModel, values: PutBack) -> dict[str, list[str]]:
     """Return the parts that have recorded values, in the order of the run, and the sources of these."""
     parts: dict[str, list[str]] = {}
     for operation in hf.graph:

@@ -11,7 +11,7 @@ from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.lanes import Places
 from harness.campaigns.rollout.operations import part_terms
 from harness.campaigns.rollout.request import Request
-from harness.campaigns.rollout.setting import Kind, Setting
+from harness.campaigns.rollout.setting import Setting, TermKind
 from harness.campaigns.rollout.side import explain, possible_meanings
 from harness.campaigns.rollout.sides import logged_experts, make_sides
 from harness.campaigns.rollout.summary import Explained, summarise
@@ -59,7 +59,7 @@ def _explain(rollouts: Rollouts, request: Request, progress: Progress | None) ->
         if progress is not None:
             progress(f"explaining the {side.name}", at, len(sides))
         # a head that is seen is an operation
-        open_causes = [cause for cause in causes if side.values is None or cause.kind is not Kind.HEAD]
+        open_causes = [cause for cause in causes if side.values is None or cause.kind is not TermKind.HEAD]
         explain(side, forwards, open_causes, possible_meanings(side, forwards, meanings))
     parts = {side.name: part_terms(forwards, side, side.values) for side in sides if side.values is not None}
     terms, remedied = waterfall(trainer, engine, forwards, parts, expects_replay=logged is not None)

@@ -9,7 +9,7 @@ import torch
 from harness.formats.rollout import Sampling
 
 
-class Kind(StrEnum):
+class TermKind(StrEnum):
     """Terms of the gap, in the order in which they are applied to the truth."""
 
     TOKENS = "tokens"
@@ -42,7 +42,7 @@ class Meaning:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
+class OtherWeights:
     """Tensors in the place of the model's, by HF's names."""
 
     name: str
@@ -50,7 +50,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Experts:
+class ForcedExperts:
     """Routed experts of all tokens, row after row; -1 where none are known: the truth chooses by itself there."""
 
     name: str
@@ -59,7 +59,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class PutBack:
     """Recorded values that are put back: those of the leading operations of the graph."""
 
     values: Mapping[str, torch.Tensor]
@@ -78,8 +78,8 @@ class Setting:
     """Rows follow one another in one sequence, and each sees those before it."""
     restarts: bool = False
     """Of packed rows: positions begin at 0 in each row, though it sees those before it."""
-    weights: Weights | None = None
-    experts: Experts | None = None
+    weights: OtherWeights | None = None
+    experts: ForcedExperts | None = None
     cache: torch.dtype | None = None
     """Keys and values are rounded to it."""
     truncates: bool = False
@@ -88,7 +88,7 @@ class Setting:
     """Whether the prompt's own rows read rounded keys and values, too."""
     head: torch.dtype | None = None
     """Logits are rounded to it; None for what the run's dtype gives."""
-    cut: Cut | None = field(default=None)
+    cut: PutBack | None = field(default=None)
     meaning: Meaning = Meaning()
     shift: int = 0
     """A token's value stands so many tokens later in the column."""

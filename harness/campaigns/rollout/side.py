@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from harness.campaigns.rollout.causes import Cause
+from harness.campaigns.rollout.causes import GapCause
 from harness.campaigns.rollout.forward import Arithmetic, Forwards
-from harness.campaigns.rollout.setting import Cut, Kind, Setting
+from harness.campaigns.rollout.setting import PutBack, Setting, TermKind
 
 _MOST_CAUSES = 4
 _LEAST_SHARE, _LEAST_SHARE_INSIDE = 0.8, 0.5
@@ -32,7 +32,7 @@ _MEDIAN_BOUND, _MEDIAN_PER_ROOT = 1.0, 3.0
 """Of a sound side's errors in units of the floor; what is per root is over the root of the tokens.
 
 Measured: reports/cpu/rollouts.md."""
-_ORDER = list(Kind)
+_ORDER = list(TermKind)
 _LEAST = 1e-12
 _MOST_PLACES = 5
 """Decimal places with which a column may be written."""
@@ -52,18 +52,18 @@ class Side:
     """[compared] float64: what the column's own digits leave open."""
     base: Setting
     """How the truth is run where nothing is wrong: with the experts of the log, if it has any."""
-    known: list[Cause] = field(default_factory=list)
+    known: list[GapCause] = field(default_factory=list)
     """Causes that are seen and need no search: its own weights, its own experts."""
-    values: Cut | None = None
+    values: PutBack | None = None
     """What it computes, if it is at hand."""
-    causes: list[Cause] = field(default_factory=list)
-    """What explains it, in the order of `Kind`."""
+    causes: list[GapCause] = field(default_factory=list)
+    """What explains it, in the order of `TermKind`."""
     unlike: str | None = None
     """Of a module at hand, a tensor that is not the model's in name or shape: its weights and operations are unseen."""
     follows_control: bool = False
     """Whether HF in the side's dtype predicts it better than the truth."""
 
-    def setting(self, causes: Sequence[Cause] | None = None) -> Setting:
+    def setting(self, causes: Sequence[GapCause] | None = None) -> Setting:
         """Return the setting with causes, by default with those that explain it."""
         setting = self.base
         for cause in self.causes if causes is None else causes:
@@ -75,7 +75,7 @@ class Side:
         columns = [self.predicted(forwards, self.causes[:at]) for at in range(len(self.causes) + 1)]
         return [after - before for before, after in pairwise(columns)]
 
-    def predicted(self, forwards: Forwards, causes: Sequence[Cause]) -> torch.Tensor:
+    def predicted(self, forwards: Forwards, causes: Sequence[GapCause]) -> torch.Tensor:
         """Return the log probabilities that causes give, by what predicts the side better, [compared].
 
         Of a column that is shifted, the values at its ends are no token's of the response: whatever they are is given.
@@ -124,7 +124,7 @@ def floor_of(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor:
     return torch.hypot(forwards.noise(setting), side.resolution)
 
 
-def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meanings: Sequence[Cause]) -> None:
+def explain(side: Side, forwards: Forwards, candidates: Sequence[GapCause], meanings: Sequence[GapCause]) -> None:
     """Find the causes of a side's distance from the truth."""
     side.causes = list(side.known)
     while len(side.causes) < _MOST_CAUSES and (
@@ -144,7 +144,7 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[Cause], meaning
     side.follows_control = side.values is None and control < truth
 
 
-def possible_meanings(side: Side, forwards: Forwards, meanings: Sequence[Cause]) -> list[Cause]:
+def possible_meanings(side: Side, forwards: Forwards, meanings: Sequence[GapCause]) -> list[GapCause]:
     """Return the meanings that a side's log probabilities may have.
 
     Of a side at hand, these are the ones under which its own logits give its column better than they do without a
@@ -164,17 +164,22 @@ def possible_meanings(side: Side, forwards: Forwards, meanings: Sequence[Cause])
 
 
 def _longer(
-    side: Side, forwards: Forwards, candidates: Sequence[Cause], meanings: Sequence[Cause], *, is_by_two: bool = False
-) -> Iterator[list[Cause]]:
+    side: Side,
+    forwards: Forwards,
+    candidates: Sequence[GapCause],
+    meanings: Sequence[GapCause],
+    *,
+    is_by_two: bool = False,
+) -> Iterator[list[GapCause]]:
     """Yield a side's causes and one more, or one more with a meaning or a shift: both may fit, and neither alone.
 
     A meaning that was found is chosen again: without the other cause, it fitted that, too.
     """
-    fixed = [cause for cause in side.causes if cause.kind is not Kind.MEANING]
+    fixed = [cause for cause in side.causes if cause.kind is not TermKind.MEANING]
     longer = [[*fixed, each] for each in _open(candidates, fixed)]
     if is_by_two or len(fixed) < len(side.causes):
         yield from _with_meanings(side, forwards, longer, meanings)
-        shifts = [cause for cause in _open(candidates, fixed) if cause.kind is Kind.ALIGNMENT]
+        shifts = [cause for cause in _open(candidates, fixed) if cause.kind is TermKind.ALIGNMENT]
         yield from ([*causes, each] for causes in longer for each in shifts if causes[-1].kind is not each.kind)
     else:
         yield from longer
@@ -182,17 +187,17 @@ def _longer(
 
 
 def _with_meanings(
-    side: Side, forwards: Forwards, several: Sequence[list[Cause]], meanings: Sequence[Cause]
-) -> Iterator[list[Cause]]:
+    side: Side, forwards: Forwards, several: Sequence[list[GapCause]], meanings: Sequence[GapCause]
+) -> Iterator[list[GapCause]]:
     """Yield each of several lists of causes with each meaning; one forward is run for all meanings."""
     for causes in several:
         forwards.prepare(side.setting(causes), [each.change["meaning"] for each in meanings])
         yield from ([*causes, each] for each in meanings)
 
 
-def _open(candidates: Sequence[Cause], found: Sequence[Cause]) -> list[Cause]:
+def _open(candidates: Sequence[GapCause], found: Sequence[GapCause]) -> list[GapCause]:
     """Return the causes that may come to those found: one of a kind, but several tensors."""
-    names, kinds = {each.detail for each in found}, {each.kind for each in found} - {Kind.WEIGHTS}
+    names, kinds = {each.detail for each in found}, {each.kind for each in found} - {TermKind.WEIGHTS}
     return [cause for cause in candidates if cause.detail not in names and cause.kind not in kinds]
 
 
@@ -226,7 +231,7 @@ def _yardstick(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor
 
 
 def _errors(
-    side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequence[Cause]
+    side: Side, forwards: Forwards, before: Sequence[GapCause], after: Sequence[GapCause]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the errors with some causes and with others, [compared] each, in units of both settings' rounding."""
     settings = [side.setting(causes) for causes in (before, after)]
@@ -235,7 +240,7 @@ def _errors(
     return rest, left
 
 
-def gain(side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequence[Cause]) -> torch.Tensor:
+def gain(side: Side, forwards: Forwards, before: Sequence[GapCause], after: Sequence[GapCause]) -> torch.Tensor:
     """Return how much likelier a column is with some causes than with others, [compared] nats.
 
     Errors of rounding have long tails (a router that chooses otherwise), so that they are taken to be Cauchy's: no
@@ -245,7 +250,7 @@ def gain(side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequenc
     return torch.log1p(rest.square()) - torch.log1p(left.square())
 
 
-def _best(side: Side, forwards: Forwards, candidates: Iterable[list[Cause]]) -> list[Cause] | None:
+def _best(side: Side, forwards: Forwards, candidates: Iterable[list[GapCause]]) -> list[GapCause] | None:
     """Return the causes that gain most, if they bring the side nearer; a fitted number has a cost."""
     gains = [
         (float(gain(side, forwards, side.causes, causes).sum()) - _FIT_COST * _is_fitted(causes), causes)
@@ -256,11 +261,11 @@ def _best(side: Side, forwards: Forwards, candidates: Iterable[list[Cause]]) -> 
     return next((causes for causes in ranked if causes in best and _is_better(side, forwards, causes)), None)
 
 
-def _is_fitted(causes: Sequence[Cause]) -> bool:
+def _is_fitted(causes: Sequence[GapCause]) -> bool:
     return any(cause.is_fitted for cause in causes)
 
 
-def _is_strong(side: Side, forwards: Forwards, before: Sequence[Cause], after: Sequence[Cause] | None) -> bool:
+def _is_strong(side: Side, forwards: Forwards, before: Sequence[GapCause], after: Sequence[GapCause] | None) -> bool:
     """Whether causes take away most of what others leave."""
     return after is not None and _share_left(*_errors(side, forwards, before, after)) <= _STRONG_SHARE
 
@@ -271,7 +276,7 @@ def _share_left(rest: torch.Tensor, left: torch.Tensor) -> float:
     return min(rms(left) / max(rms(rest), _LEAST), unlikeliness[1] / max(unlikeliness[0], _LEAST))
 
 
-def _is_better(side: Side, forwards: Forwards, causes: Sequence[Cause]) -> bool:
+def _is_better(side: Side, forwards: Forwards, causes: Sequence[GapCause]) -> bool:
     """Whether the errors fall by a share, and on many tokens or to the floor."""
     was_outside, is_still = (
         is_outside(side.column - forwards.truth(setting), floor_of(side, forwards, setting))

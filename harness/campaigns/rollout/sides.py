@@ -7,7 +7,7 @@ from harness.campaigns.rollout.forward import Forwards, chosen_experts
 from harness.campaigns.rollout.live import engine_values, trainer_values
 from harness.campaigns.rollout.replica import replica
 from harness.campaigns.rollout.request import Request
-from harness.campaigns.rollout.setting import Cut, Experts, Setting
+from harness.campaigns.rollout.setting import ForcedExperts, PutBack, Setting
 from harness.campaigns.rollout.side import Side, gain, resolution
 from harness.campaigns.rollout.tensors import load_tensors, misfit, named_tensors, other_tensors
 from harness.errors import Code, HarnessError
@@ -16,7 +16,7 @@ from harness.oracle.model import HFModel
 
 
 def make_sides(
-    rollouts: Rollouts, request: Request, forwards: Forwards, logged: Experts | None
+    rollouts: Rollouts, request: Request, forwards: Forwards, logged: ForcedExperts | None
 ) -> tuple[Side | None, Side]:
     """Return the trainer, None if nothing is known of it, and the engine.
 
@@ -61,7 +61,7 @@ def make_sides(
     return trainer, engine
 
 
-def _side(name: str, source: str, column: torch.Tensor, values: Cut | None, logged: Experts | None) -> Side:
+def _side(name: str, source: str, column: torch.Tensor, values: PutBack | None, logged: ForcedExperts | None) -> Side:
     base = Setting(experts=logged)
     return Side(base=base, name=name, source=source, column=column, resolution=resolution(column), values=values)
 
@@ -71,18 +71,18 @@ def _add_weights(hf: HFModel, side: Side, tensors: dict[str, torch.Tensor]) -> N
         side.known.append(weights_cause(hf, tensors, f"{len(tensors)} tensors are other than the model's"))
 
 
-def _add_routing(side: Side, forwards: Forwards, logged: Experts | None) -> None:
+def _add_routing(side: Side, forwards: Forwards, logged: ForcedExperts | None) -> None:
     """Add the experts that a side at hand chose; of a recorded trainer, that it chose others than those of the log."""
     chosen = None if side.values is None else chosen_experts(side.values.values, forwards.hf)
     if chosen is not None:
-        side.known.append(routing_cause(Experts(f"as the {side.name} chose", chosen)))
+        side.known.append(routing_cause(ForcedExperts(f"as the {side.name} chose", chosen)))
     elif logged is not None and side.name == "trainer":
         unknown = routing_cause(None)
         if float(gain(side, forwards, side.known, [*side.known, unknown]).sum()) > 0:
             side.known.append(unknown)
 
 
-def logged_experts(rollouts: Rollouts, forwards: Forwards) -> Experts | None:
+def logged_experts(rollouts: Rollouts, forwards: Forwards) -> ForcedExperts | None:
     """Return the experts of the log, [tokens, layers * k]; None without any.
 
     Raises:
@@ -107,7 +107,7 @@ def logged_experts(rollouts: Rollouts, forwards: Forwards) -> Experts | None:
             )
         if named:
             ids[begin : begin + len(experts)] = torch.tensor(experts)
-    return Experts("those of the log", ids)
+    return ForcedExperts("those of the log", ids)
 
 
 def _num_experts(hf: HFModel, chosen: torch.Tensor) -> int:

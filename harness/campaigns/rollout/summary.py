@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.operations import PartTerm
 from harness.campaigns.rollout.request import Request
-from harness.campaigns.rollout.setting import Kind
+from harness.campaigns.rollout.setting import TermKind
 from harness.campaigns.rollout.side import Side, decimal_places, is_outside, rms
 from harness.campaigns.rollout.waterfall import gap_figures
 from harness.errors import Code
@@ -72,7 +72,7 @@ def _side_figures(side: Side, explained: Explained) -> SideFigures:
 
 
 def _finding(term: GapTerm, gap: float) -> Finding:
-    if term.kind is Kind.REST:
+    if term.kind is TermKind.REST:
         what = f"no known cause fits the rest: RMS {term.rms:.3g} nats, rounding gives {term.floor_rms:.3g}"
     else:
         what = f"{term.detail}; explains {term.explains:.3g} of {gap:.3g} nats; {term.remedy}"
@@ -108,7 +108,7 @@ def _notes(explained: Explained, sides: Sequence[SideFigures]) -> Iterator[str]:
         if places is not None:
             yield f"the {side.name}'s log probabilities are written with {places} decimal places: part of the floor"
     for term in explained.terms:
-        if term.is_rounding and term.side == "both" and term.kind not in (Kind.REST, Kind.OPERATIONS):
+        if term.is_rounding and term.side == "both" and term.kind not in (TermKind.REST, TermKind.OPERATIONS):
             yield f"on both sides alike, so no part of the gap: {term.detail}"
     for side in explained.sides:
         if side.values is not None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.campaigns.rollout.causes import Cause
+from harness.campaigns.rollout.causes import GapCause
 from harness.campaigns.rollout.forward import Forwards
 from harness.campaigns.rollout.lanes import Places
 from harness.campaigns.rollout.operations import PartTerm
-from harness.campaigns.rollout.setting import Kind
+from harness.campaigns.rollout.setting import TermKind
 from harness.campaigns.rollout.side import Side, floor_of, is_outside, rms
 from harness.formats.rollout import Rollouts
 from harness.results.rollout import GapFigures, GapTerm
@@ -24,7 +24,7 @@ _LEAST = 1e-12
 class _Term:
     """A term before it is judged; tensors [compared] float64."""
 
-    kind: Kind
+    kind: TermKind
     sides: list[str]
     details: list[str]
     values: torch.Tensor
@@ -104,9 +104,9 @@ def waterfall(
     floor = torch.stack([floor_of(side, forwards, side.base) for side, _ in sides]).norm(dim=0)
     for term in terms:
         term.floor = floor
-        if term.kind is Kind.ROUTING and not expects_replay:
+        if term.kind is TermKind.ROUTING and not expects_replay:
             term.floor, term.is_found = forwards.sound_noise(engine.base) * math.sqrt(len(rests)), False
-    ordered = sorted(terms, key=lambda term: list(Kind).index(term.kind))
+    ordered = sorted(terms, key=lambda term: list(TermKind).index(term.kind))
     outside = {term.kind for term in terms if not term.is_rounding}
     for term in terms:
         if term.kind in outside:
@@ -119,7 +119,7 @@ def waterfall(
     return judged, float(left.abs().mean()) if has_remedy else None
 
 
-def _mended(kinds: Collection[Kind], trainer: Side | None, engine: Side, forwards: Forwards) -> torch.Tensor:
+def _mended(kinds: Collection[TermKind], trainer: Side | None, engine: Side, forwards: Forwards) -> torch.Tensor:
     """Return what goes of the gap if the remedies of these kinds are applied and all else is as it was, [compared]."""
     gone = torch.zeros_like(engine.column)
     for side, sign in ((trainer, 1.0), (engine, -1.0)):
@@ -129,13 +129,13 @@ def _mended(kinds: Collection[Kind], trainer: Side | None, engine: Side, forward
     return gone
 
 
-def _causes_left(side: Side, kinds: Collection[Kind], trainer: Side | None, engine: Side) -> list[Cause]:
+def _causes_left(side: Side, kinds: Collection[TermKind], trainer: Side | None, engine: Side) -> list[GapCause]:
     """Return a side's causes after remedies. Of two sides that route by themselves, the trainer takes the engine's."""
-    if Kind.ROUTING in kinds and trainer is not None:
+    if TermKind.ROUTING in kinds and trainer is not None:
         if side is engine:
-            kinds = set(kinds) - {Kind.ROUTING}
+            kinds = set(kinds) - {TermKind.ROUTING}
         else:
-            replayed = [cause for cause in engine.causes if cause.kind is Kind.ROUTING]
+            replayed = [cause for cause in engine.causes if cause.kind is TermKind.ROUTING]
             return [*(cause for cause in side.causes if cause.kind not in kinds), *replayed]
     return [cause for cause in side.causes if cause.kind not in kinds]
 
@@ -163,7 +163,7 @@ def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[Par
         rest = rest - part.values
         compute = f"compute {part.name} as HF does: harness check says what is wrong in it"
         term = _Term(
-            kind=Kind.HEAD if part.is_head else Kind.OPERATIONS,
+            kind=TermKind.HEAD if part.is_head else TermKind.OPERATIONS,
             sides=[side.name],
             details=[f"{side.name}: {part.name}"],
             values=sign * part.values,
@@ -174,13 +174,13 @@ def _rest_terms(side: Side, sign: float, forwards: Forwards, parts: Sequence[Par
         (sound if term.is_rounding else terms).append(term)
     if sound:
         together = _sum(sound)
-        together.kind, together.sides = Kind.OPERATIONS, [side.name]
+        together.kind, together.sides = TermKind.OPERATIONS, [side.name]
         together.details = [f"{side.name}: {'all' if not terms else 'all other'} operations"]
         terms.append(together)
     floor = side.floor(forwards)  # with parts, too: two runs of one side differ by rounding
     what = "what is recorded, less what it computes now" if parts else "its operations, not seen one by one"
     details = [] if parts and not bool(rest.any()) else [f"{side.name}: {what}"]
-    return terms, _Term(kind=Kind.REST, sides=[side.name], details=details, values=sign * rest, floor=floor)
+    return terms, _Term(kind=TermKind.REST, sides=[side.name], details=details, values=sign * rest, floor=floor)
 
 
 def _sum(terms: Sequence[_Term]) -> _Term:

@@ -16,7 +16,7 @@ from harness.campaigns.endpoint.probe import probe
 from harness.campaigns.endpoint.probed import Probed
 from harness.campaigns.endpoint.run import eos_of
 from harness.campaigns.endpoint.truth import plain_ids
-from harness.campaigns.sampler.settings import DrawRequest, Setting, draw_requests
+from harness.campaigns.sampler.settings import DrawRequest, SamplerSetting, draw_requests
 from harness.errors import HarnessError
 from harness.judge.jobs.model import planned_model
 from harness.oracle.model import HFModel
@@ -48,7 +48,7 @@ class AskedSampler:
 def ask_draws(
     plan: Plan,
     address: Address,
-    settings: Sequence[Setting],
+    settings: Sequence[SamplerSetting],
     num_draws: int,
     *,
     seed: int,

@@ -95,7 +95,7 @@ class Power:
 
 
 @dataclass(slots=True, kw_only=True)
-class Evidence:
+class SamplerEvidence:
     """All draws of one setting."""
 
     chain: Chain

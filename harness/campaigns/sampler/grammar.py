@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.campaigns.sampler.draws import Draws
 from harness.campaigns.sampler.evidence import Draw
-from harness.campaigns.sampler.settings import DrawRequest, Setting
+from harness.campaigns.sampler.settings import DrawRequest, SamplerSetting
 from harness.campaigns.structured.automaton import SPACING, Automaton
 
 _Item = tuple[tuple[int, int], tuple[DrawRequest, Draw]]
@@ -21,7 +21,7 @@ def within_schemas(draws: Draws, automaton: Automaton) -> Draws:
     Raises:
         HarnessError: BAD_SCHEMA.
     """
-    answers: dict[Setting, list[_Answer]] = {}
+    answers: dict[SamplerSetting, list[_Answer]] = {}
     for (setting, _), own in groupby(draws.items(), key=lambda item: (item[1][0].setting, item[1][0].number)):
         answers.setdefault(setting, []).append(list(own))
     bound: dict[tuple[int, int], tuple[DrawRequest, Draw]] = {}

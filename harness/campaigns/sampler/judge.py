@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harness.campaigns.sampler.evidence import Evidence, JudgedDraw, Power
+from harness.campaigns.sampler.evidence import JudgedDraw, Power, SamplerEvidence
 from harness.errors import Code
 from harness.results.check import Finding
 
@@ -37,7 +37,7 @@ class Levels:
     """Of all tests together."""
 
     @classmethod
-    def of(cls, evidence: Mapping[str, Evidence]) -> "Levels":
+    def of(cls, evidence: Mapping[str, SamplerEvidence]) -> "Levels":
         """Count the tests of a run."""
         num_own = sum(_TESTS_OF_A_SETTING + len(own.names) for own in evidence.values())
         num_names = len({name for own in evidence.values() for name in own.names})
@@ -80,7 +80,7 @@ class SettingJudgement:
     findings: tuple[Finding, ...] = ()
 
 
-def all_totals(evidence: Mapping[str, Evidence]) -> dict[str, float]:
+def all_totals(evidence: Mapping[str, SamplerEvidence]) -> dict[str, float]:
     """Return the log likelihood ratios of the alternatives, over all settings that they change."""
     totals = dict[str, float]()
     for own in evidence.values():
@@ -89,7 +89,9 @@ def all_totals(evidence: Mapping[str, Evidence]) -> dict[str, float]:
     return totals
 
 
-def judge_setting(name: str, evidence: Evidence, levels: Levels, over_all: Mapping[str, float]) -> SettingJudgement:
+def judge_setting(
+    name: str, evidence: SamplerEvidence, levels: Levels, over_all: Mapping[str, float]
+) -> SettingJudgement:
     """Judge the draws of one setting, of which there is one at least.
 
     The ratios `over_all` settings choose between alternatives that fit this one.
@@ -116,7 +118,7 @@ def _shifts(draws: Sequence[JudgedDraw], at: int) -> tuple[float, float]:
 
 
 def _follows(
-    evidence: Evidence, totals: Sequence[float], bound: float, over_all: Mapping[str, float], least: float
+    evidence: SamplerEvidence, totals: Sequence[float], bound: float, over_all: Mapping[str, float], least: float
 ) -> str | None:
     """Name the alternatives that fit best; None if none fits, or if the draws do not speak for any of them."""
     best = max(totals[1:], default=0.0)
@@ -167,7 +169,7 @@ class Pooled:
     findings: tuple[Finding, ...]
 
 
-def judge_pooled(evidence: Mapping[str, Evidence], levels: Levels, *, is_named: bool) -> Pooled:
+def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_named: bool) -> Pooled:
     """Judge each alternative over all settings that it changes, and say what so many draws find.
 
     `is_named` says whether a setting is wrong: what is wrong is then said there.
@@ -191,7 +193,7 @@ def judge_pooled(evidence: Mapping[str, Evidence], levels: Levels, *, is_named: 
 
 
 def judge_independence(
-    evidence: Mapping[str, Evidence], levels: Levels, follows: Mapping[str, str | None]
+    evidence: Mapping[str, SamplerEvidence], levels: Levels, follows: Mapping[str, str | None]
 ) -> Iterator[Finding]:
     """Judge the random numbers of all draws together, and whether neighbouring draws share one.
 

@@ -13,7 +13,7 @@ from harness.campaigns.endpoint.judge import wrong_length
 from harness.campaigns.endpoint.probed import failure, words
 from harness.campaigns.sampler.ask import Answers, AskedSampler, ask_draws
 from harness.campaigns.sampler.draws import drawn, read_draws
-from harness.campaigns.sampler.evidence import Draw, Evidence
+from harness.campaigns.sampler.evidence import Draw, SamplerEvidence
 from harness.campaigns.sampler.grammar import within_schemas
 from harness.campaigns.sampler.judge import (
     FALSE_ALARM,
@@ -26,7 +26,7 @@ from harness.campaigns.sampler.judge import (
     judge_setting,
 )
 from harness.campaigns.sampler.logprobs import LogprobEvidence
-from harness.campaigns.sampler.settings import TOKENS, DrawRequest, Setting, chosen_settings
+from harness.campaigns.sampler.settings import TOKENS, DrawRequest, SamplerSetting, chosen_settings
 from harness.campaigns.structured.automaton import Automaton
 from harness.errors import Code, HarnessError
 from harness.oracle.sampling import Chain
@@ -76,7 +76,7 @@ class _Judged:
     ) -> None:
         self._asked, self._truth, self._chain = asked, truth, chain
         names = dict.fromkeys(request.setting.name for request in asked.requests)
-        self._evidence = {name: Evidence(chain=chain, eos=asked.eos, seed=seed) for name in names}
+        self._evidence = {name: SamplerEvidence(chain=chain, eos=asked.eos, seed=seed) for name in names}
         self._logprobs = LogprobEvidence(chain=chain)
         self._repeated = LogprobEvidence(chain=chain)
         """Log probabilities of requests that were sent again, and drew the same tokens."""
@@ -123,7 +123,9 @@ class _Judged:
                 own = {answer.token_ids[draw.step]: None} if own is None else own
                 self._repeated.add(draw, own, logits, control, position)
 
-    def result(self, plan: Plan, address: Address, settings: Sequence[Setting], *, truth_s: float) -> SamplerResult:
+    def result(
+        self, plan: Plan, address: Address, settings: Sequence[SamplerSetting], *, truth_s: float
+    ) -> SamplerResult:
         """Judge everything."""
         evidence = {name: own for name, own in self._evidence.items() if own.draws}
         bare = {setting.name for setting in settings if setting.is_bare}
@@ -166,7 +168,7 @@ class _Judged:
             truth_s=truth_s,
         )
 
-    def _setting(self, setting: Setting, levels: Levels, over_all: Mapping[str, float]) -> SettingResult:
+    def _setting(self, setting: SamplerSetting, levels: Levels, over_all: Mapping[str, float]) -> SettingResult:
         lacking = setting.lacking(self._chain.steps)
         if lacking:
             return SettingResult.left_out(

@@ -30,7 +30,7 @@ _STEPS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class SamplerSetting:
     """Parameters that many requests share."""
 
     name: str
@@ -53,12 +53,12 @@ class Setting:
         return sorted({_STEPS.get(name, name) for name in names} - set(order))
 
 
-def _of(name: str, **settings: float) -> Setting:
-    return Setting(name=name, settings=SamplingSettings(**settings))  # type: ignore[arg-type]
+def _of(name: str, **settings: float) -> SamplerSetting:
+    return SamplerSetting(name=name, settings=SamplingSettings(**settings))  # type: ignore[arg-type]
 
 
 SETTINGS = (
-    Setting(name="defaults", settings=SamplingSettings(), is_bare=True),
+    SamplerSetting(name="defaults", settings=SamplingSettings(), is_bare=True),
     _of("cold", temperature=0.6),
     _of("hot", temperature=1.5),
     _of("top_k", temperature=1.8, top_k=3),
@@ -68,9 +68,9 @@ SETTINGS = (
     _of("repetition_penalty", temperature=1.2, repetition_penalty=1.5),
     _of("presence_penalty", temperature=1.1, presence_penalty=2.0),
     _of("frequency_penalty", temperature=1.1, frequency_penalty=2.0),
-    Setting(name="logit_bias", settings=SamplingSettings(temperature=1.3), is_biased=True),
+    SamplerSetting(name="logit_bias", settings=SamplingSettings(temperature=1.3), is_biased=True),
     _of("together", temperature=1.4, top_k=12, top_p=0.8, min_p=0.03, repetition_penalty=1.2),
-    Setting(
+    SamplerSetting(
         name="json_schema",
         settings=SamplingSettings(temperature=1.5, top_k=20),
         schema={"type": "array", "items": {"enum": [*range(1, 100)]}, "minItems": TOKENS},
@@ -78,7 +78,7 @@ SETTINGS = (
 )
 
 
-def chosen_settings(only: Sequence[str]) -> tuple[Setting, ...]:
+def chosen_settings(only: Sequence[str]) -> tuple[SamplerSetting, ...]:
     """Return the settings of some names, all if there are none; raises HarnessError (BAD_OPTION)."""
     names = [setting.name for setting in SETTINGS]
     unknown = [name for name in only if name not in names]
@@ -94,7 +94,7 @@ class DrawRequest:
     """One request to a sampler."""
 
     number: int
-    setting: Setting
+    setting: SamplerSetting
     settings: SamplingSettings
     """Those of the setting, with the bias on tokens of this prompt."""
     prompt: tuple[int, ...]
@@ -139,7 +139,13 @@ def _fields(settings: SamplingSettings, dialect: Dialect) -> dict[str, Any]:
 
 
 def draw_requests(
-    settings: Sequence[Setting], num_draws: int, names: TokenNames, ids: Sequence[int], probed: Probed, *, seed: int
+    settings: Sequence[SamplerSetting],
+    num_draws: int,
+    names: TokenNames,
+    ids: Sequence[int],
+    probed: Probed,
+    *,
+    seed: int,
 ) -> Iterator[DrawRequest]:
     """Yield the requests of all settings by turns, so that each batch is a mixture.
 

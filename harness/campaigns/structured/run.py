@@ -26,7 +26,7 @@ _TRIALS = 8
 """Schemas by which the convention of whitespace is chosen."""
 
 
-class Job:
+class MaskCheck:
     """The check of one mask function; whatever it raises is a finding."""
 
     def __init__(self, hf: Any, mask: MaskFunction, limit_s: float, progress: Progress) -> None:

@@ -16,7 +16,7 @@ from harness.campaigns.endpoint.run import eos_ids
 from harness.campaigns.tokens.conversations import Conversation
 from harness.campaigns.tokens.facts import template_notes
 from harness.campaigns.tokens.rendering import Renderer
-from harness.campaigns.tokens.search import Search, find_smallest, texts
+from harness.campaigns.tokens.search import ConversationSearch, find_smallest, texts
 from harness.campaigns.tokens.seen import Seen, Sight, see, strongest
 from harness.campaigns.tokens.written import Writing
 from harness.errors import Code, HarnessError
@@ -56,7 +56,9 @@ def compare_renderings(
         except Exception as error:
             return Seen(refusal=f"{type(error).__name__}: {error}"[:200])
 
-    search = Search(renderer=renderer, see=seen, num=num_conversations, seed=seed, progress=progress or no_progress)
+    search = ConversationSearch(
+        renderer=renderer, see=seen, num=num_conversations, seed=seed, progress=progress or no_progress
+    )
     search.look()
     return TokensResult(
         subject=getattr(render, "__name__", "function"),
@@ -124,7 +126,7 @@ class _Job:
                 findings.extend(_miscounted(own) if not findings else ())
                 return own
 
-            search = Search(
+            search = ConversationSearch(
                 renderer=self._renderer, see=seen, num=num, seed=seed, body_of=sight.body, progress=progress
             )
             search.look()

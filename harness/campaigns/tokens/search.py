@@ -43,7 +43,7 @@ def find_smallest(strategy: SearchStrategy[Any], is_wrong: Callable[[Any], bool]
 
 
 @dataclass(kw_only=True)
-class Search:
+class ConversationSearch:
     """A search over conversations."""
 
     renderer: Renderer

@@ -26,7 +26,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SeeingWay:
     """A way to see."""
 
     name: str
@@ -88,24 +88,29 @@ async def _usage(sight: Sight, conversation: Conversation) -> Seen:
 
 
 WAYS = (
-    Way("prompt_token_ids", "the tokens that the chat was computed from", _chat_ids),
-    Way("prompt_logprobs", "the tokens that the chat was computed from, but for the first", _chat_logprobs),
-    Way("/tokenize", "the tokens that the server's own page makes of a conversation, which a chat may do otherwise",
-        _tokenize),
-    Way("/apply-template", "the text that the server's own page makes of a conversation, not its tokens", _template),
-    Way("usage.prompt_tokens", "the number of tokens, not which they are", _usage),
-)  # fmt: skip
+    SeeingWay("prompt_token_ids", "the tokens that the chat was computed from", _chat_ids),
+    SeeingWay("prompt_logprobs", "the tokens that the chat was computed from, but for the first", _chat_logprobs),
+    SeeingWay(
+        "/tokenize",
+        "the tokens that the server's own page makes of a conversation, which a chat may do otherwise",
+        _tokenize,
+    ),
+    SeeingWay(
+        "/apply-template", "the text that the server's own page makes of a conversation, not its tokens", _template
+    ),
+    SeeingWay("usage.prompt_tokens", "the number of tokens, not which they are", _usage),
+)
 """The strongest first."""
 
 
-def knows(way: Way, seen: Seen) -> bool:
+def knows(way: SeeingWay, seen: Seen) -> bool:
     """Whether an answer has what the way is for."""
     if way.name == "usage.prompt_tokens":
         return seen.count is not None
     return (seen.text if way.name == "/apply-template" else seen.token_ids) is not None
 
 
-async def see(way: Way, sight: Sight, conversation: Conversation) -> Seen:
+async def see(way: SeeingWay, sight: Sight, conversation: Conversation) -> Seen:
     """Return what the server saw, or how it refuses.
 
     Raises:
@@ -119,7 +124,7 @@ async def see(way: Way, sight: Sight, conversation: Conversation) -> Seen:
         return Seen(refusal=words(error))
 
 
-async def strongest(sight: Sight, conversation: Conversation) -> Way:
+async def strongest(sight: Sight, conversation: Conversation) -> SeeingWay:
     """Return the way that shows the most.
 
     Raises:

@@ -39,7 +39,7 @@ _HOT, _HOTTEST = 100.0, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class WrittenAnswer:
     """One answer, joined where it came in pieces."""
 
     text: str
@@ -117,7 +117,7 @@ class Writing:
                     raise
         return body
 
-    async def _run(self, path: str, prompt: str, body: Mapping[str, Any], plain: Answer, check: Check) -> None:
+    async def _run(self, path: str, prompt: str, body: Mapping[str, Any], plain: WrittenAnswer, check: Check) -> None:
         name = f"streams of {path}" if check.is_streamed else check.of
         if name in self.not_judged:
             return
@@ -149,14 +149,16 @@ class Writing:
             )
         )  # fmt: skip
 
-    async def _ask(self, path: str, body: Mapping[str, Any], *, is_streamed: bool = False) -> Answer:
+    async def _ask(self, path: str, body: Mapping[str, Any], *, is_streamed: bool = False) -> WrittenAnswer:
         if is_streamed:
             return _joined(await self._client.stream(path, body), path)
         answer = await self._client.post(path, body)
         only_choice(answer, where=path)
         return _joined([{**answer, "choices": [each]} for each in answer["choices"]], path)
 
-    def _wrong(self, prompt: str, plain: Answer, answer: Answer, check: Check) -> tuple[str, str, str] | None:
+    def _wrong(
+        self, prompt: str, plain: WrittenAnswer, answer: WrittenAnswer, check: Check
+    ) -> tuple[str, str, str] | None:
         """Return name, expected and actual of what is wrong."""
         if check.of == "n":
             if len(answer.texts) != 2:
@@ -174,7 +176,7 @@ class Writing:
             return f"finish_reason of {check.of}", repr(check.finish_reason), repr(answer.finish_reason)
         return None
 
-    def _wrong_plain(self, prompt: str, answer: Answer, num_asked: int) -> tuple[str, str, str] | None:
+    def _wrong_plain(self, prompt: str, answer: WrittenAnswer, num_asked: int) -> tuple[str, str, str] | None:
         ids, num = answer.token_ids, answer.num_new
         if ids is not None and num is not None and not 0 <= num - len(ids) <= (answer.finish_reason == "stop"):
             return "usage counts other tokens than the answer has", str(len(ids)), str(num)
@@ -201,7 +203,7 @@ class Writing:
         return [_whole(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=own)) for own in (False, None)]
 
 
-def _joined(events: Sequence[Any], path: str) -> Answer:
+def _joined(events: Sequence[Any], path: str) -> WrittenAnswer:
     """Join the pieces of the choices; raises HarnessError (ENDPOINT_UNREADABLE)."""
     texts, ids, num, reason = dict[Any, str](), [], None, None
     for event in events:
@@ -224,7 +226,7 @@ def _joined(events: Sequence[Any], path: str) -> Answer:
     if not texts:
         raise unreadable("the answer has no choices", where=path, actual=events[:1])
     is_named = bool(ids) and all(isinstance(own, int) and 0 <= own < 2**31 for own in ids)
-    return Answer(
+    return WrittenAnswer(
         text=texts[min(texts)],
         token_ids=tuple(ids) if is_named else None,
         finish_reason=reason if isinstance(reason, str) else None,
@@ -233,7 +235,7 @@ def _joined(events: Sequence[Any], path: str) -> Answer:
     )
 
 
-def _checks(prompt: str | None, plain: Answer, hot: float) -> Iterator[Check]:
+def _checks(prompt: str | None, plain: WrittenAnswer, hot: float) -> Iterator[Check]:
     """Yield the checks beside the plain answer; without a prompt, no echo is asked for. Two choices are `hot`."""
     text = plain.text.rstrip(_BROKEN)
     yield Check(of="streaming", is_streamed=True, expected=plain.text, finish_reason=plain.finish_reason)
@@ -270,7 +272,7 @@ def _whole(text: str) -> str:
     return text.rstrip(_BROKEN)
 
 
-def _named(check: Check, plain: Answer, answer: Answer) -> str:
+def _named(check: Check, plain: WrittenAnswer, answer: WrittenAnswer) -> str:
     """Return the name of a text that is not the expected one."""
     own, expected = answer.text, check.expected or ""
     if check.of == "echo":

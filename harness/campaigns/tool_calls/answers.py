@@ -28,7 +28,7 @@ _MARK = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{3,40}\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """One call."""
 
     name: str
@@ -36,10 +36,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Utterance:
     """What the assistant says, and the tools that it has."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     content: str = ""
     tools: tuple[Mapping[str, Any], ...]
 
@@ -91,35 +91,35 @@ def marks_of(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_MARK.findall(text)))
 
 
-def samples() -> dict[str, Answer]:
+def samples() -> dict[str, Utterance]:
     """Return the smallest answer with each part that a template may not take."""
     tools = (tool("weather", {"text": "string", "n": "integer", "more": "object"}),)
-    call = Call("weather", {"text": "Oslo"})
+    call = ToolCall("weather", {"text": "Oslo"})
     return {
-        "a call": Answer(calls=(call,), tools=tools),
-        "several calls": Answer(calls=(call, call), tools=tools),
-        "content beside calls": Answer(calls=(call,), content="y", tools=tools),
-        "calls without arguments": Answer(calls=(Call("weather", {}),), tools=tools),
-        "answers without calls": Answer(content="y", tools=tools),
+        "a call": Utterance(calls=(call,), tools=tools),
+        "several calls": Utterance(calls=(call, call), tools=tools),
+        "content beside calls": Utterance(calls=(call,), content="y", tools=tools),
+        "calls without arguments": Utterance(calls=(ToolCall("weather", {}),), tools=tools),
+        "answers without calls": Utterance(content="y", tools=tools),
     }
 
 
-def hard_answers(marks: Sequence[str]) -> Iterator[Answer]:
+def hard_answers(marks: Sequence[str]) -> Iterator[Utterance]:
     """Yield an answer with each hard text: as an argument, inside of an object, and as content."""
     tools = samples()["a call"].tools
     for text in (*_HARD, *marks, *(f"x{own}y" for own in marks)):
-        yield Answer(calls=(Call("weather", {"text": text}),), tools=tools)
-        yield Answer(calls=(Call("weather", {"more": {text: [text]}, "n": 2**53 + 1}),), tools=tools)
+        yield Utterance(calls=(ToolCall("weather", {"text": text}),), tools=tools)
+        yield Utterance(calls=(ToolCall("weather", {"more": {text: [text]}, "n": 2**53 + 1}),), tools=tools)
     for text in (*_CONTENTS, "[1]", '{"a": 1}'):
-        yield Answer(content=text, tools=tools)
-        yield Answer(calls=(Call("weather", {}),), content=text, tools=tools)
+        yield Utterance(content=text, tools=tools)
+        yield Utterance(calls=(ToolCall("weather", {}),), content=text, tools=tools)
 
 
 _CONTENTS = tuple(own for own in WORST if "think" not in own)
 """Reasoning is cut out by other parsers."""
 
 
-def answers(parts: Sequence[str], marks: Sequence[str]) -> SearchStrategy[Answer]:
+def answers(parts: Sequence[str], marks: Sequence[str]) -> SearchStrategy[Utterance]:
     """Return a strategy for answers.
 
     The `parts` are those of `samples`; arguments may hold the format's `marks`.
@@ -128,7 +128,7 @@ def answers(parts: Sequence[str], marks: Sequence[str]) -> SearchStrategy[Answer
 
 
 @st.composite
-def _answers(draw: DrawFn, parts: frozenset[str], hard: tuple[str, ...]) -> Answer:
+def _answers(draw: DrawFn, parts: frozenset[str], hard: tuple[str, ...]) -> Utterance:
     values, least = _values(hard), 0 if "calls without arguments" in parts else 1
     properties = st.dictionaries(
         st.sampled_from(_PROPERTIES), st.sampled_from(tuple(values)), min_size=least, max_size=3
@@ -144,9 +144,9 @@ def _answers(draw: DrawFn, parts: frozenset[str], hard: tuple[str, ...]) -> Answ
     for _ in range(draw(st.integers(fewest, 3 if "several calls" in parts else 1))):
         name = draw(st.sampled_from(names))
         chosen = [each for at, each in enumerate(own[name]) if at < least or draw(st.booleans())]
-        calls.append(Call(name, {each: draw(values[own[name][each]]) for each in chosen}))
+        calls.append(ToolCall(name, {each: draw(values[own[name][each]]) for each in chosen}))
     content = draw(_TEXTS | st.sampled_from(_CONTENTS)) if not calls or "content beside calls" in parts else ""
-    return Answer(calls=tuple(calls), content=content, tools=tools)
+    return Utterance(calls=tuple(calls), content=content, tools=tools)
 
 
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.campaigns.tool_calls.answers import Answer, Call
+from harness.campaigns.tool_calls.answers import ToolCall, Utterance
 from harness.campaigns.tool_calls.reading import Reading
 
 Named = tuple[str, str, str]
@@ -44,7 +44,7 @@ _CHANGES: dict[str, Callable[[str], str]] = {
 }
 
 
-def name_difference(expected: Answer, actual: Reading, marks: Sequence[str] | None) -> Named | None:
+def name_difference(expected: Utterance, actual: Reading, marks: Sequence[str] | None) -> Named | None:
     """Return name, expected and actual of what differs first; None: it was read as it was written.
 
     Without `marks` of the format it is only said of a string whether characters are lost, as pieces lose any.
@@ -60,7 +60,7 @@ def name_difference(expected: Answer, actual: Reading, marks: Sequence[str] | No
     return _content(expected, actual, marks)
 
 
-def _calls(expected: Sequence[Call], actual: Reading) -> str | None:
+def _calls(expected: Sequence[ToolCall], actual: Reading) -> str | None:
     """Return what is wrong about the number and the order of calls."""
     places = [[at for at, own in enumerate(expected) if not any(_values(own, call, ()))] for call in actual.calls]
     if len(places) < len(expected):
@@ -73,13 +73,13 @@ def _calls(expected: Sequence[Call], actual: Reading) -> str | None:
     return None if is_same or not all(places) else "the order of calls is changed"
 
 
-def held_mark(expected: Answer, marks: Sequence[str]) -> str | None:
+def held_mark(expected: Utterance, marks: Sequence[str]) -> str | None:
     """Return a mark of the format that stands in an argument, which explains much."""
     text = json.dumps([dict(own.arguments) for own in expected.calls], ensure_ascii=False)
     return next((own for own in marks if own in text), None)
 
 
-def _values(expected: Call, actual: Call, marks: Sequence[str] | None) -> Iterator[Named]:
+def _values(expected: ToolCall, actual: ToolCall, marks: Sequence[str] | None) -> Iterator[Named]:
     if expected.name != actual.name:
         is_twice = actual.name == 2 * expected.name
         name = "the name of a call comes twice" if is_twice else "the name of a call is changed"
@@ -143,7 +143,7 @@ def _string(expected: str, actual: str, marks: Sequence[str] | None) -> str:
     return f"characters{whose} are changed"
 
 
-def _content(expected: Answer, actual: Reading, marks: Sequence[str] | None) -> Named | None:
+def _content(expected: Utterance, actual: Reading, marks: Sequence[str] | None) -> Named | None:
     """Return what is wrong about the content; whitespace around it is anybody's."""
     if actual.content is None or actual.content.strip() == expected.content.strip():
         return None
@@ -159,5 +159,5 @@ def _content(expected: Answer, actual: Reading, marks: Sequence[str] | None) -> 
     return name, repr(own)[:200], repr(read)[:200]
 
 
-def _shown(calls: Sequence[Call]) -> str:
+def _shown(calls: Sequence[ToolCall]) -> str:
     return json.dumps([{"name": own.name, "arguments": dict(own.arguments)} for own in calls], ensure_ascii=False)[:300]

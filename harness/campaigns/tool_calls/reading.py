@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from harness.campaigns.tool_calls.answers import Call
+from harness.campaigns.tool_calls.answers import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What was read out of a text; a wrong form, an exception or a hang are readings too."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     content: str | None = None
     """None: the parser returns calls alone."""
     wrong: str = ""
@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else value
 
 
-def _call(value: Any) -> Call:
+def _call(value: Any) -> ToolCall:
     own = _plain(value)
     own = _plain(own.get("function") or own) if isinstance(own, Mapping) else own
     if not isinstance(own, Mapping) or not isinstance(own.get("name"), str) or "arguments" not in own:
@@ -82,7 +82,7 @@ def _call(value: Any) -> Call:
         arguments = None
     if not isinstance(arguments, dict):
         raise FormError("the arguments of a call are no JSON object", own["arguments"])
-    return Call(own["name"], arguments)
+    return ToolCall(own["name"], arguments)
 
 
 def _decoded(text: str) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from harness.base.progress import Progress
 from harness.campaigns.fuzz.deadline import DeadlineError, deadline
 from harness.campaigns.tokens.search import find_smallest
-from harness.campaigns.tool_calls.answers import Answer, answers, hard_answers, samples
+from harness.campaigns.tool_calls.answers import Utterance, answers, hard_answers, samples
 from harness.campaigns.tool_calls.naming import Named, held_mark, name_difference
 from harness.campaigns.tool_calls.reading import FormError, Reading, pieces_of, read_message, read_stream
 from harness.campaigns.tool_calls.writing import Writer
@@ -32,7 +32,7 @@ _CUTS = ((1, 0), (3, 1), (7, 2))
 Cut = tuple[int, int] | None
 
 
-class Job:
+class ParserCheck:
     """The check of one parser, at once and, with `stream`, in pieces. What it raises is a misreading."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Job:
         self._limit_s, self._progress = limit_s, progress
         self._hangs = self._has_content = False
         self._readings: dict[tuple[str, Cut], Reading] = {}
-        self._found: dict[str, tuple[Answer, Cut]] = {}
+        self._found: dict[str, tuple[Utterance, Cut]] = {}
 
     def result(self, model: str, num: int, seed: int) -> FunctionResult:
         """Run the check on so many generated answers, and those with a hard text each; raises as `Writer.text`."""
@@ -66,7 +66,7 @@ class Job:
         cuts = st.none() if self._stream is None else st.none() | st.tuples(st.integers(0, 4), st.integers(0, 120))
         strategy, names = st.tuples(answers(parts, marks), cuts), Counter[str]()
 
-        def look(own: tuple[Answer, Cut]) -> bool:
+        def look(own: tuple[Utterance, Cut]) -> bool:
             named = self._wrong(*own)
             if named is not None:
                 names[named[0]] += 1
@@ -81,7 +81,7 @@ class Job:
         return [self._misreading(strategy, name, num, seed) for name in _chosen(names)]
 
     def _misreading(self, strategy: Any, name: str, num: int, seed: int) -> FunctionDifference:
-        def shows(own: tuple[Answer, Cut]) -> bool:
+        def shows(own: tuple[Utterance, Cut]) -> bool:
             return (self._wrong(*own) or ("",))[0] == name
 
         found = find_smallest(strategy, shows, num, seed) or self._found[name]
@@ -104,14 +104,14 @@ class Job:
             data={"message": answer.message, "tools": answer.tools, "text": text, "pieces": pieces},
         )
 
-    def _size(self, own: tuple[Answer, Cut]) -> tuple[int, int]:
+    def _size(self, own: tuple[Utterance, Cut]) -> tuple[int, int]:
         text = self._writer.text(own[0]) or ""
         return 0 if own[1] is None else len(self._pieces(text, own[1])), len(text)
 
     def _pieces(self, text: str, cut: tuple[int, int]) -> tuple[str, ...]:
         return pieces_of(text, *cut, self._writer.whole)
 
-    def _wrong(self, answer: Answer, cut: Cut) -> Named | None:
+    def _wrong(self, answer: Utterance, cut: Cut) -> Named | None:
         """Return what is read otherwise than it was written, unless the template writes what was read alike."""
         text = self._writer.text(answer)
         reading = None if text is None else self._read(answer, text, cut)
@@ -120,7 +120,7 @@ class Job:
         if text is None or reading is None or named is None:
             return None
         content = answer.content if reading.content is None else reading.content
-        other = Answer(calls=reading.calls, content=content, tools=answer.tools)
+        other = Utterance(calls=reading.calls, content=content, tools=answer.tools)
         is_like = not reading.wrong and len(other.calls) == len(answer.calls) and other.fits()
         if is_like and not any(own in content for own in marks) and self._writer.text(other) == text:
             return None
@@ -134,7 +134,7 @@ class Job:
                 named, where = name_difference(answer, reading, None) or named, ", at a boundary of pieces"
         return f"{named[0]}{where}{f'{_HELD}{held}' if held else ''}", *named[1:]
 
-    def _read(self, answer: Answer, text: str, cut: Cut, *, again: bool = False) -> Reading | None:
+    def _read(self, answer: Utterance, text: str, cut: Cut, *, again: bool = False) -> Reading | None:
         """Return what the parser reads, asked once; None after it did not end."""
         key = repr(answer), cut
         if key in self._readings and not again:

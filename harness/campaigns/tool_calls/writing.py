@@ -4,7 +4,7 @@ import re
 
 from harness.campaigns.endpoint.run import eos_ids
 from harness.campaigns.tokens.rendering import Renderer
-from harness.campaigns.tool_calls.answers import USER, Answer, marks_of, samples
+from harness.campaigns.tool_calls.answers import USER, Utterance, marks_of, samples
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 
@@ -19,8 +19,8 @@ class Writer:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._renderer = renderer = Renderer(checkpoint.tokenizer)
         self._texts: dict[str, str | None] = {}
-        self._writers: dict[str, Answer] = {}
-        self.ambiguous: dict[str, tuple[Answer, Answer]] = {}
+        self._writers: dict[str, Utterance] = {}
+        self.ambiguous: dict[str, tuple[Utterance, Utterance]] = {}
         """Texts that the template makes of two answers."""
         ends = [renderer.decode([own]) for own in eos_ids(checkpoint.folder, renderer.tokenizer.hf.eos_token_id)]
         self._end = re.compile(rf"(?:{'|'.join(map(re.escape, ends))})\s*\Z") if ends else re.compile(r"\Z")
@@ -51,7 +51,7 @@ class Writer:
             hint="give the folder of a model that was trained to call tools, with its own template",
         )
 
-    def text(self, answer: Answer) -> str | None:
+    def text(self, answer: Utterance) -> str | None:
         """Return what the model writes; None if the template refuses it, or the generation prompt is another beginning.
 
         Raises:
@@ -66,7 +66,7 @@ class Writer:
                     self.ambiguous.setdefault(text, (other, answer))
         return self._texts[key]
 
-    def _written(self, answer: Answer) -> str | None:
+    def _written(self, answer: Utterance) -> str | None:
         prompt = self._renderer.render(answer.conversation.changed(USER))
         whole = self._renderer.render(answer.conversation, has_prompt=False)
         if prompt is None or whole is None:

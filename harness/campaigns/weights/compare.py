@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from harness.campaigns.weights.match import Pair, lines_of, match
-from harness.campaigns.weights.sources import Source
+from harness.campaigns.weights.sources import TensorSource
 from harness.results.weights import TensorDifference, WeightsResult
 
 
@@ -23,10 +23,10 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
         HarnessError: BAD_OPTION, or what is wrong with a checkpoint.
     """
     one, two = (
-        Source.of(weights, where=where, local_files_only=local_files_only)
+        TensorSource.of(weights, where=where, local_files_only=local_files_only)
         for weights, where in ((first, "the first weights"), (second, "the second weights"))
     )
-    old = None if before is None else Source.of(before, where="before", local_files_only=local_files_only)
+    old = None if before is None else TensorSource.of(before, where="before", local_files_only=local_files_only)
     pairs, only_first, only_second = match(one, two)
     _drop_tied(one, two, only_first, only_second)
     tensors, moved, total = [], 0.0, 0.0
@@ -44,7 +44,7 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
     )
 
 
-def _drop_tied(one: Source, two: Source, only_first: list[str], only_second: list[str]) -> None:
+def _drop_tied(one: TensorSource, two: TensorSource, only_first: list[str], only_second: list[str]) -> None:
     """Take a head that one side has, and the other has as its embedding, out of what has no counterpart."""
     for names, source in ((only_first, one), (only_second, two)):
         for name in [name for name in names if name.endswith("lm_head.weight")]:
@@ -53,7 +53,9 @@ def _drop_tied(one: Source, two: Source, only_first: list[str], only_second: lis
                 names.remove(name)
 
 
-def _difference(pair: Pair, one: Source, two: Source, old: Source | None) -> tuple[TensorDifference, float, float]:
+def _difference(
+    pair: Pair, one: TensorSource, two: TensorSource, old: TensorSource | None
+) -> tuple[TensorDifference, float, float]:
     """Return a pair's difference, and of the known update the part that arrived, and the whole: dot products."""
     first, second = (tensor.detach().cpu() for tensor in pair.of(one, two))
     a, b = first.double(), second.double()
@@ -79,7 +81,7 @@ def _difference(pair: Pair, one: Source, two: Source, old: Source | None) -> tup
     return difference, dot, norm
 
 
-def _update(pair: Pair, a: torch.Tensor, b: torch.Tensor, old: Source | None) -> tuple[float, float]:
+def _update(pair: Pair, a: torch.Tensor, b: torch.Tensor, old: TensorSource | None) -> tuple[float, float]:
     name = pair.whole if pair.is_expected else pair.other
     if old is None or name not in old.shapes:
         return 0.0, 0.0

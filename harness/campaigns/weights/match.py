@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.campaigns.weights.sources import Source
+from harness.campaigns.weights.sources import TensorSource
 from harness.engines.by_content.columns import ColumnIndex, Columns
 
 _LOOSE = 0.1
@@ -32,7 +32,7 @@ class Pair:
     dim: int = 0
     """The dimension that `columns` counts: rows, or columns of a matrix."""
 
-    def of(self, first: Source, second: Source) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, first: TensorSource, second: TensorSource) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both tensors, the first weights' first."""
         source, container = (first, second) if self.is_expected else (second, first)
         whole, other = source[self.whole], container[self.other]
@@ -51,7 +51,7 @@ class Pair:
         return f"{self.other}, {kind} {self.columns.start} to {self.columns.stop - 1}{rest}"
 
 
-def match(first: Source, second: Source) -> tuple[list[Pair], list[str], list[str]]:
+def match(first: TensorSource, second: TensorSource) -> tuple[list[Pair], list[str], list[str]]:
     """Return the pairs, and the names on either side that have no counterpart."""
     pairs = [
         Pair(whole=name, other=name, is_expected=True)
@@ -74,7 +74,7 @@ def match(first: Source, second: Source) -> tuple[list[Pair], list[str], list[st
     return [*pairs, *found, *back], [*left, *_uncovered(back, first)], [*rest, *_uncovered(found, second)]
 
 
-def _equal(first: Source, left: Sequence[str], second: Source, right: Sequence[str]) -> Iterator[Pair]:
+def _equal(first: TensorSource, left: Sequence[str], second: TensorSource, right: Sequence[str]) -> Iterator[Pair]:
     """Pair tensors of other names that are equal: of several equal ones it does not matter which is which."""
     by_content: dict[tuple[object, ...], list[str]] = {}
     for name in right:
@@ -85,12 +85,12 @@ def _equal(first: Source, left: Sequence[str], second: Source, right: Sequence[s
             yield Pair(whole=name, other=same.pop(0), is_expected=True)
 
 
-def _content(source: Source, name: str) -> tuple[object, ...]:
+def _content(source: TensorSource, name: str) -> tuple[object, ...]:
     values = source[name].detach().cpu().double().contiguous().numpy().tobytes()
     return source.shapes[name], hashlib.sha256(values).digest()
 
 
-def _uncovered(pairs: Sequence[Pair], container: Source) -> Iterator[str]:
+def _uncovered(pairs: Sequence[Pair], container: TensorSource) -> Iterator[str]:
     """Yield tensors of which some lines were found nowhere, and are no padding: not all zero."""
     for name in dict.fromkeys(pair.other for pair in pairs):
         own = [pair for pair in pairs if pair.other == name and pair.columns is not None]
@@ -106,7 +106,7 @@ def _uncovered(pairs: Sequence[Pair], container: Source) -> Iterator[str]:
 
 
 def _search(
-    source: Source, names: Sequence[str], container: Source, others: Sequence[str], *, is_expected: bool
+    source: TensorSource, names: Sequence[str], container: TensorSource, others: Sequence[str], *, is_expected: bool
 ) -> Iterator[Pair]:
     """Find tensors in others, of which they may be slices."""
     open_names = dict.fromkeys(names)
@@ -130,7 +130,7 @@ def _search(
 
 
 def _fits(
-    source: Source, wanted: Sequence[str], container: Source, others: Sequence[str], dim: int, width: int
+    source: TensorSource, wanted: Sequence[str], container: TensorSource, others: Sequence[str], dim: int, width: int
 ) -> Iterator[tuple[str, tuple[str, Columns]]]:
     lines = [lines_of(container[other], dim).float() for other in others]
     index = None if width == 1 else ColumnIndex(lines, rounding=torch.finfo(torch.bfloat16).eps / 4)

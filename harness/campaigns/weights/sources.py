@@ -105,7 +105,7 @@ def unsharded(model: Any) -> Any:
     return whole
 
 
-class Source:
+class TensorSource:
     """Tensors by name, each read when it is asked for."""
 
     def __init__(self, name: str, read: Mapping[str, Callable[[], torch.Tensor]], shapes: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Source:
         return self._read[name]()
 
     @classmethod
-    def of(cls, weights: Any, *, where: str, local_files_only: bool = True) -> "Source":
+    def of(cls, weights: Any, *, where: str, local_files_only: bool = True) -> "TensorSource":
         """Return the tensors of a folder, a module or a state dict.
 
         Raises:
@@ -137,7 +137,7 @@ class Source:
         return cls(type(weights).__name__, read, shapes)
 
     @classmethod
-    def _of_folder(cls, folder: Path) -> "Source":
+    def _of_folder(cls, folder: Path) -> "TensorSource":
         found = Checkpoint(folder).tensors
 
         def read(name: str, path: Path) -> torch.Tensor:

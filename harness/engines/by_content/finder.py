@@ -17,7 +17,7 @@ from harness.engines.by_content.columns import Columns, Fit, limit_of_same, rela
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.names import TapNames, elsewhere
 from harness.engines.by_content.tables import Table, TableIndex
-from harness.engines.by_content.tap_map import Evidence
+from harness.engines.by_content.tap_map import TapEvidence
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import HFModel
 
@@ -37,12 +37,12 @@ _WINDOW = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundTensor:
     """The tensor that is taken for a tap."""
 
     table: int
     columns: Columns
-    evidence: Evidence
+    evidence: TapEvidence
     error: float = float("inf")
     """Relative error against what HF computes from the engine's values; infinity if that was not compared."""
     is_last_row: bool = False
@@ -87,7 +87,7 @@ class TapFinder:
         """By site, the order of columns that most layers have."""
         self._near: dict[str, list[Fit]] = {}
         self._num_trials = 0
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, FoundTensor] = {}
 
     def find(self) -> None:
         """Find the taps by what the tensors hold; then those with other values, by names and by what follows.
@@ -135,17 +135,17 @@ class TapFinder:
         fits = self._index.find(self._rows(found), exactly=True)
         return [fit for fit in fits if self._may_have(operation, fit.columns)] or [own]
 
-    def _rows(self, found: Found) -> torch.Tensor:
+    def _rows(self, found: FoundTensor) -> torch.Tensor:
         return found.columns.of((self.last_rows if found.is_last_row else self.tables)[found.table].rows)
 
-    def _walk(self, assumed: Mapping[str, Found], *, until: int | None = None) -> dict[str, Found]:
+    def _walk(self, assumed: Mapping[str, FoundTensor], *, until: int | None = None) -> dict[str, FoundTensor]:
         """Run HF over the engine's values, and return the tensors that hold what follows.
 
         Args:
             assumed: tensors to take where no tensor holds HF's value.
             until: place of the operation after which to end.
         """
-        found: dict[str, Found] = {}
+        found: dict[str, FoundTensor] = {}
         first = min((self._place[tap] for tap in assumed), default=0)
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
@@ -166,7 +166,7 @@ class TapFinder:
         run_hf(self._hf, self._ids, look)
         return found
 
-    def _holding(self, operation: Operation, value: torch.Tensor, *, exactly: bool) -> Found | None:
+    def _holding(self, operation: Operation, value: torch.Tensor, *, exactly: bool) -> FoundTensor | None:
         """Return the tensor that holds a value to rounding: of several that do, the one whose name is like it."""
         fits = [fit for fit in self._index.find(value, exactly=exactly) if self._may_have(operation, fit.columns)]
         if not fits or fits[0].error > self._index.fine:
@@ -182,9 +182,9 @@ class TapFinder:
             return -self._names.likeness(table.name, operation), kind, fit.index
 
         best = min((fit for fit in fits if fit.error <= limit), key=preference)
-        return Found(table=best.index, columns=best.columns, evidence=Evidence.CONTENT, error=best.error)
+        return FoundTensor(table=best.index, columns=best.columns, evidence=TapEvidence.CONTENT, error=best.error)
 
-    def _holding_last_row(self, operation: Operation, value: torch.Tensor) -> Found | None:
+    def _holding_last_row(self, operation: Operation, value: torch.Tensor) -> FoundTensor | None:
         """Return the tensor of one row that holds the last token's, where an engine may compute that alone."""
         if operation.tap not in self._hf.graph.prunable:
             return None
@@ -198,7 +198,9 @@ class TapFinder:
         if best is None or errors[best] > self._index.fine:
             return None
         columns = Columns(start=0, stop=len(row))
-        return Found(table=best, columns=columns, evidence=Evidence.CONTENT, error=errors[best], is_last_row=True)
+        return FoundTensor(
+            table=best, columns=columns, evidence=TapEvidence.CONTENT, error=errors[best], is_last_row=True
+        )
 
     def _may_have(self, operation: Operation, columns: Columns) -> bool:
         """Whether columns may lie so: products of queries and keys do not show the order of their heads' elements."""
@@ -212,18 +214,18 @@ class TapFinder:
         named = {op.tap: found for op in self._lost() if (found := self._named_like(op)) is not None}
         if not learned and not named:
             return False
-        before = {tap: found for tap, found in self.found.items() if found.evidence is not Evidence.CONTENT}
+        before = {tap: found for tap, found in self.found.items() if found.evidence is not TapEvidence.CONTENT}
         trial = self._walk({**before, **named, **learned})
         names_tell, kept = self._do_names_tell(), {}
         for tap, found in trial.items():
-            if found.evidence is not Evidence.CONTENT:
+            if found.evidence is not TapEvidence.CONTENT:
                 if self._leads_on(tap, trial):
-                    kept[tap] = replace(found, evidence=Evidence.CONSUMERS)
+                    kept[tap] = replace(found, evidence=TapEvidence.CONSUMERS)
                 elif tap in before or (names_tell if tap in learned else not self._index.can_tell(found.table)):
-                    kept[tap] = replace(found, evidence=Evidence.NAME)
+                    kept[tap] = replace(found, evidence=TapEvidence.NAME)
         return self._take(self._walk(kept)) if kept else False
 
-    def _take(self, found: dict[str, Found]) -> bool:
+    def _take(self, found: dict[str, FoundTensor]) -> bool:
         """Go on from other findings if they are more, and lose nothing."""
         before, now = (self._sharp(each) for each in (self.found, found))
         is_more = len(now) > len(before) or len(found) > len(self.found)
@@ -232,7 +234,7 @@ class TapFinder:
         self.found = found
         return True
 
-    def _learned(self, operation: Operation) -> Found | None:
+    def _learned(self, operation: Operation) -> FoundTensor | None:
         """Return the tensor that is to the operation's layer what others are to theirs."""
         known = self._of_site(operation)
         for name in self._predicted(operation, known):
@@ -242,12 +244,12 @@ class TapFinder:
                     return found
         return None
 
-    def _is_copy(self, found: Found, other: Found) -> bool:
+    def _is_copy(self, found: FoundTensor, other: FoundTensor) -> bool:
         """Whether a tensor is another layer's: a module of all layers may be dumped by each name with its last call."""
         rows, others = self._rows(found), self._rows(other)
         return rows.shape == others.shape and torch.equal(rows, others)
 
-    def _of_site(self, operation: Operation) -> dict[int, Found]:
+    def _of_site(self, operation: Operation) -> dict[int, FoundTensor]:
         """Return what was found for the operation's like in other layers."""
         others = {tap: self._hf.graph[tap] for tap in self.found if not self.found[tap].is_last_row}
         return {
@@ -256,7 +258,7 @@ class TapFinder:
             if other.site == operation.site and other.layer not in (None, operation.layer)
         }
 
-    def _predicted(self, operation: Operation, known: Mapping[int, Found]) -> Iterator[str]:
+    def _predicted(self, operation: Operation, known: Mapping[int, FoundTensor]) -> Iterator[str]:
         if operation.layer is not None:
             names = {layer: self.tables[found.table].name for layer, found in known.items()}
             yield from elsewhere(names, operation.layer)
@@ -266,25 +268,25 @@ class TapFinder:
         hits = [
             self.tables[found.table].name in self._predicted(self._hf.graph[tap], known)
             for tap, found in self.found.items()
-            if found.evidence is Evidence.CONTENT
+            if found.evidence is TapEvidence.CONTENT
             and not found.is_last_row
             and (known := self._of_site(self._hf.graph[tap]))
         ]
         return sum(hits) >= _SHARE_OF_NAMES * max(1, len(hits))
 
-    def _named_like(self, operation: Operation) -> Found | None:
+    def _named_like(self, operation: Operation) -> FoundTensor | None:
         """Return the tensor with a name like the tap's."""
         columns = Columns(start=0, stop=prod(operation.shape))
         named = (self._named(name, columns, is_whole=True) for name in self._names.like(operation))
         return next((found for found in named if found is not None), None)
 
-    def _named(self, name: str, columns: Columns, *, is_whole: bool = False) -> Found | None:
+    def _named(self, name: str, columns: Columns, *, is_whole: bool = False) -> FoundTensor | None:
         """Return the columns of the tensor of that name, if it has them and they are no other tap's."""
         for at, table in enumerate(self.tables):
             width = table.rows.shape[1]
             has_them = width == columns.stop if is_whole else width >= columns.stop
             if table.name == name and has_them and not self._is_claimed(at, columns):
-                return Found(table=at, columns=columns, evidence=Evidence.NAME)
+                return FoundTensor(table=at, columns=columns, evidence=TapEvidence.NAME)
         return None
 
     def _is_claimed(self, table: int, columns: Columns) -> bool:
@@ -313,15 +315,15 @@ class TapFinder:
         """Whether a tap was found and is not what HF computes, or is so only in the rough."""
         return tap in self.found and not self._is_sharp(self.found[tap])
 
-    def _is_sharp(self, found: Found) -> bool:
+    def _is_sharp(self, found: FoundTensor) -> bool:
         """Whether a tensor holds HF's value to a few roundings: a little more is a value before it that is wrong."""
         limit = min(self._index.fine, max(_LEAST_SHARP, _SHARP_ROUNDINGS * self._rounding))
-        return found.evidence is Evidence.CONTENT and found.error <= limit
+        return found.evidence is TapEvidence.CONTENT and found.error <= limit
 
-    def _sharp(self, found: Mapping[str, Found]) -> set[str]:
+    def _sharp(self, found: Mapping[str, FoundTensor]) -> set[str]:
         return {tap for tap, each in found.items() if self._is_sharp(each)}
 
-    def _leads_on(self, tap: str, found: Mapping[str, Found]) -> bool:
+    def _leads_on(self, tap: str, found: Mapping[str, FoundTensor]) -> bool:
         """Whether a tensor holds what HF computes from a tap, through values that were not found."""
         ahead, seen = [tap], {tap}
         while ahead:
@@ -356,9 +358,9 @@ class TapFinder:
 
     def _try(self, operations: Sequence[Operation], *, is_near: bool) -> bool:
         """Try tensors for operations together; return whether there are some from which HF goes on as the engine."""
-        before = {tap: found for tap, found in self.found.items() if found.evidence is not Evidence.CONTENT}
+        before = {tap: found for tap, found in self.found.items() if found.evidence is not TapEvidence.CONTENT}
         last = self._place[operations[-1].tap] + _WINDOW
-        most, best = 0, dict[str, Found]()
+        most, best = 0, dict[str, FoundTensor]()
         candidates = [list(islice(self._candidates(op, is_near=is_near), _MOST_CANDIDATES)) for op in operations]
         for chosen in product(*candidates):
             if self._num_trials >= _MOST_TRIALS or most >= _ENOUGH:
@@ -374,7 +376,7 @@ class TapFinder:
         self._num_trials = 0
         return True
 
-    def _candidates(self, operation: Operation, *, is_near: bool) -> Iterator[Found]:
+    def _candidates(self, operation: Operation, *, is_near: bool) -> Iterator[FoundTensor]:
         """Yield what may be an operation's value: what is near to it, or tensors of its width, each once."""
         width = prod(operation.shape)
         places = [(fit.index, fit.columns) for fit in self._near.get(operation.tap, ())]
@@ -386,7 +388,7 @@ class TapFinder:
             places = [(at, whole) for at in order if self.tables[at].rows.shape[1] == width]
         seen: list[torch.Tensor] = []
         for at, columns in places:
-            found = Found(table=at, columns=columns, evidence=Evidence.CONSUMERS)
+            found = FoundTensor(table=at, columns=columns, evidence=TapEvidence.CONSUMERS)
             rows = self._rows(found)
             if not self._is_claimed(at, columns) and not any(torch.equal(rows, other) for other in seen):
                 seen.append(rows)
@@ -399,7 +401,7 @@ class TapFinder:
             return
         columns = Columns(start=0, stop=prod(logits.shape))
         wide = [
-            (table.name, Found(table=at, columns=columns, evidence=Evidence.DEFINITION, is_last_row=is_last))
+            (table.name, FoundTensor(table=at, columns=columns, evidence=TapEvidence.DEFINITION, is_last_row=is_last))
             for is_last, tables in ((False, self.tables), (True, self.last_rows))
             for at, table in enumerate(tables)
             if table.rows.shape[1] == columns.stop and (is_last or not self._is_claimed(at, columns))

@@ -14,7 +14,7 @@ from harness.engines.by_content.finder import TapFinder
 from harness.engines.by_content.names import TapNames
 from harness.engines.by_content.sites import MODULE, Site
 from harness.engines.by_content.tables import tables_of
-from harness.engines.by_content.tap_map import Evidence
+from harness.engines.by_content.tap_map import TapEvidence
 from harness.oracle.model import HFModel
 
 
@@ -24,7 +24,7 @@ class FirstTap:
 
     places: Sequence[tuple[Site, Columns]]
     """Where it is; several places may hold the same value at position 0, and others later."""
-    evidence: Evidence
+    evidence: TapEvidence
 
 
 def find_first(

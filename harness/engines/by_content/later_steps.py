@@ -12,7 +12,7 @@ from harness.engines.by_content.first_step import FirstTap
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.sites import MODULE, RETURNED, Site
 from harness.engines.by_content.tables import RowLayout, layouts_with_rows
-from harness.engines.by_content.tap_map import Evidence, MappedTap, Source
+from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
 
@@ -26,7 +26,7 @@ _MOST_TRIALS = 200
 class _Read:
     """A source with its rows in the prompt and the token after it, [T, W]; or in the last row of each alone, [2, W]."""
 
-    source: Source
+    source: ShownSite
     rows: torch.Tensor
     is_sampled_only: bool = False
 
@@ -58,7 +58,7 @@ class LaterSteps:
         self._prefill, self._decode, self._num_tokens = prefill, decode, len(ids) - 1
         self._is_again = is_again
         self._order = {site: at for at, site in enumerate(prefill)}
-        self._taken: set[Source] = set()
+        self._taken: set[ShownSite] = set()
         """Sources that hold a tap for certain."""
         self._pending: dict[str, list[_Read]] = {}
         """Tensors that hold a tap's value at position 0, and not at later ones."""
@@ -76,7 +76,7 @@ class LaterSteps:
         logits = self._hf.graph.logits
         returned = self._sampled(self._returned(logits))
         if logits not in self.taps and returned is not None:
-            self._take(logits, [returned], Evidence.DEFINITION)
+            self._take(logits, [returned], TapEvidence.DEFINITION)
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             lost = [each for each in lost if each.kind not in _NO_VALUES]
@@ -105,8 +105,8 @@ class LaterSteps:
             self._pending[operation.tap] = left = [read for read in found if read.source not in self._taken]
             return self._in_place_of(value, left[-1]) if left else None
         self._taken |= {read.source for read in holding}
-        is_by_consumers = tap.evidence is Evidence.CONSUMERS
-        self._take(operation.tap, holding, Evidence.CONSUMERS if is_by_consumers else Evidence.CONTENT)
+        is_by_consumers = tap.evidence is TapEvidence.CONSUMERS
+        self._take(operation.tap, holding, TapEvidence.CONSUMERS if is_by_consumers else TapEvidence.CONTENT)
         return self._in_place_of(value, holding[0])
 
     @staticmethod
@@ -120,7 +120,7 @@ class LaterSteps:
         """Relative error up to which a tensor is the value, where another may be meant."""
         return max(1e-4, 24 * self._rounding)
 
-    def _take(self, tap: str, reads: Sequence[_Read], evidence: Evidence) -> None:
+    def _take(self, tap: str, reads: Sequence[_Read], evidence: TapEvidence) -> None:
         """Take sources for a tap: what modules return first."""
 
         def is_indirect(read: _Read) -> tuple[bool, bool]:
@@ -136,7 +136,7 @@ class LaterSteps:
             is_sampled_only=ordered[0].is_sampled_only,
         )
 
-    def _sources(self, read: _Read) -> Iterator[Source]:
+    def _sources(self, read: _Read) -> Iterator[ShownSite]:
         """Yield the ways to read what was taken."""
         yield read.source
         if read.is_sampled_only:
@@ -147,7 +147,7 @@ class LaterSteps:
     def _long(self, site: Site, columns: Columns, operation: Operation) -> _Read | None:
         """Return the rows of a site, in whatever dimension they are; None if it has not as many."""
         for layout, _rows in layouts_with_rows(self._prefill[site], self._num_tokens):
-            read = self._read(Source(site=site, layout=layout, columns=columns))
+            read = self._read(ShownSite(site=site, layout=layout, columns=columns))
             if read is not None:
                 return read
         return next(self._of_one_row(site, columns), None) if operation.tap in self._hf.graph.prunable else None
@@ -155,18 +155,18 @@ class LaterSteps:
     def _of_one_row(self, site: Site, columns: Columns) -> Iterator[_Read]:
         """Yield the one row of a site, counted by each dimension that may: a step of several requests tells which."""
         for layout, _rows in layouts_with_rows(self._prefill[site], 1):
-            read = self._sampled(Source(site=site, layout=layout, columns=columns))
+            read = self._sampled(ShownSite(site=site, layout=layout, columns=columns))
             if read is not None:
                 yield read
 
-    def _sampled(self, source: Source) -> _Read | None:
+    def _sampled(self, source: ShownSite) -> _Read | None:
         """Return the one row that a source has in each of the steps; None if it has less rows or columns."""
         rows = [source.read(step[source.site], range(1)) for step in (self._prefill, self._decode)]
         if rows[0] is None or rows[1] is None:
             return None
         return _Read(source, torch.cat([rows[0], rows[1]]), is_sampled_only=True)
 
-    def _read(self, source: Source) -> _Read | None:
+    def _read(self, source: ShownSite) -> _Read | None:
         """Return a source's rows in both steps; None if it has not as many rows or columns, or is not there."""
         if source.site not in self._prefill or source.site not in self._decode:
             return None
@@ -189,9 +189,9 @@ class LaterSteps:
             taken = dict(zip((op.tap for op in lost), chosen, strict=True))
             if self._is_computed_from(reader, taken):
                 for tap, read in self._nearest_of_exchanged(reader, taken).items():
-                    self._take(tap, [read], Evidence.CONSUMERS)
+                    self._take(tap, [read], TapEvidence.CONSUMERS)
                 if reader.tap not in self.taps:
-                    self._take(reader.tap, self._pending[reader.tap][-1:], Evidence.CONTENT)
+                    self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
                 return
 
     def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
@@ -258,7 +258,7 @@ class LaterSteps:
             tap, own = operation.tap, self._found.get(operation.tap)
             if own is None:
                 return None
-            if not self._holds(own, value) and self.taps[tap].evidence is not Evidence.DEFINITION:
+            if not self._holds(own, value) and self.taps[tap].evidence is not TapEvidence.DEFINITION:
                 holding = [read for read in self._whole(operation, self._prefill) if self._holds(read, value)]
                 if not holding:
                     needed.update(taken.keys() & self._by_consumers & {*operation.inputs})
@@ -269,13 +269,13 @@ class LaterSteps:
         run_hf(self._hf, self._ids, look)
         if not needed:
             for tap, reads in taken.items():
-                self._take(tap, reads, Evidence.CONTENT)
+                self._take(tap, reads, TapEvidence.CONTENT)
         return needed
 
     @property
     def _by_consumers(self) -> set[str]:
         """Taps whose tensors were found by what is computed from them."""
-        return {tap for tap, mapped in self.taps.items() if mapped.evidence is Evidence.CONSUMERS}
+        return {tap for tap, mapped in self.taps.items() if mapped.evidence is TapEvidence.CONSUMERS}
 
     def _holds(self, read: _Read, value: torch.Tensor) -> bool:
         return relative_error(read.rows, value[-len(read.rows) :]) <= self._held
@@ -286,7 +286,7 @@ class LaterSteps:
         for site in sites:
             for layout, rows in layouts_with_rows(self._prefill[site], self._num_tokens):
                 if rows.shape[1] == columns.stop:
-                    read = self._read(Source(site=site, layout=layout, columns=columns))
+                    read = self._read(ShownSite(site=site, layout=layout, columns=columns))
                     if read is not None:
                         yield read
 
@@ -313,7 +313,7 @@ class LaterSteps:
             return self._order[self.taps[tap].sources[0].site]
         return self._order[self._pending[tap][-1].source.site] if self._pending.get(tap) else None
 
-    def _like(self, operation: Operation) -> Iterator[Source]:
+    def _like(self, operation: Operation) -> Iterator[ShownSite]:
         """Yield what is to the operation's layer what sources are to other layers, for the same site of HF's."""
         for tap, mapped in self.taps.items():
             other = self._hf.graph[tap]
@@ -322,6 +322,6 @@ class LaterSteps:
                     for site in source.site.elsewhere(other.layer, operation.layer):
                         yield replace(source, site=site)
 
-    def _returned(self, logits: str) -> Source:
+    def _returned(self, logits: str) -> ShownSite:
         (width,) = self._hf.graph[logits].shape
-        return Source(site=Site("", 0, RETURNED), layout=RowLayout(dim=0), columns=Columns(start=0, stop=width))
+        return ShownSite(site=Site("", 0, RETURNED), layout=RowLayout(dim=0), columns=Columns(start=0, stop=width))

@@ -11,7 +11,7 @@ from harness.engines.by_content.sites import Site
 from harness.engines.by_content.tables import RowLayout, RowOrder
 
 
-class Evidence(StrEnum):
+class TapEvidence(StrEnum):
     """Why a tensor is taken for a tap."""
 
     CONTENT = "content", "it holds what HF computes from the engine's own values"
@@ -21,7 +21,7 @@ class Evidence(StrEnum):
 
     help: str
 
-    def __new__(cls, word: str, text: str) -> "Evidence":
+    def __new__(cls, word: str, text: str) -> "TapEvidence":
         """Make a member whose value is its name."""
         member = str.__new__(cls, word)
         member._value_, member.help = word, text
@@ -29,7 +29,7 @@ class Evidence(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ShownSite:
     """A site that shows a tap."""
 
     site: Site
@@ -62,8 +62,8 @@ class MappedTap:
     """A tap that an engine shows."""
 
     tap: str
-    evidence: Evidence
-    sources: tuple[Source, ...]
+    evidence: TapEvidence
+    sources: tuple[ShownSite, ...]
     """Where it is, the one to prefer first."""
     is_sampled_only: bool = False
     """Whether it is computed only for the last row of each request."""

@@ -10,7 +10,7 @@ from torch import nn
 from harness.engines.adapter import Capabilities, Workload
 from harness.engines.module.forward import Forward
 from harness.engines.module.names import ModuleNames, operation_of
-from harness.engines.module.taps import Place, Places, unmatched_hint, unmistakable_length
+from harness.engines.module.taps import ModuleTaps, Place, unmatched_hint, unmistakable_length
 from harness.engines.module.values import evaluating, showing_values
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.read_back import write_states
@@ -62,7 +62,7 @@ class TorchEngine:
         """
         paths = [path for path, _ in self._module.named_modules() if path]
         self._names.check(self.name, ["", *paths], graph)
-        places = Places(self._names, graph, unmistakable_length(self._module, graph))
+        places = ModuleTaps(self._names, graph, unmistakable_length(self._module, graph))
         vocabulary = graph[graph.logits].shape[-1]
         ids = torch.randint(0, vocabulary, (places.num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
         with evaluating(self._module):
@@ -124,7 +124,7 @@ class TorchEngine:
         write_states(writer, self._graph, held_states(answer.cache), [(0, request.id, positions.stop - 1)])
         return answer.cache if self._has_cache else None
 
-    def _refuse_strangers(self, paths: list[str], graph: Graph, places: Places) -> None:
+    def _refuse_strangers(self, paths: list[str], graph: Graph, places: ModuleTaps) -> None:
         known = [path for path in paths if operation_of(graph, self._names.translate(path)) is not None]
         if known:
             self._refuse_unseen(known[0], graph, places)
@@ -137,7 +137,7 @@ class TorchEngine:
             hint=unmatched_hint(paths, graph),
         )
 
-    def _refuse_unseen(self, path: str, graph: Graph, places: Places) -> None:
+    def _refuse_unseen(self, path: str, graph: Graph, places: ModuleTaps) -> None:
         """Refuse a module that has HF's names and shows no rows of tokens under them."""
         shapes = places.misshapen.get(path)
         operation = operation_of(graph, self._names.translate(path))

@@ -43,7 +43,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Places:
+class ModuleTaps:
     """The taps that a module shows."""
 
     names: ModuleNames

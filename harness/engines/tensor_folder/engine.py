@@ -12,7 +12,7 @@ from harness.engines.adapter import Capabilities, Workload
 from harness.engines.by_content.finder import TapFinder
 from harness.engines.by_content.names import TapNames
 from harness.engines.by_content.tables import Table, tables_of
-from harness.engines.by_content.tap_map import Evidence
+from harness.engines.by_content.tap_map import TapEvidence
 from harness.engines.tensor_folder.prompt import embedded_tokens
 from harness.engines.tensor_folder.ranks import together
 from harness.errors import Code, HarnessError
@@ -124,7 +124,7 @@ class FolderEngine:
         yield "only the prefill of the tokens was judged: neither decode steps nor the KV cache"
         shown = [tap for tap in found if self._graph[tap].layer in (None, self._graph.layers[0])]
         yield "taken: " + "; ".join(self._told(tap) for tap in shown) + "; other layers: --format json"
-        guessed = [tap for tap in found if found[tap].evidence is not Evidence.CONTENT]
+        guessed = [tap for tap in found if found[tap].evidence is not TapEvidence.CONTENT]
         for tap in guessed[:_MOST_SHOWN]:
             why = found[tap].evidence.help
             yield f"{self._told(tap)}: it holds another value than HF computes, and was taken because {why}"
@@ -155,8 +155,8 @@ class FolderEngine:
         assert self._finder is not None
         found = self._finder.found
         embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in found), None)
-        is_empty = all(each.evidence is not Evidence.CONTENT or each.is_last_row for each in found.values())
-        if not is_empty and (embedding is None or found[embedding].evidence is Evidence.CONTENT):
+        is_empty = all(each.evidence is not TapEvidence.CONTENT or each.is_last_row for each in found.values())
+        if not is_empty and (embedding is None or found[embedding].evidence is TapEvidence.CONTENT):
             return
         hint = (
             "give the tokens that the engine computed, one request alone and not in chunks, and the model that it ran"

@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.errors import Code, HarnessError
 from harness.formats.recording.format import PHASES
-from harness.formats.recording.rows import TokenCounts, first_invalid_index
+from harness.formats.recording.rows import RequestLengths, first_invalid_index
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class StepArguments:
 
 def step_rows(
     where: str,
-    tokens: TokenCounts,
+    tokens: RequestLengths,
     *,
     phase: str,
     request: Ints,
@@ -111,7 +111,7 @@ def indices(where: str, values: Ints, num_rows: int) -> Array:
     return found
 
 
-def rows(where: str, tokens: TokenCounts, request: Ints, position: Ints) -> tuple[Array, Array]:
+def rows(where: str, tokens: RequestLengths, request: Ints, position: Ints) -> tuple[Array, Array]:
     """Return the request and the position of each row, int32, each row being a token of the recording."""
     requests = column(f"{where}: request", request)
     if len(requests) == 0:
@@ -128,7 +128,7 @@ def rows(where: str, tokens: TokenCounts, request: Ints, position: Ints) -> tupl
     return requests.astype(np.int32), positions.astype(np.int32)
 
 
-def block_tables(where: str, tokens: TokenCounts, tables: Mapping[int, Sequence[int]]) -> tuple[Array, Array]:
+def block_tables(where: str, tokens: RequestLengths, tables: Mapping[int, Sequence[int]]) -> tuple[Array, Array]:
     """Return the requests of the tables, int32, and their blocks as one int32 table, padded with -1."""
     requests = column(where, list(tables))
     place = tokens.first_unknown(requests)

@@ -9,7 +9,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.recording.manifest import Manifest, StepEntry
-from harness.formats.recording.rows import TokenCounts, first_invalid_index
+from harness.formats.recording.rows import RequestLengths, first_invalid_index
 from harness.formats.safetensors_header import TensorEntry
 
 PARTIAL = "rows.of."
@@ -23,7 +23,7 @@ class StepRules:
 
     def __init__(self, manifest: Manifest) -> None:
         self._taps = {tap.name: (tap.dtype, tuple(tap.shape)) for tap in manifest.taps}
-        self._tokens = TokenCounts(manifest.requests)
+        self._tokens = RequestLengths(manifest.requests)
 
     def check(self, path: Path, entry: StepEntry, tensors: Mapping[str, TensorEntry], read: _Read) -> None:
         """Check the step file at `path`, whose tensors `read` maps.

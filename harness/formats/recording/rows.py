@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from harness.formats.recording.manifest import RequestInfo
 
 
-class TokenCounts:
+class RequestLengths:
     """The number of tokens of each request, for checks of whole columns of rows: arrays, or tensors on the CPU."""
 
     def __init__(self, requests: "Iterable[RequestInfo]") -> None:

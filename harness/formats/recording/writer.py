@@ -26,7 +26,7 @@ from harness.formats.recording import arguments
 from harness.formats.recording.arguments import Ints, StepArguments, refuse
 from harness.formats.recording.format import DTYPES as KNOWN_DTYPES
 from harness.formats.recording.format import MANIFEST_NAME, SCHEMA_VERSION, as_bytes, dtype_name
-from harness.formats.recording.rows import TokenCounts
+from harness.formats.recording.rows import RequestLengths
 from harness.formats.recording.run_info import RankInfo, RunInfo
 from harness.formats.recording.stream import TensorStream
 
@@ -88,7 +88,7 @@ class RecordingWriter:
             environment=dict(run.environment), requests=list(requests), steps=[], taps=[], schedule=run.schedule,
             rank=ranks.rank, world_size=ranks.world_size, numerics=run.numerics,
         )  # fmt: skip
-        self._tokens = TokenCounts(requests)
+        self._tokens = RequestLengths(requests)
         self._expected_taps = expected_taps
         self._shards = dict(ranks.shards)
         self._taps: dict[str, Any] = {}

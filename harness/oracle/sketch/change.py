@@ -20,7 +20,7 @@ MAX_LISTED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class SketchDifference:
     """One thing that a golden says otherwise than its sketch."""
 
     where: str
@@ -35,18 +35,18 @@ class Difference:
 class Change:
     """The distance between a golden and its sketch."""
 
-    tokens: tuple[Difference, ...]
+    tokens: tuple[SketchDifference, ...]
     """Tokens that differ, or are on one side only."""
-    taps: tuple[Difference, ...]
+    taps: tuple[SketchDifference, ...]
     """Every tap, in graph order, however little it moved."""
 
     @property
-    def moved_taps(self) -> tuple[Difference, ...]:
+    def moved_taps(self) -> tuple[SketchDifference, ...]:
         """Taps out of tolerance."""
         return tuple(tap for tap in self.taps if not tap.size <= TOLERANCE)
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> SketchDifference | None:
         """The first token that differs, or else the first tap."""
         return next(iter((*self.tokens, *self.moved_taps)), None)
 
@@ -60,12 +60,14 @@ def compare(expected: Sketch, actual: Sketch) -> Change:
     )
 
 
-def _token_differences(expected: Sequence[RequestSketch], actual: Sequence[RequestSketch]) -> Iterator[Difference]:
+def _token_differences(
+    expected: Sequence[RequestSketch], actual: Sequence[RequestSketch]
+) -> Iterator[SketchDifference]:
     absent: dict[str, int] = {}
     for index, (old, new) in enumerate(zip_longest(map(_places, expected), map(_places, actual), fillvalue=absent)):
         for place in dict.fromkeys([*old, *new]):
             if old.get(place) != new.get(place):
-                yield Difference(
+                yield SketchDifference(
                     where=f"request {index}, {place}",
                     expected=str(old.get(place, "absent")),
                     actual=str(new.get(place, "absent")),
@@ -77,14 +79,14 @@ def _places(request: RequestSketch) -> dict[str, int]:
     return {"prompt length": request.prompt_length} | tokens
 
 
-def _tap_difference(name: str, expected: TapSketch | None, actual: TapSketch | None) -> Difference:
+def _tap_difference(name: str, expected: TapSketch | None, actual: TapSketch | None) -> SketchDifference:
     size = math.inf
     if expected and actual and expected.num_rows == actual.num_rows:
         pairs = zip(expected.figures, actual.figures, strict=True)
         largest = max(abs(new - old) for old, new in pairs)
         if expected.norm or not largest:
             size = largest / (expected.norm or 1.0)
-    return Difference(where=name, expected=_figures(expected), actual=_figures(actual), size=size)
+    return SketchDifference(where=name, expected=_figures(expected), actual=_figures(actual), size=size)
 
 
 def _figures(tap: TapSketch | None) -> str:

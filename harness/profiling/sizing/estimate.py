@@ -10,7 +10,15 @@ from typing import Any
 from harness.errors import Code, HarnessError
 from harness.profiling.gate.baseline import from_profile
 from harness.profiling.sizing.meta_model import MetaModel, read_config
-from harness.results.estimate import CachePart, Estimate, GpuEstimate, Measured, MeasuredPhase, ModelSize, PartSize
+from harness.results.estimate import (
+    CachePart,
+    Estimate,
+    GpuEstimate,
+    MeasuredPhase,
+    MeasuredProfile,
+    ModelSize,
+    PartSize,
+)
 from harness.results.profile import StepShape
 
 _GB, _TB_PER_S, _TFLOPS = 10**9, 10**12, 10**12
@@ -123,10 +131,10 @@ def estimate(
     )
 
 
-def _measured(profile: Path, gpus: Sequence[Gpu], meta: MetaModel, size: ModelSize) -> Measured:
+def _measured(profile: Path, gpus: Sequence[Gpu], meta: MetaModel, size: ModelSize) -> MeasuredProfile:
     """Return the profile's times, and for each GPU the sum of the best times of the same steps."""
     names, found = from_profile(profile, _times)
-    return Measured(**names, phases=tuple(_phase(*each, gpus, meta, size) for each in found))
+    return MeasuredProfile(**names, phases=tuple(_phase(*each, gpus, meta, size) for each in found))
 
 
 def _times(document: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, float, list[StepShape]]]]:

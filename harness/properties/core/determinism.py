@@ -21,7 +21,7 @@ RUNS_IF_CERTAIN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class AnsweredExample:
     """An example, and what the code under test answered."""
 
     trace: Sequence[Step]
@@ -39,7 +39,7 @@ class CallDifference:
 
 
 def difference(
-    make: Callable[[], Machine], samples: Sequence[Sample], *, is_certain: bool = False
+    make: Callable[[], Machine], samples: Sequence[AnsweredExample], *, is_certain: bool = False
 ) -> PropertyFinding | None:
     """Run samples a second time, and return the shortest example whose answers differ; None if there is none.
 
@@ -57,7 +57,7 @@ def difference(
     )
 
 
-def _compare(make: Callable[[], Machine], sample: Sample) -> CallDifference | None:
+def _compare(make: Callable[[], Machine], sample: AnsweredExample) -> CallDifference | None:
     machine = _run(make, sample.trace)
     if machine is None:
         return None
@@ -88,7 +88,7 @@ def _differs(make: Callable[[], Machine], trace: Sequence[Step]) -> CallDifferen
     first = _run(make, trace)
     if first is None:
         return None
-    sample = Sample(trace=trace, calls=first.subject.calls)
+    sample = AnsweredExample(trace=trace, calls=first.subject.calls)
     return next(filter(None, (_compare(make, sample) for _ in range(RUNS_OF_ONE))), None)
 
 

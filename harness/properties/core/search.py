@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky, StopTest, Unsatisfiable
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.determinism import Sample, difference
+from harness.properties.core.determinism import AnsweredExample, difference
 from harness.properties.core.findings import PropertyError, PropertyFinding, RejectedError, Rejections, Violation
 from harness.properties.core.invariants import Invariant
 from harness.properties.core.machine import Machine, Step
@@ -128,7 +128,7 @@ class _Found:
         self.rejections = Rejections()
         self.broken: dict[Invariant, list[tuple[list[Step], Violation, Machine]]] = {}
         """By invariant, the shortest examples that broke it."""
-        self.samples: list[Sample] = []
+        self.samples: list[AnsweredExample] = []
 
     def try_example(self, data: st.DataObject, num_steps: int) -> None:
         """Run one example and note what it breaks, or that the adapter rejects it."""
@@ -157,7 +157,7 @@ class _Found:
         for noted, trace in machine.noted.values():
             self._note(noted, trace, machine)
         if self.num_examples % SAMPLE_EVERY == 1 and len(self.samples) < MOST_SAMPLES and machine.trace:
-            self.samples.append(Sample(trace=list(machine.trace), calls=list(machine.subject.calls)))
+            self.samples.append(AnsweredExample(trace=list(machine.trace), calls=list(machine.subject.calls)))
         if self.broken and self._is_first_enough:
             raise EnoughFoundError
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from tabulate import tabulate
 
-from harness.campaigns.sampler.evidence import Draw, Evidence
+from harness.campaigns.sampler.evidence import Draw, SamplerEvidence
 from harness.campaigns.sampler.judge import (
     FALSE_ALARM,
     Levels,
@@ -50,11 +50,11 @@ def main() -> None:
     print(tabulate(rows, headers=("level", "runs that alarm", "runs", "share")))
 
 
-def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> Evidence:
+def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> SamplerEvidence:
     """Return draws of one setting by the claimed chain; `at` numbers its requests apart from the others'."""
     settings = next(own.settings for own in SETTINGS if own.name == name)
     draw, generator = random.Random(f"{seed}/{name}"), torch.Generator().manual_seed(seed * len(NAMES) + at)
-    evidence = Evidence(chain=Chain(), eos=(0,), seed=seed)
+    evidence = SamplerEvidence(chain=Chain(), eos=(0,), seed=seed)
     for step in range(num):
         logits = 1.5 * torch.randn(VOCAB, generator=generator, dtype=torch.float64)
         control, server = (
@@ -69,7 +69,7 @@ def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> Evi
     return evidence
 
 
-def is_alarmed(evidence: dict[str, Evidence], level: float) -> bool:
+def is_alarmed(evidence: dict[str, SamplerEvidence], level: float) -> bool:
     """Whether any test of the draws alarms where so many false alarms are allowed."""
     levels, totals = replace(Levels.of(evidence), false_alarm=level), all_totals(evidence)
     own = {name: judge_setting(name, each, levels, totals) for name, each in evidence.items()}

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from harness.cli import progress
-from harness.profiling.estimate import Estimate, plan_parts
+from harness.profiling.estimate import ProfileProgress, plan_parts
 from harness.profiling.passes.load import CaptureSchedule, dry_run, window
 
 
 def test_the_parts_of_a_profile_go_on_from_one_to_the_next():
     told = []
-    estimate = Estimate(lambda *said: told.append(said), {"a": 1.0, "b": 3.0})
+    estimate = ProfileProgress(lambda *said: told.append(said), {"a": 1.0, "b": 3.0})
     estimate.begin("a")
     estimate.part_done(0.5)
     estimate.begin("b")

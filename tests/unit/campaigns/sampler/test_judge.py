@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 
 from harness.campaigns.sampler.alternatives import alternatives
-from harness.campaigns.sampler.evidence import Draw, Evidence
+from harness.campaigns.sampler.evidence import Draw, SamplerEvidence
 from harness.campaigns.sampler.judge import (
     Levels,
     all_totals,
@@ -27,7 +27,7 @@ EOS = (3,)
 
 def evidence_of(chain, settings, *, seed=0, num=300, noise=0.0):
     """Draw from a chain, and hold the draws against the chain of transformers with SETTINGS."""
-    draw, evidence = random.Random(seed), Evidence(chain=Chain(), eos=EOS, seed=seed)
+    draw, evidence = random.Random(seed), SamplerEvidence(chain=Chain(), eos=EOS, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for at in range(num):
         logits = torch.randn(24, generator=generator, dtype=torch.float64) * 1.5
@@ -73,7 +73,7 @@ def test_what_so_many_draws_find_is_found_and_what_they_may_miss_is_said():
 
 
 def test_a_draw_that_is_hidden_is_one_of_the_end_tokens():
-    evidence = Evidence(chain=Chain(), eos=(0, 1), seed=0)
+    evidence = SamplerEvidence(chain=Chain(), eos=(0, 1), seed=0)
     logits = torch.tensor([5.0, -40.0, 0.0], dtype=torch.float64)
     evidence.add(Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(0, 1)), logits, logits)
     assert evidence.draws[0].token_id == 0
@@ -98,7 +98,7 @@ def test_rounding_flips_more_draws_than_the_total_variation_where_sums_are_inver
     logits = torch.zeros(64, dtype=torch.float64)
     control = logits.clone()
     control[0] += 0.1  # all later sums move
-    evidence = Evidence(chain=Chain(), eos=(), seed=0)
+    evidence = SamplerEvidence(chain=Chain(), eos=(), seed=0)
     evidence.add(Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(5,)), logits, control)
     (draw,) = evidence.draws
     uniforms = torch.linspace(0, 1, 100_001, dtype=torch.float64)[:-1]
@@ -110,7 +110,7 @@ def test_rounding_flips_more_draws_than_the_total_variation_where_sums_are_inver
 
 
 def test_deviations_that_change_nothing_are_said():
-    evidence = Evidence(chain=Chain(), eos=(), seed=0)
+    evidence = SamplerEvidence(chain=Chain(), eos=(), seed=0)
     logits = torch.tensor([60.0, 0.0, -1.0], dtype=torch.float64)
     settings = SamplingSettings(temperature=0.6, top_k=2)
     for at in range(20):
@@ -132,7 +132,7 @@ def test_draws_of_one_random_number_are_told_where_one_token_is_nearly_certain()
     logits = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
     p = logits.softmax(dim=-1)
     for num_numbers, is_found in ((1, True), (4, False)):
-        numbers, evidence = random.Random(1), Evidence(chain=Chain(), eos=(), seed=0)
+        numbers, evidence = random.Random(1), SamplerEvidence(chain=Chain(), eos=(), seed=0)
         for request in range(100):
             uniforms = [numbers.random() for _ in range(num_numbers)]
             for step in range(4):

@@ -10,7 +10,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.campaigns.sampler import settings
 from harness.campaigns.sampler.run import check_sampler
-from harness.campaigns.sampler.settings import Setting
+from harness.campaigns.sampler.settings import SamplerSetting
 from harness.errors import Code
 from harness.oracle.sampling import SamplingSettings
 from harness.results.check import Outcome
@@ -19,7 +19,7 @@ from reference_engine import EngineConfig, LLMEngine, SamplingParams, model_runn
 from .conftest import FOLDER, plan_of, served
 
 NUM_DRAFTS = 3
-VERY_HOT = Setting(name="very hot", settings=SamplingSettings(temperature=2.5))
+VERY_HOT = SamplerSetting(name="very hot", settings=SamplingSettings(temperature=2.5))
 """Where nothing is sure a draw says most, and a draft is rejected as often as not."""
 
 

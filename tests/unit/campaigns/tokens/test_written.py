@@ -55,7 +55,9 @@ def eager(monkeypatch, text):
     async def pieces(engine, own, prompt, params):
         async for output in engine.generate(prompt, params):
             reason = output.finish_reason and choice._REASONS[output.finish_reason]
-            yield choice.Piece(text=own.decode([output.token_id]), token_ids=[output.token_id], finish_reason=reason)
+            yield choice.ContinuationPiece(
+                text=own.decode([output.token_id]), token_ids=[output.token_id], finish_reason=reason
+            )
 
     for module in (completions, chat):
         monkeypatch.setattr(module, "pieces", pieces)
@@ -69,7 +71,7 @@ def unheld(monkeypatch, text):
         async for output in engine.generate(prompt, params):
             reason = output.finish_reason and choice._REASONS[output.finish_reason]
             ready = detokenizer.add(output.token_id) + (detokenizer.finish() if reason else "")
-            yield choice.Piece(text=ready, token_ids=[output.token_id], finish_reason=reason)
+            yield choice.ContinuationPiece(text=ready, token_ids=[output.token_id], finish_reason=reason)
 
     for module in (completions, chat):
         monkeypatch.setattr(module, "pieces", pieces)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.engines.by_content.hf_run import run_hf
-from harness.engines.by_content.tap_map import Evidence
+from harness.engines.by_content.tap_map import TapEvidence
 from harness.engines.tensor_folder.engine import finder_of
 from harness.formats.taps import Kind
 from harness.formats.tensors import NamedTensor
@@ -85,7 +85,7 @@ def by_evidence(finder, evidence):
 def test_all_that_a_sound_dump_shows_is_found(checkpoints, model, named, dtype):
     made = dump(checkpoints / model, dtype=dtype, named=named, taps=True)
     finder = found(checkpoints / model, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
-    assert by_evidence(finder, Evidence.CONTENT) == set(finder.found) == made.shown() == set(made.taps)
+    assert by_evidence(finder, TapEvidence.CONTENT) == set(finder.found) == made.shown() == set(made.taps)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -139,8 +139,8 @@ def test_a_bug_does_not_hide_what_follows(checkpoints, model, named, fault):
     made = dump(checkpoints / model, plant=plant, named=named, taps=True)
     finder = found(checkpoints / model, made)
     assert set(finder.found) == set(made.taps)
-    assert by_evidence(finder, Evidence.CONSUMERS) == wrong
-    assert by_evidence(finder, Evidence.NAME) == set()
+    assert by_evidence(finder, TapEvidence.CONSUMERS) == wrong
+    assert by_evidence(finder, TapEvidence.NAME) == set()
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_tensor_of_nan_alone_is_told_by_its_name(checkpoints):
 
     folder = checkpoints / "qwen2-tiny"
     finder = found(folder, dump(folder, plant=plant))
-    assert finder.found["model.layers.1.mlp.down_proj"].evidence is Evidence.NAME
+    assert finder.found["model.layers.1.mlp.down_proj"].evidence is TapEvidence.NAME
 
 
 def test_the_last_rows_of_the_head_are_found(checkpoints):
@@ -189,4 +189,4 @@ def test_in_16_bits_a_bug_that_is_small_in_the_sum_is_found(checkpoints):
     made = dump(folder, dtype=torch.bfloat16, plant=swapped_heads, taps=True)
     finder = found(folder, made, rounding=1.67e-3)
     assert set(finder.found) == set(made.taps)
-    assert by_evidence(finder, Evidence.CONSUMERS) == {"model.layers.1.self_attn.o_proj"}
+    assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.1.self_attn.o_proj"}

@@ -10,7 +10,7 @@ from harness.engines.by_content.columns import Columns
 from harness.engines.by_content.kept import KeptCache
 from harness.engines.by_content.sites import Site
 from harness.engines.by_content.tables import RowLayout, RowOrder
-from harness.engines.by_content.tap_map import Evidence, MappedTap, Source, TapMap
+from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence, TapMap
 from harness.formats.taps import Graph, Kind, Operation
 
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
@@ -91,8 +91,8 @@ def test_keys_of_another_order_are_put_in_that_of_hf():
         )
     )
     columns = Columns(start=8, stop=12, order=(8, 10, 9, 11))
-    source = Source(site=Site("rotary", 0, "x"), layout=RowLayout(dim=0), columns=columns)
-    mapped = MappedTap(tap=keys, evidence=Evidence.CONTENT, sources=(source,))
+    source = ShownSite(site=Site("rotary", 0, "x"), layout=RowLayout(dim=0), columns=columns)
+    mapped = MappedTap(tap=keys, evidence=TapEvidence.CONTENT, sources=(source,))
     rows = torch.arange(12.0).reshape(3, 1, 4)
     engine = SimpleNamespace(cached=lambda _request: {0: (rows, rows)})
     taps = TapMap(taps={keys: mapped}, uncertain={}, row_order=RowOrder.PACKED, num_tensors=1)

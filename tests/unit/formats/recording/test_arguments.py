@@ -15,9 +15,9 @@ from harness.formats.recording.arguments import (
     step_rows,
     validated,
 )
-from harness.formats.recording.rows import TokenCounts
+from harness.formats.recording.rows import RequestLengths
 
-TOKENS = TokenCounts(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in {9: 3, 2: 1}.items())
+TOKENS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in {9: 3, 2: 1}.items())
 
 
 def refused(function, *arguments, **given):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from harness.formats.recording import RequestInfo
-from harness.formats.recording.rows import TokenCounts, first_invalid_index
+from harness.formats.recording.rows import RequestLengths, first_invalid_index
 
 LENGTHS = {9: 3, 2: 1, 40: 5}
-COUNTS = TokenCounts(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in LENGTHS.items())
+COUNTS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in LENGTHS.items())
 
 
 @pytest.mark.parametrize("seed", range(20))
