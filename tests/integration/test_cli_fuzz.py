@@ -1,5 +1,7 @@
 """`harness fuzz`."""
 
+import time
+
 import pytest
 
 from harness.campaigns.fuzz import changes, invariance, poison, search
@@ -196,6 +198,15 @@ def test_where_every_run_fails_one_round_is_enough(harness, monkeypatch):
     assert ran.status == 1
     assert {change["error"] for change in ran.json["changes"]} == {"no such kernel"}
     assert len(began) == 3
+
+
+def test_a_run_that_hangs_ends_at_the_limit(harness, monkeypatch):
+    only(monkeypatch, "chunk")
+    monkeypatch.setattr(hf.HFEngine, "run", lambda *_: time.sleep(600))
+    ran = harness("fuzz", "--invariance", "--engine", "hf", "--workload-seconds", "0.2", "--format", "json")
+    assert ran.status == 1
+    (change,) = ran.json["changes"]
+    assert change["error"] == "the engine did not come to its end in time"
 
 
 def test_a_change_that_goes_beyond_rounding(harness, monkeypatch):

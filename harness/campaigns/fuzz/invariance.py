@@ -13,14 +13,16 @@ from pathlib import Path
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
 from harness.campaigns.fuzz.changes import CHANGES, Prompts, RunSetting, Variation, draw_prompts
+from harness.campaigns.fuzz.judge import timed
 from harness.campaigns.fuzz.pool import SequencePool
-from harness.engines import Engine
+from harness.engines import Engine, engine_errors
+from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording
 from harness.judge.compare.bits import ComparedRows, compare_bits, first_changed
 from harness.judge.compare.compute import LEAST_JUDGED
 from harness.judge.jobs.check import compare_planned
-from harness.judge.jobs.engine_run import record_run
+from harness.judge.jobs.engine_run import describe_run
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
@@ -89,6 +91,8 @@ class Comparer:
     golden: Golden
     pool: SequencePool
     progress: Progress
+    limit_s: float
+    """Longest time of a run."""
     num_rounds: int = 0
 
     def __post_init__(self) -> None:
@@ -125,8 +129,10 @@ class Comparer:
                 self._compare(found, *(runs[run] for run in found.change.runs))
 
     def _recorded(self, run: RunSetting, prompts: Prompts, path: Path) -> _Recorded | HarnessError:
+        engine, asked = self.plan.case.engine, describe_run(self.plan, run.parsed(), run.requests(prompts), path)
         try:
-            record_run(self.plan, self.engine, run.parsed(), run.requests(prompts), path)
+            with open_writer(self.engine, asked) as writer, engine_errors(engine), timed(engine, self.limit_s):
+                self.engine.run(asked.workload, writer)
         except HarnessError as error:
             return error
         recording = Recording.open(path, verify=False).with_names(self.hf.graph.aliases)  # written by ourselves

@@ -110,6 +110,7 @@ def compare_schedules(plan: Plan, options: FuzzOptions, *, progress: Progress | 
             golden=subject.golden(pool),
             pool=pool,
             progress=subject.report,
+            limit_s=options.workload_seconds,
         )
         was_interrupted = comparer.run(options.seconds, options.seed)
     return InvarianceResult(

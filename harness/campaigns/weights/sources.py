@@ -3,15 +3,16 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, resolve
+from harness.formats.checkpoint.shards import read_shard
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of names that torch.compile, FSDP and gradient checkpointing add."""
@@ -139,11 +140,5 @@ class TensorSource:
     @classmethod
     def _of_folder(cls, folder: Path) -> "TensorSource":
         found = Checkpoint(folder).tensors
-
-        def read(name: str, path: Path) -> torch.Tensor:
-            with safe_open(path, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-
-        readers = {name: (lambda name=name, path=path: read(name, path)) for name, (_, path) in found.items()}
+        readers = {name: partial(read_shard, path, name) for name, (_, path) in found.items()}
         return cls(str(folder), readers, {name: entry.shape for name, (entry, _) in found.items()})

@@ -4,12 +4,15 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.refusals import bad_config, not_a_checkpoint
 from harness.formats.checkpoint.table import read_table
 from harness.formats.safetensors_header import Header, TensorEntry
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -91,3 +94,21 @@ def _check_shard(folder: Path, tensor: str, file: object) -> None:
 def _contradiction(what: str, where: object, expected: object, actual: object) -> NoReturn:
     hint = f"write {INDEX_NAME} again, or download the checkpoint again"
     raise HarnessError(Code.TENSORS_CONTRADICT_CONFIG, what, where=where, expected=expected, actual=actual, hint=hint)
+
+
+def read_shard(path: Path, name: str) -> "torch.Tensor":
+    """Return a tensor of a shard whose header was read before.
+
+    Raises:
+        HarnessError: MISSING_SHARD, DAMAGED_SAFETENSORS: the file has gone since, or is another one now.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+    except FileNotFoundError as error:
+        raise HarnessError(Code.MISSING_SHARD, f"the file is gone: {error}", where=path) from error
+    except (SafetensorError, OSError) as error:
+        raise HarnessError(Code.DAMAGED_SAFETENSORS, f"the file was changed: {error}", where=path) from error

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from harness.base.files import read_bytes
 from harness.base.json_text import parse_json
@@ -15,6 +14,7 @@ from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.gguf import is_gguf, open_gguf
 from harness.formats.checkpoint.gguf.weights import read_tensor
 from harness.formats.checkpoint.names import embedded_folder
+from harness.formats.checkpoint.shards import read_shard
 from harness.formats.recording import Recording
 from harness.formats.recording.format import MANIFEST_NAME
 from harness.formats.safetensors_header import read_header
@@ -92,12 +92,7 @@ def open_source(path: Path) -> Source:
 
 
 def _weights(kind: str, files: Mapping[str, Path]) -> Source:
-    def read(name: str) -> torch.Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-
-    return Source(kind=kind, names=tuple(files), read=read)
+    return Source(kind=kind, names=tuple(files), read=lambda name: read_shard(files[name], name))
 
 
 def _sketched(folder: Path) -> frozenset[str]:

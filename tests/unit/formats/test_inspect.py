@@ -9,6 +9,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfi
 
 from harness.errors import Code, HarnessError
 from harness.formats.inspect import inspect_path, render_text
+from harness.formats.inspect.sources import open_source
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -150,3 +151,21 @@ def test_numbers_are_not_reformatted(tmp_path):
     text = render_text(inspect_path(tmp_path / "x.safetensors"))
     assert "1e5" in text
     assert text.startswith(f"file {tmp_path / 'x.safetensors'}\n\nx.safetensors: ")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (lambda path: path.unlink(), Code.MISSING_SHARD),
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), Code.DAMAGED_SAFETENSORS),
+        (lambda path: save_file({"other": torch.ones(2)}, path), Code.DAMAGED_SAFETENSORS),
+    ],
+)
+def test_a_file_that_changes_after_it_was_opened_is_bad_input(tmp_path, spoil, code):
+    path = tmp_path / "w.safetensors"
+    save_file({"a": torch.ones(64, 64)}, path)
+    source = open_source(path)
+    spoil(path)
+    with pytest.raises(HarnessError) as caught:
+        source.tensor("a")
+    assert caught.value.code is code

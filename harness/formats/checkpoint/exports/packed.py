@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import Checkpoint
 from harness.formats.checkpoint.dequantised import write_settings, write_shards
+from harness.formats.checkpoint.shards import read_shard
 
 _FUSED = "qkv_proj"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -119,8 +119,7 @@ def _tensors(weights: Mapping[str, PackedWeight], origin: Checkpoint) -> Iterato
             yield f"{module}.weight_zero_point", _words(weight.zero.T, weight.bits).T
     for name, (_, path) in origin.tensors.items():
         if name.removesuffix(".weight") not in weights:
-            with safe_open(path, framework="pt") as file:
-                yield name, file.get_tensor(name)
+            yield name, read_shard(path, name)
 
 
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from harness.formats.checkpoint.checkpoint import Checkpoint
 from harness.formats.checkpoint.gguf.model import GGUFModel
 from harness.formats.checkpoint.gguf.names import gguf_name, is_query_or_key
 from harness.formats.checkpoint.gguf.weights import rows_of_gguf, rows_of_hf
+from harness.formats.checkpoint.shards import read_shard
 from harness.formats.checkpoint.table import read_table
 from harness.formats.safetensors_header import TensorEntry
 
@@ -215,12 +216,9 @@ class _Originals:
 
     def get(self, name: str) -> "torch.Tensor | None":
         """Return a tensor in float32; None if there is none."""
-        from safetensors import safe_open
-
         if name not in self._tensors:
             return None
-        with safe_open(self._tensors[name][1], framework="pt") as file:
-            return file.get_tensor(self._names.get(name, name)).float()  # type: ignore[no-any-return]
+        return read_shard(self._tensors[name][1], self._names.get(name, name)).float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from harness.formats.checkpoint.gguf.architecture import FAMILIES, llama3_factor
 from harness.formats.checkpoint.gguf.names import ROPE_FACTORS, gguf_name, is_query_or_key
 from harness.formats.checkpoint.gguf.types import BY_NAME, PLAIN
 from harness.formats.checkpoint.gguf.weights import gguf_package, rows_of_gguf
+from harness.formats.checkpoint.shards import read_shard
 
 if TYPE_CHECKING:
     import torch
@@ -96,12 +97,10 @@ def _config(folder: Path) -> Any:
 def _tensors(folder: Path, config: Any, change: Change | None) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield the tensors under their GGUF names, in the order of GGUF's rows."""
     import torch
-    from safetensors import safe_open
 
     permutes = FAMILIES[config.model_type].permutes_heads
     for name, (_, shard) in Checkpoint(folder).tensors.items():
-        with safe_open(shard, framework="pt") as file:
-            values = file.get_tensor(name)
+        values = read_shard(shard, name)
         if change is not None:
             values = change(name, values)
         if permutes and is_query_or_key(name):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from harness.base.memory import available_bytes
 from harness.errors import Code, HarnessError
@@ -22,6 +21,7 @@ from harness.formats.checkpoint.quantised.codes import Codes
 from harness.formats.checkpoint.quantised.config import Schemes, read_schemes
 from harness.formats.checkpoint.quantised.formats import FORMATS, Format, Part, Sizes, shape_of, shapes_of
 from harness.formats.checkpoint.quantised.scheme import Scheme, misfit, refuse
+from harness.formats.checkpoint.shards import read_shard
 from harness.formats.safetensors_header import DTYPE_BITS, TensorEntry
 from harness.formats.taps.names import prefix_of
 
@@ -193,13 +193,7 @@ class QuantisedCheckpoint:
         return f"{self.checkpoint.folder}: {name}"
 
     def _read(self, name: str) -> torch.Tensor:
-        path = self._headers[name][1]
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
-        except (SafetensorError, OSError) as error:
-            raise HarnessError(Code.DAMAGED_SAFETENSORS, f"the file was changed: {error}", where=path) from error
+        return read_shard(self._headers[name][1], name)
 
     def codes(self, name: str) -> Codes:
         """Return a quantised weight, unpacked.
