@@ -67,7 +67,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8; until all of it is on disk, what was there before stays. Makes missing folders.
+    """Write a text as UTF-8; until all of it is written, what was there before stays. Makes missing folders.
 
     Raises:
         HarnessError: CANNOT_WRITE.

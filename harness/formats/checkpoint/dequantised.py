@@ -59,6 +59,8 @@ def made_once(folder: Path, marker: str, write: Callable[[Path], Mapping[str, An
 
 def read_info(folder: Path, marker: str) -> dict[str, Any]:
     """Return what was said of a folder as it was made; nothing for a folder that was not made so."""
+    if not (folder / marker).is_file():
+        return {}
     try:
         info = json.loads((folder / marker).read_bytes())
     except (OSError, ValueError):

@@ -63,7 +63,7 @@ class Engine:
         engine = HFEngine(self._loaded(), None)
         engine.match_taps(self.oracle.graph)
         engine.__dict__["sources"] = {at: tap for at, tap in engine.sources.items() if not at.endswith(left_out)}
-        monkeypatch.setattr("harness.engines.hf_batch.Batch._read_back", lambda *_: None)
+        monkeypatch.setattr("harness.engines.hf_batch.HFBatch._read_back", lambda *_: None)
         inject(engine._hf.model)
         (own,) = (each for each in self.plan.schedules if each.name == schedule)
         record_run(self.plan, engine, own, self.golden.requests, path)
