@@ -70,8 +70,12 @@ class HFEngine:
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
-        """The taps that the model shows, by HF's name of the value."""
-        return {source: ShownTap(op, op.token_dim) for source, op in self._hf.graph.by_source.items()}
+        """The taps that the model shows, by HF's name of the value; the logits are what the model returns."""
+        graph = self._hf.graph
+        return {
+            "logits" if op.tap == graph.logits else source: ShownTap(op, op.token_dim)
+            for source, op in graph.by_source.items()
+        }
 
     def match_taps(self, graph: Graph) -> None:
         """Take the graph that the oracle traced of the same checkpoint; see `TapMatcher.match_taps`.

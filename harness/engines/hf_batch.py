@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin
 
@@ -61,7 +62,7 @@ class HFBatch:
         self.read_back: set[str] = set()
         """Caches that could be read back: families cache other things than keys and values, or nothing."""
         self._sees_history = _sees_history(hf)
-        self._takes_positions = "position_ids" in inspect.signature(hf.model.forward).parameters
+        self._takes_positions = _takes(hf.model, "position_ids")
 
     def run(self, chunk_size: int | None) -> None:
         """Compute all requests, prompts whole or in chunks."""
@@ -236,7 +237,7 @@ class HFBatch:
             # Without attention HF multiplies the mask with the rows of this forward: it is of these alone.
             begin = 0 if self._sees_history else len(self._mask[0]) - len(forward.ids[0])
             options["attention_mask"] = torch.tensor([row[begin:] for row in self._mask], device=self._hf.device)
-        if "logits_to_keep" in inspect.signature(self._hf.model.forward).parameters:
+        if _takes(self._hf.model, "logits_to_keep"):
             options["logits_to_keep"] = max((-column for column in forward.columns), default=1)
         padding = [lane.num_padding for lane in self._lanes]
         recorder = Recorder(self._hf, self._sources, forward, self._writer, self._dtypes, padding)
@@ -389,3 +390,13 @@ def _sees_history(hf: HFModel) -> bool:
     layers = getattr(new_cache(hf), "layers", ())
     keeps_tokens = any(isinstance(layer, CacheLayerMixin) for layer in layers)
     return keeps_tokens or any(operation.kind is Kind.ATTENTION for operation in hf.graph)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether a model's forward takes an argument, if only to hand it on to that of a class which it derives from."""
+    parameters = inspect.signature(model.forward).parameters
+    if name in parameters:
+        return True
+    hands_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    own = (vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each))
+    return hands_on and any(name in inspect.signature(each).parameters for each in own)

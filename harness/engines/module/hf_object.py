@@ -54,6 +54,8 @@ class HFObjectEngine(HFEngine):
             operation, dim = operation_of(graph, source), token_dim(value, *shape)
             if operation is None or dim is None or operation.tap in found:
                 return
+            if operation.tap == graph.logits and source != "logits":
+                return  # what the model returns counts, whatever it makes it of
             if as_rows(value, dim, *shape)[0].numel() == prod(operation.shape):
                 found.add(operation.tap)
                 sources[source] = ShownTap(operation, dim)
