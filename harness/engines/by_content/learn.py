@@ -9,14 +9,17 @@ from harness.engines.by_content.columns import relative_error
 from harness.engines.by_content.first_step import find_first
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.later_steps import LaterSteps
+from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, tokens_ahead, watched_step
 from harness.engines.by_content.tables import RowOrder
 from harness.engines.by_content.tap_map import MappedTap, TapMap
+from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Operation
 from harness.oracle.model import HFModel
 from harness.oracle.quantised_inputs import has_declared_inputs, inputs_as_declared
 
 _DRAWS_OF_QUANTISED = 3
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
@@ -25,6 +28,9 @@ def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Ite
 
     Where a checkpoint declares that inputs of products are quantised, an engine may do so or not, and an input that
     lies between two codes hides what is computed from it: the best of several maps is taken.
+
+    Raises:
+        HarnessError: DIFFERENT_DTYPES: most products of the engine are in 16 bits, and `dtype` is another one.
     """
     found = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=0)]
     for draw in range(_DRAWS_OF_QUANTISED if has_declared_inputs(hf) else 0):
@@ -40,6 +46,7 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
     after = [_random_ids(hf, ahead, draw + 1 + token) for token in ids]
     end = _random_ids(hf, ahead, draw)
     seen = one_token_steps(stepper, ids, numbers, after)
+    _refuse_other_dtype(type(stepper).__name__, seen, dtype)
     prefill = watched_step(stepper, [(number, prompt[:-1], 0)], [[prompt[-1], *end]])
     decode = watched_step(stepper, [(number, prompt[-1:], num_tokens)], [end])
     lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
@@ -55,6 +62,22 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
         row_order=_row_order(stepper, hf, later.taps, numbers),
         num_tensors=len(seen),
     )
+
+
+def _refuse_other_dtype(engine: str, seen: Mapping[Site, torch.Tensor], dtype: torch.dtype) -> None:
+    """Refuse an engine that multiplies in 16 bits where another dtype is checked: its roundings would be mistakes."""
+    products = [tensor.dtype for site, tensor in seen.items() if site.what in _PRODUCTS]
+    for half in (torch.bfloat16, torch.float16):
+        if half is not dtype and 2 * products.count(half) > len(products):
+            name = str(half).removeprefix("torch.")
+            raise HarnessError(
+                Code.DIFFERENT_DTYPES,
+                "the engine's products are of another dtype than the check",
+                where=engine,
+                expected=str(dtype).removeprefix("torch."),
+                actual=name,
+                hint=f"--dtype {name}",
+            )
 
 
 def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]) -> RowOrder | None:

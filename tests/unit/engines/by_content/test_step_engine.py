@@ -17,6 +17,7 @@ from harness.engines.by_content.step_engine import StepEngine
 from harness.engines.by_content.steps import watched_step
 from harness.engines.module.stepper import ModuleStepper
 from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, Split, StepRows
+from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
 
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
@@ -36,6 +37,18 @@ def test_every_operation_of_a_sound_engine_passes(fused_engine, checkpoints, dty
         assert run.coverage.missing == 0
         assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
     assert any("48 taps were found by content" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_engine_in_16_bits_is_not_checked_in_float32(fused_engine, checkpoints, dtype):
+    """Its dtype is not that of its modules where it has none."""
+    engine = fused_engine(dtype=dtype)
+    hidden = SimpleNamespace(step=lambda work: engine.step(work))
+    with pytest.raises(HarnessError, match="products are of another dtype") as caught:
+        check(hidden, checkpoints)
+    name = str(dtype).removeprefix("torch.")
+    assert caught.value.code is Code.DIFFERENT_DTYPES
+    assert caught.value.hint == f'dtype="{name}"'
 
 
 @pytest.mark.slow
