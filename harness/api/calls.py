@@ -42,6 +42,7 @@ def check(
     rows: int | None = None,
     rows_seed: int = 0,
     mtp: bool = False,
+    lora: str | Path | None = None,
     engine_options: Mapping[str, object] | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -66,6 +67,8 @@ def check(
         rows: positions of each request at which products and attention are judged, for long prompts; None for all.
         rows_seed: draws other positions.
         mtp: whether to judge the layers that predict further tokens, too.
+        lora: folder of an adapter (PEFT's format) that the truth applies beside the model's weights; an engine that is
+            opened by its name gets it as its option `lora`.
         engine_options: of an engine that is opened by its name.
         out: folder, new or empty, for `report.html` and the engine's recordings; None keeps nothing.
         progress: called with what is being done, how much of it is done, and how much there is.
@@ -91,6 +94,7 @@ def check(
             rows=rows,
             rows_seed=rows_seed,
             mtp=mtp,
+            lora=None if lora is None else Path(lora),
             local_files_only=local_files_only,
         )
         result = run_check(chosen.opened(plan), out=None if out is None else Path(out), progress=progress)
@@ -107,6 +111,7 @@ def golden(
     dtype: Dtype = "auto",
     device: "str | torch.device | None" = None,
     truth: str = "auto",
+    lora: str | Path | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
     local_files_only: bool = True,
@@ -120,6 +125,7 @@ def golden(
         dtype: of the weights, and of the noise that is measured.
         device: where to run; None for the CPU.
         truth: `float64`, `float32`, or `auto` for what the dtype needs.
+        lora: as `check` has it.
         out: folder, new or empty, to write the golden to; None for the cache.
         progress: called with what is being done, how much of it is done, and how much there is.
         local_files_only: never ask the model hub.
@@ -138,6 +144,7 @@ def golden(
             truth=truth,
             requests=requests_of(prompts),
             max_new_tokens=max_new_tokens,
+            lora=None if lora is None else Path(lora),
             local_files_only=local_files_only,
         )
         return run_golden(plan, out=None if out is None else Path(out), progress=progress)

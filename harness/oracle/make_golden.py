@@ -207,12 +207,15 @@ def _check_finite(hf: HFModel, noise: Mapping[str, torch.Tensor]) -> None:
     for tap, errors in noise.items():
         if not bool(errors.isfinite().all()):
             dtype = str(hf.dtype).removeprefix("torch.")
+            look = "look for NaN or Inf in the weights"
             raise HarnessError(
                 Code.ORACLE_NOT_FINITE,
                 f"HF itself is not finite in {dtype}: no engine can be judged there",
                 where=tap,
                 expected=f"numbers of at most {torch.finfo(hf.dtype).max:.3g}",
-                hint="check in bfloat16 or float32 (--dtype bfloat16); if that fails too, look for NaN in the weights",
+                hint=look
+                if hf.dtype == torch.float32
+                else f"check in float32 (--dtype float32); if that fails too, {look}",
             )
 
 

@@ -56,11 +56,9 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
     later = LaterSteps(hf, prompt, prefill, decode, is_again=recomputes(stepper), rounding=rounding)
     with hf.followed_by([end]):
         later.tell_apart(first)
+    row_order, refusal = _row_order(stepper, hf, later.taps, numbers)
     return TapMap(
-        taps=later.taps,
-        uncertain=later.uncertain,
-        row_order=_row_order(stepper, hf, later.taps, numbers),
-        num_tensors=len(seen),
+        taps=later.taps, uncertain=later.uncertain, row_order=row_order, num_tensors=len(seen), refusal=refusal
     )
 
 
@@ -80,19 +78,25 @@ def _refuse_other_dtype(engine: str, seen: Mapping[Site, torch.Tensor], dtype: t
             )
 
 
-def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]) -> RowOrder | None:
-    """Return how the rows of two requests lie in a step: seen at the first tap. None: it is of one request."""
+def _row_order(
+    stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]
+) -> tuple[RowOrder | None, str | None]:
+    """Return how the rows of two requests lie in a step: seen at the first tap. None: it is of one request.
+
+    And what the engine raised there.
+    """
     first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
     if first is None:
-        return None
+        return None, None
     ids, spans = _random_ids(hf, 8), (range(3), range(5))
     try:
         seen = watched_step(stepper, [(next(numbers), ids[:3], 0), (next(numbers), ids[3:], 0)])
-    except Exception:  # an engine of one request a step
-        return None
+    except Exception as error:  # an engine of one request a step
+        is_unpacked = "too many values to unpack" in str(error)  # ((request, tokens, first),) = work
+        return None, None if is_unpacked else f"{type(error).__name__}: {error}"
     source = taps[first].sources[0]
     if source.site not in seen:
-        return None
+        return None, None
     expected: list[torch.Tensor] = []
 
     def look(operation: Operation, value: torch.Tensor) -> None:
@@ -104,8 +108,8 @@ def _row_order(stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], num
     for order in RowOrder:
         rows = source.read_all(seen[source.site], spans, order)
         if rows is not None and relative_error(rows, expected[0]) <= 0.1:
-            return order
-    return None
+            return order, None
+    return None, None
 
 
 def _random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:

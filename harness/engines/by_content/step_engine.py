@@ -336,6 +336,8 @@ def _tokens(parts: list[Part]) -> list[int]:
 def _notes(learned: TapMap) -> Iterator[str]:
     """Yield what a reader of the verdict should know of the map."""
     yield f"{len(learned.taps)} taps were found by content among {learned.num_tensors} tensors"
+    if learned.refusal is not None:
+        yield f"each step has one request, since one of two raised {learned.refusal}"
     guessed = [tap.tap for tap in learned.taps.values() if tap.evidence not in ("content", "definition")]
     if guessed:
         yield f"found by what is around them, since their own value is another: {', '.join(guessed[:4])}"

@@ -80,6 +80,8 @@ class TapMap:
     """How the rows of several requests lie, in the order of the step's work; None: a step is of one request."""
     num_tensors: int
     """Tensors that were looked at."""
+    refusal: str | None = None
+    """What the engine raised in a step of several requests."""
 
     @property
     def sites(self) -> frozenset[Site]:

@@ -12,6 +12,7 @@ import harness
 from harness.engines import open_engine
 from harness.results.check import Outcome, Verdict
 
+from ..lora_adapter import write_adapter
 from ..own_model import NAMES, CachedModel, OwnModel, load
 
 PROMPTS = ["hu rin pun | hu", [1, 5, 6, 7, 8, 9, 10, 11, 12]]
@@ -116,6 +117,16 @@ def test_a_model_object_says_what_is_right(folder, hf_model):
         own.ln.weight.mul_(2)
     check(own, model=hf_model, names=NAMES).assert_ok()
     check("reference", model=hf_model, schedules=["plain"]).assert_ok()
+
+
+def test_an_adapter_is_part_of_the_truth(folder, hf_model, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", seed=3, base=folder)
+    check("hf", lora=adapter, schedules=["plain"]).assert_ok()
+    report = check(hf_model, model=folder, lora=str(adapter), schedules=["plain"])
+    assert_wrong_at(report, "model.layers.0.self_attn.q_proj")
+    assert "adapter is not applied" in report.first_divergence.explanation.cause
+    own, its = (harness.golden(folder, prompts=PROMPTS, max_new_tokens=3, lora=each) for each in (None, adapter))
+    assert own.recording.path != its.recording.path
 
 
 def test_the_model_that_was_given_is_as_it_was(hf_model):

@@ -51,6 +51,29 @@ def test_an_engine_in_16_bits_is_not_checked_in_float32(fused_engine, checkpoint
     assert caught.value.hint == f'dtype="{name}"'
 
 
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (
+            ValueError("block table 7 vs 8"),
+            "each step has one request, since one of two raised ValueError: block table 7",
+        ),
+        (ValueError("too many values to unpack (expected 1)"), None),
+    ],
+)
+def test_what_an_engine_raises_in_a_batch_is_said(fused_engine, checkpoints, error, note):
+    engine = fused_engine()
+
+    def step(work):
+        if len(work) > 1:
+            raise error
+        return engine.step(work)
+
+    notes = check(SimpleNamespace(step=step, model=engine.model), checkpoints).notes
+    assert [each for each in notes if "one of two raised" in each and note is None] == []
+    assert note is None or any(each.startswith(note) for each in notes)
+
+
 @pytest.mark.slow
 def test_a_bug_that_the_model_has_of_itself_is_named(fused_engine, checkpoints):
     """The toy knows no scaling of frequencies, which llama-tiny has."""
