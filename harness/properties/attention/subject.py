@@ -47,7 +47,7 @@ class AttentionUnderTest(Target):
         """Return [T, N, H] on the CPU.
 
         Raises:
-            Counterexample: it raises, or gives another shape or dtype.
+            Counterexample: it raises, writes to its inputs, or gives another shape or dtype.
         """
         return self.attend_requests(case, tensors, range(len(case.query_lens)))
 
@@ -57,6 +57,8 @@ class AttentionUnderTest(Target):
             [values[request] for request in requests]
             for values in (case.block_tables, case.query_lens, case.context_lens)
         )
+        given = {"q": tensors.q_TNH, "k_cache": tensors.k_cache_BSKH, "v_cache": tensors.v_cache_BSKH}
+        before = {name: tensor.clone() for name, tensor in given.items()}
         with calling("attend", lambda: program(self, case, call_lines(self, case))):
             out = self._function(self.method)(
                 tensors.q_TNH,
@@ -67,12 +69,22 @@ class AttentionUnderTest(Target):
                 context_lens=context_lens,
                 **case.options,
             )
+        for name in (name for name, tensor in given.items() if not _is_same(tensor, before[name])):
+            copying = ["", f"before = {name}.clone()"]
+            ending = ["", f"assert torch.equal({name}.view(torch.uint8), before.view(torch.uint8))  # NaN among it"]
+            what = f"it writes to {name}, which is not its own"
+            raise Counterexample(what, program(self, case, copying, call_lines(self, case), ending))
         expected, actual = (tuple(tensors.q_TNH.shape), case.torch_dtype), (tuple(out.shape), out.dtype)
         if actual != expected:
             ending = ["", f"assert (tuple(out.shape), out.dtype) == {expected}"]
             what = f"expected {expected[1]} {list(expected[0])}, actual {actual[1]} {list(actual[0])}"
             raise Counterexample(what, program(self, case, call_lines(self, case), ending))
         return torch.as_tensor(out).detach().cpu()
+
+
+def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether all bits are as they were; slots that nobody wrote hold NaN."""
+    return torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
 
 
 def not_checked(named: Any) -> list[str]:

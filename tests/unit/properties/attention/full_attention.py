@@ -176,6 +176,20 @@ class Raises(FullAttention):
         )
 
 
+class CacheZeroed(FullAttention):
+    def attend(self, q, k_cache, v_cache, **given):
+        out = super().attend(q, k_cache, v_cache, **given)
+        k_cache.zero_()
+        return out
+
+
+class QueriesScaled(FullAttention):
+    def attend(self, q, k_cache, v_cache, **given):
+        out = super().attend(q, k_cache, v_cache, **given)
+        q *= 0.5
+        return out
+
+
 class WrongShape(FullAttention):
     def attend(self, q, k_cache, v_cache, *, block_tables, query_lens, context_lens):
         return (

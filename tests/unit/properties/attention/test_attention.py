@@ -59,7 +59,7 @@ def definition(focus: str) -> Any:
     return lambda named, settings: check_definition(named, settings, focus)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("name", "check", "what"),
     [
@@ -79,6 +79,8 @@ def definition(focus: str) -> Any:
         ("Placed", check_placement, "has other bits elsewhere"),
         ("Raises", definition("slots"), "attend raised IndexError: block size 1"),
         ("WrongShape", definition("any"), "actual torch.float32 [1, 8]"),
+        ("CacheZeroed", definition("any"), "it writes to k_cache"),
+        ("QueriesScaled", definition("any"), "it writes to q"),
     ],
 )
 def test_a_bug_is_told_as_a_program_that_shows_it(name: str, check: Any, what: str) -> None:
