@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from harness.base.quiet import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.shards import reading_shard
 from harness.formats.safetensors_header import TensorEntry
 
 Key = str
@@ -194,12 +195,8 @@ class _Files:
 
 
 def _opened(shard: Path) -> Any:
-    try:
+    with reading_shard(shard):
         return safe_open(shard, framework="pt")
-    except FileNotFoundError as error:
-        raise HarnessError(Code.MISSING_SHARD, f"the file is gone: {error}", where=shard) from error
-    except (SafetensorError, OSError) as error:
-        raise HarnessError(Code.DAMAGED_SAFETENSORS, f"the file was changed: {error}", where=shard) from error
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The safetensors files of a checkpoint, and the place of each tensor in them."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NoReturn
@@ -102,12 +103,20 @@ def read_shard(path: Path, name: str) -> "torch.Tensor":
     Raises:
         HarnessError: MISSING_SHARD, DAMAGED_SAFETENSORS: the file has gone since, or is another one now.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
+
+    with reading_shard(path), safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def reading_shard(path: Path) -> Iterator[None]:
+    """Say of what the library raises in the block that the file has gone or was changed; raises as `read_shard`."""
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        yield
     except FileNotFoundError as error:
         raise HarnessError(Code.MISSING_SHARD, f"the file is gone: {error}", where=path) from error
     except (SafetensorError, OSError) as error:
