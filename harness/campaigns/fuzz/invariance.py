@@ -15,7 +15,7 @@ from harness.base.scratch import scratch_folder
 from harness.campaigns.fuzz.changes import CHANGES, Prompts, RunSetting, Variation, draw_prompts
 from harness.campaigns.fuzz.judge import timed
 from harness.campaigns.fuzz.pool import SequencePool
-from harness.engines import Engine, engine_errors
+from harness.engines import Engine
 from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording
@@ -131,7 +131,7 @@ class Comparer:
     def _recorded(self, run: RunSetting, prompts: Prompts, path: Path) -> _Recorded | HarnessError:
         engine, asked = self.plan.case.engine, describe_run(self.plan, run.parsed(), run.requests(prompts), path)
         try:
-            with open_writer(self.engine, asked) as writer, engine_errors(engine), timed(engine, self.limit_s):
+            with open_writer(self.engine, asked) as writer, timed(engine, self.limit_s):
                 self.engine.run(asked.workload, writer)
         except HarnessError as error:
             return error

@@ -112,7 +112,7 @@ class WorkloadJudge:
         asked = engine_workload(workload)
         run = describe_run(self.plan, asked.schedule, asked.requests, path, copies=asked.copies)
         writer = open_writer(self.engine, run, schedule=workload.schedule or SCHEDULE)
-        with writer, engine_errors(self.plan.case.engine), timed(self.plan.case.engine, limit_s), self.planted():
+        with writer, timed(self.plan.case.engine, limit_s), self.planted():
             self.engine.run(asked, writer)
 
     def _compared(self, actual: Recording, *, explain: bool) -> WorkloadJudgement:
@@ -126,16 +126,17 @@ def timed(engine: str, limit_s: float) -> Iterator[None]:
     """Limit the time of the engine in the block.
 
     Raises:
-        HarnessError: ENGINE_FAILED: it did not come to its end.
+        HarnessError: ENGINE_FAILED: it did not come to its end; as `engine_errors`.
     """
-    try:
-        with deadline(limit_s):
-            yield
-    except DeadlineError:
-        raise HarnessError(
-            Code.ENGINE_FAILED,
-            "the engine did not come to its end in time",
-            where=engine,
-            expected=f"at most {limit_s:g} s",
-            hint="--workload-seconds, if it is only slow",
-        ) from None
+    with engine_errors(engine):
+        try:
+            with deadline(limit_s):
+                yield
+        except DeadlineError:
+            raise HarnessError(
+                Code.ENGINE_FAILED,
+                "the engine did not come to its end in time",
+                where=engine,
+                expected=f"at most {limit_s:g} s",
+                hint="--workload-seconds, if it is only slow",
+            ) from None

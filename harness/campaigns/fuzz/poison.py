@@ -19,7 +19,7 @@ from harness.base.scratch import scratch_folder
 from harness.campaigns.fuzz.changes import draw_prompts
 from harness.campaigns.fuzz.judge import timed
 from harness.campaigns.fuzz.pool import SequencePool
-from harness.engines import Engine, engine_errors
+from harness.engines import Engine
 from harness.engines.poison import VALUES, Poison, scratch_filled
 from harness.engines.record import RunDescription, open_writer
 from harness.errors import Code, HarnessError
@@ -154,7 +154,7 @@ class Poisoner:
 
     def _recorded(self, run: RunDescription, poison: Poison | None) -> Recording:
         writer, engine = open_writer(self.engine, run), self.plan.case.engine
-        with writer, engine_errors(engine), timed(engine, self.limit_s), self.planted(), scratch_filled(poison):
+        with writer, timed(engine, self.limit_s), self.planted(), scratch_filled(poison):
             self.engine.run(replace(run.workload, poison=poison), writer)
         return Recording.open(run.folder, verify=False).with_names(self.graph.aliases)  # written by ourselves
 
