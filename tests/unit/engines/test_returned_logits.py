@@ -51,7 +51,6 @@ def stepping(model, change):
     return stepper
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("engine", [returning, stepping])
 def test_what_is_done_to_them_is_found(model, folder, engine, mistake):
