@@ -77,7 +77,7 @@ scoreboard:  ## what the harness finds of known bugs
 	harness faults --format markdown
 
 floors:  ## measure again what the bounds were chosen from
-	python -m harness.selfcheck.calibrations.noise_floors
+	python -m tests.calibrations.noise_floors
 
 FUZZ_INPUTS ?= 100000
 fuzz:  ## damaged files of every kind, about 20 ms each, and runs that are killed, about 3 s each

@@ -19,52 +19,34 @@ from harness.version import __version__
 
 if TYPE_CHECKING:
     from harness.api import (
-        AuditReport,
         CheckFailedError,
         CheckReport,
-        FunctionReport,
-        GapError,
         ProfileReport,
-        RolloutMonitor,
-        RolloutReport,
-        audit,
         check,
         diff,
         golden,
         profile,
-        rollout,
-        structured_output,
         tensor,
-        tool_calls,
         weights,
     )
     from harness.engines import Capabilities, Engine, Workload
     from harness.errors import Code, HarnessError
 
 __all__ = [
-    "AuditReport",
     "Capabilities",
     "CheckFailedError",
     "CheckReport",
     "Code",
     "Engine",
-    "FunctionReport",
-    "GapError",
     "HarnessError",
     "ProfileReport",
-    "RolloutMonitor",
-    "RolloutReport",
     "Workload",
     "__version__",
-    "audit",
     "check",
     "diff",
     "golden",
     "profile",
-    "rollout",
-    "structured_output",
     "tensor",
-    "tool_calls",
     "weights",
 ]
 
@@ -76,10 +58,17 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if not name.startswith("_"):
+        from harness.base import plugins
+
+        if name in plugins.entries(plugins.FUNCTIONS):
+            return plugins.load(plugins.FUNCTIONS, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    from harness.base import plugins
+
+    return sorted({*globals(), *__all__, *plugins.entries(plugins.FUNCTIONS)})

@@ -85,6 +85,7 @@ class Code(StrEnum):
     ENGINE_VERSION = "H121"
     BAD_ENGINE_PYTHON = "H122"
     RANKS_DIFFER = "H123"
+    EXTENSION_FAILED = "H124"
     ENGINE_LACKS_METHOD = "H140"
     # Profiles
     ENGINE_HAS_NO_STEPS = "H060"

@@ -12,7 +12,7 @@ from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
-from harness.formats.checkpoint.quantised import read_quantised_source
+from harness.formats.checkpoint.quantised_source import read_quantised_source
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.images import keep_inputs
 from harness.oracle.requests import Prompt
@@ -182,9 +182,9 @@ def _refuse_contradictions(case: Case) -> None:
         refuse("--rows-seed", "the seed must not be negative", expected="at least 0", actual=case.rows_seed)
     if case.isolate is False and case.engine_python is not None:
         what = "an engine in another environment has a process of its own"
-        refuse("--engine-python", what, hint="leave out --no-isolate")
+        refuse("--engine-python", what, hint="leave out --engine-timeout 0")
     if case.isolate is False and limit_s is not None:
-        what, hint = "an engine in the harness's own process cannot be ended", "leave out --no-isolate, or the limit"
+        what, hint = "an engine in the harness's own process cannot be ended", "leave out isolate=False, or the limit"
         refuse("--engine-timeout", what, expected="an engine in a process of its own", hint=hint)
     if case.tensors is not None:
         if len(case.requests) != 1:

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from harness.campaigns.quant.files import quantise
-from harness.formats.checkpoint.gguf import open_gguf
-from harness.formats.checkpoint.gguf.types import PLAIN
-from harness.formats.checkpoint.gguf.weights import rows_of_hf
-from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.extensions.llamacpp.gguf import open_gguf
+from harness.extensions.llamacpp.gguf.types import PLAIN
+from harness.extensions.llamacpp.gguf.weights import rows_of_hf
+from harness.extensions.llamacpp.gguf.writer import write_gguf
+from harness.extensions.quant.files import quantise
 
 FAULTS = ("rows not reordered", "another layer's tensor", "rotary base doubled", "scales shifted by a block")
 OTHERS, OTHERS_FROM = "model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj"

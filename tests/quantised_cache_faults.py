@@ -16,9 +16,9 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.errors import Code
-from harness.selfcheck.faults.fault import FaultConfig, Variant
-from harness.selfcheck.faults.injection import replacing
-from harness.selfcheck.faults.trial import FaultTrial, try_variant
+from harness.extensions.faults.fault import FaultConfig, Variant
+from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.trial import FaultTrial, try_variant
 from reference_engine.kv_cache import KVCache
 
 NUM_LAYERS = 3

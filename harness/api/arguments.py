@@ -145,7 +145,7 @@ def checkpoint(model: Model | None) -> Iterator[tuple[str | None, str | None]]:
     from torch import distributed
     from transformers import PreTrainedModel
 
-    from harness.campaigns.weights.sources import is_sharded, merged, unsharded
+    from harness.judge.weights.sources import is_sharded, merged, unsharded
 
     model = merged(model, where="model=")
     if not isinstance(model, PreTrainedModel):

@@ -23,9 +23,11 @@ from harness.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from harness.api.subject import Chosen, Subject
     from harness.oracle.golden import Golden
+    from harness.results.weights import WeightsResult
 
 
 def check(
@@ -277,3 +279,28 @@ def _chosen(dtype: Dtype) -> str | None:
 def _several(texts: Any) -> tuple[str, ...]:
     """Return texts as a tuple; one text alone is one of them, not its letters."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def weights(
+    first: "str | Path | nn.Module | Mapping[str, torch.Tensor] | object",
+    second: "str | Path | nn.Module | Mapping[str, torch.Tensor] | object",
+    *,
+    before: "str | Path | nn.Module | Mapping[str, torch.Tensor] | None" = None,
+    local_files_only: bool = True,
+) -> "WeightsResult":
+    """Compare two sets of weights, tensor by tensor: fused and sharded tensors are found by what they hold.
+
+    Args:
+        first: the weights that are right: a checkpoint's folder, a module, tensors by name, or an engine in memory
+            (the reference engine's `LLMEngine`, vLLM's `LLM`, a `Session` of any adapter).
+        second: the weights under test.
+        before: the first weights before an update: how much of it arrived in the second ones.
+        local_files_only: never ask the model hub.
+
+    Raises:
+        HarnessError: weights cannot be read.
+    """
+    from harness.judge.weights.compare import compare_weights
+
+    with named_as_arguments():
+        return compare_weights(first, second, before=before, local_files_only=local_files_only)

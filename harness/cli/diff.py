@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from harness.cli import forms
-from harness.cli import options as opt
-from harness.cli.output import STATUS
-from harness.cli.progress import progress_bar
+from harness.command import forms
+from harness.command import options as opt
+from harness.command.output import STATUS
+from harness.command.progress import progress_bar
 from harness.formats.schedule import TRIGGERS
 
 

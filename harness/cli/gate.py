@@ -8,9 +8,9 @@ import typer
 
 from harness.base.files import read_text
 from harness.base.json_text import parse_json
-from harness.cli import forms
-from harness.cli.grouped import grouped
-from harness.cli.progress import progress_bar
+from harness.command import forms
+from harness.command.grouped import grouped
+from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli import forms
-from harness.cli import options as opt
 from harness.cli.answer import TimedContinuation
-from harness.cli.output import write
-from harness.cli.progress import progress_bar
+from harness.command import forms
+from harness.command import options as opt
+from harness.command.output import write
+from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.case import RequestSpec, load_case
 from harness.formats.checkpoint import Checkpoint, embedded_cases, resolve

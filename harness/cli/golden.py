@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli import forms
-from harness.cli import options as opt
-from harness.cli.grouped import grouped
-from harness.cli.progress import progress_bar
+from harness.command import forms
+from harness.command import options as opt
+from harness.command.grouped import grouped
+from harness.command.progress import progress_bar
 from harness.errors import ExitStatus
 
 

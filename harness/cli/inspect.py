@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
-from harness.cli import forms
-from harness.cli import options as opt
-from harness.cli.grouped import grouped
+from harness.command import forms
+from harness.command import options as opt
+from harness.command.grouped import grouped
+from harness.command.output import STATUS
+from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 
@@ -35,7 +37,20 @@ def inspect(
         str | None, typer.Option(metavar="REQUEST:POSITION", help="The row of a tap, in a recording or golden.")
     ] = None,
     slice: Annotated[str | None, typer.Option(metavar="PART", help="Part of the tensor: 0:4,:8,3.")] = None,
-    given: Annotated[opt.Given, opt.CaseOptions("model", "hf", *opt.ENGINE, "dtype", "device")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Checkpoint whose weights are compared with PATH's; with --map, a map that was kept."
+        ),
+    ] = None,
+    before: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="With --against: PATH's weights before an update. How much of it arrived?"),
+    ] = None,
+    map: Annotated[
+        bool, typer.Option("--map", help="With --engine: show which tensor of the engine is which tap.")
+    ] = False,
+    given: Annotated[opt.Given, opt.CaseOptions("model", "hf", *opt.ENGINE, "dtype", "device", "mtp")],
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.INSPECTED.option()] = "human",
 ) -> int:
@@ -43,15 +58,23 @@ def inspect(
 
     Header, tensors, dtypes, shapes, offsets and shards; for a checkpoint also what is missing for its config: the exit
     status is 1 where a tensor is missing or has another shape. Of a recording or golden its requests, steps and taps.
-    Traces and memory snapshots are summed up as by `harness trace summary` and `harness memory summary`.
+    Traces and memory snapshots are summed up as by `harness trace summary` and `harness trace memory`.
 
     With --tensor NAME: one tensor in figures, of a checkpoint, a file, a golden, a recording or a dump; with BESIDE how
     far that of another place is from it.
 
+    With --against B: compare the weights of two checkpoints, tensor by tensor. Renamed, fused and sharded tensors
+    are found by what they hold. Of one dtype, values must be equal; of two, equal within the coarser one's
+    rounding.
+
     With --engine NAME in the place of PATH: the settings that the engine has made of --model (theta, rotary
     frequencies, eps, windows, head sizes, experts, ...) beside HuggingFace's. Nothing is run. The exit status is 1 if
-    one differs, and 5 if the engine shows none.
+    one differs, and 5 if the engine shows none. With --map: which tensor of the engine is which tap. The exit status is
+    1 if a tap moved from the map that --against names.
     """
+    if before is not None and (against is None or path is None):
+        what, hint = "--before is about the weights of two checkpoints", "harness inspect A --against B --before OLD"
+        raise HarnessError(Code.BAD_OPTION, what, where="--before", hint=hint)
     if tensor is not None:
         if path is None or given:
             what, hint = "a tensor lies in a file or folder", "harness inspect PATH --tensor NAME"
@@ -65,11 +88,20 @@ def inspect(
     if beside is not None or row is not None or slice is not None:
         what, hint = "BESIDE, --row and --slice are about one tensor", "name it: --tensor NAME"
         raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
-    if path is not None and not given:
+    if path is not None and against is not None and not given and not map:
+        return _compare_weights(str(path), against, before, local_files_only, format)
+    if path is not None and against is None and not given and not map:
         return _show(path, format)
     if path is not None or "engine" not in given:
         what, hint = "one thing is inspected: a path, or an engine", "harness inspect PATH, or --engine NAME --model M"
         raise HarnessError(Code.BAD_OPTION, what, where="PATH", hint=hint)
+    if map:
+        from harness.cli.tap_map import show_tap_map
+
+        return show_tap_map(given, None if against is None else Path(against), local_files_only, format)
+    if against is not None:
+        what, hint = "an engine's settings are compared with HuggingFace's", "add --map, or leave --against out"
+        raise HarnessError(Code.BAD_OPTION, what, where="--against", hint=hint)
     from harness.judge.jobs.settings import run_settings
     from harness.plan import plan_engine
 
@@ -78,6 +110,16 @@ def inspect(
     if result.differing:
         return ExitStatus.MISMATCH
     return ExitStatus.PASS if result.num_compared else ExitStatus.NOTHING_CHECKED
+
+
+def _compare_weights(first: str, second: str, before: str | None, local_files_only: bool, format: str) -> int:
+    with progress_bar() as report:
+        report("comparing", 0, 1)
+        from harness.judge.weights.compare import compare_weights
+
+        result = compare_weights(first, second, before=before, local_files_only=local_files_only)
+    forms.WEIGHTS.show(result, format)
+    return STATUS[result.outcome]
 
 
 def _show(path: Path, format: str) -> int:

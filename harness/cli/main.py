@@ -10,12 +10,15 @@ from itertools import pairwise
 from typing import Any
 
 import typer
+import typer.core
 
+from harness.base import plugins
 from harness.base.environment import own_commit
-from harness.cli.command import StrictCommand
-from harness.cli.interrupts import INTERRUPTED, Interrupts
-from harness.cli.output import results_on, write, write_json
 from harness.cli.supervisor import supervise
+from harness.command.entry import Command, Panel
+from harness.command.interrupts import INTERRUPTED, Interrupts
+from harness.command.output import results_on, write, write_json
+from harness.command.strict import StrictCommand
 from harness.engines import installed_engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.version import __version__
@@ -47,16 +50,25 @@ Environment:
 """
 
 
-_COMMANDS = {
-    "check": True, "golden": False, "run": True, "diff": False, "inspect": False, "map": True, "generate": False,
-    "serve": False, "sampler": False, "audit": False, "tokens": False, "load": False, "profile": True, "gate": False,
-    "fuzz": True, "faults": False, "quant": False, "estimate": False, "rollout": True, "weights": False,
-    "new-adapter": False,
-}  # fmt: skip
-"""Commands in the order of the help, each a function of its module; whether its help names the installed engines."""
-_FUNCTIONS = {"map": "map_taps"}
-"""Functions that are not called as their commands."""
-_GROUPS = ("bench", "suite", "trace", "memory")
+def _core(name: str, panel: Panel, help: str, function: str | None = None, *, has_engines: bool = False) -> Command:
+    module = name.replace("-", "_")
+    target = f"harness.cli.{module}:{function or module}"
+    return Command(name=name, panel=panel, help=help, target=target, has_engines=has_engines)
+
+
+_COMMANDS = (
+    _core("check", Panel.CHECK, "Check an engine against HuggingFace.", has_engines=True),
+    _core("golden", Panel.CHECK, "Dump what HuggingFace computes."),
+    _core("record", Panel.CHECK, "Record an engine, for `harness diff`.", has_engines=True),
+    _core("diff", Panel.CHECK, "Compare two recordings, or two folders of tensors."),
+    _core("inspect", Panel.CHECK, "Show files, checkpoints, weights, and settings and taps of an engine."),
+    _core("new-adapter", Panel.CHECK, "Write the files of a new adapter."),
+    _core("profile", Panel.PROFILE, "Profile prefill and decode of an engine.", has_engines=True),
+    _core("gate", Panel.PROFILE, "Compare a profile with a baseline."),
+    _core("generate", Panel.OTHERS, "Continue a prompt or a conversation."),
+    _core("serve", Panel.OTHERS, "Serve a model with the reference engine."),
+)
+"""Commands of the core, in the order of the help; those of extensions follow in their panels."""
 
 
 def main() -> None:
@@ -182,24 +194,58 @@ def error_json(error: HarnessError) -> dict[str, Any]:
     }
 
 
+def commands() -> dict[str, Command]:
+    """Return all commands in the order of the help: of each panel the core's, then those of the extensions."""
+    known = [*_COMMANDS, *plugins.load_all(plugins.COMMANDS)]
+    panels = list(Panel)
+    return {command.name: command for command in sorted(known, key=lambda command: panels.index(command.panel))}
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands, whose modules are imported only when a command runs or shows its help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, in the order of the help."""
+        return list(commands())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command; None if there is none of that name."""
+        command = commands().get(cmd_name)
+        return None if command is None else _imported(command)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands under the headings of their panels, without importing them."""
+        for panel in Panel:
+            rows = [(command.name, command.help) for command in commands().values() if command.panel is panel]
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
+def _imported(command: Command) -> Any:
+    module, _, name = command.target.partition(":")
+    target = getattr(import_module(module), name)
+    if isinstance(target, typer.Typer):
+        group = typer.main.get_group(target)
+        group.name = command.name
+        return group
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    names = ", ".join(installed_engine_names()) if command.has_engines else ""
+    engines = f"Engines installed here: {names}. docs/write-an-adapter.md shows how to add one." if names else None
+    app.command(command.name, cls=StrictCommand, epilog=engines)(target)
+    return typer.main.get_command(app)
+
+
 def build_app() -> typer.Typer:
-    """Put the commands together; their modules are imported only when a command runs."""
+    """Put the commands together."""
     app = typer.Typer(
         name="harness",
+        cls=_Commands,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback(help=_HELP, epilog=_ENVIRONMENT)(_options)
-    names = ", ".join(installed_engine_names())
-    engines = f"Engines installed here: {names}. docs/write-an-adapter.md shows how to add one."
-    for name, names_engines in _COMMANDS.items():
-        module = import_module(f"harness.cli.{name.replace('-', '_')}")
-        command = getattr(module, _FUNCTIONS.get(name, name.replace("-", "_")))
-        app.command(name, cls=StrictCommand, epilog=engines if names_engines else None)(command)
-    for name in _GROUPS:
-        app.add_typer(import_module(f"harness.cli.{name}").app)
     return app
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli import forms
-from harness.cli import options as opt
-from harness.cli.grouped import grouped
-from harness.cli.progress import progress_bar
+from harness.command import forms
+from harness.command import options as opt
+from harness.command.grouped import grouped
+from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.case import ProfileSection
 
@@ -109,7 +109,7 @@ class SizeOptions:
         )
 
     def _file_prompts(self, path: Path, checkpoint: "Checkpoint") -> "list[Prompt]":
-        from harness.campaigns.load.workload import Arrivals, read_requests
+        from harness.oracle.request_file import Arrivals, read_requests
         from harness.plan import tokenize
 
         config = checkpoint.config

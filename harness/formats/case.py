@@ -146,7 +146,8 @@ class Case(BaseModel):
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         Option(
             "--engine-timeout SECONDS",
-            "Longest time for opening the engine, and for each schedule, in a process of its own. [default: 3600]",
+            "Time limit for opening the engine and for each schedule, in a separate process; 0: no separate process. "
+            "[default: 3600 for engines of other packages]",
             kind=float,
         ),
     ] = None

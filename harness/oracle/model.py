@@ -12,7 +12,7 @@ import torch
 from harness.base.quiet import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.inspect.config import against_config, auto_class
+from harness.formats.checkpoint.against_config import against_config, auto_class
 from harness.formats.taps import Graph
 from harness.oracle.mtp import add_mtp_layers
 from harness.oracle.patches import check_is_unpatched

@@ -1,6 +1,7 @@
 """The exact distribution of a token that is drawn: logits through penalties, bias, temperature and sets of tokens.
 
-One definition serves a bare function (`harness.properties.ops`) and a server (`harness.campaigns.sampler`). The order
+One definition serves a bare function (`harness.properties.ops`) and a server
+(`harness.extensions.server.sampler`). The order
 of the steps, and the tokens that penalties count, differ from engine to engine: both are data here.
 
 Shapes: V vocab.

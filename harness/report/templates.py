@@ -9,10 +9,10 @@ from harness.report.check.sentences import printable
 
 
 @cache
-def templates(folder: Path) -> Environment:
-    """Return the templates of a folder; they can apply the filter `printable`."""
+def templates(*folders: Path) -> Environment:
+    """Return the templates of folders, the first of one name; they can apply the filter `printable`."""
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(folders),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

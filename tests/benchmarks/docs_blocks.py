@@ -307,11 +307,11 @@ def make(folder: Path, model: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import harness
+    from harness.extensions.llamacpp.gguf.writer import write_gguf
     from harness.formats.checkpoint import resolve
-    from harness.formats.checkpoint.gguf.writer import write_gguf
 
+    from ..extensions.server.chat.tool_calls.conftest import write_family
     from ..quantised_checkpoints import write_quantised
-    from ..unit.campaigns.tool_calls.conftest import write_family
     from ..unit.lora_adapter import write_adapter
 
     tiny = Path(resolve("llama-tiny"))
@@ -352,7 +352,7 @@ def sampled(model: Path) -> Iterator[dict[str, object]]:
     """Yield rollouts of the reference engine, whose trainer is as exact."""
     from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
-    from ..unit.campaigns.rollout.training import sampled_rows
+    from ..extensions.rollout.training import sampled_rows
 
     prompts = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9], [1, 99, 98, 97]]
     params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=0, num_logprobs=0, ignore_eos=True)

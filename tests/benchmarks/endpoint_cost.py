@@ -20,11 +20,11 @@ import httpx
 import torch
 from tabulate import tabulate
 
-from harness.campaigns.endpoint.address import Address
-from harness.campaigns.endpoint.run import check_endpoint
+from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.endpoint.result import EndpointResult
+from harness.extensions.server.endpoint.run import check_endpoint
 from harness.formats.case import RequestSpec
 from harness.plan import plan_request
-from harness.results.endpoint import EndpointResult
 
 CONCURRENCY = 8
 

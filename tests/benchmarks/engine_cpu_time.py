@@ -15,11 +15,11 @@ from statistics import median
 
 import torch
 
-from harness.selfcheck.bench import peer
-from harness.selfcheck.bench.peer import OURS, BenchConfig, Generation
-from harness.selfcheck.bench.peers import PEERS
-from harness.selfcheck.bench.shape import build_checkpoint, find_shape
-from harness.selfcheck.bench.workload import even_workload
+from harness.extensions.bench import peer
+from harness.extensions.bench.peer import OURS, BenchConfig, Generation
+from harness.extensions.bench.peers import PEERS
+from harness.extensions.bench.shape import build_checkpoint, find_shape
+from harness.extensions.bench.workload import even_workload
 
 
 class CPUClock:

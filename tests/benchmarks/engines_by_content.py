@@ -23,17 +23,17 @@ from harness.api.reports import CheckReport
 from harness.base.scratch import scratch_folder
 from harness.engines import Engine
 from harness.engines.by_content.columns import relative_error
-from harness.engines.llamacpp.options import parse_llamacpp_options
-from harness.formats.checkpoint.gguf import open_gguf
-from harness.formats.checkpoint.gguf.writer import write_gguf
+from harness.extensions.llamacpp.engine.options import parse_llamacpp_options
+from harness.extensions.llamacpp.gguf import open_gguf
+from harness.extensions.llamacpp.gguf.writer import write_gguf
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [list(range(3, 50)), list(range(60, 71)), list(range(100, 142))]
 ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang", "vllm": "Vllm", "llamacpp": "LlamaCppStepper"}
 """Folders of docs/adapters, and the classes of their `by_content.py`; that of llama.cpp is the package's."""
-TABLES = {"vllm": "harness.engines.vllm", "llamacpp": "harness.engines.llamacpp.engine"}
+TABLES = {"vllm": "harness.extensions.vllm", "llamacpp": "harness.extensions.llamacpp.engine.engine"}
 """Modules of engines of the package; each opens a model for itself."""
-LLAMACPP = "harness.engines.llamacpp.by_content"
+LLAMACPP = "harness.extensions.llamacpp.engine.by_content"
 IN_FLOAT32 = {"cache_type": "F32", "flash_attention": "off"}
 """Options of llama.cpp with which attention is in float32."""
 LIMITS = {"llamacpp": 1e-4}

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.campaigns.quant.padding import pad_checkpoint
+from harness.extensions.llamacpp.gguf.types import PLAIN
+from harness.extensions.quant.padding import pad_checkpoint
 from harness.formats.case import RequestSpec
-from harness.formats.checkpoint.gguf.types import PLAIN
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
 

@@ -17,7 +17,7 @@ from typing import Any
 from tabulate import tabulate
 
 from harness.base.environment import describe_machine
-from harness.selfcheck.bench.shape import build_checkpoint, find_shape
+from harness.extensions.bench.shape import build_checkpoint, find_shape
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ("reference", "hf")

@@ -38,12 +38,12 @@ from harness.properties.core.findings import PropertyError, Violation
 from harness.properties.core.profiles import PROFILES
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
+from harness.properties.reference.attention import PagedSubject
+from harness.properties.reference.blocks import BlockManagerSubject
+from harness.properties.reference.engine import EngineSubject
+from harness.properties.reference.ops import Ops
+from harness.properties.reference.scheduler import SchedulerSubject
 from harness.properties.scheduler.suite import SchedulerMachine
-from harness.selfcheck.properties.attention import PagedSubject
-from harness.selfcheck.properties.blocks import BlockManagerSubject
-from harness.selfcheck.properties.engine import EngineSubject
-from harness.selfcheck.properties.ops import Ops
-from harness.selfcheck.properties.scheduler import SchedulerSubject
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'

@@ -92,7 +92,7 @@ def serve(options: argparse.Namespace) -> None:
 
     vLLM collects nine times for each engine, over every object of the process: three fifths of a family's time.
     """
-    import harness.engines.vllm  # noqa: F401
+    import harness.extensions.vllm  # noqa: F401
 
     collect = gc.collect
     gc.collect, gc.unfreeze = lambda *_: 0, lambda: None

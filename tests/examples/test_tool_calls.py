@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("hypothesis", reason="the extra `test` is not installed")
 
 from ..documentation import Page, run_python
-from ..unit.campaigns.tool_calls.conftest import write_family
+from ..extensions.server.chat.tool_calls.conftest import write_family
 
 PAGE = Page("tool-calls")
 

@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 
 from harness.base.json_text import parse_json
-from harness.campaigns.endpoint.answer import Completion
-from harness.campaigns.endpoint.case import JudgedCompletion, Promised
-from harness.campaigns.endpoint.judge import judge
-from harness.campaigns.endpoint.names import TokenNames
-from harness.campaigns.endpoint.parse import read_answer
-from harness.campaigns.endpoint.schedules import Sent, joined
-from harness.campaigns.endpoint.truth import TruthRow
-from harness.campaigns.endpoint.walks import walk_of
 from harness.errors import HarnessError
+from harness.extensions.server.endpoint.answer import Completion
+from harness.extensions.server.endpoint.case import JudgedCompletion, Promised
+from harness.extensions.server.endpoint.judge import judge
+from harness.extensions.server.endpoint.names import TokenNames
+from harness.extensions.server.endpoint.parse import read_answer
+from harness.extensions.server.endpoint.schedules import Sent, joined
+from harness.extensions.server.endpoint.truth import TruthRow
+from harness.extensions.server.endpoint.walks import walk_of
 from harness.formats.checkpoint import Checkpoint
 from harness.oracle.requests import Prompt
 from reference_engine import EngineConfig, LLMEngine

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.report.suite.json import SUITE_NAME, suite_json
-from harness.results.suite import CaseResult, CaseVerdict, SuiteResult
+from harness.extensions.suite.report.json import SUITE_NAME, suite_json
+from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 
-from ..integration.test_cli_rollout import TERM, kept
+from ..extensions.llamacpp.gguf.bytes_of import gguf_bytes
+from ..extensions.rollout.test_cli_rollout import TERM, kept
 from ..quantised_checkpoints import write_quantised
-from ..unit.formats.gguf.bytes_of import gguf_bytes
 from ..unit.profiling.test_memory_summary import SNAPSHOT
 from .mutate import Mutation, damaged, damaged_header, damaged_json
 from .target import Target

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-
 from harness.cli.map import map_text
+
 from harness.results.tap_source import TapSource
 
 TAP = {"tap": "model.norm", "tensor": "norm, columns 0 to 3", "code": None, "evidence": "it holds it"}

@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from harness import __version__
-from harness.cli import forms
 from harness.cli.main import build_app, wants_json
+from harness.command import forms
 from harness.formats.case import Case
 
 ENGINE = ["--engine", "--engine-option", "--isolate", "--engine-timeout", "--engine-python"]

@@ -36,7 +36,7 @@ def descendants():
 
 
 def test_the_worker_of_another_process_records(families, monkeypatch):
-    monkeypatch.setattr("harness.engines.vllm.engine.VllmWatcher", None)  # nothing is recorded in this process
+    monkeypatch.setattr("harness.extensions.vllm.engine.VllmWatcher", None)  # nothing is recorded in this process
     before = descendants()
     (run,) = check(families["llama"], max_new_tokens=6, engine_options=OPTIONS).runs
     assert (run.outcome, run.findings) == (Outcome.PASS, ())
@@ -46,7 +46,7 @@ def test_the_worker_of_another_process_records(families, monkeypatch):
 
 
 def test_a_worker_that_dies_is_named_and_leaves_nothing(families, monkeypatch):
-    from harness.engines.vllm import engine
+    from harness.extensions.vllm import engine
 
     before, drive = descendants(), engine._drive
 
@@ -65,7 +65,7 @@ def test_a_worker_that_dies_is_named_and_leaves_nothing(families, monkeypatch):
 
 
 def test_a_rank_that_dies_between_two_steps_is_named_and_leaves_nothing(families, monkeypatch):
-    from harness.engines.vllm import engine
+    from harness.extensions.vllm import engine
 
     before, drive = descendants(), engine._drive
 

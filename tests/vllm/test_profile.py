@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, open_session
-from harness.engines.vllm import open_engine
 from harness.errors import Code, HarnessError
+from harness.extensions.vllm import open_engine
 
 pytestmark = pytest.mark.slow
 LAYER = [

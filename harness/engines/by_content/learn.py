@@ -15,8 +15,8 @@ from harness.engines.by_content.tables import RowOrder
 from harness.engines.by_content.tap_map import MappedTap, TapMap
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Operation
+from harness.oracle.declared_inputs import has_declared_inputs, inputs_as_declared
 from harness.oracle.model import HFModel
-from harness.oracle.quantised_inputs import has_declared_inputs, inputs_as_declared
 
 _DRAWS_OF_QUANTISED = 3
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")

@@ -6,10 +6,8 @@ from pathlib import Path
 from harness.base.files import exists
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.exports import checkpoint_of_export, is_export
-from harness.formats.checkpoint.gguf import checkpoint_of_gguf, is_gguf
-from harness.formats.checkpoint.locations import cache_dir, embedded_cases
-from harness.formats.checkpoint.quantised import checkpoint_of_quantised, is_quantised
+from harness.formats.checkpoint.locations import embedded_cases
+from harness.formats.checkpoint.readers import reader_of
 from harness.formats.checkpoint.refusals import not_a_checkpoint
 
 _DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
@@ -29,36 +27,23 @@ def resolve(model: str, *, local_files_only: bool = False, revision: str | None 
         hf: of a GGUF file or an export of ONNX Runtime GenAI or OpenVINO, the checkpoint that it was made from.
 
     Raises:
-        HarnessError: NOT_A_CHECKPOINT; of a quantised checkpoint what `checkpoint_of_quantised` raises; of a GGUF file
-            what `gguf.checkpoint_of_gguf` raises; BAD_OPTION for `hf` with anything else.
+        HarnessError: NOT_A_CHECKPOINT; what a reader raises; BAD_OPTION for `hf` with anything else.
     """
     path = _local_path(model)
-    if path is not None and is_gguf(path):
-        origin = None if hf is None else Checkpoint(resolve(hf, local_files_only=local_files_only))
-        return checkpoint_of_gguf(path, cache_dir() / "gguf", hf=origin)
-    if path is not None and is_export(path):
-        if hf is None:
-            what, hint = "an export does not say all of the model that it was made from", "name that one as --hf"
-            raise HarnessError(Code.BAD_OPTION, what, where="--model", actual=path, hint=hint)
-        origin = Checkpoint(resolve(hf, local_files_only=local_files_only))
-        packed = checkpoint_of_export(path.absolute(), origin, cache_dir() / "exports")
-        return checkpoint_of_quantised(packed, cache_dir() / "dequantised")
-    if hf is not None:
+    reader = None if path is None else reader_of(path)
+    if hf is not None and (reader is None or not reader.takes_origin):
         what = "--hf names what a GGUF file, or an export of a graph engine, was made from"
         hint = "leave --hf out, or name a .gguf file or the folder of an export as --model"
-        raise HarnessError(
-            Code.BAD_OPTION,
-            what,
-            where="--hf",
-            expected="a .gguf file or an export as --model",
-            actual=model,
-            hint=hint,
-        )
+        expected = "a .gguf file or an export as --model"
+        raise HarnessError(Code.BAD_OPTION, what, where="--hf", expected=expected, actual=model, hint=hint)
+    if path is not None and reader is not None:
+        origin = None if hf is None else Checkpoint(resolve(hf, local_files_only=local_files_only))
+        return reader.convert(path, origin)
     if path is not None:
         if not (path / CONFIG_NAME).is_file():
             what = f"the folder has no {CONFIG_NAME}" if path.is_dir() else "the path is a file, not a folder"
             not_a_checkpoint(what, path, "pass the folder that holds config.json and the safetensors files")
-        return checkpoint_of_quantised(path, cache_dir() / "dequantised") if is_quantised(path) else path
+        return path
     if (embedded := embedded_folder(model)) is not None:
         return embedded
     if not _HUB_ID.fullmatch(model) or ".." in model:

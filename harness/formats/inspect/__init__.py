@@ -7,10 +7,9 @@ from typing import Any
 from harness.base.files import exists
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.gguf import is_gguf
+from harness.formats.checkpoint.against_config import against_config
+from harness.formats.checkpoint.readers import reader_of
 from harness.formats.checkpoint.shards import INDEX_NAME
-from harness.formats.inspect.config import against_config
-from harness.formats.inspect.gguf import inspect_gguf
 from harness.formats.inspect.recordings import recording_tables, tensor_tables
 from harness.formats.inspect.sources import at_hand
 from harness.formats.inspect.tables import file_tables
@@ -52,8 +51,10 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not exists(path):
         what = "there is no such file or folder"
         raise HarnessError(Code.NOT_A_CHECKPOINT, what, where=path, hint="check the path")
-    if is_gguf(path):
-        return inspect_gguf(path)
+    reader = reader_of(path)
+    described = None if reader is None else reader.describe(path)
+    if described is not None:
+        return described
     return file_tables("file", path, {path: read_header(path)})
 
 

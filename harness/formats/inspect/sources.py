@@ -11,9 +11,8 @@ from harness.base.files import read_bytes
 from harness.base.json_text import parse_json
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.gguf import is_gguf, open_gguf
-from harness.formats.checkpoint.gguf.weights import read_tensor
 from harness.formats.checkpoint.names import embedded_folder
+from harness.formats.checkpoint.readers import reader_of
 from harness.formats.checkpoint.shards import read_shard
 from harness.formats.recording import Recording
 from harness.formats.recording.format import MANIFEST_NAME
@@ -82,9 +81,9 @@ def open_source(path: Path) -> Source:
         return _recording(Recording.open(path, verify=False))
     if (path / CONFIG_NAME).is_file():
         return _weights("checkpoint", {name: file for name, (_, file) in Checkpoint(path).tensors.items()})
-    if path.is_file() and is_gguf(path):
-        tensors = open_gguf(path).tensors
-        return Source(kind="gguf", names=tuple(tensors), read=lambda name: read_tensor(*tensors[name]))
+    reader = reader_of(path) if path.is_file() else None
+    if reader is not None and (tensors := reader.tensors(path)) is not None:
+        return Source(kind=path.suffix[1:], names=tuple(tensors), read=lambda name: tensors[name]())
     if path.suffix == ".safetensors":
         return _weights("safetensors", {entry.name: path for entry in read_header(path).tensors})
     dumped = {each.name: each.tensor for each in read_tensors(path).tensors}

@@ -12,7 +12,17 @@ from harness.plan import Plan
 from harness.results.check import Divergence, Finding, NextPlace, RunResult
 from harness.results.tap_source import TapSource
 
-_OWN = ("schedules", "max_new_tokens", "stops_early", "budget_s")
+_OWN = (
+    "schedules",
+    "max_new_tokens",
+    "stops_early",
+    "budget_s",
+    "isolate",
+    "truth",
+    "lora",
+    "other_loras",
+    "rows_seed",
+)
 """Options that the narrower command has values of its own for, or leaves out."""
 
 
@@ -53,7 +63,11 @@ def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
     is_alone = not schedule.is_batched and not schedule.is_repeated
     if is_alone and request is not None and request < len(prompts):
         prompts = [prompts[request]]
-    options = _options(plan.case, [name for name in Case.options() if name not in _OWN])
+    options = list(_options(plan.case, [name for name in Case.options() if name not in _OWN]))
+    for adapter in (plan.case.lora, *plan.case.other_loras):
+        options += [] if adapter is None else ["--lora", str(adapter)]
+    if plan.case.isolate is False:
+        options += ["--engine-timeout", "0"]
     return ["check", *options, "--schedule", str(schedule), *_fed(prompts)]
 
 

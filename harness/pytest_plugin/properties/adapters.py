@@ -12,12 +12,12 @@ from harness.errors import Code, HarnessError
 __all__ = ["ADAPTERS", "load_adapter", "option_of"]
 
 ADAPTERS = {
-    "block_manager": "harness.selfcheck.properties.blocks:BlockManagerSubject",
-    "scheduler": "harness.selfcheck.properties.scheduler:SchedulerSubject",
-    "state_cache": "harness.selfcheck.properties.states:StateCacheSubject",
-    "attention": "harness.selfcheck.properties.attention:PagedSubject",
-    "engine": "harness.selfcheck.properties.engine:EngineSubject",
-    "ops": "harness.selfcheck.properties.ops:Ops",
+    "block_manager": "harness.properties.reference.blocks:BlockManagerSubject",
+    "scheduler": "harness.properties.reference.scheduler:SchedulerSubject",
+    "state_cache": "harness.properties.reference.states:StateCacheSubject",
+    "attention": "harness.properties.reference.attention:PagedSubject",
+    "engine": "harness.properties.reference.engine:EngineSubject",
+    "ops": "harness.properties.reference.ops:Ops",
 }
 """By the name of the fixture, what is tested without the option: the reference engine."""
 

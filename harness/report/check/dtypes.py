@@ -2,29 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from tabulate import tabulate
 
 from harness.report.check.json import check_json
-from harness.report.check.markdown import check_markdown, escaped, fenced
+from harness.report.check.markdown import check_markdown, escaped
 from harness.report.check.merge import merge, merge_taps
 from harness.report.check.sentences import number, printable
 from harness.report.check.terminal import check_text
 from harness.report.document import SCHEMA_VERSION
-from harness.report.profile.json import profile_json
-from harness.report.profile.text import profile_text
 from harness.results.check import CheckResult, Outcome, TapResult
-from harness.results.profile import ProfileResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypeChecks:
-    """The checks of a command: one for each dtype, and the profile that follows each if there are any."""
+    """The checks of a command: one for each dtype."""
 
     results: Sequence[CheckResult]
-    profiles: Sequence[ProfileResult] = ()
 
     @property
     def outcome(self) -> Outcome:
@@ -35,27 +30,20 @@ class DtypeChecks:
 def checks_text(checks: DtypeChecks, *, width: int, color: bool) -> str:
     """Return checks as a terminal shows them, those of several dtypes side by side first."""
     parts = [dtypes_text(checks.results) + "\n"] if len(checks.results) > 1 else []
-    for result, profile in zip_longest(checks.results, checks.profiles):
-        parts.append(check_text(result, width=width, color=color))
-        parts += ["\n" + profile_text(profile, width=width)] if profile else []
+    parts += [check_text(result, width=width, color=color) for result in checks.results]
     return "".join(f"{part}\n" for part in parts)
 
 
 def checks_markdown(checks: DtypeChecks) -> str:
     """Return checks as Markdown, those of several dtypes side by side first."""
     parts = [dtypes_text(checks.results, tablefmt="github") + "\n"] if len(checks.results) > 1 else []
-    for result, profile in zip_longest(checks.results, checks.profiles):
-        parts.append(check_markdown(result))
-        parts += [fenced(profile_text(profile))] if profile else []
+    parts += [check_markdown(result) for result in checks.results]
     return "".join(f"{part}\n" for part in parts)
 
 
 def checks_json(checks: DtypeChecks) -> dict[str, Any]:
     """Return the document of the check; of several dtypes one document that holds each."""
-    documents = [
-        check_json(result) | ({"profile": profile_json(profile)} if profile else {})
-        for result, profile in zip_longest(checks.results, checks.profiles)
-    ]
+    documents = [check_json(result) for result in checks.results]
     if len(documents) == 1:
         return documents[0]
     return {

@@ -7,18 +7,14 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from harness.report.check.sentences import printable
 from harness.report.memory import PLACE_HEADERS
 from harness.report.page.check_view import check_view
-from harness.report.page.gap_plots import gap_plots, styles_of
 from harness.report.page.memory_view import device_views
 from harness.report.page.profile_view import profile_view
-from harness.report.rollout import STEP_HEADERS, history_notes, step_row
 from harness.report.templates import templates
 from harness.results.check import CheckResult
 from harness.results.memory import MemorySummary
 from harness.results.profile import MemoryTimeline, ProfileResult
-from harness.results.rollout import GapHistory
 
 REPORT_NAME = "report.html"
 """Name of the page's file in an output folder."""
@@ -55,19 +51,9 @@ def _page(**views: object) -> str:
     return templates(_TEMPLATES).get_template("report.html.j2").render(views)
 
 
-def gap_html(history: GapHistory) -> str:
-    """Return the page of a training run's gap: its terms over the steps, and a table of the steps."""
-    styles = styles_of(history.steps)
-    rows = [(step.verdict, step_row(step)) for step in history.steps]
-    plots, notes = list(gap_plots(history.steps, styles)), list(history_notes(history))
-    given = {"styles": styles, "rows": rows, "plots": plots, "notes": notes, "headers": STEP_HEADERS}
-    given |= {"title": printable(history.file), "verdict": history.outcome, "style": Markup(_text("style.css"))}
-    return templates(_TEMPLATES).get_template("gap.html.j2").render(given)
-
-
-def quant_page(**views: object) -> str:
-    """Return the page of what quantisation costs, from what its template shows."""
-    return templates(_TEMPLATES).get_template("quant.html.j2").render(views, style=Markup(_text("style.css")))
+def page_of(folder: Path, template: str, **views: object) -> str:
+    """Return a page of an extension: its template may use those of this package, and `style` is theirs."""
+    return templates(folder, _TEMPLATES).get_template(template).render(views, style=Markup(_text("style.css")))
 
 
 def _text(name: str) -> str:

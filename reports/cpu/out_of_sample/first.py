@@ -27,15 +27,15 @@ import reference_engine.kv_cache
 import reference_engine.model
 from harness.base.environment import describe_machine
 from harness.errors import HarnessError
-from harness.selfcheck.faults.attention import attend, causal
-from harness.selfcheck.faults.cache import stored
-from harness.selfcheck.faults.fault import Category, Fault, FaultConfig
-from harness.selfcheck.faults.injection import replacing
-from harness.selfcheck.faults.norm import branches, edited_layers, norm_scaled_by
-from harness.selfcheck.faults.position import frequencies_changed, positions_changed, rotary
-from harness.selfcheck.faults.scoreboard import score_fault
-from harness.selfcheck.faults.trial import try_fault
-from harness.selfcheck.faults.weights import loaded
+from harness.extensions.faults.attention import attend, causal
+from harness.extensions.faults.cache import stored
+from harness.extensions.faults.fault import Category, Fault, FaultConfig
+from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.norm import branches, edited_layers, norm_scaled_by
+from harness.extensions.faults.position import frequencies_changed, positions_changed, rotary
+from harness.extensions.faults.scoreboard import score_fault
+from harness.extensions.faults.trial import try_fault
+from harness.extensions.faults.weights import loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
 from reference_engine.model import Attention
 

@@ -23,13 +23,13 @@ from first import (
     projected,
     weight,
 )
-from harness.selfcheck.faults.attention import attend
-from harness.selfcheck.faults.cache import stored
-from harness.selfcheck.faults.experts import mixed, routed, sum_of
-from harness.selfcheck.faults.injection import replacing
-from harness.selfcheck.faults.norm import branches, edited_layers, norm_scaled_by
-from harness.selfcheck.faults.position import frequencies_changed, positions_changed, rotary
-from harness.selfcheck.faults.weights import loaded
+from harness.extensions.faults.attention import attend
+from harness.extensions.faults.cache import stored
+from harness.extensions.faults.experts import mixed, routed, sum_of
+from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.norm import branches, edited_layers, norm_scaled_by
+from harness.extensions.faults.position import frequencies_changed, positions_changed, rotary
+from harness.extensions.faults.weights import loaded
 from reference_engine.families.experts import Expert
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import RMSNorm

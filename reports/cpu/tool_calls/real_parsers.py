@@ -1,4 +1,4 @@
-"""Hold parsers of vLLM, SGLang and transformers to the templates of tests/unit/campaigns/tool_calls.
+"""Hold parsers of vLLM, SGLang and transformers to the templates of tests/extensions/server/chat/tool_calls.
 
 python real_parsers.py vllm hermes:hermes mistral:mistral
 python real_parsers.py sglang=FOLDER/OF/AN/UNPACKED/WHEEL qwen25:hermes
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 logging.disable(logging.CRITICAL)
 
 import harness
-from tests.unit.campaigns.tool_calls.conftest import write_family
+from tests.extensions.server.chat.tool_calls.conftest import write_family
 
 
 def vllm(name, folder):

@@ -10,7 +10,7 @@ import pytest
 
 from harness.engines import reference_backend
 from harness.engines.reference_backend import choose_backend
-from harness.selfcheck.bench.shape import SHAPES
+from harness.extensions.bench.shape import SHAPES
 from reference_engine.errors import DeviceError
 
 LARGE = 512

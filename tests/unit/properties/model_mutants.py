@@ -15,10 +15,10 @@ from harness.properties.engine.suite import check_engine
 from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
 from harness.properties.ops.sampling import check_sampling
-from harness.selfcheck.properties import ops as reference_ops
-from harness.selfcheck.properties.attention import PagedSubject
-from harness.selfcheck.properties.engine import EngineSubject
-from harness.selfcheck.properties.ops import Ops
+from harness.properties.reference import ops as reference_ops
+from harness.properties.reference.attention import PagedSubject
+from harness.properties.reference.engine import EngineSubject
+from harness.properties.reference.ops import Ops
 from reference_engine import batch, block_manager, kv_cache, layers, rotary, sampler
 from reference_engine import model_runner as runner
 from reference_engine.attention import contiguous, paged, recompute, sdpa

@@ -2,14 +2,16 @@
 
 An operation that is out of bounds against the truth is held against each entry that applies to it. The one under which
 the fewest rows fail is the engine's, and the operation is held to it. A new one is one entry in the table of its kind
-of operation, here in this folder (docs/how-verdicts-work.md).
+of operation, here in this folder (docs/how-verdicts-work.md); an extension brings a module with such a table.
 """
 
+from functools import cache
+
+from harness.base import plugins
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import (
     activation,
     attention,
-    checkpoint,
     experts,
     linear,
     norm,
@@ -19,12 +21,11 @@ from harness.judge.compare.conventions import (
 )
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 
-CONVENTIONS: tuple[Convention, ...] = (
+_CORE: tuple[Convention, ...] = (
     *attention.CONVENTIONS,
     *quantised_cache.CONVENTIONS,
     *linear.CONVENTIONS,
     *quantised.CONVENTIONS,
-    *checkpoint.CONVENTIONS,
     *experts.CONVENTIONS,
     *rotary.CONVENTIONS,
     *norm.CONVENTIONS,
@@ -32,9 +33,16 @@ CONVENTIONS: tuple[Convention, ...] = (
 )
 
 
+@cache
+def all_conventions() -> tuple[Convention, ...]:
+    """Return the conventions of the core, then those of extensions."""
+    brought = (convention for module in plugins.load_all(plugins.CONVENTIONS) for convention in module.CONVENTIONS)
+    return (*_CORE, *brought)
+
+
 def conventions(kind: Kind) -> list[Convention]:
     """Return the legitimate orders of rounding of a kind of operation, the likelier first."""
-    return [convention for convention in CONVENTIONS if kind in convention.kinds]
+    return [convention for convention in all_conventions() if kind in convention.kinds]
 
 
-__all__ = ["CONVENTIONS", "Convention", "Rounding", "SuspectRows", "conventions"]
+__all__ = ["Convention", "Rounding", "SuspectRows", "all_conventions", "conventions"]

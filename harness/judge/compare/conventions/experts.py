@@ -1,4 +1,4 @@
-"""Experts of a quantised checkpoint, whose inputs are quantised before each of their products, as it declares.
+"""Experts whose inputs are quantised before each of their products, as ggml does.
 
 What the last product of an expert reads is computed within the operation. So it is not known to the rounding: what the
 engine's dtype does to it is tried out, and a code that is on a tie may be either.
@@ -16,16 +16,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from harness.base.metrics import rounding_unit, row_errors
-from harness.formats.checkpoint.quantised.scheme import InputScheme
-from harness.formats.taps import ErrorModel, Kind, Operation
+from harness.formats.taps import ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR
-from harness.judge.compare.conventions.checkpoint import DECLARED_INPUTS
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.judge.compare.conventions.quantised import FORMATS, QUANTISED_INPUTS, Blocks
 from harness.oracle.experts import num_experts, reads_slots, run_experts
-from harness.oracle.model import HFModel
 from harness.oracle.precision import PreservePrecision, eager_experts
-from harness.oracle.quantised_inputs import by_rows, ways_to_round
 
 Steps = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Takes inputs of products; returns them in units of their steps, and the steps."""
@@ -41,13 +37,6 @@ _TIE_FACTOR = 1.5
 """An engine rounds some of the ties the other way: what these change at most, as a multiple of what all change."""
 
 
-def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
-    scheme = input_scheme(subject.hf, subject.operation) if len(subject.inputs) == 3 else None
-    if scheme is not None:
-        for way in ways_to_round(by_rows(scheme), None, subject.dtype):
-            yield from _with(subject, way.steps, way.scheme.group or 1, DECLARED_INPUTS.format(way.scheme))
-
-
 def _as_ggml(subject: SuspectRows) -> Iterator[Rounding]:
     is_served = len(subject.inputs) == 3 and subject.dtype == torch.float32 and bool(subject.operation.module)
     module = subject.hf.module(subject.operation.module) if is_served else None
@@ -56,7 +45,7 @@ def _as_ggml(subject: SuspectRows) -> Iterator[Rounding]:
     for name, weights, size, blocks in FORMATS:
         if weights.intersection(subject.declared.weights):
             steps = partial(_steps_of_blocks, blocks, size)
-            yield from _with(subject, steps, size, QUANTISED_INPUTS.format(name), _ROUNDINGS_OF_PRODUCT)
+            yield from experts_with(subject, steps, size, QUANTISED_INPUTS.format(name), _ROUNDINGS_OF_PRODUCT)
 
 
 def _steps_of_blocks(blocks: Blocks, size: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +53,9 @@ def _steps_of_blocks(blocks: Blocks, size: int, x: torch.Tensor) -> tuple[torch.
     return scaled.flatten(1), step.expand_as(scaled).flatten(1)
 
 
-def _with(subject: SuspectRows, steps: Steps, size: int, name: str, of_product: float = 1.0) -> Iterator[Rounding]:
+def experts_with(
+    subject: SuspectRows, steps: Steps, size: int, name: str, of_product: float = 1.0
+) -> Iterator[Rounding]:
     """Yield the experts with quantised inputs, and what the engine's dtype does to the codes.
 
     Args:
@@ -82,20 +73,6 @@ def _with(subject: SuspectRows, steps: Steps, size: int, name: str, of_product: 
     noise, ties = (row_errors(each, exact).nan_to_num(nan=0.0) / unit for each in (noisy, tied))
     allowance = CONTROL_FACTOR * of_product * noise.clamp(min=float(noise.median())) + _TIE_FACTOR * ties
     yield Rounding(name=name, model=_MODEL, expected=partial(torch.clone, exact), allowance=allowance)
-
-
-def input_scheme(hf: HFModel, operation: Operation) -> InputScheme | None:
-    """Return how the inputs of all experts are quantised; None where they are not, or where it is not known."""
-    source = hf.quantised_source
-    if source is None or not operation.module:
-        return None
-    module = hf.module(operation.module)
-    if num_experts(module) is None or reads_slots(module):
-        return None
-    weights = source.open().weights.values()
-    schemes = {each.scheme.inputs for each in weights if each.module.startswith(f"{operation.module}.")}
-    scheme = next(iter(schemes)) if len(schemes) == 1 else None
-    return None if scheme is None or scheme.is_static else scheme
 
 
 def _run(
@@ -167,11 +144,6 @@ class QuantisedInputs(TorchFunctionMode):
 
 
 CONVENTIONS = (
-    Convention(
-        name="inputs of experts quantised as a quantised checkpoint declares",
-        kinds=(Kind.OTHER,),
-        roundings=_as_declared,
-    ),
     Convention(
         name="inputs of experts quantised to 8 bits in blocks, as ggml does",
         kinds=(Kind.OTHER,),

@@ -10,11 +10,18 @@ from functools import partial
 
 import torch
 
-from harness.formats.checkpoint.gguf.types import INPUT_TYPES
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.judge.compare.conventions.linear import MODEL, adapter_update, product, rounded_products, weight_and_bias
 
+INPUT_TYPES = {
+    "Q8_0": frozenset({"Q8_0", "Q4_0", "Q5_0", "IQ4_NL"}),
+    "Q8_K": frozenset({
+        "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS",
+    }),
+}  # fmt: skip
+"""What ggml quantises the inputs of a product to on a CPU, with the types of weights for which it does so; of others it
+is not known here. Source: `type_traits_cpu` in ggml-cpu.c."""
 QUANTISED_INPUTS = "inputs quantised to {}"
 _WITH_MINIMA = frozenset({"Q2_K", "Q4_K", "Q5_K"})
 """Types whose weights are a scale times an integer less a minimum, of which each block has its own."""

@@ -14,7 +14,7 @@ from harness.formats.taps import Kind
 from harness.judge.compare.conventions.linear import product, rounded_inputs
 from harness.judge.compare.conventions.quantised import quantised_inputs
 from harness.judge.explain.core.failure import Failure
-from harness.oracle.quantised_inputs import input_roundings, quantised_weight
+from harness.oracle.declared_inputs import rounded_inputs as rounded_as_declared
 
 
 def declared_failures(failure: Failure) -> Iterator[Failure]:
@@ -37,7 +37,4 @@ def _declared_inputs(failure: Failure, x: torch.Tensor, declared: Numerics) -> I
     if failure.dtype == torch.float32 and declared.weights:
         yield from rounded_inputs(x, declared.weights)
         yield from quantised_inputs(x, declared.weights)
-    weight = quantised_weight(failure.hf, failure.operation.module)
-    if weight is not None:
-        for way in input_roundings(failure.hf, weight, x.shape[1], failure.dtype):
-            yield way.rounded(x.to(torch.float32))
+    yield from rounded_as_declared(failure.hf, failure.operation.module, x, failure.dtype)

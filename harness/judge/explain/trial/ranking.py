@@ -12,6 +12,7 @@ from importlib import import_module
 
 import torch
 
+from harness.base import plugins
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, Kind
 from harness.judge.compare.guard import guarded
@@ -28,6 +29,8 @@ _MAX_EQUAL = 3
 """Causes that fit alike and are said."""
 _TOLD_IN_FLOAT32 = 50.0
 """Roundings to float32 by which two causes differ that float32 would tell apart."""
+_BROUGHT = "extension:"
+"""Before the name of an extension's module of explanations."""
 _GENERIC = "any_kind.generic"
 _LAST = ("layer.wiring", "any_kind.settings", _GENERIC)
 """What is tried only where nothing else explains every row."""
@@ -85,11 +88,22 @@ def _ranked(evidence: WrongRows, scope: str) -> Explanation:
 
 def causes_of(kind: Kind) -> Sequence[Explain]:
     """Return what is tried for a kind of operation, the likelier first."""
-    return [explain for name in KINDS[kind].causes for explain in _explanations(name)]
+    return [explain for name in _modules(kind) for explain in _explanations(name, kind)]
 
 
-def _explanations(name: str) -> Sequence[Explain]:
-    explanations: Sequence[Explain] = import_module(f"harness.judge.explain.{name}").EXPLANATIONS
+def _modules(kind: Kind) -> list[str]:
+    """Return the modules of explanations of a kind: what extensions bring comes before what says less."""
+    causes = KINDS[kind].causes
+    brought = [f"{_BROUGHT}{name}" for name in plugins.entries(plugins.EXPLANATIONS)]
+    return [*(name for name in causes if name not in _LAST), *brought, *(name for name in causes if name in _LAST)]
+
+
+def _explanations(name: str, kind: Kind) -> Sequence[Explain]:
+    explanations: Sequence[Explain]
+    if name.startswith(_BROUGHT):
+        explanations = plugins.load(plugins.EXPLANATIONS, name.removeprefix(_BROUGHT)).EXPLANATIONS.get(kind, ())
+    else:
+        explanations = import_module(f"harness.judge.explain.{name}").EXPLANATIONS
     return explanations
 
 
@@ -134,7 +148,7 @@ def _best(evidence: WrongRows) -> tuple[Trial | None, list[Trial], Trial | None]
 def _names(evidence: WrongRows) -> Iterator[str]:
     """Yield what is tried: causes in what was not recorded before those of the operation itself."""
     yield from () if evidence.attention is None else PARAMETERS
-    yield from KINDS[evidence.failure.operation.kind].causes
+    yield from _modules(evidence.failure.operation.kind)
 
 
 def _is_beaten(best: Trial, other: Trial | None) -> bool:
@@ -151,7 +165,7 @@ def _says_more(trial: Trial, other: Trial) -> bool:
 
 def _trials(name: str, evidence: WrongRows) -> Iterator[Trial]:
     inner = evidence.attention if name in PARAMETERS else None
-    for explain in _explanations(name):
+    for explain in _explanations(name, evidence.failure.operation.kind):
         with guarded(explain.__name__, evidence.failures):  # it may not know operations of this shape; others may
             for hypothesis in explain(inner or evidence.failure):
                 if inner is not None and inner.beyond is not None:

@@ -10,6 +10,8 @@ from torch import nn
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
+from harness.extensions.faults.fault import FaultConfig
+from harness.extensions.faults.trial import checkpoint
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import SuspectRows, conventions
 from harness.judge.compare.conventions.attention import EAGER, SCALED_FIRST, SCALED_FIRST_BY_ROUNDED
@@ -19,8 +21,6 @@ from harness.judge.compare.conventions.quantised import QUANTISED_INPUTS
 from harness.oracle.rotation import rotations
 from harness.oracle.watch import AttentionCall, Seeing, run_attention, watching
 from harness.results.check import Verdict
-from harness.selfcheck.faults.fault import FaultConfig
-from harness.selfcheck.faults.trial import checkpoint
 
 from .conftest import LENGTHS, NUM_NEW, Bench
 from .judgements import tap

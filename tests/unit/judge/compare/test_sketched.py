@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from harness.extensions.faults.catalogue import choose
+from harness.extensions.faults.trial import checkpoint, plan_of
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.explain import explain_run
@@ -16,8 +18,6 @@ from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
 from harness.oracle.sketch import rows as sketches
 from harness.results.check import Outcome
-from harness.selfcheck.faults.catalogue import choose
-from harness.selfcheck.faults.trial import checkpoint, plan_of
 
 from .conftest import NUM_NEW
 

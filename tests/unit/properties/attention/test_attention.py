@@ -17,7 +17,7 @@ from harness.properties.attention.subject import AttentionUnderTest, not_checked
 from harness.properties.attention.suite import check_batching, check_definition, check_placement
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.attention import ContiguousSubject, PagedSubject, RecomputeSubject
+from harness.properties.reference.attention import ContiguousSubject, PagedSubject, RecomputeSubject
 
 from . import full_attention
 from .full_attention import FullAttention

@@ -12,7 +12,7 @@ from harness.properties.attention.cache import check_read_back, check_store
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.attention.suite import check_batching, check_definition, check_placement
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.attention import TritonSubject
+from harness.properties.reference.attention import TritonSubject
 
 from ...reference_engine.fast.kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 from .kernel_attention import KernelAttention

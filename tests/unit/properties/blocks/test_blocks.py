@@ -10,7 +10,7 @@ from harness.properties.blocks.adapter import OPTIONAL
 from harness.properties.blocks.suite import not_checked, search_block_manager
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.blocks import BlockManagerSubject
+from harness.properties.reference.blocks import BlockManagerSubject
 
 from ..programs import assert_fails_in_its_last_line
 from . import chained, hybrid, radix

@@ -4,7 +4,7 @@ import pytest
 
 from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core.profiles import PROFILES
-from harness.selfcheck.properties.blocks import BlockManagerSubject
+from harness.properties.reference.blocks import BlockManagerSubject
 
 from ..mutation import Mutant
 from .mutants import BLOCK_MUTANTS

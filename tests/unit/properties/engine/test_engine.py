@@ -11,7 +11,7 @@ from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
 from harness.properties.engine.case import RELATIONS
 from harness.properties.engine.suite import check_engine, not_checked, refusal
-from harness.selfcheck.properties.engine import EngineSubject, LlamaEngine, Qwen2Engine
+from harness.properties.reference.engine import EngineSubject, LlamaEngine, Qwen2Engine
 
 DEV = PROFILES["dev"].settings()
 FEW = settings(DEV, max_examples=12)

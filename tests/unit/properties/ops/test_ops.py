@@ -18,7 +18,7 @@ from harness.properties.ops.rows import RandomRows
 from harness.properties.ops.sampling import SampledRow, check_frequency, check_sampling
 from harness.properties.ops.stopping import check_stopping
 from harness.properties.ops.tokenizer import check_tokenizer
-from harness.selfcheck.properties.ops import Ops
+from harness.properties.reference.ops import Ops
 from reference_engine.requests.detokenizer import Detokenizer
 
 DEV = PROFILES["dev"].settings()

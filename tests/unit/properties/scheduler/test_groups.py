@@ -4,8 +4,8 @@ import pytest
 
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
+from harness.properties.reference.scheduler import SchedulerSubject
 from harness.properties.scheduler.suite import search_scheduler
-from harness.selfcheck.properties.scheduler import SchedulerSubject
 
 from ..blocks.mutants import BLOCK_MUTANTS
 from ..mutation import Mutant

@@ -3,8 +3,8 @@
 import pytest
 
 from harness.properties.core.profiles import PROFILES
+from harness.properties.reference.scheduler import SchedulerSubject
 from harness.properties.scheduler.suite import search_scheduler
-from harness.selfcheck.properties.scheduler import SchedulerSubject
 
 from ..mutation import Mutant
 from .mutants import SCHEDULER_MUTANTS, SURVIVORS

@@ -7,9 +7,9 @@ from hypothesis import settings
 
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.profiles import PROFILES
+from harness.properties.reference.scheduler import SchedulerSubject
 from harness.properties.scheduler.adapter import OPTIONAL
 from harness.properties.scheduler.suite import not_checked, search_scheduler
-from harness.selfcheck.properties.scheduler import SchedulerSubject
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
 from ..programs import assert_fails_in_its_last_line

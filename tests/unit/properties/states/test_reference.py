@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from harness.properties.core.profiles import PROFILES
+from harness.properties.reference.states import StateCacheSubject
 from harness.properties.states.suite import search_state_cache
-from harness.selfcheck.properties.states import StateCacheSubject
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.requests.sequence import Sequence
 from reference_engine.state_cache import StateCache

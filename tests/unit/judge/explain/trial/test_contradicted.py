@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from harness.selfcheck.faults.experts import mixed, routed, sum_of
-from harness.selfcheck.faults.fault import Category, Fault, FaultConfig
-from harness.selfcheck.faults.trial import try_fault
+from harness.extensions.faults.experts import mixed, routed, sum_of
+from harness.extensions.faults.fault import Category, Fault, FaultConfig
+from harness.extensions.faults.trial import try_fault
 
 
 def too_high_in_most_rows(self, logits):

@@ -1,1 +1,0 @@
-"""Many checks as one long run: suites, searches, servers, quantised forms."""

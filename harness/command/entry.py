@@ -1,0 +1,28 @@
+"""A command as the command line lists it: its name, its panel and its help, before its module is imported."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Panel(StrEnum):
+    """Headings of `harness --help`, in their order."""
+
+    CHECK = "Check"
+    PROFILE = "Profile"
+    SEARCH = "Search"
+    SERVERS = "Servers"
+    OTHERS = "Others"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command; an extension names its own by an entry point of the group `inference_harness.commands`."""
+
+    name: str
+    panel: Panel
+    help: str
+    """One line."""
+    target: str
+    """`module:name` of a function, or of the `typer.Typer` of a group of commands."""
+    has_engines: bool = False
+    """Whether the help of the command lists the engines that are installed."""

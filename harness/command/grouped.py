@@ -1,0 +1,49 @@
+"""Options that several commands share, as one object: typer sees each of them, the command gets the object."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, get_args, get_origin
+
+from harness.command.options import CaseOptions
+
+
+def grouped(command: Callable[..., int]) -> Callable[..., int]:
+    """Replace each parameter of a command that stands for several options by those.
+
+    That is a parameter whose type is a dataclass, with an option for each field, and one with `CaseOptions`.
+    """
+    groups: dict[str, tuple[Callable[[Mapping[str, Any]], Any], list[str]]] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        found = _group(parameter.annotation)
+        if found is None:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        gather, own = found
+        groups[parameter.name] = (gather, [each.name for each in own])
+        parameters += own
+
+    @wraps(command)
+    def run(**given: Any) -> int:
+        for group, (gather, names) in groups.items():
+            given[group] = gather({name: given.pop(name) for name in names})
+        return command(**given)
+
+    run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    return run
+
+
+def _group(annotation: Any) -> tuple[Callable[[Mapping[str, Any]], Any], list[inspect.Parameter]] | None:
+    """Return what makes the object of a group, and the group's parameters; None for another type."""
+    if is_dataclass(annotation):
+        own = [_parameter(each.name, each.default, each.type) for each in fields(annotation)]
+        return lambda given: annotation(**given), own  # type: ignore[operator]
+    if get_origin(annotation) is Annotated and isinstance(group := get_args(annotation)[1], CaseOptions):
+        return group.gather, [_parameter(name, None, kind) for name, kind in group.types.items()]
+    return None
+
+
+def _parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

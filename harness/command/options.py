@@ -1,0 +1,245 @@
+"""Options that several commands share, and how they become the arguments of a plan."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.base.files import read_text
+from harness.base.json_text import parse_json
+from harness.errors import Code, HarnessError
+from harness.formats.case import Case, RequestSpec, load_case
+
+
+def _option_of(field: str) -> Any:
+    """Return typer's option for a field of a case."""
+    declared = Case.options()[field]
+    return typer.Option(declared.name, metavar=declared.metavar, help=declared.help)
+
+
+Model = Annotated[str | None, _option_of("model")]
+EngineOption = Annotated[list[str] | None, _option_of("engine_options")]
+Dtype = Annotated[str | None, _option_of("dtype")]
+Device = Annotated[str | None, _option_of("device")]
+TruthChoice = Annotated[str | None, _option_of("truth")]
+Lora = Annotated[Path | None, _option_of("lora")]
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="float32, bfloat16, float16, or auto: the checkpoint's own. Repeatable: the table then sets them side by "
+        "side. [default: auto]",
+    ),
+]
+PromptText = Annotated[
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text of one request. Repeatable.")
+]
+PromptFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        help="File with one request: its text or, in a .json file, a conversation for the checkpoint's chat template: "
+        "a list of messages, or messages and tools. Repeatable.",
+    ),
+]
+TokenIds = Annotated[list[str] | None, typer.Option(metavar="IDS", help="Token ids of one request: 1,2,3. Repeatable.")]
+Continuations = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--continuation",
+        metavar="IDS",
+        help="Token ids that follow a prompt in the place of HuggingFace's greedy ones: 1,2,3. Once for each request, "
+        "in their order.",
+    ),
+]
+CaseFile = Annotated[
+    Path | None,
+    typer.Option("--case", metavar="FILE", help="Case file (TOML); options override it."),
+]
+LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
+
+
+ENGINE = ("engine", "engine_options", "engine_timeout_s", "engine_python")
+"""Fields of a case about the engine under test."""
+WORKLOAD = ("device", "truth", "requests", "max_new_tokens")
+"""Fields of a case about what is run, and where; every command but `check` has `dtype` besides."""
+
+Given = dict[str, Any]
+"""The fields of a case that were given, and `case` for the file: arguments of `plan_request`."""
+
+_REQUESTS = {"prompt": PromptText, "prompt_file": PromptFiles, "token_ids": TokenIds}
+_OTHERS = {"continuation": Continuations, "case": CaseFile}
+
+
+class CaseOptions:
+    """Options of a command that are fields of a case: the command gets the arguments of `plan_request` that were given.
+
+    Beside a case's fields a command may name `case`, a file to begin with, and `continuation`, which is part of
+    `requests`.
+    """
+
+    def __init__(self, *names: str) -> None:
+        """Take the fields, in the order of the command's help."""
+        options = Case.options()
+        self.types: dict[str, Any] = {}
+        """The type of each parameter of the command, by its name."""
+        for name in names:
+            if name in options:
+                self.types[name] = Annotated[options[name].kind | None, _option_of(name)]
+            else:
+                self.types |= _REQUESTS if name == "requests" else {name: _OTHERS[name]}
+
+    def gather(self, given: Mapping[str, Any]) -> Given:
+        """Return the fields of a case that were given.
+
+        Raises:
+            HarnessError: a value cannot be read.
+        """
+        said = {name: value for name, value in given.items() if value not in (None, [])}
+        fields = {name: value for name, value in said.items() if name in Case.model_fields}
+        if fields.get("engine_timeout_s") == 0:
+            fields |= {"isolate": False}
+            del fields["engine_timeout_s"]
+        if isinstance(adapters := fields.get("lora"), list):
+            fields |= {"lora": adapters[0]} | ({"other_loras": adapters[1:]} if adapters[1:] else {})
+        if "engine_options" in fields:
+            fields["engine_options"] = parse_engine_options(fields["engine_options"])
+        if requests := _requests(**{name: said[name] for name in (*_REQUESTS, "continuation") if name in said}):
+            fields["requests"] = requests
+        if "continuation" in said and "max_new_tokens" in said:
+            what = "a continuation says how many tokens follow"
+            raise HarnessError(Code.BAD_OPTION, what, where="--max-new-tokens", hint="leave --max-new-tokens out")
+        return fields | ({"case": load_case(said["case"])} if "case" in said else {})
+
+
+EVERY_OPTION = CaseOptions(
+    "model", "hf", "tensors", *ENGINE, "device", "requests", "max_new_tokens", "schedules", "only", "case", "lora",
+    "mtp", "stops_early", "budget_s", "rows",
+)  # fmt: skip
+"""What `harness check` offers, beside the dtype, which can be repeated there. Case files and `harness.check` set the
+rest of a case."""
+EVERY_OPTION.types["lora"] = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--lora",
+        metavar="FOLDER",
+        help="LoRA adapter in PEFT's format. Repeatable: the engine serves the further ones to other requests, and "
+        "rows that got one of them are told so.",
+    ),
+]
+
+
+def _requests(
+    prompt: Sequence[str] = (),
+    prompt_file: Sequence[Path] = (),
+    token_ids: Sequence[str] = (),
+    continuation: Sequence[str] = (),
+) -> list[RequestSpec]:
+    """Return the requests that were given, in the order text, files, token ids; none if none were."""
+    requests = [_text_request(text, "--prompt") for text in prompt]
+    requests += [read_request(path, "--prompt-file") for path in prompt_file]
+    requests += [RequestSpec(token_ids=_parse_ids(text, "--token-ids")) for text in token_ids]
+    if not continuation:
+        return requests
+    following = [_parse_ids(text, "--continuation") for text in continuation]
+    if len(following) != len(requests):
+        what, expected = "each request needs its continuation", f"{len(requests)}, one for each prompt given"
+        hint = "give --prompt, --chat or --token-ids, and as many --continuation"
+        raise HarnessError(
+            Code.BAD_OPTION, what, where="--continuation", expected=expected, actual=len(following), hint=hint
+        )
+    pairs = zip(requests, following, strict=True)
+    return [request.model_copy(update={"continuation": ids}) for request, ids in pairs]
+
+
+def read_request(path: Path, option: str) -> RequestSpec:
+    """Return the request of a file: its text or, of a .json file, the conversation in it.
+
+    Raises:
+        HarnessError: EMPTY_PROMPT, or BAD_OPTION: it cannot be read.
+    """
+    if path.suffix == ".json":
+        return _read_chat(path, option)
+    return _text_request(_read_text(path, option), f"{option} {path}")
+
+
+def _text_request(text: str, where: str) -> RequestSpec:
+    if not text.strip():
+        raise HarnessError(
+            Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"
+        )
+    return RequestSpec(prompt=text)
+
+
+def one_request(prompt: str | None, chat: Path | None) -> RequestSpec:
+    """Return the request of a command that takes one: a text, or the file of a conversation.
+
+    Raises:
+        HarnessError: not one of both is given, or it cannot be read.
+    """
+    if prompt is not None and chat is None:
+        return _text_request(prompt, "--prompt")
+    if chat is not None and prompt is None:
+        return _read_chat(chat, "--chat")
+    raise HarnessError(
+        Code.BAD_OPTION,
+        "one request is continued",
+        where="--prompt, --chat",
+        expected="one of both",
+        actual="neither" if chat is None else "both",
+        hint="a conversation in the file may end with the prompt",
+    )
+
+
+def _read_chat(path: Path, option: str) -> RequestSpec:
+    expected = 'a list of messages, or {"messages": [...], "tools": [...]}'
+    try:
+        content = parse_json(_read_text(path, option))
+    except ValueError as error:
+        what = f"the conversation is no JSON: {error}"
+        raise HarnessError(Code.BAD_OPTION, what, where=option, expected=expected, actual=path) from error
+    given = content if isinstance(content, dict) else {"messages": content}
+    try:
+        if unknown := sorted(given.keys() - {"messages", "tools"}):
+            raise ValueError(f"{', '.join(unknown)}: not understood")
+        return RequestSpec(messages=given.get("messages"), tools=given.get("tools"))
+    except ValueError as error:  # pydantic's too
+        what = "the file holds no conversation"
+        raise HarnessError(
+            Code.BAD_OPTION, what, where=f"{option} {path}", expected=expected, actual=str(error).splitlines()[0]
+        ) from error
+
+
+def _read_text(path: Path, where: str) -> str:
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        what = f"the file cannot be read: {reason}"
+        raise HarnessError(Code.BAD_OPTION, what, where=where, actual=path) from error
+
+
+def _parse_ids(text: str, option: str) -> list[int]:
+    hint = f"{option} 1,2,3"
+    if not text.strip():
+        raise HarnessError(Code.EMPTY_PROMPT, "the prompt has no token", where=option, actual=repr(text), hint=hint)
+    try:
+        return [int(word) for word in (text.split(",") if "," in text else text.split())]
+    except ValueError:
+        what = "token ids must be integers separated by commas"
+        raise HarnessError(Code.BAD_OPTION, what, where=option, actual=repr(text), hint=hint) from None
+
+
+def parse_engine_options(options: list[str] | None) -> dict[str, str]:
+    """Parse NAME=VALUE options; of a name that is given twice the last counts."""
+    parsed = {}
+    for option in options or ():
+        name, equals, value = option.partition("=")
+        if not equals or not name or not value:
+            what = "an engine option is NAME=VALUE"
+            raise HarnessError(Code.BAD_OPTION, what, where="--engine-option", expected="NAME=VALUE", actual=option)
+        parsed[name] = value
+    return parsed

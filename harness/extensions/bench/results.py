@@ -1,0 +1,97 @@
+"""Results of a benchmark: plain data, from which every form is written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from harness.base.environment import MachineInfo
+from harness.extensions.bench.agreement import Agreement
+from harness.extensions.bench.peer import OURS
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One thing that was timed, once for each engine in each repeat."""
+
+    name: str
+    unit: str
+    is_higher_better: bool
+    samples: Mapping[str, Sequence[float]]
+    """One a repeat, by engine."""
+    engine: str = OURS
+    """The one that is compared with the others."""
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Middle sample of each engine."""
+        return {name: median(samples) for name, samples in self.samples.items()}
+
+    @property
+    def better_peer(self) -> str | None:
+        """The peer with the better median; None if the engine is alone, or was not timed."""
+        peers = {name: value for name, value in self.medians.items() if name != self.engine}
+        if self.engine not in self.samples:
+            return None
+        choose = max if self.is_higher_better else min
+        return choose(peers, key=lambda name: peers[name]) if peers else None
+
+    @property
+    def advantages(self) -> list[float]:
+        """Time of the better peer over the engine's, repeat by repeat; below 1 the engine is slower."""
+        if self.better_peer is None:
+            return []
+        pairs = zip(self.samples[self.engine], self.samples[self.better_peer], strict=True)
+        return [ours / theirs if self.is_higher_better else theirs / ours for ours, theirs in pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthShare:
+    """The bytes that decoding reads, against the machine's copy bandwidth."""
+
+    batch_size: int
+    bytes_per_step: int
+    """Weights once, and the K and V of a step in the middle."""
+    shares: Mapping[str, float]
+    """Bytes by median step time, over the copy bandwidth, by engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """A whole benchmark."""
+
+    shape: str
+    num_parameters: int
+    dtype: str
+    seed: int
+    repeats: int
+    machine: MachineInfo
+    copy_bytes_per_second: float
+    """Bytes read and bytes written, median over the repeats."""
+    copy_spread: tuple[float, float]
+    """Least and most of the repeats."""
+    measures: Sequence[Measure]
+    shares: Sequence[BandwidthShare]
+    agreements: Sequence[Agreement]
+    absent: Mapping[str, str]
+    """Peers that are not installed, and what an engine could not run; and why."""
+    engine: str = OURS
+    """The one that is compared with the others."""
+    resident_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By engine: what the process grew by on the host when it was opened and had run every workload once."""
+
+    threads: str = ""
+    """The number of threads of all engines, and its source."""
+    reference_backend: str = ""
+    """The reference engine's attention backend, where it is timed, and why it is not the fast one."""
+
+    def json(self) -> dict[str, Any]:
+        """Return everything as JSON-able data."""
+        measures = [
+            asdict(measure)
+            | {"medians": measure.medians, "better_peer": measure.better_peer, "advantages": measure.advantages}
+            for measure in self.measures
+        ]
+        return {"schema_version": SCHEMA_VERSION} | asdict(self) | {"measures": measures}

@@ -1,0 +1,67 @@
+"""`harness estimate`: what a model needs, from its config alone."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.command.forms import DOCUMENT, Forms
+from harness.errors import Code, ExitStatus, HarnessError
+
+ESTIMATE = Forms(
+    human="harness.extensions.estimate.report:estimate_text",
+    markdown="harness.extensions.estimate.report:estimate_text",
+    json=DOCUMENT,
+)
+
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
+
+
+def _dtype(name: str) -> str:
+    from harness.extensions.estimate.estimate import ITEMSIZES
+
+    name = _SHORT.get(name, name)
+    if name in ITEMSIZES:
+        return name
+    what = f"no size is known of the dtype {name!r}"
+    raise HarnessError(Code.BAD_OPTION, what, where="--dtype", expected=", ".join(ITEMSIZES), actual=name)
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Option(metavar="MODEL", help="Folder, config.json, embedded checkpoint or hub id; no weights are read."),
+    ],
+    gpu: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="GPU to hold it against, such as H100. Repeatable.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the weights; float8 too.")] = "bfloat16",
+    cache_dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of keys and values. [default: that of the weights]")
+    ] = None,
+    requests: Annotated[int, typer.Option(metavar="N", min=1, help="Requests that decode together.")] = 1,
+    context: Annotated[int, typer.Option(metavar="L", min=1, help="Tokens of each request.")] = 4096,
+    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a block of the cache.")] = 16,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Profile whose times are put beside what the GPUs could do in its steps."),
+    ] = None,
+    format: Annotated[str, ESTIMATE.option()] = "human",
+) -> int:
+    """Estimate memory, arithmetic and the best possible speed of a model on GPUs, by their data sheets."""
+    from harness.base.quiet import quiet_transformers
+    from harness.extensions.estimate.estimate import estimate as estimated
+
+    with quiet_transformers():
+        result = estimated(
+            model,
+            dtype=_dtype(dtype),
+            cache_dtype=None if cache_dtype is None else _dtype(cache_dtype),
+            gpus=gpu or [],
+            num_requests=requests,
+            context=context,
+            block_size=block_size,
+            profile=profile,
+        )
+    ESTIMATE.show(result, format)
+    return ExitStatus.PASS

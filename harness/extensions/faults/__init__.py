@@ -1,0 +1,10 @@
+"""Bugs put into the reference engine on purpose, and the score of the harness on them."""
+
+from harness.command.entry import Command, Panel
+
+COMMAND = Command(
+    name="faults",
+    panel=Panel.OTHERS,
+    help="Put known bugs into the reference engine and show what is found.",
+    target="harness.extensions.faults.command:faults",
+)

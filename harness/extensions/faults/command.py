@@ -1,0 +1,71 @@
+"""`harness faults`: the score of the harness on bugs that were put in on purpose."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.command.forms import Forms
+from harness.command.progress import progress_bar
+from harness.errors import Code, ExitStatus, HarnessError
+
+FAULTS = Forms(
+    human="harness.extensions.faults.tables:as_text",
+    markdown="harness.extensions.faults.tables:as_text",
+    json="harness.extensions.faults.tables:as_json",
+)
+
+
+def faults(
+    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Try this fault alone. Repeatable.")] = None,
+    category: Annotated[list[str] | None, typer.Option(metavar="C", help="Try the faults of this category.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=0, help="Sets of prompts for each benign variant. [default: 3, and 0 with a selection]"),
+    ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Show the whole check of the engine with this fault, and score nothing."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --check: new folder for report.html and the recordings.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the engine runs: cpu, cuda, ...")] = "cpu",
+    format: Annotated[str, FAULTS.option()] = "human",
+) -> int:
+    """Put known bugs into the reference engine, one at a time, and show what the check says of each.
+
+    Benign variants of the engine are checked as well: none of them may alarm.
+    """
+    if check is not None:
+        return _checked(check, out, format)
+    if out is not None:
+        what, hint = "the score is written to standard output alone", "add --check ID, or leave --out out"
+        raise HarnessError(Code.BAD_OPTION, what, where="--out", hint=hint)
+    with progress_bar() as report:
+        from harness.extensions.faults.catalogue import choose
+        from harness.extensions.faults.scoreboard import keep_score
+        from harness.extensions.faults.variants import variants
+
+        chosen = choose(only, category)
+        is_selection = bool(only or category)
+        num_seeds = (0 if is_selection else 3) if seeds is None else seeds
+        score = keep_score(chosen, variants(), seeds=num_seeds, device=device, progress=report)
+    FAULTS.show(score, format)
+    missed = score.detected < len(score.faults)
+    return ExitStatus.MISMATCH if missed or score.false_alarms else ExitStatus.PASS
+
+
+def _checked(fault: str, out: Path | None, format: str) -> int:
+    """Check the reference engine with a fault in it, on the model, prompts and schedule that show the fault."""
+    with progress_bar() as report:
+        from harness.cli.check import checked, show_checks
+        from harness.extensions.faults.catalogue import choose
+        from harness.extensions.faults.trial import checkpoint, plan_of
+
+        (chosen,) = choose([fault])
+        with checkpoint(chosen.setting) as folder, chosen.inject():
+            plan = replace(plan_of(chosen.setting, folder), notes=(f"planted: {chosen.summary}",))
+            result = checked(plan, out, report)
+    return show_checks([result], format)

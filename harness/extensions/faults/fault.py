@@ -1,0 +1,116 @@
+"""A fault: a bug that engines have had, put into the reference engine, with the truth of where it shows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from harness.base.numerics import Numerics
+from harness.extensions.faults.injection import InjectedFault
+
+PROMPT_LENGTHS = (37, 9, 21)
+"""Tokens of the usual workload's prompts: after several blocks, inside the second, inside the third."""
+NUM_NEW_TOKENS = 6
+BLOCK_SIZE = 8
+Row = tuple[int, int]
+"""(request, position)."""
+FIRST: Row = (0, 0)
+SECOND: Row = (0, 1)
+FIRST_DECODE: Row = (0, PROMPT_LENGTHS[0])
+FIRST_SAMPLED: Row = (0, PROMPT_LENGTHS[0] - 1)
+
+
+class Category(StrEnum):
+    """The part of an engine that a fault is in."""
+
+    POSITION = "position"
+    NORM = "norm"
+    WEIGHTS = "weights"
+    ATTENTION = "attention"
+    CACHE = "cache"
+    SCHEDULER = "scheduler"
+    SAMPLING = "sampling"
+    NUMBERS = "numbers"
+    EXPERTS = "experts"
+    DRAFTS = "drafts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultConfig:
+    """The conditions of a check under which a fault shows, in the terms of a case."""
+
+    model: str = "qwen3-tiny"
+    dtype: str = "float32"
+    schedule: str = "batched"
+    prompts: tuple[tuple[int, ...], ...] | None = None
+    """Token ids; None: random ones of `PROMPT_LENGTHS`."""
+    max_new_tokens: int = NUM_NEW_TOKENS
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Engine options besides the block size."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Fields of config.json that the checkpoint is given instead of its own."""
+    scaled: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the checkpoint, by name, and what they are multiplied by: activations of another magnitude."""
+    weights_in: str | None = None
+    """Dtype or format (`Q8_0`) whose values the checkpoint's matrices are rounded to."""
+    numerics: Numerics | None = None
+    """The engine's declaration of its arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One bug and the truth about it."""
+
+    id: str
+    category: Category
+    summary: str
+    """The mistake, in one sentence."""
+    inject: Callable[[], AbstractContextManager[InjectedFault]]
+    tap: str | None
+    """The first tap that shows it, in the order of the graph; None if the engine itself raises, or a property suite."""
+    row: Row | None
+    """The first row of that tap, by request and position, that is wrong."""
+    cause: str
+    """Pattern that the explanation of the first divergence matches if it names the cause."""
+    setting: FaultConfig = FaultConfig()
+    suite: Callable[[], None] | None = None
+    """A property suite that is run in place of a check, for what no recording shows; it raises where a property is
+    broken."""
+    instance: str = ""
+    """A public report of the same bug."""
+    equivalent: str = ""
+    """The proof that nothing can show it if that is so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A legitimate difference, which must not alarm."""
+
+    id: str
+    summary: str
+    setting: FaultConfig
+    engine: str = "reference"
+    inject: Callable[[], AbstractContextManager[InjectedFault]] | None = None
+
+
+def table_of(**given: Any) -> Callable[..., Fault]:
+    """Return what makes the lines of a table of faults: `fault(id, summary, inject, cause, tap, row, ...)`.
+
+    What a line leaves out is as given here, fields of a fault and of its setting. A fault without a tap has no row.
+    """
+
+    def fault(id: str, summary: str, inject: Any, cause: str, *place: Any, **own: Any) -> Fault:
+        line = {**given, "id": id, "summary": summary, "inject": inject, "cause": cause, **own}
+        line |= zip(("tap", "row"), place, strict=False)
+        line["row"] = line["row"] if line["tap"] is not None else None
+        changes = {each.name: line.pop(each.name) for each in fields(FaultConfig) if each.name in line}
+        setting = replace(line.pop("setting", FaultConfig()), **changes)
+        return Fault(**line, setting=setting)
+
+    return fault
+
+
+def of(category: Category, faults: Sequence[Fault]) -> list[Fault]:
+    """Return the faults of one category."""
+    return [fault for fault in faults if fault.category is category]

@@ -1,0 +1,71 @@
+"""Latent attention: what is cached and turned, and how scores are scaled."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from harness.extensions.faults.fault import FIRST, SECOND, Category, table_of
+from harness.extensions.faults.injection import replacing
+from reference_engine.checkpoint.latent import LatentShape
+from reference_engine.families.latent_attention import LatentAttention
+from reference_engine.kv_cache import KVCache
+from reference_engine.model_runner import ModelRunner
+
+_LAYER = "model.layers.0."
+Call = Callable[..., Any]
+
+
+def _key_not_turned(original: Call) -> Call:
+    return lambda self, x_TNR, rotation: original(self, x_TNR, rotation) if x_TNR.shape[1] > 1 else x_TNR
+
+
+def _not_normed(original: Call) -> Call:
+    """The latent is cached, and read, as it was before its norm."""
+
+    def call(self: LatentAttention, x_TD: torch.Tensor, *args: Any) -> torch.Tensor:
+        rank = self.shape.rank
+        raw_T1L = self.kv_a_proj(x_TD)[:, None, :rank]
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any) -> torch.Tensor:
+            return self.backend.attend(layer, q, torch.cat([raw_T1L, k[..., rank:]], dim=-1), raw_T1L, batch)
+
+        return original(replace(self, backend=SimpleNamespace(attend=attend)), x_TD, *args)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _turned_part_lost(original: Call) -> Call:
+    def store(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        original(self, layer, torch.cat([v, torch.zeros_like(k[..., v.shape[-1] :])], dim=-1), v, slots)
+
+    return store
+
+
+def _scaled_by(width: Callable[[LatentShape], int]) -> Any:
+    """Scale scores by the root of a width alone."""
+
+    def make(original: Call) -> Call:
+        def scaled(self: Any, config: Any, model_dir: Any) -> Any:
+            return replace(original(self, config, model_dir), score_scale=width(self.model_config.latent) ** -0.5)
+
+        return scaled
+
+    return replacing((ModelRunner, "_cache_spec", make))
+
+
+_fault = table_of(category=Category.ATTENTION, tap=f"{_LAYER}attention", row=SECOND, model="deepseek-v3-tiny")
+FAULTS = [
+    _fault("latent-key-not-turned", "The part of the key that all heads share is not rotated.",
+           replacing((LatentAttention, "_rotate", _key_not_turned)), "rotary is not applied", f"{_LAYER}k_rope", FIRST),
+    _fault("latent-not-normed", "The latent is cached before its norm.",
+           replacing((LatentAttention, "__call__", _not_normed)), "before the norm", f"{_LAYER}k_cache", FIRST),
+    _fault("latent-turned-part-lost", "The cache does not keep the rotated part of the key.",
+           replacing((KVCache, "store", _turned_part_lost)), "zeros come back", f"{_LAYER}v_cache", FIRST),
+    _fault("latent-scale", "Scores are scaled by the width of the latent.",
+           _scaled_by(lambda latent: latent.cached_dim), "the softmax scale is"),
+    _fault("latent-mscale-ignored", "Scores do not grow with the stretched context.",
+           _scaled_by(lambda latent: latent.head_dim), "the softmax scale is"),
+]  # fmt: skip

@@ -1,0 +1,10 @@
+"""Schedules that are searched: workloads for a live engine, each judged as a check judges (docs/fuzz.md)."""
+
+from harness.command.entry import Command, Panel
+
+COMMAND = Command(
+    name="fuzz",
+    panel=Panel.SEARCH,
+    help="Search workloads that an engine gets wrong.",
+    target="harness.extensions.fuzz.command:app",
+)

@@ -1,0 +1,188 @@
+"""`harness fuzz`: schedules that are searched, not listed."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.base.packages import require_hypothesis
+from harness.command import options as opt
+from harness.command.forms import DOCUMENT, Forms
+from harness.command.grouped import grouped
+from harness.command.interrupts import INTERRUPTED
+from harness.command.output import STATUS
+from harness.command.progress import progress_bar
+from harness.command.strict import StrictCommand
+from harness.errors import Code, HarnessError
+from harness.results.check import Outcome
+
+if TYPE_CHECKING:
+    from harness.extensions.fuzz.invariance_result import InvarianceResult
+    from harness.extensions.fuzz.poison_result import PoisonResult
+    from harness.extensions.fuzz.result import FuzzResult
+    from harness.extensions.fuzz.run import FuzzOptions
+    from harness.extensions.fuzz.workload_file import WorkloadFile
+    from harness.plan import Plan
+
+FUZZ = Forms(human="harness.extensions.fuzz.report:fuzz_text", json="harness.extensions.fuzz.report:fuzz_json")
+INVARIANCE = Forms(human="harness.extensions.fuzz.invariance_report:invariance_text", json=DOCUMENT)
+POISON = Forms(human="harness.extensions.fuzz.poison_report:poison_text", json=DOCUMENT)
+
+
+app = typer.Typer(
+    name="fuzz", no_args_is_help=True, rich_markup_mode=None, help="Search workloads that an engine gets wrong."
+)
+
+EngineFields = Annotated[opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "truth")]
+Seconds = Annotated[float, typer.Option(metavar="N", help="How long to search.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the workloads.")]
+WorkloadSeconds = Annotated[float, typer.Option(metavar="N", help="How long the engine may take for one workload.")]
+FaultId = Annotated[
+    str | None,
+    typer.Option(metavar="ID", help="Search with a known bug in the reference engine; `harness faults` lists all."),
+]
+
+
+@app.command("run", cls=StrictCommand)
+@grouped
+def run(
+    given: EngineFields,
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
+    first: Annotated[bool, typer.Option("--first", help="Stop at the first finding.")] = False,
+    workload_seconds: WorkloadSeconds = 60.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="New folder for files that reproduce the findings.")
+    ] = None,
+    replay: Annotated[Path | None, typer.Option(metavar="FILE", help="Run the workload of such a file again.")] = None,
+    fault: FaultId = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, FUZZ.option()] = "human",
+) -> int:
+    """Search workloads that an engine gets wrong.
+
+    Prompts whose lengths are near the boundaries of blocks and chunks, shared prefixes, arrivals, aborts, forks, and
+    caches that are too small. Each workload is judged as `harness check` judges; a failing one is minimized.
+    """
+    options = _options(seconds, seed, workload_seconds, first)
+    if replay is not None and (given or fault is not None or out is not None):
+        what = "a workload's file says what is to be run"
+        raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
+    with progress_bar() as report:
+        from harness.extensions.fuzz.run import run_again, search_workloads
+        from harness.extensions.fuzz.workload_file import load_workload
+        from harness.judge.jobs.output_folder import new_output_dir
+
+        if replay is not None:
+            file = load_workload(replay)
+            with _opened(_said_by(file), file.fault, options, local_files_only) as (plan, planned):
+                result = run_again(plan, file.workload(), planned, progress=report)
+        else:
+            with (
+                nullcontext() if out is None else new_output_dir(out),
+                _opened(given, fault, options, local_files_only) as (plan, planned),
+            ):
+                result = search_workloads(plan, planned, out=out, progress=report)
+    FUZZ.show(result, format)
+    return _status(result)
+
+
+@app.command(cls=StrictCommand)
+@grouped
+def invariance(
+    given: EngineFields,
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
+    workload_seconds: WorkloadSeconds = 60.0,
+    fault: FaultId = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, INVARIANCE.option()] = "human",
+) -> int:
+    """Find which changes of the schedule alone change bits, and in which operation."""
+    options = _options(seconds, seed, workload_seconds)
+    with progress_bar() as report:
+        from harness.extensions.fuzz.run import compare_schedules
+
+        with _opened(given, fault, options, local_files_only) as (plan, planned):
+            result = compare_schedules(plan, planned, progress=report)
+    INVARIANCE.show(result, format)
+    return _status(result)
+
+
+@app.command(cls=StrictCommand)
+@grouped
+def poison(
+    given: EngineFields,
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
+    workload_seconds: WorkloadSeconds = 60.0,
+    fault: FaultId = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, POISON.option()] = "human",
+) -> int:
+    """Fill memory that no live row may depend on, and find the operations that read it.
+
+    Padding, free blocks, uninitialized memory and the memory of other requests.
+    """
+    options = _options(seconds, seed, workload_seconds)
+    with progress_bar() as report:
+        from harness.extensions.fuzz.run import poison_memory
+
+        with _opened(given, fault, options, local_files_only) as (plan, planned):
+            result = poison_memory(plan, planned, progress=report)
+    POISON.show(result, format)
+    return _status(result)
+
+
+def _options(seconds: float, seed: int, workload_seconds: float, first: bool = False) -> "FuzzOptions":
+    require_hypothesis("searching workloads", "harness fuzz")
+    _check_positive("--seconds", seconds)
+    _check_positive("--workload-seconds", workload_seconds)
+    from harness.extensions.fuzz.run import FuzzOptions
+
+    return FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
+
+
+def _said_by(file: "WorkloadFile") -> opt.Given:
+    """Return what a workload's file says of the engine; a fault brings its own model."""
+    names = ("model", "engine", "engine_options", "dtype", "device")
+    return {name: getattr(file, name) for name in names} if file.fault is None else {}
+
+
+@contextmanager
+def _opened(
+    given: opt.Given, fault: str | None, options: "FuzzOptions", local_files_only: bool
+) -> "Iterator[tuple[Plan, FuzzOptions]]":
+    """Yield the plan, and the options with the fault that is to be injected."""
+    from harness.plan import plan_engine
+
+    if fault is None:
+        yield plan_engine(**given, local_files_only=local_files_only), options
+        return
+    from harness.extensions.faults.catalogue import choose
+    from harness.extensions.faults.trial import checkpoint
+
+    if given:
+        what = "a fault comes with the engine, the model and the dtype that show it"
+        raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
+    (chosen,) = choose([fault])
+    with checkpoint(chosen.setting) as folder:
+        plan = plan_engine(model=str(folder), dtype=chosen.setting.dtype, local_files_only=local_files_only)
+        plan = replace(plan, notes=(f"planted: {chosen.summary}",))
+        yield plan, replace(options, planted=chosen.inject, fault=chosen.id)
+
+
+def _check_positive(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        what = "the number of seconds must be positive"
+        raise HarnessError(Code.BAD_OPTION, what, where=option, expected="above 0", actual=value, hint=f"{option} 60")
+
+
+def _status(result: "FuzzResult | InvarianceResult | PoisonResult") -> int:
+    """Return the exit status: what was found counts, also where the search was interrupted afterwards."""
+    is_cut_short = result.was_interrupted and result.outcome is Outcome.NOTHING
+    return INTERRUPTED if is_cut_short else STATUS[result.outcome]

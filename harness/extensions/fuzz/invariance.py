@@ -1,0 +1,199 @@
+"""`harness fuzz --invariance`: which change of schedule alone changes bits, in which operation, and by how much.
+
+Where training and rollout must agree, or an answer must not depend on who else is served, rounding is a bug. So two
+runs are compared with each other, bit by bit; the golden only says whether what changed is still rounding.
+"""
+
+import random
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.base.progress import Progress
+from harness.base.scratch import scratch_folder
+from harness.engines import Engine
+from harness.engines.record import open_writer
+from harness.errors import Code, HarnessError
+from harness.extensions.fuzz.changes import CHANGES, Prompts, RunSetting, Variation, draw_prompts
+from harness.extensions.fuzz.invariance_result import ChangedOperation, FirstChange, Invariance, ScheduleChange
+from harness.extensions.fuzz.judge import timed
+from harness.extensions.fuzz.pool import SequencePool
+from harness.formats.recording import Recording
+from harness.judge.compare.bits import ComparedRows, compare_bits, first_changed
+from harness.judge.compare.compute import LEAST_JUDGED
+from harness.judge.jobs.check import compare_planned
+from harness.judge.jobs.engine_run import describe_run
+from harness.oracle.golden import Golden
+from harness.oracle.model import HFModel
+from harness.plan import Plan
+from harness.results.check import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """One run, and the operations that the check finds wrong in it."""
+
+    recording: Recording
+    wrong: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Total:
+    """The effect of a change on one operation of all layers."""
+
+    num_rows: int = 0
+    num_changed: int = 0
+    roundings_max: float = 0.0
+    is_beyond: bool = False
+
+    def add(self, rows: ComparedRows, *, is_wrong: bool) -> None:
+        """Add some rows; `is_wrong` says that the check finds their operation wrong in one of the runs."""
+        self.num_rows += len(rows.position)
+        self.num_changed += int(rows.is_changed.sum())
+        self.roundings_max = max(self.roundings_max, float(rows.roundings.max()))
+        self.is_beyond |= is_wrong and bool(rows.is_changed.any())
+
+    @property
+    def state(self) -> Invariance:
+        """The verdict on it."""
+        if self.num_changed:
+            return Invariance.BEYOND if self.is_beyond else Invariance.NOISE
+        return Invariance.SAME if self.num_rows else Invariance.UNKNOWN
+
+
+@dataclass(slots=True)
+class _Found:
+    """The effect of a change, summed over rounds."""
+
+    change: Variation
+    totals: dict[str, _Total] = field(default_factory=lambda: defaultdict(_Total))
+    """By site."""
+    first: ComparedRows | None = None
+    error: str | None = None
+    refusal: str | None = None
+
+    def fail(self, error: HarnessError) -> None:
+        """Note that a run of the change ended in an error: that the engine cannot do it, or the first other one."""
+        if error.code is Code.ENGINE_CANNOT_SERVE:
+            self.refusal = error.what
+        else:
+            self.error = self.error or error.what
+
+
+@dataclass(kw_only=True)
+class Comparer:
+    """An engine, what it is held to, and what was found."""
+
+    plan: Plan
+    engine: Engine
+    hf: HFModel
+    golden: Golden
+    pool: SequencePool
+    progress: Progress
+    limit_s: float
+    """Longest time of a run."""
+    num_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        self._found = {change.name: _Found(change) for change in CHANGES if self._is_offered(change)}
+
+    def run(self, seconds: float, seed: int) -> bool:
+        """Compare round after round until the time is over; return whether it was interrupted."""
+        began = time.perf_counter()
+        try:
+            while not self.num_rounds or (self._has_compared and time.perf_counter() - began < seconds):
+                self._round(draw_prompts(self.pool, random.Random(f"{seed}:{self.num_rounds}")))
+                self.num_rounds += 1
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    @property
+    def _has_compared(self) -> bool:
+        """Whether some change did not end in an error: where all have, another round says nothing more."""
+        return any(found.error is None and found.refusal is None for found in self._found.values())
+
+    def _is_offered(self, change: Variation) -> bool:
+        return all(run.parsed().name in self.engine.capabilities.schedules for run in change.runs)
+
+    def _round(self, prompts: Prompts) -> None:
+        """Try every change on one set of requests; a run that two changes share is run once."""
+        with scratch_folder("harness-") as folder:
+            runs: dict[RunSetting, _Recorded | HarnessError] = {}
+            for at, found in enumerate(self._found.values()):
+                self.progress(f"{self.plan.case.engine}, round {self.num_rounds + 1}", at, len(self._found))
+                for run in found.change.runs:
+                    if run not in runs:
+                        runs[run] = self._recorded(run, prompts, folder / str(len(runs)))
+                self._compare(found, *(runs[run] for run in found.change.runs))
+
+    def _recorded(self, run: RunSetting, prompts: Prompts, path: Path) -> _Recorded | HarnessError:
+        engine, asked = self.plan.case.engine, describe_run(self.plan, run.parsed(), run.requests(prompts), path)
+        try:
+            with open_writer(self.engine, asked) as writer, timed(engine, self.limit_s):
+                self.engine.run(asked.workload, writer)
+        except HarnessError as error:
+            return error
+        recording = Recording.open(path, verify=False).with_names(self.hf.graph.aliases)  # written by ourselves
+        judged = compare_planned(self.plan, self.engine.capabilities, recording, self.golden, self.hf)
+        if judged.result.outcome is Outcome.NOTHING:
+            raise HarnessError(
+                Code.NOTHING_CHECKED, "the engine records too little to compare two runs of it",
+                where=self.plan.case.engine,
+                expected=f"outputs behind {LEAST_JUDGED:.0%} of the model's multiply-adds",
+                actual=f"{judged.result.coverage.judged_compute or 0.0:.0%}",
+            )  # fmt: skip
+        wrong = frozenset(tap.name for tap in judged.result.taps if tap.verdict.is_wrong)
+        return _Recorded(recording, wrong)
+
+    def _compare(self, found: _Found, before: _Recorded | HarnessError, after: _Recorded | HarnessError) -> None:
+        for each in (before, after):
+            if isinstance(each, HarnessError):
+                found.fail(each)
+                return
+        assert isinstance(before, _Recorded)
+        assert isinstance(after, _Recorded)
+        compared = list(compare_bits(before.recording, after.recording, self.hf.graph))
+        for rows in compared:
+            is_wrong = rows.operation.tap in before.wrong | after.wrong
+            found.totals[rows.operation.site].add(rows, is_wrong=is_wrong)
+        found.first = found.first or first_changed(compared, self.hf.graph)
+
+    def changes(self) -> tuple[ScheduleChange, ...]:
+        """Return what was found, change by change."""
+        return tuple(self._result(change) for change in CHANGES)
+
+    def _result(self, change: Variation) -> ScheduleChange:
+        found = self._found.get(change.name)
+        sites = list(dict.fromkeys(operation.site for operation in self.hf.graph if operation.kind.value != "cache"))
+        return ScheduleChange(
+            name=change.name,
+            before=change.before,
+            after=change.after,
+            is_offered=found is not None,
+            operations=() if found is None else tuple(_operation(site, found) for site in sites),
+            first=None if found is None or found.first is None else _first(found.first),
+            error=None if found is None else found.error,
+            refusal=None if found is None else found.refusal,
+        )
+
+
+def _operation(site: str, found: _Found) -> ChangedOperation:
+    total = found.totals[site]
+    return ChangedOperation(
+        site=site,
+        state=total.state,
+        num_rows=total.num_rows,
+        num_changed=total.num_changed,
+        roundings_max=total.roundings_max,
+    )
+
+
+def _first(rows: ComparedRows) -> FirstChange:
+    return FirstChange(
+        tap=rows.operation.tap,
+        request=rows.request,
+        position=int(rows.position[0]),
+        roundings=float(rows.roundings[0]),
+    )

@@ -1,0 +1,1 @@
+"""llama.cpp as an engine under test, and GGUF files as checkpoints."""

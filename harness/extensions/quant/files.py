@@ -1,0 +1,113 @@
+"""A model as GGUF in a type: written as it is, or by llama.cpp's own quantiser."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from harness.errors import Code, HarnessError
+from harness.extensions.llamacpp.engine.tensor import llama
+from harness.extensions.llamacpp.gguf import GGUFTensor
+from harness.extensions.llamacpp.gguf.types import BY_NAME, PLAIN
+from harness.extensions.llamacpp.gguf.writer import write_gguf
+from harness.extensions.quant.hf.types import HF_TYPES
+from harness.extensions.quant.importance import Importance
+from harness.oracle.model import HFModel
+
+_FILE_TYPES = {
+    "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q3_K_S": 11, "Q3_K_M": 12,
+    "Q3_K_L": 13, "Q4_K": 14, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18,
+    "Q2_K_S": 21, "IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ2_M": 29, "IQ3_XXS": 23,
+    "IQ3_XS": 22, "IQ3_S": 26, "IQ3_M": 27, "IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37,
+}  # fmt: skip
+"""Numbers of `llama_ftype` in llama.h."""
+_MIXTURES = {
+    "Q2_K_S": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K", "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K",
+    "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "IQ1_S": "IQ1_S", "IQ1_M": "IQ1_M", "IQ2_XXS": "IQ2_XXS", "IQ2_XS": "IQ2_XS",
+    "IQ2_S": "IQ2_XS", "IQ2_M": "IQ2_S", "IQ3_XXS": "IQ3_XXS", "IQ3_XS": "IQ3_S", "IQ3_S": "IQ3_S", "IQ3_M": "IQ3_S",
+}  # fmt: skip
+"""Types that keep some tensors in finer ones, and the type of most; all others are one type throughout."""
+_BY_IMPORTANCE = frozenset({"Q2_K_S", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS"})
+"""Mixtures that llama.cpp makes only with an importance matrix."""
+NAMES = (*PLAIN, *_FILE_TYPES, *HF_TYPES)
+"""Of types of GGUF, which come first, and of HuggingFace's forms."""
+
+
+def check_type(name: str) -> str:
+    """Return the name of a type as it is written here.
+
+    Raises:
+        HarnessError: BAD_OPTION.
+    """
+    found = next((each for each in NAMES if each.lower() == name.strip().lower()), None)
+    if found is None:
+        raise HarnessError(
+            Code.BAD_OPTION,
+            f"there is no type {name.strip()!r} to quantise to",
+            where="--types",
+            expected=", ".join(NAMES),
+            actual=name,
+            hint="--types F16,Q8_0,Q4_K,torchao-int8",
+        )
+    return found
+
+
+def make_file(hf: HFModel, name: str, folder: Path, importance: Callable[[], Importance]) -> Path:
+    """Write the model in a type; llama.cpp puts rows that are no whole number of its blocks in another one.
+
+    The float32 file is kept in the folder for the next type; `importance` is called for a type that needs it.
+
+    Raises:
+        HarnessError: PACKAGE_MISSING, UNSUPPORTED_ARCHITECTURE, or ENGINE_FAILED: the quantiser refuses.
+    """
+    path = folder / f"{name}.gguf"
+    if name in PLAIN:
+        return path if path.exists() else write_gguf(hf.folder, path, name)
+    source = make_file(hf, "F32", folder, importance)
+    return quantise(source, path, name, importance() if name in _BY_IMPORTANCE else None)
+
+
+def quantise(source: Path, path: Path, name: str, importance: Importance | None = None) -> Path:
+    """Write a GGUF file in a type, by llama.cpp's own quantiser.
+
+    The source is in float32, and the type is not plain; `importance` is of the inputs of each weight, by GGUF's name.
+
+    Raises:
+        HarnessError: PACKAGE_MISSING, or ENGINE_FAILED: the quantiser refuses.
+    """
+    library = llama()
+    params = library.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.pure = _FILE_TYPES[name], 1, name not in _MIXTURES
+    entries = _entries(library, importance or {})  # read while the quantiser runs
+    if importance:
+        params.imatrix = entries
+    status = library.llama_model_quantize(str(source).encode(), str(path).encode(), library.ctypes.byref(params))
+    if status != 0:
+        raise HarnessError(
+            Code.ENGINE_FAILED,
+            "llama.cpp's quantiser refuses",
+            where=f"--types {name}",
+            actual=f"status {status}",
+            hint=f"harness inspect {source}",
+        )
+    return path
+
+
+def _entries(library: Any, importance: Importance) -> Any:
+    """Return llama.cpp's own form of an importance matrix: an array that ends with an entry without a name."""
+    entry, number = library.llama_model_imatrix_data, library.ctypes.c_float
+    entries = [
+        entry(name.encode(), (number * len(values))(*values.tolist()), len(values))
+        for name, values in importance.items()
+    ]
+    return (entry * (len(entries) + 1))(*entries)
+
+
+def note_on(name: str, tensors: Iterable[GGUFTensor]) -> str:
+    """Say how many matrices are in another type than the one that was asked for, since their rows do not fit it."""
+    main = _MIXTURES.get(name, name)
+    block_size = BY_NAME[main][1].block_size
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
+    others = sum(tensor.shape[-1] % block_size != 0 for tensor in matrices)
+    if not others:
+        return ""
+    return f"{others} of {len(matrices)} matrices are not {main}: their rows are no multiple of {block_size} weights"

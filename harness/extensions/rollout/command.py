@@ -1,0 +1,105 @@
+"""`harness rollout`: where the gap between a trainer's and an engine's log probabilities comes from."""
+
+from collections.abc import Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.base.files import write_text
+from harness.command import options as opt
+from harness.command.forms import DOCUMENT, Forms
+from harness.command.output import STATUS, refuse_existing
+from harness.command.progress import progress_bar
+from harness.errors import Code, HarnessError
+
+ROLLOUT = Forms(human="harness.extensions.rollout.report:rollout_text", json=DOCUMENT, is_fenced=True)
+GAP_HISTORY = Forms(human="harness.extensions.rollout.report:history_text", json=DOCUMENT, is_fenced=True)
+
+_OF_HISTORY = ("history", "out", "format")
+
+
+def rollout(
+    rollouts: Annotated[
+        Path | None,
+        typer.Argument(metavar="ROLLOUTS", help="JSON lines or Parquet, as verl, TRL, OpenRLHF or slime log it."),
+    ] = None,
+    model: opt.Model = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Checkpoint of the trainer, run by HuggingFace. [default: the log alone]"),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(metavar="alone|right|left|packed", help="How the trainer gets its rows.")
+    ] = "right",
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Engine to run over the rows. [default: the log alone]")
+    ] = None,
+    engine_option: opt.EngineOption = None,
+    previous: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Earlier weights, parts of which may be in use still.")
+    ] = None,
+    engine_weights: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The engine's weights, where they are other than --model.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Dtype that both sides mean to compute their head in.")
+    ] = None,
+    weight_version: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Version of the weights whose rows are compared.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most rows to compare. [default: all]")] = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    truth: opt.TruthChoice = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    history: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show what RolloutMonitor kept of a run, step by step, and compare nothing."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="HTML", help="New file for a page with the terms of --history over the steps."),
+    ] = None,
+    format: Annotated[str, ROLLOUT.option()] = "human",
+) -> int:
+    """Split the gap between a trainer's and an engine's log probabilities in terms that add up.
+
+    Each term is measured against the model in high precision: tokens, positions, weights, routing, cache, head, the
+    distribution that is meant, operations. What rounding explains is called rounding.
+    """
+    given: dict[str, Any] = dict(locals())
+    if history is not None:
+        return _show_history(history, given)
+    if rollouts is None or out is not None:
+        what = (
+            "there is nothing to compare" if rollouts is None else "a page shows the steps of a run, and none is given"
+        )
+        where = "ROLLOUTS" if rollouts is None else "--out"
+        raise HarnessError(Code.BAD_OPTION, what, where=where, hint="name a file of rollouts, or --history FILE")
+    with progress_bar() as report:
+        from harness.extensions.rollout.api import compare
+
+        given |= {"engine_options": opt.parse_engine_options(engine_option), "num_rows": rows, "progress": report}
+        result = compare({**given, "dtype": dtype or "auto", "truth": truth or "auto"})
+    ROLLOUT.show(result, format)
+    return STATUS[result.outcome]
+
+
+def _show_history(file: Path, given: Mapping[str, Any]) -> int:
+    """Show a history; options of a comparison are refused beside it."""
+    from harness.extensions.rollout.format.history import read_history
+    from harness.extensions.rollout.page import gap_html
+
+    defaults = {name: each.default for name, each in signature(rollout).parameters.items()}
+    for name in [name for name in given if name not in _OF_HISTORY and given[name] != defaults[name]]:
+        where = "ROLLOUTS" if name == "rollouts" else f"--{name.replace('_', '-')}"
+        what, hint = "a history is shown as it is: nothing is compared", f"leave {where} or --history out"
+        raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
+    out, found = given["out"], read_history(file)
+    refuse_existing(out)
+    if out is not None:
+        write_text(out, gap_html(found))
+    GAP_HISTORY.show(found, given["format"])
+    return STATUS[found.outcome]

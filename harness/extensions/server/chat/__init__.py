@@ -1,0 +1,1 @@
+"""Chats: what a server makes of a template, of tool calls and of structured output."""

@@ -1,0 +1,44 @@
+"""`harness server chat`: what a server makes of a conversation, against HF's chat template."""
+
+from typing import Annotated
+
+import typer
+
+from harness.command import options as opt
+from harness.command.forms import DOCUMENT, Forms
+from harness.command.grouped import grouped
+from harness.command.output import STATUS
+from harness.command.progress import progress_bar
+from harness.extensions.server.endpoint.command import AddressOptions
+
+TOKENS = Forms(human="harness.extensions.server.chat.tokens.report:tokens_text", json=DOCUMENT, is_fenced=True)
+
+
+@grouped
+def chat(
+    server: AddressOptions,
+    *,
+    model: opt.Model = None,
+    conversations: Annotated[int, typer.Option(min=1, metavar="N", help="Conversations to generate.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the conversations.")] = 0,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, TOKENS.option()] = "human",
+) -> int:
+    """Check the tokens that a server makes of conversations.
+
+    Generated conversations (system message, history, tools, reasoning, hard text) are rendered by the chat template of
+    the checkpoint, and compared with what the server shows. A difference is named, at the shortest conversation.
+    """
+    address = server.address()
+    with progress_bar() as report:
+        from harness.cli.generate import embedded_model
+        from harness.extensions.server.chat.tokens.run import check_tokens
+        from harness.formats.checkpoint import Checkpoint, resolve
+
+        name = model or embedded_model()
+        checkpoint = Checkpoint(resolve(name, local_files_only=local_files_only))
+        result = check_tokens(
+            checkpoint, address, model=name, num_conversations=conversations, seed=seed, progress=report
+        )
+    TOKENS.show(result, format)
+    return STATUS[result.outcome]

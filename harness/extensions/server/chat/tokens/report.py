@@ -1,0 +1,52 @@
+"""A check of chats for people: verdict, what it proves, each difference at its shortest conversation."""
+
+import json
+from collections.abc import Iterator
+
+from harness.extensions.server.chat.tokens.result import Difference, TokensResult
+from harness.extensions.server.endpoint.report import at_server, curl, not_judged
+from harness.report.check.sentences import model_name, printable
+from harness.report.check.table import count
+from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
+
+_MOST_WORDS = 200
+
+
+def tokens_text(result: TokensResult, *, width: int) -> str:
+    """Return a check of chats as lines of at most `width` columns, but for commands."""
+    width = max(width, MIN_WIDTH)
+    where, conversations = at_server(result.server, result.subject), count(result.num_conversations, "conversation")
+    head = [headline(VERDICTS[result.outcome], where, model_name(result.model), conversations)]
+    head += fact_lines([("by", f"{result.evidence}: {result.proves}"), not_judged(result)], width)
+    differences = (_difference(each, result, width) for each in result.differences)
+    findings = (line for each in result.findings for line in wrapped(f"  {each.code}", each.message, width, indent=8))
+    return blocks_text([head, *differences, findings, fact_lines(_facts(result), width)])
+
+
+def _difference(difference: Difference, result: TokensResult, width: int) -> Iterator[str]:
+    yield from wrapped(f"  {difference.code}", printable(difference.name), width, indent=8)
+    for message in difference.messages:
+        others = {name: value for name, value in message.items() if name not in ("role", "content")}
+        words = f"{message['content']!r}" + (f" {json.dumps(others)}" if others else "")
+        yield from wrapped(f"          {message['role']}", _cut(words), width, indent=22)
+    for tool in difference.tools:
+        yield from wrapped("          tool", _cut(json.dumps(tool)), width, indent=22)
+    yield from wrapped("        expected", printable(difference.expected), width, indent=18)
+    yield from wrapped("        actual", printable(difference.actual), width, indent=18)
+    if difference.body is not None:
+        yield f"        {curl(f'{result.subject}{difference.path}', difference.body)}"
+
+
+def _cut(text: str) -> str:
+    return printable(text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]}...")
+
+
+def _facts(result: TokensResult) -> Iterator[tuple[str, str]]:
+    yield "with", ", ".join(result.features) or "one message of a user each"
+    if result.num_texts:
+        yield "texts", f"{count(result.num_texts, 'text')} tokenised by /tokenize"
+    if result.num_ends:
+        yield "ends", f"{count(result.num_ends, 'end token')} of the model's configuration tried"
+    if result.num_answers:
+        yield "answers", f"the text of {count(result.num_answers, 'answer')} judged"
+    yield from (("note", note) for note in result.notes)

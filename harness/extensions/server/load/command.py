@@ -1,0 +1,111 @@
+"""`harness server load`: a server under an open load, every answer held to the truth."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.command import options as opt
+from harness.command.forms import DOCUMENT, Forms
+from harness.command.grouped import grouped
+from harness.command.output import STATUS
+from harness.command.progress import progress_bar
+from harness.errors import Code, ExitStatus, HarnessError
+from harness.extensions.server.endpoint.command import AddressOptions
+
+LOAD = Forms(human="harness.extensions.server.load.report:load_text", json=DOCUMENT, is_fenced=True)
+
+
+@grouped
+def load(
+    server: AddressOptions,
+    given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    *,
+    dtype: opt.Dtype = None,
+    num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, metavar="N", help="Requests to draw.")] = 64,
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="DIST", help="Tokens of a prompt: 128, 64..512 (all alike), exp:256.")
+    ] = "16..64",
+    new_tokens: Annotated[str, typer.Option(metavar="DIST", help="Tokens of an answer, at most.")] = "16",
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSON lines in their place: prompt, prompt_token_ids or prompt_tokens; max_tokens; at."
+        ),
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(metavar="R", help="Requests a second on average, as a Poisson process; inf: all at once.")
+    ] = 8.0,
+    burst: Annotated[int, typer.Option(min=1, metavar="N", help="Requests that come together.")] = 1,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MS", help="Limit for goodput: ttft=200, tpot=50, e2e=2000. Repeatable."),
+    ] = None,
+    at_least: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="SHARE", help="Share of good requests below which the status is 4."),
+    ] = None,
+    judged: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Answers to hold to the truth. [default: all]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, LOAD.option()] = "human",
+) -> int:
+    """Put a load on a server, and check every answer.
+
+    Requests come when they are due, whether earlier ones are answered or not. Answers are greedy and streamed; when
+    the load is over, each is held to HF's truth along its own tokens. --dtype is the server's.
+    """
+    limits = dict(_limit(each) for each in limit or ())
+    address = server.address()
+    if not rate > 0:
+        raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)
+    with progress_bar() as report:
+        from harness.extensions.server.endpoint.run import eos_of
+        from harness.extensions.server.endpoint.truth import plain_ids
+        from harness.extensions.server.load.run import LoadOptions, run_load
+        from harness.judge.jobs.model import planned_model
+        from harness.oracle.request_file import Arrivals, drawn_requests, parse_lengths, read_requests
+        from harness.plan import plan_engine, tokenize
+
+        lengths = parse_lengths(prompt_tokens, "--prompt-tokens"), parse_lengths(new_tokens, "--new-tokens")
+        plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
+        report("model", 0, 1)
+        hf = planned_model(plan)
+        ids, arrivals = plain_ids(hf, eos_of(hf)), Arrivals(rate=rate, burst=burst)
+        if requests is None:
+            asked = drawn_requests(num_requests, *lengths, arrivals, ids=ids, seed=seed)
+        else:
+            read = partial(tokenize, checkpoint=hf.checkpoint, where=str(requests))
+            asked = read_requests(requests, read, arrivals, ids=ids, seed=seed, max_tokens=lengths[1])
+        options = LoadOptions(arrivals=_words(rate, burst), limits_ms=limits, num_judged=judged, seed=seed)
+        address = address if server.concurrency else replace(address, concurrency=len(asked))
+        result = run_load(plan, hf, address, asked, options, progress=report)
+    LOAD.show(result, format)
+    status = STATUS[result.outcome]
+    is_too_slow = at_least is not None and result.good_share < at_least
+    return ExitStatus.REGRESSION if status == ExitStatus.PASS and is_too_slow else status
+
+
+def _words(rate: float, burst: int) -> str:
+    if math.isinf(rate):
+        return "all at once"
+    return f"{rate:g} a second" + (f" in bursts of {burst}" if burst > 1 else "")
+
+
+def _limit(text: str) -> tuple[str, float]:
+    from harness.extensions.server.load.run import TIMES
+
+    name, _, value = text.partition("=")
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = 0.0
+    if name not in TIMES or not 0 < limit < math.inf:
+        expected = f"{'=MS, '.join(TIMES)}=MS"
+        raise HarnessError(Code.BAD_OPTION, "this is no limit", where="--limit", expected=expected, actual=text)
+    return name, limit

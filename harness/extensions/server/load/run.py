@@ -1,0 +1,218 @@
+"""The job: probe a server, put the load on it, run the truth along its answers, judge, and count."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean
+
+from harness.base.progress import Progress, no_progress
+from harness.errors import Code, HarnessError
+from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.endpoint.answer import Completion
+from harness.extensions.server.endpoint.ask import BLOCK_PROMPTS
+from harness.extensions.server.endpoint.client import Client, refused_with
+from harness.extensions.server.endpoint.dialect import Dialect
+from harness.extensions.server.endpoint.names import TokenNames
+from harness.extensions.server.endpoint.probe import probe
+from harness.extensions.server.endpoint.probed import Probed
+from harness.extensions.server.endpoint.run import eos_of, judged, promised, refuse_silence
+from harness.extensions.server.endpoint.schedules import ScheduledRequests, Way
+from harness.extensions.server.endpoint.truth import Rows, Walk, walk_truth
+from harness.extensions.server.endpoint.walks import walk_of
+from harness.extensions.server.load.result import LoadResult, Quantiles
+from harness.extensions.server.load.send import LoadSender, TimedAnswer
+from harness.oracle.model import HFModel
+from harness.oracle.request_file import LoadRequest
+from harness.oracle.requests import Prompt, check_prompt
+from harness.plan import Plan
+from harness.profiling.passes.timing import percentiles_ms
+
+TIMES = ("ttft", "tpot", "e2e")
+"""Times of one request, which may have a limit."""
+_TURNED_AWAY = (429, 503)
+"""Statuses with which a server under too much load may refuse."""
+_LATE_S = 0.05
+"""Lateness of the client that is worth a note."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What is judged and counted."""
+
+    arrivals: str
+    limits_ms: Mapping[str, float]
+    num_judged: int | None = None
+    """Answers to judge, chosen by the seed; None: all."""
+    seed: int = 0
+
+
+def run_load(
+    plan: Plan,
+    hf: HFModel,
+    address: Address,
+    requests: Sequence[LoadRequest],
+    options: LoadOptions,
+    *,
+    progress: Progress | None = None,
+) -> LoadResult:
+    """Put a load on a server, and judge what it answers.
+
+    The plan's prompts are not used. So many requests as the address says are under way at most.
+
+    Raises:
+        HarnessError: a prompt does not fit the model; the server is not there, cannot stream, or answers nothing.
+    """
+    report = progress or no_progress
+    for index, request in enumerate(requests):
+        check_prompt(hf, request.prompt, index)
+    names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
+    probed, answers = asyncio.run(_send(plan, address, names, requests, report))
+    run = ScheduledRequests(
+        way=Way.STREAMED, sent=tuple(each.sent for each in answers), seconds=max(each.end_s for each in answers)
+    )
+    refuse_silence(run)
+    begin = time.perf_counter()
+    eos, prompts = eos_of(hf), [request.prompt for request in requests]
+    truth = _truth(hf, _walks(run, prompts, _chosen(run, options), eos), plan.case.truth, report)
+    kept = tuple(sent for sent in run.sent if sent.request in truth or _is_failure(sent.result))
+    found = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
+    truth_s = time.perf_counter() - begin
+    wrong = {finding.request for finding in found.findings}
+    done = [each for each in answers if each.is_answered]
+    return LoadResult(
+        url=address.url,
+        server=probed.server,
+        served_model=probed.dialect.model,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
+        arrivals=options.arrivals,
+        num_requests=len(requests),
+        num_answered=len(done),
+        num_turned_away=sum(_is_turned_away(sent.result) for sent in run.sent),
+        num_prompt_tokens=sum(len(each.sent.prompt) for each in done),
+        num_new_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
+        seconds=run.seconds,
+        late_ms=_quantiles([each.sent_s - each.due_s for each in answers]),
+        times_ms={name: _quantiles(values) for name, values in _times(done).items() if values},
+        limits_ms=options.limits_ms,
+        num_good=sum(each.sent.request not in wrong and _is_within(each, options.limits_ms) for each in done),
+        num_judged=len(truth),
+        answers=found,
+        truth_s=truth_s,
+        notes=tuple(_notes(probed, answers, len(truth), len(done))),
+    )
+
+
+async def _send(
+    plan: Plan, address: Address, names: TokenNames, requests: Sequence[LoadRequest], report: Progress
+) -> tuple[Probed, list[TimedAnswer]]:
+    report("probe", 0, 1)
+    async with Client(replace(address, concurrency=1)) as client:
+        probed = await probe(client, requests[0].prompt.token_ids, names, fallback_model=plan.case.model)
+    if not probed.has("streaming"):
+        what = "the server does not stream, so no token has a time of its own"
+        raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness check --endpoint judges it")
+    num_done = 0
+
+    def is_done() -> None:
+        nonlocal num_done
+        num_done += 1
+        report("server", num_done, len(requests))
+
+    probed.dialect = _plain(probed)
+    async with Client(replace(address, retries=0)) as client:
+        sender = LoadSender(client=client, dialect=probed.dialect, names=names, on_done=is_done)
+        return probed, await sender.send(requests)
+
+
+def _plain(probed: Probed) -> Dialect:
+    """Return the dialect without log probabilities, which cost a server time, where tokens are named without them."""
+    if not probed.has("return_token_ids"):
+        return probed.dialect
+    return replace(probed.dialect, num_logprobs=0, num_top=0)
+
+
+def _chosen(run: ScheduledRequests, options: LoadOptions) -> set[int]:
+    numbers = sorted(run.answers)
+    if options.num_judged is None or options.num_judged >= len(numbers):
+        return set(numbers)
+    return set(random.Random(options.seed).sample(numbers, options.num_judged))
+
+
+def _walks(
+    run: ScheduledRequests, prompts: Sequence[Prompt], chosen: Set[int], eos: Set[int]
+) -> Iterator[tuple[int, Walk]]:
+    for sent in run.sent:
+        walk = walk_of(prompts[sent.request], [sent], eos=eos, num_top=1) if sent.request in chosen else None
+        if walk is not None:
+            yield sent.request, walk
+
+
+def _truth(hf: HFModel, walks: Iterable[tuple[int, Walk]], precision: str, report: Progress) -> dict[int, Rows]:
+    """Run the truth along the answers, once the load is over: it takes the same machine's cores."""
+    numbered = list(walks)
+    found = dict[int, Rows]()
+    for begin in range(0, len(numbered), BLOCK_PROMPTS):
+        report("truth", begin, len(numbered))
+        numbers, block = zip(*numbered[begin : begin + BLOCK_PROMPTS], strict=True)
+        found.update(zip(numbers, walk_truth(hf, block, truth=precision), strict=True))
+    return found
+
+
+def _is_failure(result: Completion | HarnessError) -> bool:
+    """Whether a request failed in a way that is a finding."""
+    return isinstance(result, HarnessError) and not _is_turned_away(result)
+
+
+def _is_turned_away(result: Completion | HarnessError) -> bool:
+    return isinstance(result, HarnessError) and refused_with(result, _TURNED_AWAY)
+
+
+def _times_of(answer: TimedAnswer) -> dict[str, float]:
+    """Return the times of one answer, in seconds; an answer without a token has no first one."""
+    assert isinstance(answer.sent.result, Completion)
+    times, number = {"e2e": answer.end_s - answer.sent_s}, len(answer.sent.result.token_ids)
+    if answer.part_s:
+        times["ttft"] = answer.part_s[0] - answer.sent_s
+        if number > 1:
+            times["tpot"] = (answer.part_s[-1] - answer.part_s[0]) / (number - 1)
+    return times
+
+
+def _times(answers: Sequence[TimedAnswer]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in ("ttft", "tpot", "itl", "e2e")}
+    for answer in answers:
+        for name, seconds in _times_of(answer).items():
+            found[name].append(seconds)
+        found["itl"] += [after - before for before, after in pairwise(answer.part_s)]
+    return found
+
+
+def _is_within(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
+    times = _times_of(answer)
+    return all(1e3 * times.get(name, 0.0) <= limit for name, limit in limits_ms.items())
+
+
+def _quantiles(seconds: Sequence[float]) -> Quantiles:
+    found = percentiles_ms(seconds)
+    return Quantiles(
+        num_values=found.num_samples,
+        mean=1e3 * fmean(seconds),
+        p50=found.median,
+        p90=found.p90,
+        p99=found.p99,
+        max=1e3 * max(seconds),
+    )
+
+
+def _notes(probed: Probed, answers: Sequence[TimedAnswer], num_judged: int, num_answered: int) -> Iterator[str]:
+    if probed.dialect.num_logprobs:
+        yield "the server names tokens only with log probabilities, so they were asked for: they cost it time"
+    if num_judged < num_answered:
+        yield f"{num_judged:,} of {num_answered:,} answers were held to HF's truth"
+    late = max(each.sent_s - each.due_s for each in answers)
+    if late > _LATE_S:
+        yield f"the client was late by up to {1e3 * late:.0f} ms: the load was less even than asked for"

@@ -1,0 +1,53 @@
+"""`harness server sampler`: a server's draws against the exact distributions."""
+
+from typing import Annotated
+
+import typer
+
+from harness.command import options as opt
+from harness.command.forms import DOCUMENT, Forms
+from harness.command.grouped import grouped
+from harness.command.output import STATUS
+from harness.command.progress import progress_bar
+from harness.extensions.server.endpoint.command import AddressOptions
+
+SAMPLER = Forms(human="harness.extensions.server.sampler.report:sampler_text", json=DOCUMENT, is_fenced=True)
+
+
+@grouped
+def sampler(
+    server: AddressOptions,
+    given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    *,
+    dtype: opt.Dtype = None,
+    draws: Annotated[int, typer.Option(min=10, metavar="N", help="Draws of each setting, at least.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts and of the requests.")] = 0,
+    order: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME_OR_STEPS",
+            help="Order that the server claims: transformers, vllm, llamacpp, or steps with commas between them.",
+        ),
+    ] = "transformers",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="SETTING", help="Setting to judge. Repeatable. [default: all]")
+    ] = None,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, SAMPLER.option()] = "human",
+) -> int:
+    """Check how a server draws its tokens.
+
+    Temperature, top-k, top-p, min-p, typical-p, penalties and logit_bias, held to the exact distribution of each row
+    by single draws; seeds; and what the log probabilities are of. --dtype is the server's.
+    """
+    address = server.address()
+    with progress_bar() as report:
+        from harness.extensions.server.sampler.run import check_sampler
+        from harness.oracle.sampling import parse_order
+        from harness.plan import plan_engine
+
+        steps = parse_order(order)
+        plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
+        result = check_sampler(plan, address, num_draws=draws, seed=seed, order=steps, only=only or (), progress=report)
+    SAMPLER.show(result, format)
+    return STATUS[result.outcome]

@@ -1,0 +1,73 @@
+"""The draws of a sampler's answers, and the logits of the rows that they are drawn from."""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+
+import torch
+
+from harness.base.progress import Progress
+from harness.extensions.server.endpoint.answer import Completion
+from harness.extensions.server.endpoint.truth import Rounding, WalkRows, walk_logits
+from harness.extensions.server.sampler.ask import AskedSampler
+from harness.extensions.server.sampler.evidence import Draw
+from harness.extensions.server.sampler.settings import TOKENS, DrawRequest
+from harness.oracle.model import HFModel
+from harness.oracle.sampling import Past
+
+Draws = Mapping[tuple[int, int], tuple[DrawRequest, Draw]]
+"""By the number of the request and the position of the row."""
+ReadDraw = Callable[[DrawRequest, Draw, torch.Tensor, torch.Tensor], None]
+"""Is given a draw with the logits of its row, [V] float64: the truth's, and those of HF in the server's dtype."""
+
+
+def drawn(asked: AskedSampler, left_out: Container[str] = ()) -> Draws:
+    """Return the draws of all answers, but for settings that are left out."""
+    return {
+        place: (request, draw)
+        for request in asked.requests
+        if request.setting.name not in left_out and isinstance(answer := asked.answers[request.number], Completion)
+        for place, draw in _draws_of(request, answer, asked.eos)
+    }
+
+
+def _draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> Iterator[tuple[tuple[int, int], Draw]]:
+    """Yield the draws of an answer by their place, an end of text that the server does not name among them."""
+    tokens: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
+    is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(each,) for each in eos]
+    if is_hidden and eos and len(tokens) < TOKENS:
+        tokens.append(tuple(eos))
+    for step, token_ids in enumerate(tokens):
+        past = Past(prompt=request.prompt, answer=answer.token_ids[:step])
+        draw = Draw(request=request.number, step=step, settings=request.settings, past=past, token_ids=token_ids)
+        yield (request.number, len(request.prompt) + step - 1), draw
+
+
+def read_draws(
+    hf: HFModel,
+    draws: Draws,
+    read: ReadDraw,
+    *,
+    truth: str,
+    progress: Progress,
+    label: str,
+    cache: Rounding | None = None,
+) -> None:
+    """Run a model along all answers, and show the logits of each draw's row.
+
+    `read` is given each draw once, and `progress` the `label` of what is being done. `cache` is that of `walk_logits`.
+    """
+    walks: dict[int, tuple[list[int], list[int]]] = {}
+    for (number, position), (request, draw) in draws.items():
+        ids, positions = walks.setdefault(number, ([], []))
+        ids[:] = [*request.prompt, *draw.past.answer]
+        positions.append(position)
+    num_done = 0
+
+    def read_rows(rows: WalkRows, logits: torch.Tensor, control: torch.Tensor) -> None:
+        nonlocal num_done
+        for row, place in enumerate(rows):
+            read(*draws[place], logits[row], control[row])
+        num_done += len(rows)
+        progress(label, num_done, len(draws))
+
+    if walks:
+        walk_logits(hf, walks, read_rows, truth=truth, cache=cache)

@@ -1,0 +1,187 @@
+"""What one draw says: its place in the exact distribution of its row, and how likely other chains make it.
+
+A draw x of a row with the distribution p becomes a number between 0 and 1: the probability of all tokens before x, in
+an order that does not depend on the draw, plus a random share of p(x). These numbers are independent and uniform for a
+sound sampler, whatever the rows are (Rosenblatt 1952; randomised for discrete variables by Smith 1985). For every other
+chain the ratio of likelihoods is kept, whose mean is 1 under a sound sampler: it is above 1/a with a probability of a
+at most (Ville 1939).
+
+Shapes: V vocab, A chains: the one that is claimed, then the alternatives.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from harness.extensions.server.sampler.alternatives import alternatives
+from harness.oracle.sampling import Chain, Over, Past, SamplingSettings
+
+SHARE = 1e-3
+"""Of an alternative's probability that is spread over all tokens: one draw that it cannot give does not end it."""
+LEAST = 1e-9
+"""Probability that stands for an impossible draw where chains are compared."""
+NOISE_MARGIN = 2.0
+"""A server's logits may be off by this many times what HF's own are off in the server's dtype."""
+RESOLUTION = 5e-6
+"""In nats: the room for sums of probabilities in float32 at the edge of a set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One token that was drawn."""
+
+    request: int
+    step: int
+    """Number of the new token."""
+    settings: SamplingSettings
+    past: Past
+    token_ids: tuple[int, ...]
+    """The token; several where an end of text was drawn that the server does not name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedDraw:
+    """What is kept of a draw."""
+
+    request: int
+    step: int
+    token_id: int
+    is_outside: bool
+    """Whether no rounding of the logits puts the token into the set that may be drawn."""
+    by_rank: tuple[float, ...]
+    """[A] Uniform numbers, tokens ordered by their logits."""
+    by_past: tuple[float, ...]
+    """[A] The same, tokens that came before ordered first: penalties show there."""
+    by_id: float
+    """The same under the claimed chain, tokens ordered by their ids: samplers that add up probabilities do so."""
+    spans: tuple[tuple[float, float], ...]
+    """Where the random numbers lie that give this token under the claimed chain, if sums of probabilities are inverted:
+    tokens ordered by their logits, and by their ids."""
+    ratios: tuple[float, ...]
+    """[A] Logarithms of likelihood ratios to the claimed chain."""
+    noise: float
+    """Total variation between the distributions of the truth and of HF in the server's dtype."""
+    flips: float
+    """Probability that both draw different tokens with one random number, where sums of probabilities are inverted in
+    the order of the ids: at least the total variation, and more where many tokens are likely."""
+
+
+@dataclass(slots=True)
+class Power:
+    """What some rows could say of one alternative: moments of the log ratio if it were true."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    log_unseen: float = 0.0
+    """Logarithm of the probability that it draws no token that the claimed chain cannot draw."""
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the alternative changes the distribution at all."""
+        return self.mean > 1e-3 or self.log_unseen < -1e-3
+
+    def plus(self, other: "Power") -> "Power":
+        """Return the power of both sets of rows."""
+        return Power(self.mean + other.mean, self.variance + other.variance, self.log_unseen + other.log_unseen)
+
+    def chance(self, threshold: float) -> float:
+        """Return the probability that so many draws find it."""
+        deviation = math.sqrt(self.variance) or 1e-12
+        by_ratio = 0.5 * math.erfc((threshold - self.mean) / (deviation * math.sqrt(2)))
+        return max(by_ratio, 1 - math.exp(self.log_unseen))
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplerEvidence:
+    """All draws of one setting."""
+
+    chain: Chain
+    eos: Sequence[int]
+    seed: int
+    """Of the random shares."""
+    draws: list[JudgedDraw] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+    """Of the alternatives; known after the first draw."""
+    _moments: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """[3, A - 1] float64: the fields of each alternative's `Power`."""
+
+    @property
+    def powers(self) -> dict[str, Power]:
+        """What the rows could say of each alternative."""
+        return {name: Power(*own) for name, own in zip(self.names, self._moments.T.tolist(), strict=True)}
+
+    def add(self, draw: Draw, logits: torch.Tensor, control: torch.Tensor) -> None:
+        """Add one draw.
+
+        `logits` are the truth's and `control` those of HF in the server's dtype, both [V] float64.
+        """
+        slack = max(NOISE_MARGIN * float((logits - control).abs().max()), RESOLUTION)
+        p = self.chain.probabilities(logits, draw.settings, draw.past)
+        own = self.chain.probabilities(control, draw.settings, draw.past)
+        possible = self.chain.probabilities(logits, draw.settings, draw.past, slack=slack)
+        shares = random.Random(f"{self.seed}/{draw.request}/{draw.step}")
+        token_id = self._token(draw, p, shares)
+        others = alternatives(self.chain, draw.settings, tuple(self.eos))
+        self.names = tuple(other.name for other in others)
+        q_AV = torch.stack([other.chain.probabilities(logits, other.settings, draw.past) for other in others])
+        q_AV = (1 - SHARE) * q_AV + SHARE * logits.softmax(dim=-1)
+        ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=LEAST)).log()
+        self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
+        share, all_AV = shares.random(), torch.cat([p[None], q_AV])
+        is_larger, is_oftener = _befores(logits, draw.past, token_id)
+        by_rank, by_past = (
+            (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist() for before in (is_larger, is_oftener)
+        )
+        own_p, starts = float(p[token_id]), (float(p[is_larger].sum()), float(p[:token_id].sum()))
+        self.draws.append(
+            JudgedDraw(
+                request=draw.request,
+                step=draw.step,
+                token_id=token_id,
+                is_outside=not bool(possible[token_id] > 0),
+                by_rank=tuple(by_rank),
+                by_past=tuple(by_past),
+                by_id=starts[1] + share * own_p,
+                spans=tuple((start, start + own_p) for start in starts),
+                ratios=(0.0, *ratios_AV[:, token_id].tolist()),
+                noise=0.5 * float((p - own).abs().sum()),
+                flips=_flips(p, own),
+            )
+        )
+
+    def _token(self, draw: Draw, p: torch.Tensor, shares: random.Random) -> int:
+        """Return the token; of several that it may be, one by their probability."""
+        if len(draw.token_ids) == 1:
+            return draw.token_ids[0]
+        weights = [float(p[token_id]) + LEAST for token_id in draw.token_ids]
+        return shares.choices(draw.token_ids, weights)[0]
+
+
+def _flips(p: torch.Tensor, own: torch.Tensor) -> float:
+    """Return for which share of all random numbers the inverted sums of two distributions [V] differ."""
+    ends, own_ends = p.cumsum(dim=-1), own.cumsum(dim=-1)
+    same = torch.minimum(ends, own_ends) - torch.maximum(ends - p, own_ends - own)
+    return max(0.0, 1 - float(same.clamp(min=0).sum()))
+
+
+def _moments(q_AV: torch.Tensor, ratios_AV: torch.Tensor, possible: torch.Tensor) -> torch.Tensor:
+    """Return [3, A - 1]: the fields of `Power` for one row, the first two over tokens that both chains can draw."""
+    inside_AV = q_AV * possible
+    mean = (inside_AV * ratios_AV).sum(dim=-1)
+    variance = ((inside_AV * ratios_AV**2).sum(dim=-1) - mean**2).clamp(min=0)
+    unseen = (1 - inside_AV.sum(dim=-1) - SHARE).clamp(0, 1 - 1e-12)
+    return torch.stack([mean, variance, (-unseen).log1p()])
+
+
+def _befores(logits: torch.Tensor, past: Past, token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [V] bool twice: the tokens before one, by their logits; and with tokens that came most often first."""
+    ids = torch.arange(len(logits), device=logits.device)
+    is_larger = (logits > logits[token_id]) | ((logits == logits[token_id]) & (ids < token_id))
+    counts: Mapping[int, int] = past.counts(Over.BOTH)
+    number = torch.zeros_like(ids)
+    number[list(counts)] = torch.tensor(list(counts.values()), dtype=torch.int64, device=logits.device)
+    is_oftener = number > number[token_id]
+    return is_larger, is_oftener | ((number == number[token_id]) & is_larger)

@@ -1,0 +1,10 @@
+"""Many checks as one: cases and a matrix become tasks, which run in processes here or on the nodes of a Ray cluster."""
+
+from harness.command.entry import Command, Panel
+
+COMMAND = Command(
+    name="suite",
+    panel=Panel.SEARCH,
+    help="Run many checks as one, here or on a Ray cluster.",
+    target="harness.extensions.suite.command:app",
+)

@@ -1,0 +1,67 @@
+"""The runs of a suite over time: since when a case fails, when its numbers changed, what it costs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.errors import Code, HarnessError
+from harness.extensions.suite.report.json import SUITE_NAME, load_suite
+from harness.extensions.suite.result import CaseTrend, SuiteHistory, SuiteResult
+
+
+def read_history(paths: Sequence[Path]) -> SuiteHistory:
+    """Read the runs of a suite.
+
+    Each path is a `suite.json`, the folder of one, or a folder of such folders. Runs are taken in the order in which
+    they began, if all say when; else as they are given, folders in a folder by name.
+
+    Raises:
+        HarnessError: BAD_SUITE_RESULT.
+    """
+    return history_of([load_suite(each) for path in paths for each in _runs(path)])
+
+
+def history_of(runs: Sequence[SuiteResult]) -> SuiteHistory:
+    """Put the cases of some runs beside each other, by name."""
+    if all(run.begun_at for run in runs):
+        runs = sorted(runs, key=lambda run: run.begun_at or "")
+    by_name = [{case.name: case for case in run.cases} for run in runs]
+    names = dict.fromkeys(name for cases in by_name for name in cases)
+    trends = [CaseTrend(name=name, results=tuple(cases.get(name) for cases in by_name)) for name in sorted(names)]
+    return SuiteHistory(runs=tuple(runs), trends=tuple(trends))
+
+
+def revisions_around(history: SuiteHistory, case: str) -> tuple[str, str]:
+    """Return the labels of the last run in which a case passed and the first since which it fails.
+
+    Labels of the runs are revisions of the engine. `case` is the stem of the case's file; of several cases that were
+    made of it, the one counts that fails since the latest run.
+
+    Raises:
+        HarnessError: BAD_BISECTION: no such case fails, none passed before, or a run has no label.
+    """
+    own = [each for each in history.trends if any(r and r.labels.get("case", r.name) == case for r in each.results)]
+    failing = [(each.first_failure, each.last_pass) for each in own if each.first_failure is not None]
+    pairs = [(first, last) for first, last in failing if last is not None]
+    if not pairs:
+        what = "it failed in all runs" if failing else "it does not fail in the newest run"
+        raise _no_bisection(f"the history does not say which commit broke the case: {what}", case)
+    first, last = max(pairs)
+    good, bad = history.runs[last].label, history.runs[first].label
+    if good is None or bad is None:
+        raise _no_bisection("a run of the history does not say which commit it tested", case)
+    return good, bad
+
+
+def _no_bisection(what: str, case: str) -> HarnessError:
+    hint = "name --good and --bad; runs that are begun with --label REVISION say what they tested"
+    return HarnessError(Code.BAD_BISECTION, what, where=case, hint=hint)
+
+
+def _runs(path: Path) -> list[Path]:
+    if not path.is_dir() or (path / SUITE_NAME).exists():
+        return [path]
+    found = sorted(each.parent for each in path.glob(f"*/{SUITE_NAME}"))
+    if not found:
+        what = "the folder holds no run of a suite"
+        raise HarnessError(Code.BAD_SUITE_RESULT, what, where=path, expected=f"folders with {SUITE_NAME}")
+    return found

@@ -1,0 +1,162 @@
+"""The journal of a suite: one line for each thing that is done, on disk before anything rests on it.
+
+It is what `--resume` reads. A line that was cut off in the middle, by a machine that went down, is as if it was not
+there: what it said is done again.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from harness.base.files import writing
+from harness.base.json_text import parse_json
+from harness.errors import Code, HarnessError
+from harness.extensions.suite.fingerprint import fingerprint
+from harness.extensions.suite.result import CaseResult, CaseVerdict
+from harness.extensions.suite.task import StoredGolden, SuiteCase
+
+JOURNAL_NAME = "journal.jsonl"
+SCHEMA_VERSION = 1
+_RESULT = TypeAdapter(CaseResult)
+
+
+@dataclass(slots=True)
+class Journal:
+    """The finished cases of a suite, kept in a file."""
+
+    path: Path
+    results: dict[str, CaseResult] = field(default_factory=dict)
+    """By name: cases that ended, each with its last result."""
+    goldens: dict[str, tuple[StoredGolden, ...]] = field(default_factory=dict)
+    """By digest of what they are of: goldens that were made."""
+    _digests: dict[str, str] = field(default_factory=dict)
+    _descriptor: int = -1
+    _is_synced: bool = True
+
+    @classmethod
+    def begin(cls, folder: Path) -> "Journal":
+        """Begin a suite's journal in a folder that has none."""
+        journal = cls(folder / JOURNAL_NAME)
+        journal._open(os.O_CREAT | os.O_EXCL)
+        journal._write({"record": "suite", "schema_version": SCHEMA_VERSION, "versions": fingerprint()})
+        return journal
+
+    @classmethod
+    def resume(cls, folder: Path) -> "Journal":
+        """Go on with the journal of a suite that was interrupted.
+
+        Raises:
+            HarnessError: BAD_SUITE_RESULT: there is none, it is no journal, it is of other versions, or its suite
+                still runs.
+        """
+        journal = cls(folder / JOURNAL_NAME)
+        records = _read(journal.path)
+        _check_head(journal.path, records)
+        journal._open(0)
+        for record in _read(journal.path)[1:]:  # until it was ours alone, another process may have written
+            journal._remember(record)
+        return journal
+
+    def result_of(self, case: SuiteCase) -> CaseResult | None:
+        """Return what came of a case; None if it was lost, or the name was another case's."""
+        found = self.results.get(case.name)
+        is_done = found is not None and found.verdict is not CaseVerdict.LOST
+        return found if is_done and self._digests[case.name] == case.digest() else None
+
+    def add_case(self, case: SuiteCase, result: CaseResult) -> None:
+        """Write down how a case ended."""
+        self._write({"record": "case", "digest": case.digest(), "result": asdict(result)})
+        self.results[case.name], self._digests[case.name] = result, case.digest()
+
+    def add_golden(self, digest: str, stored: Sequence[StoredGolden], seconds: float) -> None:
+        """Write down that a golden was made."""
+        files = [golden.model_dump() for golden in stored]
+        self._write({"record": "golden", "digest": digest, "stored": files, "seconds": seconds})
+        self.goldens[digest] = tuple(stored)
+
+    def sync(self) -> None:
+        """See that what was written is on disk: a machine that goes down takes nothing of it."""
+        if not self._is_synced:
+            with writing(self.path):
+                os.fdatasync(self._descriptor)
+            self._is_synced = True
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self, flags: int) -> None:
+        with writing(self.path):
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
+            self._lock()
+            if not flags:
+                os.write(self._descriptor, b"\n")  # ends a line that was cut off
+
+    def _lock(self) -> None:
+        """Hold the file for this process alone, as long as it lives."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            what, hint = "another process runs the suite in this folder", "wait until it has ended, or end it"
+            raise HarnessError(Code.BAD_SUITE_RESULT, what, where=self.path, hint=hint) from error
+        except OSError:  # a file system without locks
+            return
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with writing(self.path):
+            os.write(self._descriptor, json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._is_synced = False
+
+    def _remember(self, record: Mapping[str, Any]) -> None:
+        try:
+            if record["record"] == "case":
+                result = _RESULT.validate_python(record["result"])
+                self.results[result.name], self._digests[result.name] = result, str(record["digest"])
+            elif record["record"] == "golden":
+                stored = [StoredGolden.model_validate(each) for each in record["stored"]]
+                self.goldens[str(record["digest"])] = tuple(stored)
+        except (KeyError, ValidationError) as error:
+            what = f"a line of the journal is damaged: {str(error).splitlines()[0]}"
+            raise HarnessError(Code.BAD_SUITE_RESULT, what, where=self.path, hint="leave --resume out") from error
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        what = f"there is no suite to go on with: {error.strerror}"
+        raise HarnessError(Code.BAD_SUITE_RESULT, what, where=path, hint="leave --resume out") from error
+    records = []
+    for line in lines:
+        try:
+            record = parse_json(line)
+        except ValueError:  # cut off in the middle, or empty
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _check_head(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    head = records[0] if records else {}
+    if head.get("record") != "suite" or head.get("schema_version") != SCHEMA_VERSION:
+        what, expected = "the file is no journal of a suite", f"schema_version {SCHEMA_VERSION}"
+        raise HarnessError(Code.BAD_SUITE_RESULT, what, where=path, expected=expected, hint="leave --resume out")
+    if head.get("versions") != fingerprint():
+        raise HarnessError(
+            Code.BAD_SUITE_RESULT,
+            "the suite was begun with other versions: its results and new ones do not belong together",
+            where=path,
+            expected=fingerprint(),
+            actual=head.get("versions"),
+            hint="install the versions of before, or begin anew without --resume",
+        )

@@ -1,0 +1,10 @@
+"""Traces and memory snapshots of any program: summaries, differences, critical paths, flame graphs."""
+
+from harness.command.entry import Command, Panel
+
+COMMAND = Command(
+    name="trace",
+    panel=Panel.PROFILE,
+    help="Read Chrome traces and memory snapshots of torch.",
+    target="harness.extensions.trace.command:app",
+)

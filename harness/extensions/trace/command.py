@@ -1,0 +1,153 @@
+"""`harness trace`: what is in a trace or memory snapshot of torch, and what changed between two."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.base.files import write_text
+from harness.command import forms
+from harness.command.output import refuse_existing, write
+from harness.command.strict import StrictCommand
+from harness.errors import Code, ExitStatus, HarnessError
+
+app = typer.Typer(
+    name="trace", help="Read Chrome traces and memory snapshots of torch.", no_args_is_help=True, rich_markup_mode=None
+)
+
+_METAVAR = "a .json or .json.gz written by torch.profiler, of this harness or another program."
+_SNAPSHOT = (
+    "a pickle of torch.cuda.memory._dump_snapshot or of `harness profile`, nothing in which is run; or a trace of "
+    "torch.profiler with profile_memory=True."
+)
+
+PhasePattern = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX", help="Events that are steps, by name; the first group is the phase. [default: annotations]"
+    ),
+]
+
+
+def _compiled(pattern: str | None, option: str = "--phase-pattern") -> re.Pattern[str] | None:
+    try:
+        return None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        what = f"the pattern is no regular expression: {error}"
+        raise HarnessError(Code.BAD_OPTION, what, where=option, actual=pattern) from error
+
+
+@app.command(cls=StrictCommand)
+def summary(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
+    phase_pattern: PhasePattern = None,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=0.001, help="Peak of the device: products show their share."),
+    ] = None,
+    format: Annotated[str, forms.TRACES.option()] = "human",
+) -> int:
+    """Sum up traces by phase and operator.
+
+    A phase is what the annotations of the steps say, such as `decode[bs=1 toks=1 kv=128]`.
+    """
+    from harness.profiling.trace.file import trace_files
+    from harness.profiling.trace.summary import summarize
+
+    pattern = _compiled(phase_pattern)
+    summaries = [summarize(file, pattern) for file in trace_files(files)]
+    forms.TRACES.show(summaries, format, peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12)
+    return ExitStatus.PASS
+
+
+@app.command(cls=StrictCommand)
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help=f"Trace before: {_METAVAR}")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Trace after.")],
+    phase_pattern: PhasePattern = None,
+    format: Annotated[str, forms.TRACE_DIFF.option()] = "human",
+) -> int:
+    """Show what runs more or less often in B than in A, and what takes another time."""
+    from harness.profiling.trace.diff import diff_traces
+    from harness.profiling.trace.summary import summarize
+
+    pattern = _compiled(phase_pattern)
+    found = diff_traces(summarize(before, pattern), summarize(after, pattern))
+    forms.TRACE_DIFF.show(found, format)
+    return ExitStatus.PASS
+
+
+@app.command("critical-path", cls=StrictCommand)
+def critical_path(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="REGEX", help="A step, by the name of its event. [default: the whole trace]"),
+    ] = None,
+    instance: Annotated[int, typer.Option(metavar="N", help="Which of the steps that match; -1 is the last one.")] = 0,
+    format: Annotated[str, forms.CRITICAL_PATHS.option()] = "human",
+) -> int:
+    """Show what a duration is made of: the chain of operators, launches and kernels that its end has waited for."""
+    from harness.base.garbage import collecting_no_garbage
+    from harness.profiling.trace.critical_path import critical_path
+    from harness.profiling.trace.file import read_trace, trace_files
+
+    pattern = _compiled(within, "--within")
+    with collecting_no_garbage():
+        found = [
+            critical_path(read_trace(file), str(file), within=pattern, instance=instance) for file in trace_files(files)
+        ]
+    forms.CRITICAL_PATHS.show(found, format)
+    return ExitStatus.PASS
+
+
+@app.command(cls=StrictCommand)
+def flame(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=f"Trace: {_METAVAR}")],
+    out: Annotated[Path, typer.Option(metavar="HTML", help="New file for the page.")],
+) -> int:
+    """Write a flame graph of the CPU's stacks as one page for a browser; stacks are deep with `with_stack=True`."""
+    from harness.profiling.trace.flame import flame
+    from harness.report.trace.flame_html import flame_html
+
+    refuse_existing(out)
+    write_text(out, flame_html(flame(file)))
+    write(f"{out}")
+    return ExitStatus.PASS
+
+
+@app.command(cls=StrictCommand)
+def memory(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Snapshots: {_SNAPSHOT}")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="HTML", help="New file for a page with the timeline of each history.")
+    ] = None,
+    format: Annotated[str, forms.MEMORY.option()] = "human",
+) -> int:
+    """Show what is in use, what was at the peak, what was allocated and kept, and what did not fit."""
+    from harness.profiling.memory.summary import summarize_memory, summarize_with_timelines
+
+    if out is None:
+        forms.MEMORY.show([summarize_memory(file) for file in files], format)
+        return ExitStatus.PASS
+    from harness.report.page.html import memory_html
+
+    refuse_existing(out)
+    read = [summarize_with_timelines(file) for file in files]
+    write_text(out, memory_html(read))
+    forms.MEMORY.show([summary for summary, _ in read], format)
+    return ExitStatus.PASS
+
+
+@app.command("memory-diff", cls=StrictCommand)
+def memory_diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help=f"Snapshot before: {_SNAPSHOT}")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Snapshot after.")],
+    format: Annotated[str, forms.MEMORY_DIFF.option()] = "human",
+) -> int:
+    """Show which places in the code hold more or less in B than in A, now and at the peak."""
+    from harness.profiling.memory.summary import diff_memory
+
+    forms.MEMORY_DIFF.show(diff_memory(before, after), format)
+    return ExitStatus.PASS

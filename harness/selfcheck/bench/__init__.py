@@ -1,1 +1,0 @@
-"""The reference engine against its peers: the same weights, the same prompts, the same tokens, in the same run."""

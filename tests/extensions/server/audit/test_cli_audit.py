@@ -1,0 +1,107 @@
+"""`harness audit` and `harness.audit`: what is claimed of a server that serves float32, and what is not."""
+
+import pytest
+
+pytest.importorskip("httpx", reason="the extra `serve` is not installed")
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+from harness.formats.checkpoint import resolve
+
+
+def test_what_is_served_is_claimed(harness, url):
+    pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    options = ["--dtype", "float32", "--tokens", 400, "--hypotheses", "fp32,fp8,q4"]
+    ran = harness("audit", "--endpoint", url, *options)
+    assert ran.status == 0, ran.out
+    assert ran.out.startswith(f"PASS  reference_engine at {url} · qwen3-tiny · float32 · 400 tokens\n")
+    assert "  served      fp32; every other hypothesis is excluded\n" in ran.out
+    assert "a claim is wrong in less than 1 of 1,000 audits" in ran.out
+
+
+def test_another_first_hypothesis_is_a_mismatch(harness, url):
+    options = ["--dtype", "float32", "--tokens", 400, "--hypotheses", "fp8,fp32", "--format", "json"]
+    ran = harness("audit", "--endpoint", url, *options)
+    assert (ran.status, ran.json["verdict"]) == (1, "mismatch")
+    assert (ran.json["claim"], ran.json["remaining"]) == ("fp32", ["fp32"])
+    fp8, fp32 = ran.json["hypotheses"]
+    assert fp8["is_excluded_by_logprobs"]
+    assert not fp8["fits"]
+    assert 0 < fp32["needed"]["fp8"] < 2000
+
+
+def test_nothing_is_claimed_where_two_cannot_be_told(url):
+    import harness
+
+    found = harness.audit(url, ["fp32", "fp32+top_k=100"], dtype="float32", tokens=50)
+    assert not found
+    assert (found.claim, found.remaining) == (None, ("fp32", "fp32+top_k=100"))
+    needed = found.hypotheses[0].needed["fp32+top_k=100"]
+    assert needed is None or needed > 50
+    assert "no claim: fp32, fp32+top_k=100 cannot be told with so many tokens" in str(found)
+
+
+def test_a_cache_in_float8_is_not_claimed_of_one_that_is_not(harness, url):
+    options = ["--dtype", "float32", "--tokens", 200, "--hypotheses", "fp32,fp32+kv=fp8"]
+    ran = harness("audit", "--endpoint", url, *options)
+    assert ran.status == 0, ran.out
+    assert "  served      fp32; every other hypothesis is excluded\n" in ran.out
+
+
+def test_none_is_claimed_where_another_is_served(harness, url):
+    """The server's are none of these weights: what is nearest is said, and not claimed."""
+    pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    options = ["--dtype", "float32", "--tokens", 400, "--hypotheses", "fp8,q4"]
+    ran = harness("audit", "--endpoint", url, *options)
+    assert ran.status == 5, ran.out
+    assert "no claim: nearest is fp8; every other hypothesis is excluded, but its log prob" in " ".join(ran.out.split())
+
+
+@pytest.fixture
+def served_from_float8(monkeypatch):
+    """The address of a server whose cache keeps keys and values in float8 (e4m3)."""
+    import torch
+
+    from reference_engine import EngineConfig, LLMEngine
+    from reference_engine.kv_cache import KVCache
+    from reference_engine.server.app import build_app
+    from reference_engine.server.text import Text
+
+    from ....loopback import serving
+
+    store = KVCache.store
+
+    def coarse_store(self, layer, k, v, slots):
+        store(self, layer, *(each.to(torch.float8_e4m3fn).to(each.dtype) for each in (k, v)), slots)
+
+    monkeypatch.setattr(KVCache, "store", coarse_store)
+    folder = resolve("qwen3-tiny")
+    with (
+        LLMEngine(folder, EngineConfig(dtype="float32")) as engine,
+        serving(build_app(engine, Text(folder), model="tiny")) as address,
+    ):
+        yield address
+
+
+def test_a_cache_in_float8_is_claimed(harness, served_from_float8):
+    options = ["--dtype", "float32", "--tokens", 200, "--hypotheses", "fp32,fp32+kv=fp8,fp32+kv=fp8_e5m2,fp8"]
+    ran = harness("audit", "--endpoint", served_from_float8, *options)
+    assert ran.status == 1, ran.out
+    assert "  served      fp32+kv=fp8; every other hypothesis is excluded\n" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--hypotheses", "bf16,fp8"], "no server is named"),
+        (["--endpoint", "http://h", "--hypotheses", "bf16"], "at least two different hypotheses are needed"),
+        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16"], "at least two different hypotheses are needed"),
+        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+warmth=2"], "this is no parameter of a sampler"),
+        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+kv=int3"], "this is no cache that can be supposed"),
+        (["--endpoint", "http://h", "--hypotheses", "bf16,q4", "--ask", "top_k=x"], "this is no parameter"),
+        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+grammar=3"], "this is no parameter of a sampler"),
+    ],
+)
+def test_options_that_make_no_sense(harness, options, says):
+    ran = harness("audit", *options)
+    assert (ran.status, ran.out) == (2, "")
+    assert says in ran.err

@@ -1,0 +1,145 @@
+"""The tests of draws by themselves: what a sound sampler does not reach, and what each alternative is found by."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("httpx", reason="the extra `serve` is not installed")
+
+from harness.extensions.server.sampler.alternatives import alternatives
+from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
+from harness.extensions.server.sampler.judge import (
+    Levels,
+    all_totals,
+    judge_independence,
+    judge_pooled,
+    judge_seeds,
+    judge_setting,
+    shift,
+)
+from harness.extensions.server.sampler.logprobs import LogprobEvidence
+from harness.oracle.sampling import Chain, Past, SamplingSettings
+
+SETTINGS = SamplingSettings(temperature=1.5, top_p=0.7, repetition_penalty=1.4)
+EOS = (3,)
+
+
+def evidence_of(chain, settings, *, seed=0, num=300, noise=0.0):
+    """Draw from a chain, and hold the draws against the chain of transformers with SETTINGS."""
+    draw, evidence = random.Random(seed), SamplerEvidence(chain=Chain(), eos=EOS, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for at in range(num):
+        logits = torch.randn(24, generator=generator, dtype=torch.float64) * 1.5
+        control = logits + noise * torch.randn(24, generator=generator, dtype=torch.float64)
+        past = Past(prompt=[draw.randrange(24) for _ in range(4)], answer=[draw.randrange(24) for _ in range(at % 8)])
+        server = logits + noise * torch.randn(24, generator=generator, dtype=torch.float64)
+        p = chain.probabilities(server, settings, past)
+        token_id = draw.choices(range(24), p.tolist())[0]
+        own = Draw(request=at // 8, step=at % 8, settings=SETTINGS, past=past, token_ids=(token_id,))
+        evidence.add(own, logits, control)
+    return evidence
+
+
+def judged(evidence):
+    levels, totals = Levels.of({"x": evidence}), all_totals({"x": evidence})
+    own = judge_setting("x", evidence, levels, totals)
+    pooled = judge_pooled({"x": evidence}, levels, is_named=bool(own.findings))
+    return (
+        own,
+        [*own.findings, *pooled.findings, *judge_independence({"x": evidence}, levels, {"x": own.follows})],
+        pooled,
+    )
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_sound_draws_alarm_nobody(noise):
+    for seed in range(3):
+        own, findings, _ = judged(evidence_of(Chain(), SETTINGS, seed=seed, num=100, noise=noise))
+        assert (own.follows, own.num_outside, findings) == ("as asked", 0, [])
+
+
+@pytest.mark.slow
+def test_what_so_many_draws_find_is_found_and_what_they_may_miss_is_said():
+    _, _, pooled = judged(evidence_of(Chain(), SETTINGS, num=250))
+    others = {each.name: each for each in alternatives(Chain(), SETTINGS, EOS)}
+    assert set(pooled.would_find) | set(pooled.could_miss) <= others.keys()
+    assert {"top_p ignored", "repetition_penalty the wrong way round"} <= set(pooled.would_find)
+    for name in pooled.would_find[::6]:
+        found, findings, _ = judged(evidence_of(others[name].chain, others[name].settings, seed=1, num=250))
+        assert findings, name
+        assert name in (found.follows or findings[0].message), (name, found.follows)
+
+
+def test_a_draw_that_is_hidden_is_one_of_the_end_tokens():
+    evidence = SamplerEvidence(chain=Chain(), eos=(0, 1), seed=0)
+    logits = torch.tensor([5.0, -40.0, 0.0], dtype=torch.float64)
+    evidence.add(Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(0, 1)), logits, logits)
+    assert evidence.draws[0].token_id == 0
+
+
+def test_distances_and_what_rounding_explains_of_seeds():
+    assert shift([0.125, 0.375, 0.625, 0.875]) == pytest.approx(0.125)
+    assert shift([0.5] * 9) == pytest.approx(0.5)
+    levels = Levels(num_tests=100)
+    assert levels.shift(400, 0.01) == pytest.approx(0.1435, abs=1e-3)
+    assert judge_seeds({"alone": 2}, [1e-7] * 8, levels)[0] == 0
+    assert judge_seeds({"alone": 2}, [0.6] * 8, levels)[0] == 8
+    assert judge_seeds({"alone": 2}, [0.1] * 16, levels)[0] == 11  # 12 of 16 at 0.2 have a chance of 3e-6
+    excused, findings = judge_seeds({"alone": 2, "again": 1}, [1e-5] * 8, levels)
+    assert excused == 1
+    assert [finding.message for finding in findings] == [
+        "2 requests drew other tokens with the same seed alone; rounding explains 1"
+    ]
+
+
+def test_rounding_flips_more_draws_than_the_total_variation_where_sums_are_inverted():
+    logits = torch.zeros(64, dtype=torch.float64)
+    control = logits.clone()
+    control[0] += 0.1  # all later sums move
+    evidence = SamplerEvidence(chain=Chain(), eos=(), seed=0)
+    evidence.add(Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(5,)), logits, control)
+    (draw,) = evidence.draws
+    uniforms = torch.linspace(0, 1, 100_001, dtype=torch.float64)[:-1]
+    drawn = [
+        torch.searchsorted(each.softmax(dim=-1).cumsum(dim=-1), uniforms, right=True) for each in (logits, control)
+    ]
+    assert draw.flips == pytest.approx(float((drawn[0] != drawn[1]).double().mean()), abs=1e-3)
+    assert draw.flips > 10 * draw.noise
+
+
+def test_deviations_that_change_nothing_are_said():
+    evidence = SamplerEvidence(chain=Chain(), eos=(), seed=0)
+    logits = torch.tensor([60.0, 0.0, -1.0], dtype=torch.float64)
+    settings = SamplingSettings(temperature=0.6, top_k=2)
+    for at in range(20):
+        evidence.add(Draw(request=at, step=0, settings=settings, past=Past(), token_ids=(0,)), logits, logits)
+    pooled = judge_pooled({"x": evidence}, Levels.of({"x": evidence}), is_named=False)
+    assert (pooled.would_find, pooled.could_miss) == ((), ())
+    assert {"temperature ignored", "top_k ignored"} <= set(pooled.no_change)
+
+
+def test_log_probabilities_that_are_all_null_fit_nothing():
+    evidence = LogprobEvidence(chain=Chain())
+    logits = torch.zeros(4, dtype=torch.float64)
+    draw = Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(1,))
+    evidence.add(draw, {1: None, 2: None}, logits, logits, 0)
+    assert [(each.num_values, each.num_misfits, each.fits) for each in evidence.results()] == [(0, 2, False)] * 4
+
+
+def test_draws_of_one_random_number_are_told_where_one_token_is_nearly_certain():
+    logits = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
+    p = logits.softmax(dim=-1)
+    for num_numbers, is_found in ((1, True), (4, False)):
+        numbers, evidence = random.Random(1), SamplerEvidence(chain=Chain(), eos=(), seed=0)
+        for request in range(100):
+            uniforms = [numbers.random() for _ in range(num_numbers)]
+            for step in range(4):
+                own = int(torch.searchsorted(p.cumsum(dim=-1), uniforms[step % num_numbers]))
+                draw = Draw(request=request, step=step, settings=SamplingSettings(), past=Past(), token_ids=(own,))
+                evidence.add(draw, logits, logits)
+        findings = list(judge_independence({"x": evidence}, Levels.of({"x": evidence}), {"x": "as asked"}))
+        assert [each.message.split(",")[0] for each in findings] == (
+            ["the draws of one request depend on each other"] if is_found else []
+        )
