@@ -152,7 +152,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         schedules=tuple(schedules),
         notes=(
             *(() if source is None else (str(source),)),
-            *(_left_out(each, len(prompts)) for each in skipped),
+            *(_left_out(item, len(prompts)) for item in skipped),
             *_doubled_begin(case, checkpoint, prompts),
         ),
     )

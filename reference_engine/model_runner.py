@@ -94,7 +94,7 @@ class ModelRunner:
         """Return the model's tensors and those of its adapters by their paths: `layers.3.mlp.down_proj.weight`."""
         found = dict(_tensors("", self.model))
         for adapter in self.adapters.values():
-            for update in (each for updates in adapter.updates.values() for each in updates):
+            for update in (item for updates in adapter.updates.values() for item in updates):
                 found |= {f"{update.name}.lora_A": update.a_RI, f"{update.name}.lora_B": update.b_OR}
         return found
 

@@ -105,7 +105,7 @@ def missing(setting: Setting) -> list[str]:
 
 def setting_of_the_day(day: datetime.date) -> Setting:
     """Return the setting that CI runs on a day beside the plain run."""
-    daily = [each for each in SETTINGS if each.is_daily and each.name != "plain" and not missing(each)]
+    daily = [setting for setting in SETTINGS if setting.is_daily and setting.name != "plain" and not missing(setting)]
     return daily[day.toordinal() % len(daily)]
 
 
@@ -206,18 +206,18 @@ def table(results: Sequence[Result]) -> str:
     """Return the results as Markdown, and below the table what failed."""
     rows = [
         [
-            each.setting,
-            each.passed,
-            each.skipped,
-            len(each.failed),
-            f"{each.seconds:.0f}",
-            f"not run: no {', no '.join(each.lacks)}" if each.lacks else each.status,
-            " ".join(each.arguments),
+            result.setting,
+            result.passed,
+            result.skipped,
+            len(result.failed),
+            f"{result.seconds:.0f}",
+            f"not run: no {', no '.join(result.lacks)}" if result.lacks else result.status,
+            " ".join(result.arguments),
         ]
-        for each in results
+        for result in results
     ]
     headers = ["setting", "passed", "skipped", "failed", "seconds", "status of pytest", "arguments"]
-    lines = [f"- {each.setting}: {name}" for each in results for name in each.failed]
+    lines = [f"- {result.setting}: {name}" for result in results for name in result.failed]
     return "\n".join(
         [tabulate(rows, headers, tablefmt="github", disable_numparse=True), *([""] if lines else []), *lines]
     )
@@ -254,8 +254,8 @@ def main() -> int:
         print(table(results[-1:]), flush=True)
         if not results[-1].is_green and not results[-1].lacks:
             print(*(given.out / f"{setting.name}.log").read_text(errors="replace").splitlines()[-100:], sep="\n")
-    ran = [each for each in results if not each.lacks]
-    return 0 if ran and all(each.is_green for each in ran) else 1
+    ran = [result for result in results if not result.lacks]
+    return 0 if ran and all(item.is_green for item in ran) else 1
 
 
 if __name__ == "__main__":

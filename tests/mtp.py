@@ -144,11 +144,11 @@ class _Head(nn.Module):
         for name, rows in new.items():
             is_kept = name in cache and "no cache" not in self.faults
             cache[name] = torch.cat([cache[name], rows]) if is_kept else rows
-        keys, values = (each.repeat_interleave(num_heads // num_kv, dim=1) for each in (cache["k"], cache["v"]))
+        keys, values = (item.repeat_interleave(num_heads // num_kv, dim=1) for item in (cache["k"], cache["v"]))
         key = torch.arange(len(keys))
         query = key[len(keys) - len(q) :, None]
         sees = (key <= query) & ((key > query - self.config.sliding_window) | ("no window" in self.faults))
-        q, keys, values = (each.transpose(0, 1) for each in (q, keys, values))
+        q, keys, values = (item.transpose(0, 1) for item in (q, keys, values))
         context = functional.scaled_dot_product_attention(q, keys, values, attn_mask=sees)
         return context.transpose(0, 1).reshape(len(x), -1)
 

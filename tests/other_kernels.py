@@ -39,7 +39,7 @@ def described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
-        return tuple(described(each) for each in value)
+        return tuple(described(item) for item in value)
     return value if isinstance(value, (int, str, torch.dtype)) or value is None else type(value).__name__
 
 
@@ -59,7 +59,7 @@ def widened(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in NARROW else value
     if isinstance(value, (list, tuple)):
-        return type(value)(widened(each) for each in value)
+        return type(value)(widened(item) for item in value)
     return value
 
 
@@ -76,7 +76,7 @@ def replacement(name: str, overload: str) -> Callable[..., torch.Tensor]:
     short = name.partition(".")[0]
 
     def operator(*args: Any, **options: Any) -> torch.Tensor:
-        given = next(each.dtype for each in args if isinstance(each, torch.Tensor))
+        given = next(argument.dtype for argument in args if isinstance(argument, torch.Tensor))
         made, key = options.get("dtype") or dtype_of_result(short, given), f"{name} {described(args)}"
         if made in NARROW:
             wide = {**options, "dtype": torch.float32} if options.get("dtype") else options

@@ -222,9 +222,11 @@ def checked(
 def named(trial: FaultTrial, tap: str, cause: str) -> Mapping[str, Any]:
     """Say whether a fault was detected, at its place, and named."""
     assert trial.result is not None, trial.error
-    findings = [each for each in trial.result.runs[0].findings if each.tap and each.code is not Code.TOKENS_DIFFER]
+    findings = [
+        finding for finding in trial.result.runs[0].findings if finding.tap and finding.code is not Code.TOKENS_DIFFER
+    ]
     first = trial.result.runs[0].first_divergence
-    own = next((each for each in findings if first is not None and each.tap == first.tap), None)
+    own = next((finding for finding in findings if first is not None and finding.tap == first.tap), None)
     said = own.explanation.cause if own is not None and own.explanation is not None and own.explanation.is_cause else ""
     return {
         "detected": trial.is_alarm,
@@ -240,15 +242,15 @@ def main(names: list[str]) -> None:
     for form in FORMATS:
         for name, change, tap, cause in faults(form):
             title = f"{form.name}, {form.share}: {name}"
-            if names and not any(each in title for each in names):
+            if names and not any(item in title for item in names):
                 continue
             for dtype in ("float32", "bfloat16"):
                 found = named(checked(form, change, dtype=dtype), tap, cause)
                 scores.append(found)
-                print(f"| {title} | {dtype} | " + " | ".join(str(each) for each in found.values()) + " |", flush=True)
-    told = ", ".join(f"{how}: {sum(each['named'] == how for each in scores)}" for how in ("yes", "no", "wrongly"))
-    places = sum(each["localised"] for each in scores)
-    print(f"{len(scores)} faults: {sum(each['detected'] for each in scores)} detected, {places} localised, {told}")
+                print(f"| {title} | {dtype} | " + " | ".join(str(item) for item in found.values()) + " |", flush=True)
+    told = ", ".join(f"{how}: {sum(score['named'] == how for score in scores)}" for how in ("yes", "no", "wrongly"))
+    places = sum(score["localised"] for score in scores)
+    print(f"{len(scores)} faults: {sum(score['detected'] for score in scores)} detected, {places} localised, {told}")
 
 
 def main_sound() -> None:

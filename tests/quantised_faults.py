@@ -243,14 +243,16 @@ class Score:
 def score(fault: Fault, report: Any) -> Score:
     """Hold a report against what was planted."""
     # A token that differs follows from the product; it is no place where anything is wrong.
-    findings = [each for each in report.runs[0].findings if each.tap and each.code is not Code.TOKENS_DIFFER]
-    taps = {each.tap for each in findings}
+    findings = [
+        finding for finding in report.runs[0].findings if finding.tap and finding.code is not Code.TOKENS_DIFFER
+    ]
+    taps = {finding.tap for finding in findings}
     head = {"lm_head": {"lm_head", "logits"}}.get(fault.module, {fault.module})
-    own = next((each for each in findings if each.tap in head), None)
+    own = next((finding for finding in findings if finding.tap in head), None)
     explanation = own.explanation if own is not None else None
     cause = explanation.cause if explanation is not None and explanation.is_cause else ""
     named = "no" if not cause else "yes" if fault.named and fault.named in cause else "wrongly"
-    others = "; ".join(f"{each.code} {each.message}" for each in findings if each.tap not in head)
+    others = "; ".join(f"{finding.code} {finding.message}" for finding in findings if finding.tap not in head)
     return Score(bool(findings), bool(taps) and taps <= head, cause, others, named)
 
 
@@ -299,7 +301,7 @@ def main(names: list[str]) -> None:
             and fault.module != "lm_head"
             and (fault.kind, fault.is_native) != ("w8a8", True)
         )
-        if not is_served or (names and not any(each in name for each in names)):
+        if not is_served or (names and not any(item in name for item in names)):
             continue
         with tempfile.TemporaryDirectory() as scratch:
             os.environ["HARNESS_CACHE"] = f"{scratch}/cache"
@@ -309,9 +311,9 @@ def main(names: list[str]) -> None:
             f"| {name} | {found.detected} | {found.localised} | {found.named} | {found.cause} | {found.others} |",
             flush=True,
         )
-    print(f"{len(scores)} faults: {sum(each.detected for each in scores)} detected, "
-          f"{sum(each.localised for each in scores)} localised, {sum(each.named == 'yes' for each in scores)} named, "
-          f"{sum(each.named == 'wrongly' for each in scores)} named wrongly")  # fmt: skip
+    print(f"{len(scores)} faults: {sum(item.detected for item in scores)} detected, "
+          f"{sum(item.localised for item in scores)} localised, {sum(item.named == 'yes' for item in scores)} named, "
+          f"{sum(item.named == 'wrongly' for item in scores)} named wrongly")  # fmt: skip
 
 
 if __name__ == "__main__":

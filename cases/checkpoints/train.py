@@ -750,8 +750,8 @@ def main(
     if name != "all" and name not in RECIPES:
         raise typer.BadParameter(f"unknown checkpoint {name!r}: expected one of {', '.join(RECIPES)}, or all")
     torch.set_num_threads(1)
-    for each in RECIPES if name == "all" else [name]:
-        make_checkpoint(each, out / each, steps=steps, seed=seed)
+    for recipe in RECIPES if name == "all" else [name]:
+        make_checkpoint(recipe, out / recipe, steps=steps, seed=seed)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class CheckReport(CheckResult):
     @classmethod
     def of(cls, result: CheckResult) -> "CheckReport":
         """Return the same result as a report."""
-        return cls(**{each.name: getattr(result, each.name) for each in fields(result)})
+        return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     @property
     def is_ok(self) -> bool:
@@ -82,7 +82,7 @@ class ProfileReport(ProfileResult):
     @classmethod
     def of(cls, result: ProfileResult) -> "ProfileReport":
         """Return the same result as a report."""
-        return cls(**{each.name: getattr(result, each.name) for each in fields(result)})
+        return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     def text(self) -> str:
         """Return what `harness profile` prints."""

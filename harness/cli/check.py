@@ -48,7 +48,7 @@ def check(
         from harness.plan import plan_request  # seconds to import
 
         plan = plan_request(**given, local_files_only=local_files_only)
-        results = [checked(each, folder, report) for each, folder in _by_dtype(plan, dtype or [], out)]
+        results = [checked(item, folder, report) for item, folder in _by_dtype(plan, dtype or [], out)]
     return show_checks(results, format)
 
 

@@ -41,7 +41,7 @@ def show_tap_map(given: opt.Given, against: Path | None, local_files_only: bool,
         "notes": list(abilities.notes),
     }
     if kept is not None:
-        summary["moved"] = _moved(kept, {each["tap"]: each["tensor"] for each in summary["taps"]})
+        summary["moved"] = _moved(kept, {tap["tap"]: tap["tensor"] for tap in summary["taps"]})
     forms.TAP_MAP.show(summary, format)
     if not summary["taps"]:
         return ExitStatus.NOTHING_CHECKED
@@ -59,7 +59,7 @@ def _read_kept(path: Path) -> dict[str, str]:
     try:
         if not isinstance(taps, list):
             raise TypeError
-        return {str(each["tap"]): str(each["tensor"]) for each in taps}
+        return {str(tap["tap"]): str(tap["tensor"]) for tap in taps}
     except (KeyError, TypeError) as error:
         what, hint = "the file is no map that was kept", "harness inspect --map ... --format json > FILE"
         raise HarnessError(Code.BAD_OPTION, what, where=f"--against {path}", hint=hint) from error
@@ -75,15 +75,15 @@ def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> list[dict[str
 def map_text(summary: Mapping[str, Any]) -> str:
     """Return a line for each tap, then what is not shown."""
     taps = summary["taps"]
-    parts = [tabulate([(each["tap"], each["tensor"]) for each in taps], ("tap", "tensor"), tablefmt="simple")]
+    parts = [tabulate([(tap["tap"], tap["tensor"]) for tap in taps], ("tap", "tensor"), tablefmt="simple")]
     if not taps:
         parts = [f"{summary['engine']} does not say where its taps are: its adapter names them"]
-    others = {each["evidence"] for each in taps} - {taps[0]["evidence"]} if taps else ()
-    parts += [f"{each['tap']}: {each['evidence']}" for each in taps if each["evidence"] in others]
+    others = {tap["evidence"] for tap in taps} - {taps[0]["evidence"]} if taps else ()
+    parts += [f"{tap['tap']}: {tap['evidence']}" for tap in taps if tap["evidence"] in others]
     if summary["not_shown"]:
         parts.append(f"not shown: {', '.join(summary['not_shown'])}")
     if (moved := summary.get("moved")) is not None:
-        rows = [(each["tap"], each["before"] or "-", each["after"] or "-") for each in moved]
+        rows = [(item["tap"], item["before"] or "-", item["after"] or "-") for item in moved]
         table = tabulate(rows, ("moved", "from", "to"), tablefmt="simple")
         parts.append(table if moved else "nothing moved")
     return "\n\n".join([*parts, *summary["notes"]])

@@ -22,7 +22,7 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         gather, own = found
-        groups[parameter.name] = (gather, [each.name for each in own])
+        groups[parameter.name] = (gather, [item.name for item in own])
         parameters += own
 
     @wraps(command)
@@ -38,7 +38,7 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
 def _group(annotation: Any) -> tuple[Callable[[Mapping[str, Any]], Any], list[inspect.Parameter]] | None:
     """Return what makes the object of a group, and the group's parameters; None for another type."""
     if is_dataclass(annotation):
-        own = [_parameter(each.name, each.default, each.type) for each in fields(annotation)]
+        own = [_parameter(field.name, field.default, field.type) for field in fields(annotation)]
         return lambda given: annotation(**given), own  # type: ignore[operator]
     if get_origin(annotation) is Annotated and isinstance(group := get_args(annotation)[1], CaseOptions):
         return group.gather, [_parameter(name, None, kind) for name, kind in group.types.items()]

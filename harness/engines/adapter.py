@@ -82,7 +82,7 @@ class Workload:
 
     def drafts(self, request: RequestInfo) -> list[RequestInfo]:
         """Return what a request computes and gives up again, in the order in which it does."""
-        found = [each for each in self.copies if getattr(each, "draft_of", None) == request.id]
+        found = [copy for copy in self.copies if getattr(copy, "draft_of", None) == request.id]
         return sorted(found, key=lambda draft: draft.prompt_length)
 
     def steps(self, request: RequestInfo) -> Iterator[list[Part]]:
@@ -98,7 +98,7 @@ class Workload:
         pieces = self.schedule.pieces(request.prompt_length, end)
         for positions in pieces:
             yield [(request, positions)]
-            for draft in [each for each in drafts if each.prompt_length == positions.stop]:
+            for draft in [item for item in drafts if item.prompt_length == positions.stop]:
                 for position in range(draft.prompt_length, len(draft.token_ids)):
                     yield [(draft, range(position, position + 1))]
                 yield [(request, range(positions.stop - 1, positions.stop))]  # its logits choose the next token
@@ -124,7 +124,7 @@ def _verifying(request: RequestInfo, drafts: Sequence[RequestInfo], num_drafts: 
     position, end = request.prompt_length, len(request.token_ids)
     while position < end:
         stop = min(end, position + 1 + num_drafts)
-        draft = next((each for each in drafts if position < each.prompt_length < stop), None)
+        draft = next((item for item in drafts if position < item.prompt_length < stop), None)
         if draft is None:
             yield [(request, range(position, stop))]
             position = stop
@@ -339,7 +339,7 @@ def check_engine(name: str, engine: object) -> None:
         )
     for part in ("schedules", "unsupported_taps", "sampled_only"):
         names = getattr(capabilities, part)
-        if not isinstance(names, tuple | list) or not all(isinstance(each, str) for each in names):
+        if not isinstance(names, tuple | list) or not all(isinstance(item, str) for item in names):
             raise _no_engine(name, f"the engine's capabilities have no list of {part}", "a tuple of names", repr(names))
 
 

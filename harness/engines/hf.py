@@ -103,7 +103,7 @@ class HFEngine:
             forks = {one.id: copy for one, copy in zip(workload.requests, workload.copies, strict=True)}
         groups = [list(workload.requests)] if together else [[request] for request in alone]
         known: dict[tuple[object, ...], Snapshot] = {}
-        images = {each.id: decoder_inputs(self._hf, each) for each in workload.all_requests if each.inputs is not None}
+        images = {item.id: decoder_inputs(self._hf, item) for item in workload.all_requests if item.inputs is not None}
         dtypes: dict[str, torch.dtype] = {}
         for group in groups:
             batch = HFBatch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes, images)

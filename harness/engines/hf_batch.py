@@ -80,9 +80,9 @@ class HFBatch:
             self._run_prompts(None, decoder)
             decoder.take_lanes([*range(len(self._lanes)), *range(len(self._lanes))])
             self._mask += [list(row) for row in self._mask]
-            copies = [replace(each, request=forks[each.request.id], is_read_back=False) for each in self._lanes]
+            copies = [replace(lane, request=forks[lane.request.id], is_read_back=False) for lane in self._lanes]
             first = len(self._lanes)
-            rows = [(first + at, each.request.id, each.num_fed - 1) for at, each in enumerate(copies)]
+            rows = [(first + at, copy.request.id, copy.num_fed - 1) for at, copy in enumerate(copies)]
             self._lanes += copies
             self._write_states(rows, decoder)
             self._run_decode(decoder)
@@ -97,7 +97,7 @@ class HFBatch:
             for lane in lost:
                 lane.is_lost = lane.num_fed < len(lane.request.token_ids)
             self._run_decode(decoder)
-        for lane in (each for each in lost if each.is_lost):
+        for lane in (item for item in lost if item.is_lost):
             self._lanes, self._mask = [_Lane(lane.request, 0)], [[]]
             with HFDecoder(self._hf) as decoder:
                 self._forward_of([(lane.request, range(lane.num_fed))], self._lanes[0], decoder)
@@ -110,7 +110,7 @@ class HFBatch:
 
     def _run_decode(self, decoder: HFDecoder, num_steps: int | None = None) -> None:
         """Feed one token of each request after the other, to the end of all or for so many steps."""
-        left = max((len(each.request.token_ids) - each.num_fed for each in self._lanes if not each.is_lost), default=0)
+        left = max((len(lane.request.token_ids) - lane.num_fed for lane in self._lanes if not lane.is_lost), default=0)
         for _ in range(left if num_steps is None else min(left, num_steps)):
             self._forward(self._next_forward(1), decoder)
             self._read_back_finished(decoder)
@@ -381,8 +381,8 @@ class _Memory:
     def fill_states(self, request: int, value: float) -> int:
         """See `FillsStates`; the request is named by its lane."""
         layers = [layer for cache in self.decoder.cache.values() for layer in getattr(cache, "layers", ())]
-        kept = [each for each in tree_leaves([vars(layer) for layer in layers]) if isinstance(each, torch.Tensor)]
-        return sum(fill(each[request], value) for each in kept if each.dim() > 1 and len(each) == self.num_lanes)
+        kept = [leave for leave in tree_leaves([vars(layer) for layer in layers]) if isinstance(leave, torch.Tensor)]
+        return sum(fill(item[request], value) for item in kept if item.dim() > 1 and len(item) == self.num_lanes)
 
 
 def _sees_history(hf: HFModel) -> bool:
@@ -397,6 +397,6 @@ def _takes(model: nn.Module, name: str) -> bool:
     parameters = inspect.signature(model.forward).parameters
     if name in parameters:
         return True
-    hands_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    own = (vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each))
-    return hands_on and any(name in inspect.signature(each).parameters for each in own)
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    own = (vars(item)["forward"] for item in type(model).__mro__ if "forward" in vars(item))
+    return hands_on and any(name in inspect.signature(item).parameters for item in own)

@@ -44,7 +44,7 @@ def settings_of_modules(modules: Mapping[str, nn.Module]) -> ModelSettings:
 
 def _named(modules: Iterable[nn.Module], *words: str) -> list[nn.Module]:
     """Return the modules whose class has a word in its name."""
-    return [each for each in modules if any(word in type(each).__name__.lower() for word in words)]
+    return [module for module in modules if any(word in type(module).__name__.lower() for word in words)]
 
 
 def _numbers(modules: Iterable[nn.Module], names: Iterable[str], *kinds: type) -> Iterator[Any]:

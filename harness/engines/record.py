@@ -52,7 +52,7 @@ class RunDescription:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunDescription:
         """Return the description of `to_json`."""
-        requests, copies = ([_info("RequestInfo", each) for each in data[name]] for name in ("requests", "copies"))
+        requests, copies = ([_info("RequestInfo", item) for item in data[name]] for name in ("requests", "copies"))
         model, schedule, folder = _info("ModelInfo", data["model"]), _schedule(data["schedule"]), Path(data["folder"])
         parts = {"folder": folder, "model": model, "schedule": schedule, "requests": requests, "copies": copies}
         return cls(**{**data, **parts})

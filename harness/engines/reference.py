@@ -199,8 +199,8 @@ def _settings(config: ModelConfig) -> ModelSettings:
         sliding_window=distinct(sliding.values()),
         sliding_layers=(tuple(sliding),),
         tied_head=(config.tie_word_embeddings,),
-        num_experts=distinct(each.num_experts for each in experts),
-        num_chosen_experts=distinct(each.num_chosen for each in experts),
+        num_experts=distinct(expert.num_experts for expert in experts),
+        num_chosen_experts=distinct(expert.num_chosen for expert in experts),
     )
 
 

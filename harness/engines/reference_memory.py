@@ -32,7 +32,7 @@ class ReferenceMemory:
 
     def fill_states(self, request: int, value: float) -> int:
         """See `FillsStates`: the blocks that the request alone owns, and that nobody can find in the cache."""
-        running = [each for each in self._engine.scheduler.running if each.request_id == request]
+        running = [item for item in self._engine.scheduler.running if item.request_id == request]
         if self._engine.runner.backend.cache is None or not running:
             return 0
         slots = torch.zeros(self._num_slots, dtype=torch.bool)
@@ -90,6 +90,6 @@ class ReferenceMemory:
             return 0
         blocks = is_wanted.nonzero()[:, 0]
         kept = (states.conv_LBCW, states.recurrent_LBNAH)
-        for each in kept:
-            each.index_fill_(1, blocks.to(each.device), in_range(value, each.dtype))
-        return len(blocks) * sum(each[:, :1].numel() for each in kept)
+        for item in kept:
+            item.index_fill_(1, blocks.to(item.device), in_range(value, item.dtype))
+        return len(blocks) * sum(item[:, :1].numel() for item in kept)

@@ -270,8 +270,8 @@ class Case(BaseModel):
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return the options of the command line, by the fields that they set."""
-        declared = ((name, each) for name, field in cls.model_fields.items() for each in field.metadata)
-        return {name: each for name, each in declared if isinstance(each, Option)}
+        declared = ((name, item) for name, field in cls.model_fields.items() for item in field.metadata)
+        return {name: item for name, item in declared if isinstance(item, Option)}
 
     def replaced(self, **changes: Any) -> "Case":
         """Return the case with the fields that are given in place of its own.
@@ -320,8 +320,8 @@ def load_case(path: Path) -> Case:
             raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and give {option.name}")
     model = path.parent / case.model
     requests = [
-        each if each.inputs is None else each.model_copy(update={"inputs": path.parent / each.inputs})
-        for each in case.requests
+        request if request.inputs is None else request.model_copy(update={"inputs": path.parent / request.inputs})
+        for request in case.requests
     ]
     return case.model_copy(update={"model": str(model) if exists(model) else case.model, "requests": requests})
 

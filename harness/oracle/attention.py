@@ -33,7 +33,7 @@ class AttentionSensitivity:
 
 def attention_sensitivity(call: AttentionCall) -> AttentionSensitivity:
     """Compute the sensitivities, in float32: they are factors of a bound."""
-    parts = [_sensitivities(call, *each) for each in _some_queries(call, *_in_float32(call))]
+    parts = [_sensitivities(call, *query) for query in _some_queries(call, *_in_float32(call))]
     amplification, sensitivity = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
     return AttentionSensitivity(amplification=amplification, score_sensitivity=sensitivity)
 

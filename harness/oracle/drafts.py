@@ -19,7 +19,7 @@ def draft_requests(requests: Sequence[RequestInfo], schedule: Schedule) -> list[
     longer than its request, and what a request goes back over is shorter. The same requests have the same drafts.
     """
     # Drafts hold no token that stands for a part of an image.
-    known = [each.token_ids[0 if each.inputs is None else each.prompt_length :] for each in requests]
+    known = [item.token_ids[0 if item.inputs is None else item.prompt_length :] for item in requests]
     tokens = sorted({token for ids in known for token in ids})
     first, drafts = 1 + max(request.id for request in requests), list[RequestInfo]()
     for request in requests:

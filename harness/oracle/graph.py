@@ -46,16 +46,16 @@ def _named(hf: UntracedModel, seen: ForwardTrace) -> Graph:
     """Give every value its kind, its inputs and its name."""
     operations = [
         Operation(
-            tap=each.source,
-            kind=_kind(each),
-            inputs=each.origin.sources,
-            source=each.source,
-            shape=tuple(each.rows.shape[1:]) if each.num_chosen is None else (each.num_chosen,),
-            token_dim=each.token_dim,
-            among_tokens=each.num_chosen is not None,
-            tokens_ahead=hf.tokens_ahead(each.source.partition(":")[0]),
+            tap=item.source,
+            kind=_kind(item),
+            inputs=item.origin.sources,
+            source=item.source,
+            shape=tuple(item.rows.shape[1:]) if item.num_chosen is None else (item.num_chosen,),
+            token_dim=item.token_dim,
+            among_tokens=item.num_chosen is not None,
+            tokens_ahead=hf.tokens_ahead(item.source.partition(":")[0]),
         )
-        for each in seen.shown.values()
+        for item in seen.shown.values()
     ]
     operations = _without_parts([_attention(operation, seen) for operation in operations])
     names = _names(hf, operations, seen.aliases)
@@ -95,10 +95,10 @@ def _without_parts(operations: list[Operation]) -> list[Operation]:
     }
 
     def whole(source: str) -> tuple[str, ...]:
-        return tuple(each for part in parts[source] for each in whole(part)) if source in parts else (source,)
+        return tuple(item for part in parts[source] for item in whole(part)) if source in parts else (source,)
 
     return [
-        replace(op, inputs=tuple(dict.fromkeys(each for source in op.inputs for each in whole(source))))
+        replace(op, inputs=tuple(dict.fromkeys(item for source in op.inputs for item in whole(source))))
         for op in operations
         if op.source not in parts
     ]
@@ -150,7 +150,7 @@ def _is_in_body(hf: UntracedModel, operation: Operation) -> bool:
 
 
 def _path_of(hf: UntracedModel, module: nn.Module | None) -> str:
-    return next((path for path, each in hf.model.named_modules() if each is module), "")
+    return next((path for path, item in hf.model.named_modules() if item is module), "")
 
 
 def _short_name(operation: Operation, layers: set[str], given: set[str], head: str) -> str:
@@ -205,7 +205,7 @@ def _with_states(operations: tuple[Operation, ...], states: Sequence[TracedState
     inside = {path: [op for op in operations if f"{op.module}.".startswith(f"{path}.")] for path in paths}
     for operation in operations:
         yield operation
-        for state in (each for each in states if inside[each.path][-1:] == [operation]):
+        for state in (item for item in states if inside[item.path][-1:] == [operation]):
             yield Operation(
                 tap=f"{prefix_of(operation.tap)}{state.name}",
                 kind=Kind.STATE,

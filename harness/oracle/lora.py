@@ -158,7 +158,9 @@ def _check_targets(hf: HFModel, config: AdapterConfig, updates: Mapping[str, Upd
     modules = dict(hf.model.named_modules())
     if config.targets_all_linear:
         head = hf.model.get_output_embeddings()
-        modules = {path: each for path, each in modules.items() if isinstance(each, nn.Linear) and each is not head}
+        modules = {
+            path: module for path, module in modules.items() if isinstance(module, nn.Linear) and module is not head
+        }
     targets = {path for path in modules if path and config.targets(path)}
     if missing := sorted(targets.difference(updates)):
         what = "the adapter's config targets a module that it has no weights for"

@@ -172,8 +172,8 @@ def _refusal(error: ValidationError, path: Path) -> HarnessError:
     if not first["loc"]:
         return bad_lora("the adapter's config contradicts itself", where=path, actual=first["msg"])
     field = first["loc"][0]
-    same = [first, *(each for each in others if each["loc"][0] == field)]
-    expected = " or ".join(each["msg"].removeprefix("Input should be ") for each in same)
+    same = [first, *(item for item in others if item["loc"][0] == field)]
+    expected = " or ".join(item["msg"].removeprefix("Input should be ") for item in same)
     what = f"the adapter's {field} {_WORDS.get(first['type'], 'is impossible')}"
     actual = None if first["type"] == "missing" else _shown(first["input"])
     hint = _CHANGES_BASE if field == "init_lora_weights" else None

@@ -86,7 +86,7 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
     named = config.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     served = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    if set(names) & {name for each in served for name in each.values()}:
+    if set(names) & {name for item in served for name in item.values()}:
         return None
     return next((name for name in names if hasattr(transformers, name)), None)
 

@@ -289,7 +289,7 @@ class _Side:
             return None
         if operation.among_tokens and scores is not None:
             shown = chosen_positions(value, scores, operation.shape[0])
-            rows, scores = (as_rows(each, 1, self._num_requests, self._num_tokens) for each in (shown, scores))
+            rows, scores = (as_rows(item, 1, self._num_requests, self._num_tokens) for item in (shown, scores))
             other = self._show(Value(operation=operation, rows=rows, scores=scores))
             return None if other is None else choice_of_positions(other, value, self._num_tokens)
         dim, places, num_tokens = operation.token_dim, None, self._num_tokens

@@ -74,5 +74,5 @@ def _defined(file: str) -> tuple[tuple[str, ...], ...]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.append((node.name,))
         if isinstance(node, ast.ClassDef):
-            names += [(node.name, each.name) for each in node.body if isinstance(each, ast.FunctionDef)]
+            names += [(node.name, item.name) for item in node.body if isinstance(item, ast.FunctionDef)]
     return tuple(names)

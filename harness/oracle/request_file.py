@@ -163,13 +163,13 @@ def _prompt(
     where: str,
 ) -> tuple[int, ...]:
     text, given, length = (fields.get(name) for name in ("prompt", "prompt_token_ids", "prompt_tokens"))
-    if sum(each is not None for each in (text, given, length)) != 1:
+    if sum(item is not None for item in (text, given, length)) != 1:
         raise _bad("a line has one of prompt, prompt_token_ids and prompt_tokens", where, actual=sorted(fields))
     if isinstance(length, int):
         return tuple(rng.choices(ids, k=length))
     if isinstance(text, str):
         return tuple(tokenize(text))
-    if isinstance(given, list) and given and all(type(each) is int for each in given):
+    if isinstance(given, list) and given and all(type(item) is int for item in given):
         return tuple(given)
     raise _bad("the prompt is neither text nor token ids", where, actual=str(text or given)[:200])
 

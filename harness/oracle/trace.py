@@ -142,12 +142,12 @@ def _token_dim(source: str, value: torch.Tensor, num_requests: int, num_tokens: 
 def _with_choices(hf: UntracedModel, seen: ForwardTrace) -> ForwardTrace:
     """Note how many tokens each choice among those so far takes, by the setting of the module that chooses."""
     found = {}
-    for source, each in seen.shown.items():
+    for source, item in seen.shown.items():
         if CHOICE in source and seen.num_scores.get(source) == seen.num_tokens:
             settings = vars(hf.module(source.partition(CHOICE)[0]))
             num = next((n for name, n in settings.items() if name.endswith("topk") and type(n) is int), None)
-            if num is not None and each.rows.shape[1:] == (min(num, seen.num_tokens),):
-                found[source] = replace(each, num_chosen=num)
+            if num is not None and item.rows.shape[1:] == (min(num, seen.num_tokens),):
+                found[source] = replace(item, num_chosen=num)
     return replace(seen, shown=seen.shown | found)
 
 
@@ -173,7 +173,7 @@ def unmistakable_sizes(hf: UntracedModel) -> tuple[int, tuple[int, int]]:
     sizes = {size for parameter in hf.model.parameters() for size in parameter.shape} | set(settings.values())
     experts = [value for name, value in settings.items() if "expert" in name]
     requests = next(n for n in (3, 5, 7, 11, 13) if all(value % n for value in experts if value))
-    few, more = (next(n for n in each if not {n, n * requests} & sizes) for each in _TOKENS)
+    few, more = (next(n for n in token if not {n, n * requests} & sizes) for token in _TOKENS)
     return requests, (few, more)
 
 
@@ -184,11 +184,11 @@ def _without_other_rows(hf: UntracedModel, seen: ForwardTrace, shapes: Mapping[s
     In a run of another length the rows have the same shape.
     """
     kept = {
-        source: each
-        for source, each in seen.shown.items()
-        if (each.num_chosen or shapes.get(source) == (each.rows.shape[1:], seen.num_scores.get(source)))
-        and _is_causal(each.rows, seen.num_tokens, hf.tokens_ahead(source.partition(":")[0]))
-        and not _is_mask(each.rows)
+        source: item
+        for source, item in seen.shown.items()
+        if (item.num_chosen or shapes.get(source) == (item.rows.shape[1:], seen.num_scores.get(source)))
+        and _is_causal(item.rows, seen.num_tokens, hf.tokens_ahead(source.partition(":")[0]))
+        and not _is_mask(item.rows)
     }
     return replace(seen, shown=dict(_bridged(seen.shown, kept)))
 
@@ -230,8 +230,8 @@ def _bridged(shown: dict[str, Shown], kept: dict[str, Shown]) -> Iterator[tuple[
             found = behind | found
         return found
 
-    for source, each in kept.items():
-        yield source, replace(each, origin=whole(each.origin))
+    for source, item in kept.items():
+        yield source, replace(item, origin=whole(item.origin))
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class UntracedModel:
 
         None if there is none.
         """
-        files = (sys.modules[each.__module__] for each in type(module).__mro__)
+        files = (sys.modules[item.__module__] for item in type(module).__mro__)
         return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
@@ -161,8 +161,11 @@ def stretched_positions(rope: object, limit: int) -> int:
 def frequencies_follow_length(config: Any) -> bool:
     """Tell whether rotary frequencies depend on the longest request of a forward."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = (parameters, *(each for each in parameters.values() if isinstance(each, dict)))  # by type of layer
-    return any(each.get("rope_type") in ("longrope", "dynamic") for each in kinds)
+    kinds = (
+        parameters,
+        *(parameter for parameter in parameters.values() if isinstance(parameter, dict)),
+    )  # by type of layer
+    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in kinds)
 
 
 def _forget_lengths(model: nn.Module) -> None:

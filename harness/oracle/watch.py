@@ -162,8 +162,8 @@ class Watch:
             return run.show(path, output)
         if not isinstance(output, tuple):
             return None
-        shown = [run.show(path if not at else f"{path}:{at}", each) for at, each in enumerate(output)]
-        if all(each is None for each in shown):
+        shown = [run.show(path if not at else f"{path}:{at}", item) for at, item in enumerate(output)]
+        if all(item is None for item in shown):
             return None
         values = [old if new is None else new for old, new in zip(output, shown, strict=True)]
         return type(output)(*values) if hasattr(output, "_fields") else tuple(values)

@@ -53,11 +53,11 @@ def device_lines(device: DeviceMemory) -> list[str]:
         sums = _sums(device.at_peak, kind)
         lines += [f"at the peak by {title}, in MiB: {sums}"] if sums else []
     lines += [
-        f"growth {_mib(each.added_bytes_per_step, signed=True)} MiB a step over {each.num_steps:,} of {each.phase}, "
-        f"from {_mib(each.first_bytes)} to {_mib(each.last_bytes)} MiB"
-        for each in device.growth
+        f"growth {_mib(item.added_bytes_per_step, signed=True)} MiB a step over {item.num_steps:,} of {item.phase}, "
+        f"from {_mib(item.first_bytes)} to {_mib(item.last_bytes)} MiB"
+        for item in device.growth
     ]
-    return [*lines, *(_refused(each, device) for each in device.out_of_memory)]
+    return [*lines, *(_refused(item, device) for item in device.out_of_memory)]
 
 
 def places_by_title(device: DeviceMemory) -> dict[str, Sequence[MemoryPlace]]:
@@ -76,8 +76,8 @@ def _device(summary: MemorySummary, device: DeviceMemory, width: int | None) -> 
 def _sums(places: Sequence[MemoryPlace], kind: str) -> str:
     """Return the bytes of each category or operation, the most first; nothing where none is known."""
     sums = Counter[str]()
-    for each in places:
-        sums[getattr(each, kind) or _UNKNOWN] += each.num_bytes
+    for place in places:
+        sums[getattr(place, kind) or _UNKNOWN] += place.num_bytes
     is_known = bool(set(sums) - {_UNKNOWN})
     return ", ".join(f"{name} {_mib(size)}" for name, size in sums.most_common(_MOST_ROWS)) if is_known else ""
 
@@ -97,17 +97,17 @@ def place_row(each: MemoryPlace) -> list[str]:
 
 
 def _places(places: Sequence[MemoryPlace], width: int | None) -> str:
-    rows = [place_row(each) for each in places[:_MOST_ROWS]]
+    rows = [place_row(place) for place in places[:_MOST_ROWS]]
     table = fitted_table(rows, PLACE_HEADERS, width=width, dispensable=_DISPENSABLE)
     left = places[_MOST_ROWS:]
-    return table + (f"\nand {_mib(sum(each.num_bytes for each in left))} MiB of {len(left):,} more" if left else "")
+    return table + (f"\nand {_mib(sum(item.num_bytes for item in left))} MiB of {len(left):,} more" if left else "")
 
 
 def _changes(changes: Sequence[PlaceChange], width: int | None) -> str:
     rows = []
-    for each in changes[:_MOST_ROWS]:
-        added = _mib(each.added_bytes, signed=True)
-        rows.append([each.place, str(each.device), _mib(each.before_bytes), _mib(each.after_bytes), added])
+    for change in changes[:_MOST_ROWS]:
+        added = _mib(change.added_bytes, signed=True)
+        rows.append([change.place, str(change.device), _mib(change.before_bytes), _mib(change.after_bytes), added])
     table = fitted_table(rows, ["place", "device", "before", "after", "MiB"], width=width, dispensable=["device"])
     left = len(changes) - _MOST_ROWS
     return table + (f"\nand {left:,} more" if left > 0 else "")

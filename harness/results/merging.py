@@ -78,7 +78,7 @@ MEDIAN_COMPUTED = Rule(lambda parts, name: _median(_computed(parts), name))
 def _rules(cls: type["DataclassInstance"]) -> Mapping[str, Rule]:
     hints, found = get_type_hints(cls, include_extras=True), dict[str, Rule]()
     for field in fields(cls):
-        named = [each for each in getattr(hints[field.name], "__metadata__", ()) if isinstance(each, Rule)]
+        named = [item for item in getattr(hints[field.name], "__metadata__", ()) if isinstance(item, Rule)]
         if len(named) != 1:
             what = f"{cls.__name__}.{field.name} names {len(named)} rules for merging, expected one"
             raise TypeError(f"{what}: write Annotated[TYPE, TOTAL], or another rule of {__name__}")

@@ -83,12 +83,12 @@ class SettingPair:
         """Return the values of the engine that HF does not have, and the reverse."""
         # Some engines count the token itself into a window, and some do not.
         slack = 1 if self.setting == "sliding_window" else 0
-        ours = [each for each in self.engine if not any(_is_close(each, other, slack) for other in self.hf)]
-        theirs = [each for each in self.hf if not any(_is_close(each, other, slack) for other in self.engine)]
+        ours = [item for item in self.engine if not any(_is_close(item, other, slack) for other in self.hf)]
+        theirs = [item for item in self.hf if not any(_is_close(item, other, slack) for other in self.engine)]
         if self.setting != "rope_frequencies":
             return ours, theirs
         lengths = {len(table) for table in ours} & {len(table) for table in theirs}  # of others nothing is known
-        return [each for each in ours if len(each) in lengths], [each for each in theirs if len(each) in lengths]
+        return [our for our in ours if len(our) in lengths], [their for their in theirs if len(their) in lengths]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def distinct(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return values in their order, each once; numbers that differ by a rounding are one."""
     found: list[Any] = []
     for value in values:
-        if not any(_is_close(value, each) for each in found):
+        if not any(_is_close(value, item) for item in found):
             found.append(value)
     return tuple(found)
 

@@ -56,7 +56,7 @@ def load_weights(
         table = _table(config, source)
         scales = QuantisedTensors.of(config.quantisation, table, source, folder)
         _check_names(table, {name: file for name, file in source.items() if name not in scales.names}, folder)
-        _check_tensors({name: each for name, each in table.items() if name not in scales.weights}, source, folder)
+        _check_tensors({name: item for name, item in table.items() if name not in scales.weights}, source, folder)
         scales.check_ranks(num_ranks)
         parameters = _read(_table(config.shard(num_ranks), source), source, dtype, device, scales, rank=rank)
         scales.read_into(parameters, device)

@@ -49,7 +49,7 @@ class QuantisedTensors:
         """
         if quantisation is None:
             return cls()
-        weights = {name: each for name, each in table.items() if _scale_of(name, quantisation) in source}
+        weights = {name: item for name, item in table.items() if _scale_of(name, quantisation) in source}
         stray = {
             name for name in source if name.endswith(_OF_INPUTS) and name.rpartition(".")[0] + ".weight" in weights
         }
@@ -68,7 +68,7 @@ class QuantisedTensors:
         """Dtypes of the engine's parameters that are quantised."""
         if self.quantisation is None:
             return {}
-        return {each.parameter: _DTYPES[self.quantisation.dtype] for each in self.weights.values()}
+        return {weight.parameter: _DTYPES[self.quantisation.dtype] for weight in self.weights.values()}
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse several ranks; raises ConfigError."""
@@ -118,7 +118,7 @@ class QuantisedTensors:
                     f"a quantised weight contradicts config.json: {name}", where=self.folder,
                     expected=f"{placement.shape} in {self.quantisation.dtype}", actual=f"{found[0]} in {found[1]}",
                 )  # fmt: skip
-        quantised = {each.parameter for each in self.weights.values()}
+        quantised = {weight.parameter for weight in self.weights.values()}
         if TOKEN_EMBEDDING in quantised:
             raise CheckpointError(
                 "a quantised embedding is not served", where=self.folder, expected=f"{TOKEN_EMBEDDING} without scales",

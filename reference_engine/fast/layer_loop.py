@@ -94,15 +94,15 @@ class _Part:
         if not (isinstance(own, Attention) and isinstance(mlp, MLP) and isinstance(own.backend, CppAttention)):
             return None
         found = (own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        products = tuple(each for each in found if isinstance(each, Linear))
-        few = [each.product for each in products if isinstance(each.product, FewRows)]
-        ways = {tuple(each.kernel.keywords.values()) for each in few if isinstance(each.kernel, partial)}
+        products = tuple(item for item in found if isinstance(item, Linear))
+        few = [product.product for product in products if isinstance(product.product, FewRows)]
+        ways = {tuple(item.kernel.keywords.values()) for item in few if isinstance(item.kernel, partial)}
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         qk_norms = tuple(norm for norm in (own.q_norm, own.k_norm) if norm is not None)
         epsilons, qk_epsilons = {norm.eps for norm in norms}, {norm.eps for norm in qk_norms} or {0.0}
         if len(few) < len(found) or len(ways) != 1 or len(qk_norms) == 1 or len(epsilons) + len(qk_epsilons) > 2:
             return None
         num_heads, num_kv_heads = (size // own.head_dim for size in own.qkv_sizes[:2])
-        max_rows = min(each.max_rows for each in few)
+        max_rows = min(item.max_rows for item in few)
         alike = (*epsilons, *qk_epsilons, num_heads, num_kv_heads, *ways.pop(), max_rows)
         return cls(layer=own.layer, backend=own.backend, norms=norms, products=products, qk_norms=qk_norms, alike=alike)

@@ -46,7 +46,7 @@ def _is_alpha(value: object) -> bool:
 
 
 def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _is_regex(value: object, inside: str = "{}") -> bool:
@@ -59,15 +59,15 @@ def _is_regex(value: object, inside: str = "{}") -> bool:
 
 def _is_table(value: object, is_sound: Callable[[object], bool]) -> bool:
     """Whether an object has such values, by regular expressions for the ends of paths."""
-    return isinstance(value, dict) and all(_is_regex(key, _END) and is_sound(each) for key, each in value.items())
+    return isinstance(value, dict) and all(_is_regex(key, _END) and is_sound(item) for key, item in value.items())
 
 
 def _are_layers(value: object) -> bool:
-    return all(type(each) is int for each in (value if isinstance(value, list) else [value]))
+    return all(type(item) is int for item in (value if isinstance(value, list) else [value]))
 
 
 def _are_layer_names(value: object) -> bool:
-    return all(_is_regex(each, _LAYER) for each in (value if isinstance(value, list) else [value]))
+    return all(_is_regex(item, _LAYER) for item in (value if isinstance(value, list) else [value]))
 
 
 _END, _LAYER, _ANY_LAYER = r"(.*\.)?({})$", r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", r".*?\.[^.]*\.(?P<idx>\d+)\."
@@ -194,7 +194,7 @@ def _check_fields(fields: Mapping[str, Any], path: Path) -> None:
             raise ConfigError(f"{name} is impossible", where=path, expected=expected, actual=_shown(value))
     for name in fields.keys() - _READ.keys() - _WITHOUT_EFFECT:
         served = _SERVED.get(name, (None, []))
-        if not any(type(fields[name]) is type(each) and fields[name] == each for each in served):
+        if not any(type(fields[name]) is type(item) and fields[name] == item for item in served):
             expected = " or ".join(map(json.dumps, served))
             what = f"{name} is not served"
             raise UnsupportedModelError(what, where=path, expected=expected, actual=_shown(fields[name]))

@@ -148,8 +148,8 @@ class AsyncEngine:
     def _recover(self, error: Exception) -> None:
         """Find out which request a step fails with: alone it is known, of several each is tried alone."""
         try:
-            members = [each for each in self._readers if each not in (*self._suspects, *self._cleared)]
-            members = [each for each in members if self._is_suspended(each, error)]
+            members = [reader for reader in self._readers if reader not in (*self._suspects, *self._cleared)]
+            members = [member for member in members if self._is_suspended(member, error)]
             if len(members) == 1:
                 self._end(members[0], error)
                 self._check_engine()

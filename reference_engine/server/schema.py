@@ -128,7 +128,7 @@ class CompletionRequest(_Request):
             raise ValueError("max_tokens is 0: nothing would be computed without echo")
         if self.stream and self.echo:
             raise ValueError("echo is not streamed")
-        if isinstance(self.prompt, list) and not all(isinstance(each, int) for each in self.prompt):
+        if isinstance(self.prompt, list) and not all(isinstance(item, int) for item in self.prompt):
             num_choices = self.n * len(self.prompt)
             if num_choices > MAX_CHOICES:
                 raise ValueError(f"an answer has at most {MAX_CHOICES} choices, these would be {num_choices}")

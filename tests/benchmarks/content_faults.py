@@ -79,9 +79,9 @@ def of_another_layer(parameter: str) -> Callable[[torch.Tensor, Any], torch.Tens
 
     def change(weight: torch.Tensor, model: Any) -> torch.Tensor:
         others = [
-            each for name, each in model.named_parameters() if name.endswith(parameter) and ".layers.1." not in name
+            item for name, item in model.named_parameters() if name.endswith(parameter) and ".layers.1." not in name
         ]
-        return next((each.data for each in others if each.shape == weight.shape), weight.flip(0))
+        return next((item.data for item in others if item.shape == weight.shape), weight.flip(0))
 
     return change
 
@@ -126,9 +126,9 @@ MISTAKES = (
 
 def theta(config: Any) -> str:
     """Take another base of the rotation."""
-    for each in (config.rope_parameters, *config.rope_parameters.values()):
-        if isinstance(each, dict) and "rope_theta" in each:
-            each["rope_theta"] *= 30
+    for parameter in (config.rope_parameters, *config.rope_parameters.values()):
+        if isinstance(parameter, dict) and "rope_theta" in parameter:
+            parameter["rope_theta"] *= 30
     return "q_rope"
 
 
@@ -154,13 +154,13 @@ def planted(folder: Path, name: str, out: Path) -> str | None:
     if name in SETTINGS:
         wrong = SETTINGS[name](model.config)
     else:
-        found = None if name == "none" else next(each for each in MISTAKES if each.name == name).plant(model)
+        found = None if name == "none" else next(mistake for mistake in MISTAKES if mistake.name == name).plant(model)
         if found is None and name != "none":
             return None
         wrong = found or "none"
     model.save_pretrained(out)
-    for each in folder.glob("tokenizer*"):
-        (out / each.name).write_bytes(each.read_bytes())
+    for path in folder.glob("tokenizer*"):
+        (out / path.name).write_bytes(path.read_bytes())
     config = json.loads((out / "config.json").read_text())
     rope = config.get("rope_parameters") or {}  # mlx-lm and the exporters read the keys of before transformers 5
     config["rope_theta"] = rope.get("rope_theta") or rope.get("full_attention", {}).get("rope_theta", 1e4)
@@ -244,7 +244,7 @@ def line(engine: str, right: Path, name: str) -> str | None:
 def lines(engine: str, folder: Path, fault: str | None) -> Iterator[str]:
     """Yield the lines of the table."""
     settings = [name for name in SETTINGS if name != "another activation" or engine == "module"]  # others read none
-    for name in [fault] if fault else ["none", *(each.name for each in MISTAKES), *settings]:
+    for name in [fault] if fault else ["none", *(mistake.name for mistake in MISTAKES), *settings]:
         try:
             shown = line(engine, folder, name)
         except (harness.HarnessError, subprocess.CalledProcessError, ValueError) as error:
@@ -261,8 +261,8 @@ def main() -> None:
     parser.add_argument("--fault")
     options = parser.parse_args()
     print("| mistake | taps found | false | wrong is | first divergence |\n|---|---:|---|---|---|", flush=True)
-    for each in lines(options.engine, options.checkpoint, options.fault):
-        print(each, flush=True)
+    for item in lines(options.engine, options.checkpoint, options.fault):
+        print(item, flush=True)
 
 
 if __name__ == "__main__":

@@ -230,13 +230,13 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
 def blocks(page: Path) -> list[re.Match[str]]:
     """Return the shell and Python blocks of a page."""
     found = BLOCK.finditer(page.read_text(encoding="utf-8"))
-    return [each for each in found if each["language"] in ("sh", "bash", "python", "cpp")]
+    return [item for item in found if item["language"] in ("sh", "bash", "python", "cpp")]
 
 
 def commands(text: str) -> list[str]:
     """Return the commands of a shell block, without their comments."""
     joined = re.sub(r"\\\n *", "", text)
-    return [line for line in (re.sub(r"(^|\s{2,})#.*", "", each).strip() for each in joined.splitlines()) if line]
+    return [line for line in (re.sub(r"(^|\s{2,})#.*", "", item).strip() for item in joined.splitlines()) if line]
 
 
 def work_of(page: Path, options: argparse.Namespace) -> Iterator[tuple[int, str]]:
@@ -274,7 +274,7 @@ def ended(page: Path, options: argparse.Namespace) -> Iterator[Ended]:
             raise SystemExit(f"{page.stem}: {command}: {status}\n{output}")
     with ExitStack() as running:
         if page.stem in SERVERS:
-            served = [filled_in("", each, options) for each in SERVERS[page.stem]]
+            served = [filled_in("", item, options) for item in SERVERS[page.stem]]
             running.enter_context(server(served, options.clone))
         for number, command in work:
             yield one(page.stem, number, command, running, options)
@@ -364,8 +364,8 @@ def sampled(model: Path) -> Iterator[dict[str, object]]:
 def table(found: list[Ended]) -> str:
     """Return a row for each page, and one for each command that ended otherwise than it should."""
     rows = []
-    for page, each in groupby(found, key=lambda own: own.page):
-        own = list(each)
+    for page, item in groupby(found, key=lambda own: own.page):
+        own = list(item)
         ran = [one for one in own if one.status is not None]
         good = sum(one.status == one.expected for one in ran)
         reasons = dict.fromkeys(one.reason for one in own if one.status is None)
@@ -397,7 +397,7 @@ def main() -> int:
             found.append(own)
             print(f"{own.page} {own.block} [{own.status}] {own.seconds:.0f} s  {own.what}", file=sys.stderr, flush=True)
             if options.json:
-                options.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+                options.json.write_text(json.dumps([asdict(item) for item in found], indent=1))
     print(table(found))
     return 0 if all(own.status in (None, own.expected) for own in found) else 1
 

@@ -91,13 +91,13 @@ def _on_copies(forward: Callable[..., Any]) -> Callable[..., Any]:
     def copied(self: Any, *given: torch.Tensor) -> Any:
         if given[0].dtype is not torch.float32:
             return forward(self, *given)
-        made = forward(self, *(each.double() for each in given))
-        return tuple(each.float() for each in made) if isinstance(made, tuple) else made.float()
+        made = forward(self, *(item.double() for item in given))
+        return tuple(item.float() for item in made) if isinstance(made, tuple) else made.float()
 
     return copied
 
 
-FAULTS = {each.__name__: each for each in (rotary, scale, eps, swap, heads, norm)}
+FAULTS = {item.__name__: item for item in (rotary, scale, eps, swap, heads, norm)}
 
 
 class Rows:
@@ -119,8 +119,8 @@ class Rows:
     def tap(self, name: str, value: torch.Tensor) -> None:
         """Write rows, and keep them."""
         rows = self._partial.get(name, range(len(self._at)))
-        for row, each in zip(rows, value, strict=True):
-            self._kept[name, *self._at[row]] = each.detach().clone().flatten()
+        for row, item in zip(rows, value, strict=True):
+            self._kept[name, *self._at[row]] = item.detach().clone().flatten()
         self._writer.tap(name, value)
 
 

@@ -60,14 +60,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         padded = pad_checkpoint(given.model, folder / "padded")
-        for each in given.types.split(","):
-            sound = write_typed(padded, folder / f"{each}.gguf", each)
+        for word in given.types.split(","):
+            sound = write_typed(padded, folder / f"{word}.gguf", word)
             for fault in given.faults.split(","):
-                if each in PLAIN and "scales" in fault:
+                if word in PLAIN and "scales" in fault:
                     continue
                 begin = time.process_time()
-                faulty = write_faulty(padded, folder / "faulty.gguf", each, fault)
-                rows.append([each, fault, *cells(sound, faulty, options, prompts)])
+                faulty = write_faulty(padded, folder / "faulty.gguf", word, fault)
+                rows.append([word, fault, *cells(sound, faulty, options, prompts)])
                 print(f"{time.process_time() - begin:.1f} s", *rows[-1], sep=" | ", flush=True)
                 faulty.unlink()
     headers = ["type", "fault", "verdict", "first divergence", "at", "cause"]

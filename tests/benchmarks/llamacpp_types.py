@@ -53,13 +53,13 @@ def main() -> None:
         padded = pad_checkpoint(given.model, folder / "padded")
         rows = [
             [
-                each,
+                word,
                 *(
-                    cell(make_file(padded, each, folder), {**cache, "repack": given.repack})
+                    cell(make_file(padded, word, folder), {**cache, "repack": given.repack})
                     for cache in CACHES.values()
                 ),
             ]
-            for each in given.types.split(",")
+            for word in given.types.split(",")
         ]
     print(tabulate(rows, headers=["type", *CACHES], tablefmt="github", disable_numparse=True))
 

@@ -64,8 +64,8 @@ def main() -> None:
     tell("plan", modules_entered(planned))
     entered = modules_entered(opened)
     tell("plan, oracle, golden from the cache, description of a run", entered)
-    tell("of these in modules about checkpoints", [each for each in entered if each.startswith(ABOUT_CHECKPOINTS)])
-    tell("the same by folder", [each.split("/")[0] for each in entered])
+    tell("of these in modules about checkpoints", [item for item in entered if item.startswith(ABOUT_CHECKPOINTS)])
+    tell("the same by folder", [item.split("/")[0] for item in entered])
     for name, work, times in (("opened", opened, 15), ("checked", lambda: run_check(planned()), 5)):
         seconds = []
         for _ in range(times):

@@ -57,7 +57,7 @@ def line(name: str, folder: Path) -> str:
 def main(names: list[str]) -> None:
     """Print the table."""
     print("| family | taps found | verdict | first divergence | s |\n|---|---:|---|---|---:|", flush=True)
-    for name in names or [each for each in architectures() if why_not(each) is None]:
+    for name in names or [architecture for architecture in architectures() if why_not(architecture) is None]:
         with tempfile.TemporaryDirectory() as folder, quiet():
             try:
                 save(name, Path(folder))

@@ -92,9 +92,9 @@ def with_rope(folder: Path, dtype: str, prompts: Sequence[list[int]], factor: fl
         other = shutil.copytree(folder, scratch / "model")
         config = json.loads((other / "config.json").read_text())
         place = config.get("rope_parameters") or config
-        by_layer = [each for each in place.values() if isinstance(each, dict) and "rope_theta" in each]
-        for each in by_layer or [place]:  # Gemma 3 has one for each type of layer
-            each["rope_theta"] = each.get("rope_theta", 10_000.0) * factor
+        by_layer = [item for item in place.values() if isinstance(item, dict) and "rope_theta" in item]
+        for item in by_layer or [place]:  # Gemma 3 has one for each type of layer
+            item["rope_theta"] = item.get("rope_theta", 10_000.0) * factor
         (other / "config.json").write_text(json.dumps(config))
         return by_reference(other, dtype, prompts)
 

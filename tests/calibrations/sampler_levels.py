@@ -72,10 +72,10 @@ def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> Sam
 def is_alarmed(evidence: dict[str, SamplerEvidence], level: float) -> bool:
     """Whether any test of the draws alarms where so many false alarms are allowed."""
     levels, totals = replace(Levels.of(evidence), false_alarm=level), all_totals(evidence)
-    own = {name: judge_setting(name, each, levels, totals) for name, each in evidence.items()}
-    follows = {name: each.follows for name, each in own.items()}
+    own = {name: judge_setting(name, item, levels, totals) for name, item in evidence.items()}
+    follows = {name: item.follows for name, item in own.items()}
     return (
-        any(each.findings for each in own.values())
+        any(item.findings for item in own.values())
         or bool(judge_pooled(evidence, levels, is_named=False).findings)
         or any(judge_independence(evidence, levels, follows))
     )

@@ -42,7 +42,7 @@ def train(tmp_path, checkpoints):
         return {
             "prompt_ids": ids,
             "completion_ids": [list(output.token_ids) for output in outputs],
-            "logprobs": [[each.logprob for each in output.logprobs] for output in outputs],
+            "logprobs": [[logprob.logprob for logprob in output.logprobs] for output in outputs],
         }
 
     def run(**settings):

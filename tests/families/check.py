@@ -179,15 +179,15 @@ def main() -> None:
     results = {}
     for name in names:
         results[name] = {dtype: checked(name, dtype, options.rows) for dtype in dtypes}
-        sys.stderr.write(f"{name}: {'; '.join(f'{d} {each.word}' for d, each in results[name].items())}\n")
+        sys.stderr.write(f"{name}: {'; '.join(f'{d} {item.word}' for d, item in results[name].items())}\n")
     trials = {}
     for name in () if options.no_faults else names:
-        if any(each.word == "pass" for each in results[name].values()):
+        if any(item.word == "pass" for item in results[name].values()):
             trials[name] = tried(name, options.rows)
-            missed = [each for each in trials[name] if not each.is_found]
-            for each in missed:
-                where = each.divergence.tap if each.divergence else "nowhere"
-                sys.stderr.write(f"{name}: {each.fault.name} found at {where}, not at {', '.join(each.fault.sites)}\n")
+            missed = [item for item in trials[name] if not item.is_found]
+            for item in missed:
+                where = item.divergence.tap if item.divergence else "nowhere"
+                sys.stderr.write(f"{name}: {item.fault.name} found at {where}, not at {', '.join(item.fault.sites)}\n")
     parts = [heading(), summary(results, trials), sound_table(results), fault_table(trials)]
     sys.stdout.write("\n\n".join(parts) + "\n")
     if not options.names:
@@ -211,11 +211,11 @@ def sound_table(results: dict[str, dict[str, Checked]]) -> str:
     """Return one line an architecture: what each dtype came to."""
     rows = []
     for name, by_dtype in results.items():
-        runs = [each.run for each in by_dtype.values() if each.run is not None]
+        runs = [item.run for item in by_dtype.values() if item.run is not None]
         taps = max((len(run.taps) for run in runs), default=0)
         num_rows = sum(run.num_rows for run in runs)
-        shares = [f"{each.share:.2f}" if each.word == "pass" else "-" for each in by_dtype.values()]
-        worst = next((f"{dtype}: {each.word}" for dtype, each in by_dtype.items() if each.word != "pass"), "")
+        shares = [f"{item.share:.2f}" if item.word == "pass" else "-" for item in by_dtype.values()]
+        worst = next((f"{dtype}: {item.word}" for dtype, item in by_dtype.items() if item.word != "pass"), "")
         rows.append([name, taps, num_rows, *shares, worst])
     dtypes = list(next(iter(results.values()), {}))
     headers = ["architecture", "taps", "rows", *(f"{dtype}: largest share of bound" for dtype in dtypes), "not passed"]
@@ -225,23 +225,23 @@ def sound_table(results: dict[str, dict[str, Checked]]) -> str:
 def fault_table(trials: dict[str, list[Trial]]) -> str:
     """Return one line a fault: in how many architectures it was planted, and found where it is."""
     planted: dict[str, list[Trial]] = {}
-    for each in (trial for found in trials.values() for trial in found):
-        planted.setdefault(each.fault.name, []).append(each)
+    for item in (trial for found in trials.values() for trial in found):
+        planted.setdefault(item.fault.name, []).append(item)
     rows = [[name, len(found), sum(trial.is_found for trial in found)] for name, found in sorted(planted.items())]
     return tabulate(rows, ["fault", "architectures", "found at the right tap"], tablefmt="github")
 
 
 def summary(results: dict[str, dict[str, Checked]], trials: dict[str, list[Trial]]) -> str:
     """Return the totals in words."""
-    passed = [name for name, by_dtype in results.items() if all(each.word == "pass" for each in by_dtype.values())]
+    passed = [name for name, by_dtype in results.items() if all(item.word == "pass" for item in by_dtype.values())]
     planted = [trial for found in trials.values() for trial in found]
     found = sum(trial.is_found for trial in planted)
-    enough = sum(len(each) >= 3 for each in trials.values())
+    enough = sum(len(item) >= 3 for item in trials.values())
     text = f"{len(passed)} of {len(results)} architectures pass in every dtype."
     if planted:
         text += f" {found} of {len(planted)} faults in {len(trials)} architectures are found at the right tap"
         text += f" ({100 * found / len(planted):.1f} %); {enough} architectures have three faults or more."
-    runs = [each.run for by_dtype in results.values() for each in by_dtype.values() if each.word == "pass" and each.run]
+    runs = [item.run for by_dtype in results.values() for item in by_dtype.values() if item.word == "pass" and item.run]
     by_control = [tap.local_bound_share_max or 0.0 for run in runs for tap in run.taps if tap.is_bounded_by_control]
     if by_control:
         text += (

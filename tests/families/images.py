@@ -219,7 +219,7 @@ def scaled(own: torch.Tensor, images: list[list[int]]) -> torch.Tensor:
 
 
 def columns(images: list[list[int]], height: int) -> list[int]:
-    return [at for each in images for at in torch.tensor(each).view(height, -1).T.flatten().tolist()]
+    return [at for image in images for at in torch.tensor(image).view(height, -1).T.flatten().tolist()]
 
 
 def repositioned(change: Callable[[DecoderInputs, int, int], torch.Tensor]) -> Callable[[Any], Any]:
@@ -300,7 +300,7 @@ def numbered(own: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
 
 
 def without_images(inputs: DecoderInputs, _request: RequestInfo) -> DecoderInputs:
-    others = {name: each for name, each in inputs.by_token.items() if name != "inputs_embeds"}
+    others = {name: item for name, item in inputs.by_token.items() if name != "inputs_embeds"}
     return replace(inputs, by_token=others)
 
 
@@ -308,7 +308,7 @@ def of_the_first(inputs: DecoderInputs, request: RequestInfo) -> DecoderInputs:
     """Hand the rows of the first request to all others."""
     if request.id == 0:
         _kept["first"] = inputs.by_token["inputs_embeds"]
-    rows, own = inputs.by_token["inputs_embeds"].clone(), [at for each in images_of(request) for at in each]
+    rows, own = inputs.by_token["inputs_embeds"].clone(), [at for item in images_of(request) for at in item]
     rows[own] = _kept["first"][own]
     return replace(inputs, by_token={**inputs.by_token, "inputs_embeds": rows})
 
@@ -332,7 +332,7 @@ FAULTS = (
     Fault(name="another request's image in the prefix cache", families=FAMILIES, schedule="prefix-hit",
           sites=("k_cache",), says=("what another request wrote",)),
     Fault(name="rows after the first layers dropped", families=("qwen3_vl", "qwen3_vl_moe"),
-          change=lambda inputs, _: replace(inputs, deepstack=[0 * each for each in inputs.deepstack]),
+          change=lambda inputs, _: replace(inputs, deepstack=[0 * item for item in inputs.deepstack]),
           sites=("layers.1.input_layernorm",), says=()),
     Fault(name="attention inside of an image looks back only", families=("gemma3",),
           change=lambda inputs, _: replace(inputs, types={}), sites=("attention",),

@@ -52,8 +52,8 @@ _Held = list[torch.Tensor]
 def held(decoder: HFDecoder, *names: str) -> _Held:
     """Return the states of the cache, of all layers: of `conv`, `recurrent`, or both."""
     layers = [layer for cache in decoder.cache.values() for layer in cache.layers]
-    found = [each for layer in layers for name in names or ("conv", "recurrent") for each in _of(layer, name)]
-    return [each for each in found if isinstance(each, torch.Tensor)]
+    found = [item for layer in layers for name in names or ("conv", "recurrent") for item in _of(layer, name)]
+    return [item for item in found if isinstance(item, torch.Tensor)]
 
 
 def _of(layer: Any, name: str) -> list[Any]:
@@ -78,7 +78,7 @@ class Faulty(HFDecoder):
         super().__exit__(*error)
 
     def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
-        before = [each.clone() for each in held(self)]
+        before = [item.clone() for item in held(self)]
         logits = super().feed(ids, **options)
         self.pieces.append(len(ids[0]))
         self.after_piece(before)
@@ -92,8 +92,8 @@ def zero_after_restore(*names: str) -> type[Faulty]:
     class Zero(Faulty):
         def restore(self, snapshot: Any) -> None:
             super().restore(snapshot)
-            for each in held(self, *names):
-                each.zero_()
+            for item in held(self, *names):
+                item.zero_()
 
     return Zero
 
@@ -106,7 +106,7 @@ class OthersSnapshot(Faulty):
     def restore(self, snapshot: Any) -> None:
         super().restore(snapshot)
         if type(self).first is None:
-            type(self).first = [each.clone() for each in held(self)]
+            type(self).first = [item.clone() for item in held(self)]
         else:
             _put(held(self), type(self).first)
 
@@ -128,8 +128,8 @@ class EarlierSnapshot(Faulty):
         with HFDecoder(self._hf) as other:
             other.feed([row[:-1] for row in self.begin])
         layers = [layer for cache in kept.cache.values() for layer in cache.layers]
-        states = [each for layer in layers for name in ("conv", "recurrent") for each in _of(layer, name)]
-        _put([each for each in states if isinstance(each, torch.Tensor)], held(other))
+        states = [item for layer in layers for name in ("conv", "recurrent") for item in _of(layer, name)]
+        _put([state for state in states if isinstance(state, torch.Tensor)], held(other))
         return kept
 
 
@@ -140,7 +140,7 @@ def at_piece(number: int, change: Callable[[_Held, _Held], None], *names: str, f
         def after_piece(self, before: _Held) -> None:
             is_due = len(self.pieces) - 1 >= number if from_on else len(self.pieces) - 1 == number
             if is_due and before:
-                wanted = {id(each) for each in held(self, *names)}
+                wanted = {id(item) for item in held(self, *names)}
                 pairs = [(s, b) for s, b in zip(held(self), before, strict=True) if id(s) in wanted]
                 change([s for s, _ in pairs], [b for _, b in pairs])
 
@@ -148,8 +148,8 @@ def at_piece(number: int, change: Callable[[_Held, _Held], None], *names: str, f
 
 
 def zero(states: _Held, _before: _Held) -> None:
-    for each in states:
-        each.zero_()
+    for state in states:
+        state.zero_()
 
 
 class ZeroAfterFirst(Faulty):
@@ -170,7 +170,7 @@ class Late(Faulty):
     """After each step of decode the states are those of before it."""
 
     def after_piece(self, before: _Held) -> None:
-        shown = [each.clone() for each in held(self)]
+        shown = [item.clone() for item in held(self)]
         if len(self.pieces) > 1 and hasattr(self, "own"):
             _put(held(self), self.own)
         self.own = shown
@@ -184,7 +184,7 @@ class Twice(Faulty):
         if len(self.pieces) == 4:
             kept = deepcopy(self.cache)
             HFDecoder.feed(self, ids, **options)
-            twice = [each.clone() for each in held(self)]
+            twice = [item.clone() for item in held(self)]
             self.cache = kept
             _put(held(self), twice)
         return logits
@@ -194,7 +194,7 @@ class KeepsDrafts(Faulty):
     """After going back, the states are those with the drafts."""
 
     def restore(self, snapshot: Any) -> None:
-        self.verified = [each.clone() for each in held(self)]
+        self.verified = [item.clone() for item in held(self)]
         super().restore(snapshot)
 
     def after_piece(self, before: _Held) -> None:
@@ -217,8 +217,8 @@ class SwapsRequests(Faulty):
 
     def after_piece(self, before: _Held) -> None:
         if len(self.pieces) == 1:
-            for each in held(self):
-                each.copy_(each.flip(0).clone())
+            for item in held(self):
+                item.copy_(item.flip(0).clone())
 
 
 class NotCleared(Faulty):
@@ -241,12 +241,12 @@ class NotClearedAgain(Faulty):
 
     def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
         left = Faulty.left
-        if not self.pieces and left is not None and self.cache and all(len(each) > 1 for each in held(left)):
+        if not self.pieces and left is not None and self.cache and all(len(item) > 1 for item in held(left)):
             for cache, other in zip(self.cache.values(), left.cache.values(), strict=True):
                 for layer, theirs in zip(cache.layers, other.layers, strict=True):
                     for name, value in vars(theirs).items():
                         if name in ("conv_states", "recurrent_states"):
-                            own = {at: each[self.lane :][:1].clone() for at, each in value.items() if each is not None}
+                            own = {at: item[self.lane :][:1].clone() for at, item in value.items() if item is not None}
                             setattr(layer, name, {**value, **own})
                         elif "conv" in name or "recurrent" in name or name in ("has_previous_state", "dtype", "device"):
                             setattr(layer, name, deepcopy(value))
@@ -276,13 +276,13 @@ def forked_with(change: Callable[[_Held, int], None], *names: str) -> type[Fault
 
 
 def forks_zero(states: _Held, num: int) -> None:
-    for each in states:
-        each[num:] = 0
+    for state in states:
+        state[num:] = 0
 
 
 def forks_exchanged(states: _Held, num: int) -> None:
-    for each in states:
-        each[num:] = each[:num].flip(0).clone()
+    for state in states:
+        state[num:] = state[:num].flip(0).clone()
 
 
 class SharedWithFork(Faulty):
@@ -295,8 +295,8 @@ class SharedWithFork(Faulty):
         self.num = len(lanes) // 2
 
     def after_piece(self, before: _Held) -> None:
-        for each in held(self) if self.num else ():
-            each[: self.num] = each[self.num :].clone()
+        for item in held(self) if self.num else ():
+            item[: self.num] = item[self.num :].clone()
 
 
 class ForkedLate(Faulty):
@@ -310,10 +310,10 @@ class ForkedLate(Faulty):
 
     def after_piece(self, before: _Held) -> None:
         if self.num and len(self.pieces) == self.at + 1:
-            own = [each.clone() for each in held(self)]
+            own = [item.clone() for item in held(self)]
             again = deepcopy(self.cache)
             HFDecoder.feed(self, self.fed, **self.given)
-            late = [each.clone() for each in held(self)]
+            late = [item.clone() for item in held(self)]
             self.cache = again
             for state, first, second in zip(held(self), own, late, strict=True):
                 state.copy_(torch.cat([first[: self.num], second[self.num :]]))
@@ -324,19 +324,19 @@ class ForkedLate(Faulty):
 
 
 def scaled(states: _Held, _before: _Held, factor: float = 1.01) -> None:
-    for each in states:
-        each.mul_(factor)
+    for state in states:
+        state.mul_(factor)
 
 
 def exchanged(states: _Held, _before: _Held) -> None:
-    for each in states:
-        if each.dim() > 2 and each.shape[-1] == each.shape[-2]:
-            each.copy_(each.transpose(-1, -2).clone())
+    for state in states:
+        if state.dim() > 2 and state.shape[-1] == state.shape[-2]:
+            state.copy_(state.transpose(-1, -2).clone())
 
 
 def rolled(states: _Held, _before: _Held) -> None:
-    for each in states:
-        each.copy_(each.roll(1, dims=-1))
+    for state in states:
+        state.copy_(state.roll(1, dims=-1))
 
 
 def put_back(states: _Held, before: _Held) -> None:
@@ -441,7 +441,7 @@ class Subject:
     ) -> None:
         self.folder, self.dtype, self._num_runs = folder, getattr(torch, dtype), 0
         ids = [tokens(seed=seed, count=n)[0].tolist() for seed, n in zip(seeds, lengths, strict=True)]
-        prompts = [RequestSpec(token_ids=each) for each in ids]
+        prompts = [RequestSpec(token_ids=identifier) for identifier in ids]
         self.plan = plan_request(
             model=str(folder / family), engine="hf", dtype=dtype, device="cpu", requests=prompts,
             max_new_tokens=num_new, schedules=list(SCHEDULES), local_files_only=True,
@@ -451,7 +451,7 @@ class Subject:
 
     def check(self, schedule: str, decoder: type[HFDecoder] = HFDecoder, *, explains: bool = True) -> RunResult:
         """Run the engine under a schedule and compare it with the golden."""
-        (own,) = [each for each in self.plan.schedules if each == Schedule.of(schedule)]
+        (own,) = [item for item in self.plan.schedules if item == Schedule.of(schedule)]
         engine = HFEngine(load_model(self.plan.folder, dtype=self.dtype, stays=True), None)
         engine.match_taps(self.oracle.graph)
         self._num_runs += 1
@@ -472,7 +472,7 @@ def _first_alone(found: Comparison) -> Comparison:
     """Leave out findings but the first operation's and those of states: explanations of scans take long."""
     run = found.result
     first = None if run.first_divergence is None else run.first_divergence.tap
-    kept = [each for each in run.findings if each.tap and (each.tap == first or "_state" in each.tap)]
+    kept = [finding for finding in run.findings if finding.tap and (finding.tap == first or "_state" in finding.tap)]
     return replace(found, result=replace(run, findings=tuple(kept[:4])))
 
 
@@ -509,10 +509,14 @@ def sound_rows(family: str, dtype: str, schedules: Sequence[str]) -> Iterator[li
 def fault_row(opened: Subject, family: str, dtype: str, fault: Fault) -> list[object]:
     """Plant a fault and say what was found of it."""
     run = opened.check(fault.schedule, fault.decoder())
-    findings = [each for each in run.findings if each.tap and "_state" in each.tap]
+    findings = [finding for finding in run.findings if finding.tap and "_state" in finding.tap]
     first = run.first_divergence
     is_local = first is not None and "_state" in first.tap
-    causes = [each.explanation.cause for each in findings if each.explanation is not None and each.explanation.is_cause]
+    causes = [
+        finding.explanation.cause
+        for finding in findings
+        if finding.explanation is not None and finding.explanation.is_cause
+    ]
     own = first.explanation if first is not None else None
     said = own.cause if own is not None and own.is_cause else ""
     is_right = bool(fault.says) and any(word in said for word in fault.says)

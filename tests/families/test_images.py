@@ -32,7 +32,7 @@ def test_a_chunk_may_end_inside_of_an_image(qwen: Subject) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_fault_around_an_image_is_named(qwen: Subject, name: str) -> None:
-    (fault,) = [each for each in FAULTS if each.name == name]
+    (fault,) = [item for item in FAULTS if item.name == name]
 
     *_, found, _, is_there, word, said = fault_row(qwen, "qwen2_5_vl", "float32", fault)
 

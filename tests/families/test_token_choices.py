@@ -42,7 +42,7 @@ def test_a_choice_among_tokens_is_a_tap_by_position(deepseek: Subject) -> None:
 
 @pytest.mark.parametrize("name", ["one token fewer", "positions one late in chunks"])
 def test_a_wrong_choice_is_found(deepseek: Subject, name: str) -> None:
-    (fault,) = [each for each in FAULTS if each.name == name]
+    (fault,) = [item for item in FAULTS if item.name == name]
 
     *_, found, tap, word, said = fault_row(deepseek, "deepseek_v32", "float32", fault)
 

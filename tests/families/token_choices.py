@@ -106,7 +106,7 @@ def decoder_with(fault: Fault) -> type[HFDecoder]:
         def __init__(self, hf: HFModel) -> None:
             super().__init__(hf)
             self._indexers = [
-                each for each in hf.model.modules() if hasattr(each, "index_topk") and hasattr(each, "wk")
+                module for module in hf.model.modules() if hasattr(module, "index_topk") and hasattr(module, "wk")
             ]
             self._num = self._indexers[0].index_topk
             if not getattr(hf.model, "is_faulty", False):
@@ -117,8 +117,8 @@ def decoder_with(fault: Fault) -> type[HFDecoder]:
         def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
             if fault.choose is None:
                 return super().feed(ids, **options)
-            handles = [each.register_forward_pre_hook(self._begin) for each in self._indexers]
-            handles += [each.register_forward_hook(self._end) for each in self._indexers]
+            handles = [item.register_forward_pre_hook(self._begin) for item in self._indexers]
+            handles += [item.register_forward_hook(self._end) for item in self._indexers]
             try:
                 return super().feed(ids, **options)
             finally:

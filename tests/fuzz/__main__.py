@@ -34,9 +34,9 @@ def main() -> int:
         for name, (handle, _) in chosen.items():
             count, begin = max(1, round(given.inputs * shares[name] / sum(shares.values()))), time.monotonic()
             handled = [handle(given.seed + index) for index in range(count)]
-            found = [what for each in handled for what in each.violations]
+            found = [what for item in handled for what in item.violations]
             num_bad += len(found)
-            endings = ", ".join(f"{ending} {n}" for ending, n in Counter(each.ending for each in handled).most_common())
+            endings = ", ".join(f"{ending} {n}" for ending, n in Counter(item.ending for item in handled).most_common())
             seconds = time.monotonic() - begin
             print(f"{name}: {count} inputs, {len(found)} violations, {seconds:.0f} s ({endings})", flush=True)
             print(*found[:10], sep="\n", end="\n" if found else "", flush=True)

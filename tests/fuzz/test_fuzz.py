@@ -42,7 +42,7 @@ def test_no_damaged_input_is_handled_badly(templates: Templates, subtests: pytes
         with subtests.test(target.name):
             count = max(1, min(INPUTS, int(SECONDS_OF_A_TARGET / target.seconds)))
             handled = [fuzz(target, templates.folder, seed) for seed in range(count)]
-            assert [what for each in handled for what in each.violations] == []
+            assert [what for item in handled for what in item.violations] == []
 
 
 def test_no_damaged_message_is_handled_badly(subtests: pytest.Subtests) -> None:
@@ -50,7 +50,7 @@ def test_no_damaged_message_is_handled_badly(subtests: pytest.Subtests) -> None:
         for message in messages:
             with subtests.test(message.name):
                 handled = [message.fuzz(seed) for seed in range(INPUTS)]
-                assert [what for each in handled for what in each.violations] == []
+                assert [what for item in handled for what in item.violations] == []
 
 
 def test_the_sound_messages_are_taken() -> None:

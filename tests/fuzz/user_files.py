@@ -128,7 +128,7 @@ def _dump(model: Path, folder: Path) -> None:
     with torch.no_grad():
         made = own(torch.tensor([_TOKEN_IDS]), output_hidden_states=True)
     np.save(folder / "logits.npy", made.logits[0].numpy())
-    torch.save({f"hidden.{at}": each[0] for at, each in enumerate(made.hidden_states)}, folder / "hidden.pt")
+    torch.save({f"hidden.{at}": state[0] for at, state in enumerate(made.hidden_states)}, folder / "hidden.pt")
 
 
 def _night() -> SuiteResult:

@@ -92,7 +92,7 @@ def test_who_stops_early_judges_up_to_the_first_wrong_operation_and_runs_no_furt
     ran = check("--engine", engine, "--schedule", "plain,batched", "--stop-early", "--format", "json")
     assert ran.status == 1
     assert ran.json["first_divergence"]["tap"] == whole["first_divergence"]["tap"] == "model.layers.1.mlp.up_proj"
-    assert {each["schedule"] for each in ran.json["findings"]} == {"plain"}
+    assert {finding["schedule"] for finding in ran.json["findings"]} == {"plain"}
     assert "lm_head" not in {tap["name"] for tap in ran.json["taps"]}
     assert any(note.startswith("stopped at the first operation that is wrong") for note in ran.json["notes"])
 

@@ -61,7 +61,7 @@ def test_one_file_of_a_step_as_sglang_writes_it(check, qwen2, folder):
     report = ran.json
     assert (report["verdict"], report["engine"], report["schedules"]) == ("pass", "tensors", ["plain"])
     assert report["tokens"] == {"compared": 1, "equal": 1, "ties": 0}
-    sources = {each["tap"]: each for each in report["sources"]}
+    sources = {source["tap"]: source for source in report["sources"]}
     assert sources["lm_head"] == {
         "tap": "lm_head",
         "tensor": "TP0_PP0_Rank0_pid77/Pass00001.pt: logits_processor",

@@ -47,13 +47,13 @@ def step(monkeypatch, checkpoints):
         def hook(path):
             def see(_module, _args, output):
                 given = output if isinstance(output, tuple) else (output,)
-                calls.append((path, [each.clone() for each in given if each is not None]))
+                calls.append((path, [item.clone() for item in given if item is not None]))
 
             return see
 
-        for path, each in engine.model.named_modules():
-            if not list(each.children()):
-                each.register_forward_hook(hook(path))
+        for path, item in engine.model.named_modules():
+            if not list(item.children()):
+                item.register_forward_hook(hook(path))
         engine.step([(0, IDS, 0)])
         prompt, calls = calls, []
         engine.step([(0, [7], len(IDS))])
@@ -109,7 +109,7 @@ def test_the_passes_of_sglang(check, folder, step):
     write_passes(folder, step())
     ran = check()
     assert ran.status == 0, ran.out + ran.err
-    sources = {each["tap"]: each["tensor"] for each in ran.json["sources"]}
+    sources = {source["tap"]: source["tensor"] for source in ran.json["sources"]}
     assert sources["model.layers.0.self_attn.k_proj"].endswith(
         "Pass00000.pt: model.layers.0.self_attn.qkv_proj, columns 128 to 191"
     )
@@ -124,7 +124,7 @@ def test_the_files_of_sglangs_dumper(check, folder, step):
     ran = check()
     assert ran.status == 0, ran.out + ran.err
     assert len(ran.json["sources"]) == ran.json["num_taps"] == 48
-    rotary = next(each["tensor"] for each in ran.json["sources"] if each["tap"] == "model.layers.1.k_rope")
+    rotary = next(source["tensor"] for source in ran.json["sources"] if source["tap"] == "model.layers.1.k_rope")
     assert "model.layers.0.self_attn.rotary_emb.output.1" in rotary
     assert rotary.endswith("layer_id=1.pt: value")
 
@@ -185,9 +185,9 @@ def test_ranks_may_hold_the_same(check, folder, step):
 def test_a_prompt_in_chunks_is_refused(check, folder, step):
     """The logits alone are those of the whole prompt: no operation would have been judged."""
     prompt, decode = step()
-    first = [(path, [each[:8] for each in outputs]) for path, outputs in prompt if path != "head"]
+    first = [(path, [output[:8] for output in outputs]) for path, outputs in prompt if path != "head"]
     first.append(("layers.0.q_norm", [torch.randn(48, 32)]))  # 8 tokens x 6 heads: as many rows as 12 x 4
-    second = [(path, [each[8:12] for each in outputs] if path != "head" else outputs) for path, outputs in prompt]
+    second = [(path, [output[8:12] for output in outputs] if path != "head" else outputs) for path, outputs in prompt]
     write_passes(folder, [first, second, decode])
     ran = check()
     assert ran.status == 2, ran.out + ran.err
@@ -207,12 +207,12 @@ def write_msprobe(folder, model, *, step=0):
         def hook(module, args, output):
             name = f"Module.{path}.{type(module).__name__}.forward.{calls.get(path, 0)}"
             calls[path] = calls.get(path, 0) + 1
-            for at, each in enumerate(args):
-                torch.save(each, place / f"{name}.input.{at}.pt")
-            for at, each in enumerate(output if isinstance(output, tuple) else [output]):
-                torch.save(each, place / f"{name}.output.{at}.pt")
-            for key, each in module.named_parameters(recurse=False):
-                torch.save(each, place / f"{name}.parameters.{key}.pt")
+            for at, argument in enumerate(args):
+                torch.save(argument, place / f"{name}.input.{at}.pt")
+            for at, item in enumerate(output if isinstance(output, tuple) else [output]):
+                torch.save(item, place / f"{name}.output.{at}.pt")
+            for key, item in module.named_parameters(recurse=False):
+                torch.save(item, place / f"{name}.parameters.{key}.pt")
 
         return hook
 
@@ -315,7 +315,7 @@ def test_what_ranks_hold_is_put_together(check, folder, checkpoints, dtype, scal
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True).eval()
     write_ranks(folder, model, scale=scale)
     ran = check(dtype)
-    sources = {each["tap"]: each["tensor"] for each in ran.json["sources"]}
+    sources = {source["tap"]: source["tensor"] for source in ran.json["sources"]}
     name = "step0/rank*/proc*/Module.model.layers.0.{}.forward.0.output.0.pt, 2 ranks {}"
     assert sources["model.layers.0.self_attn.k_proj"] == name.format("self_attn.k_proj", "side by side")
     if scale == 1.0:

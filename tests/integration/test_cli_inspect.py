@@ -107,7 +107,7 @@ def test_a_setting_that_differs_as_json(harness, install, llama):
     ran = harness("inspect", "--engine", install(OTHER_EPS), "--model", llama, "--format", "json")
     assert ran.status == 1
     document = ran.json
-    settings = {each.pop("setting"): each for each in document.pop("settings")}
+    settings = {item.pop("setting"): item for item in document.pop("settings")}
     assert document == {
         "schema_version": 1,
         "kind": "settings",
@@ -138,7 +138,7 @@ def test_one_thing_is_inspected(harness, arguments):
 def test_a_check_says_which_setting_differs_and_judges_the_rows_as_well(harness, install, llama, workload):
     ran = harness("check", "--engine", install(OTHER_EPS), "--model", llama, *workload, "--format", "json")
     assert ran.status == 1
-    assert [(each["code"], each["message"], each["schedule"]) for each in ran.json["findings"]] == [
+    assert [(finding["code"], finding["message"], finding["schedule"]) for finding in ran.json["findings"]] == [
         ("H054", "the engine has norm eps 1e-06, HF has 1e-05", schedule) for schedule in ("plain", "batched")
     ]
     assert ran.json["first_divergence"] is None

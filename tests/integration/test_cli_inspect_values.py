@@ -51,7 +51,7 @@ def test_a_row_of_a_tap_and_a_part_of_it(inspect, recorded):
 
 def test_rows_of_two_recordings_are_put_side_by_side(inspect, recorded):
     found = inspect(recorded / "golden", recorded / "recording", "--tensor", TAP).json
-    assert [each["shape"][0] for each in found["tensors"]] == [10, 10]
+    assert [tensor["shape"][0] for tensor in found["tensors"]] == [10, 10]
     assert found["difference"]["relative_l2"] < 1e-6
 
 

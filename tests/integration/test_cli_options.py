@@ -122,7 +122,7 @@ def test_a_form_that_a_result_lacks_is_refused(harness, name):
 
 @pytest.mark.parametrize(
     "of_result",
-    [each for each in vars(forms).values() if isinstance(each, forms.Forms)],
+    [var for var in vars(forms).values() if isinstance(var, forms.Forms)],
     ids=lambda each: each.functions["json"],
 )
 def test_every_form_that_is_offered_can_be_made(of_result):

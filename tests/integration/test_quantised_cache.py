@@ -9,7 +9,7 @@ PLANTED = [(form, fault) for form in FORMATS for fault in faults(form)]
 
 
 @pytest.mark.parametrize(
-    "form", [INT8, *(pytest.param(each, marks=pytest.mark.slow) for each in FORMATS if each != INT8)]
+    "form", [INT8, *(pytest.param(item, marks=pytest.mark.slow) for item in FORMATS if item != INT8)]
 )
 def test_a_sound_cache_passes_as_declared(form):
     trial = checked(form, form.keep, dtype="bfloat16", schedule="chunked")
@@ -51,6 +51,6 @@ def test_attention_that_leaves_declared_scales_out_is_not_excused():
     change = next(change for name, change, _, _ in faults(form) if name == "scale is 1, both")
     result = checked(form, change).result
     assert result is not None
-    (attention,) = (each for each in result.runs[0].findings if each.tap == "model.layers.1.attention")
+    (attention,) = (finding for finding in result.runs[0].findings if finding.tap == "model.layers.1.attention")
     assert attention.explanation is not None
     assert "keys and values have a scale of 1: theirs is not delivered" in attention.explanation.cause

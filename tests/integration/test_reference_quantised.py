@@ -107,7 +107,7 @@ def experts(checkpoints, tmp_path_factory):
 
 
 def of_experts(harness, folder, dtype):
-    asked = [dtype if each == "bfloat16" else each for each in ASKED]
+    asked = [dtype if item == "bfloat16" else item for item in ASKED]
     ran = harness("check", "--model", folder, "--engine-option", "weights=checkpoint", *asked)
     assert ran.status in (0, 1), ran.err
     return ran.json

@@ -36,7 +36,7 @@ def check(harness, model):
     """Check a request of 15 tokens, one of 18 that begins likewise, and others if they are given; blocks of four."""
 
     def checked(schedules, *more):
-        prompts = [each for tokens in (f"{HEAD},19", f"{HEAD},20,21,22,23", *more) for each in ("--token-ids", tokens)]
+        prompts = [item for tokens in (f"{HEAD},19", f"{HEAD},20,21,22,23", *more) for item in ("--token-ids", tokens)]
         command = ["check", "--model", model, *prompts, "--max-new-tokens", "7", "--schedule", schedules]
         return harness(*command, "--engine-option", "block_size=4", "--format", "json")
 

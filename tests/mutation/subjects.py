@@ -98,7 +98,7 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
     if stem.startswith("reference_engine/"):
         names = _ENGINE[stem.removeprefix("reference_engine/")]
         return tuple(f"tests/unit/reference_engine/{name}" for name in names)
-    package, room = next(each for each in _ROOMS.items() if stem.startswith(f"harness/{each[1]}/"))
+    package, room = next(item for item in _ROOMS.items() if stem.startswith(f"harness/{item[1]}/"))
     inner = stem.removeprefix(f"harness/{room}/")
     folder, _, module = inner.rpartition("/")
     if package == "explain":

@@ -182,7 +182,7 @@ def _trace_the_host_alone() -> None:
 
     def init(self: Any, *args: Any, activities: Any = None, **kwargs: Any) -> None:
         if activities is not None:
-            activities = [each for each in activities if each != torch.profiler.ProfilerActivity.CUDA]
+            activities = [activity for activity in activities if activity != torch.profiler.ProfilerActivity.CUDA]
         own(self, *args, activities=activities, **kwargs)
 
     torch.profiler.profile.__init__ = init

@@ -54,4 +54,4 @@ def test_a_text_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
         write_text(path, "new")
     assert caught.value.code is Code.CANNOT_WRITE
     assert path.read_text() == "old"
-    assert [each.name for each in path.parent.iterdir()] == ["a.txt"]
+    assert [item.name for item in path.parent.iterdir()] == ["a.txt"]

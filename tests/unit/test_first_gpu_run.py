@@ -23,7 +23,7 @@ def test_a_failure_stops_nothing_and_what_is_done_is_not_done_again(tmp_path):
     counted = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
     steps = [step("first", counted), step("second", "raise SystemExit(3)", counted), step("third", "print('figures')")]
     assert not run_steps(steps, tmp_path, budget_s=60)
-    assert [kept_result(each.name, tmp_path).statuses for each in steps] == [(0,), (3, 0), (0,)]
+    assert [kept_result(item.name, tmp_path).statuses for item in steps] == [(0,), (3, 0), (0,)]
     assert not run_steps(steps, tmp_path, budget_s=60)
     assert (tmp_path / "count").read_text() == "xxx", "the failed step is tried again, with all its commands"
     summary = (tmp_path / "summary.md").read_text()
@@ -81,9 +81,9 @@ def test_an_archive_goes_on_elsewhere(tmp_path):
 
 
 def test_each_step_has_its_name_and_fits_into_a_call():
-    assert len({each.name for each in STEPS}) == len(STEPS)
-    assert all(each.usual_s <= each.limit_s <= 560 for each in STEPS)
-    assert {each.name for each in PRETENDED_STEPS} <= {each.name for each in STEPS}
+    assert len({item.name for item in STEPS}) == len(STEPS)
+    assert all(item.usual_s <= item.limit_s <= 560 for item in STEPS)
+    assert {item.name for item in PRETENDED_STEPS} <= {item.name for item in STEPS}
 
 
 def test_an_unknown_step_is_refused(tmp_path, capsys):

@@ -42,19 +42,19 @@ def read(base, hf):
         adapted = copy.copy(hf)
         adapted.model = copy.deepcopy(hf.model)
         add_adapter(adapted, folder)
-        found = {path: each for path, each in adapted.model.named_modules() if isinstance(each, LoraLinear)}
-        return {path: each.scaling * each.lora_b.double() @ each.lora_a.double() for path, each in found.items()}
+        found = {path: item for path, item in adapted.model.named_modules() if isinstance(item, LoraLinear)}
+        return {path: item.scaling * item.lora_b.double() @ item.lora_a.double() for path, item in found.items()}
 
     def by_engine(folder):
         config = ModelConfig.from_folder(FOLDER)
         adapter = read_adapter("own", folder, config, torch.float32, torch.device("cpu"))
         updates = [update for product in adapter.updates.values() for update in product]
-        return {each.name: each.scaling * each.b_OR.double() @ each.a_RI.double() for each in updates}
+        return {item.name: item.scaling * item.b_OR.double() @ item.a_RI.double() for item in updates}
 
     def by_peft(folder):
         model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).double()
-        layers = {path: each for path, each in model.base_model.model.named_modules() if hasattr(each, "lora_A")}
-        return {path: each.get_delta_weight("default").detach() for path, each in layers.items()}
+        layers = {path: item for path, item in model.base_model.model.named_modules() if hasattr(item, "lora_A")}
+        return {path: layer.get_delta_weight("default").detach() for path, layer in layers.items()}
 
     return lambda folder: (refusable(by_oracle, folder), refusable(by_engine, folder), lambda: by_peft(folder))
 

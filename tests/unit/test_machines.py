@@ -46,8 +46,8 @@ def test_names_are_unique_and_each_setting_changes_something_else():
 def test_each_day_has_a_setting_and_the_days_take_turns():
     days = [datetime.date(2026, 1, 1) + datetime.timedelta(days=n) for n in range(len(SETTINGS))]
     chosen = [setting_of_the_day(day) for day in days]
-    there = {each.name for each in SETTINGS if each.is_daily and not missing(each)} - {"plain"}
-    assert {each.name for each in chosen} == there
+    there = {setting.name for setting in SETTINGS if setting.is_daily and not missing(setting)} - {"plain"}
+    assert {item.name for item in chosen} == there
 
 
 def test_a_setting_that_cannot_be_made_says_what_is_missing(tmp_path):
@@ -138,7 +138,7 @@ def test_results_of_other_runs_stay_in_the_table(tmp_path):
     assert kept_results(tmp_path) == []
     (tmp_path / "threads-3.json").write_text('{"setting": "threads-3", "passed": 7, "failed": ["a"]}')
     (tmp_path / "plain.json").write_text('{"setting": "plain", "passed": 7}')
-    assert [each.setting for each in kept_results(tmp_path)] == ["plain", "threads-3"]
+    assert [result.setting for result in kept_results(tmp_path)] == ["plain", "threads-3"]
 
 
 def test_the_default_run_is_not_shuffled(tmp_path):
@@ -147,7 +147,7 @@ def test_the_default_run_is_not_shuffled(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *NO_PLUGINS, str(tmp_path / "test_it.py")]
     shuffled = "--random-order-bucket=module", "--random-order-seed=1"
     found = [pytest_output([*command, *more]) for more in ((), shuffled)]
-    assert [re.findall(r"test_\d+", each) for each in found[:1]] == [names]
+    assert [re.findall(r"test_\d+", item) for item in found[:1]] == [names]
     assert sorted(re.findall(r"test_\d+", found[1])) == names != re.findall(r"test_\d+", found[1])
 
 
@@ -155,9 +155,9 @@ def test_the_default_run_is_not_shuffled(tmp_path):
 @pytest.mark.parametrize(
     "setting",
     [
-        each
-        for each in SETTINGS
-        if {"-p", "--random-order-bucket=module", "--random-order-bucket=package"} & {*each.arguments}
+        item
+        for item in SETTINGS
+        if {"-p", "--random-order-bucket=module", "--random-order-bucket=package"} & {*item.arguments}
     ],
     ids=lambda each: each.name,
 )

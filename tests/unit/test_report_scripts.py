@@ -14,7 +14,7 @@ def imported(path):
     """Yield module and name of what a script imports of the project."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in OURS:
-            yield from ((node.module, each.name) for each in node.names)
+            yield from ((node.module, name.name) for name in node.names)
 
 
 def is_there(module, name):

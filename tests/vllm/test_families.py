@@ -59,8 +59,8 @@ def changed(monkeypatch, owner, **attributes):
         for path, value in attributes.items():
             part, _, name = path.rpartition("__")
             target = self
-            for each in filter(None, part.split("__")):
-                target = getattr(target, each)
+            for word in filter(None, part.split("__")):
+                target = getattr(target, word)
             setattr(target, name, value)
 
     monkeypatch.setattr(owner, "__init__", build)

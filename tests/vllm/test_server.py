@@ -67,7 +67,7 @@ def test_a_sound_server_passes(served, capsys):
     status = check(*served)
     out = capsys.readouterr().out
     assert status == 0, out
-    assert {each["schedule"] for each in json.loads(out)["runs"]} >= {"together", "repeated", "alone", "streamed"}
+    assert {item["schedule"] for item in json.loads(out)["runs"]} >= {"together", "repeated", "alone", "streamed"}
 
 
 def test_another_rotary_base_is_found(served, capsys, tmp_path):

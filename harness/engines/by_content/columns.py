@@ -113,7 +113,7 @@ class ColumnIndex:
         begins = [self._begins(at, projected[:, at], float(distance[at])) for at in _samples(value)]
         fits = []
         for index in sorted(set.intersection(*map(set, begins)))[:_MOST_TENSORS]:
-            common = set.intersection(*(each[index] for each in begins))
+            common = set.intersection(*(begin[index] for begin in begins))
             columns = self._columns(index, common, value, tolerance)
             if columns is None and may_be_permuted:
                 columns = self._permuted(index, projected, distance)

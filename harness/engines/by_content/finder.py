@@ -227,7 +227,7 @@ class TapFinder:
 
     def _take(self, found: dict[str, FoundTensor]) -> bool:
         """Go on from other findings if they are more, and lose nothing."""
-        before, now = (self._sharp(each) for each in (self.found, found))
+        before, now = (self._sharp(item) for item in (self.found, found))
         is_more = len(now) > len(before) or len(found) > len(self.found)
         if not is_more or not (found.keys() >= self.found.keys() and now >= before):
             return False
@@ -321,7 +321,7 @@ class TapFinder:
         return found.evidence is TapEvidence.CONTENT and found.error <= limit
 
     def _sharp(self, found: Mapping[str, FoundTensor]) -> set[str]:
-        return {tap for tap, each in found.items() if self._is_sharp(each)}
+        return {tap for tap, item in found.items() if self._is_sharp(item)}
 
     def _leads_on(self, tap: str, found: Mapping[str, FoundTensor]) -> bool:
         """Whether a tensor holds what HF computes from a tap, through values that were not found."""
@@ -350,9 +350,9 @@ class TapFinder:
             if (tap, is_near) in tried:
                 continue
             tried.add((tap, is_near))
-            together = {each for reader in self._readers[tap] for each in self._hf.graph[reader].inputs if each in lost}
+            together = {item for reader in self._readers[tap] for item in self._hf.graph[reader].inputs if item in lost}
             for group in [[tap], sorted(together, key=self._place.__getitem__)][: 1 if len(together) == 1 else 2]:
-                if 0 < len(group) <= _MOST_TOGETHER and self._try([lost[each] for each in group], is_near=is_near):
+                if 0 < len(group) <= _MOST_TOGETHER and self._try([lost[item] for item in group], is_near=is_near):
                     return True
         return False
 
@@ -406,7 +406,7 @@ class TapFinder:
             for at, table in enumerate(tables)
             if table.rows.shape[1] == columns.stop and (is_last or not self._is_claimed(at, columns))
         ]
-        named = [each for each in wide if self._names.likeness(each[0], logits) == 2] or wide
+        named = [item for item in wide if self._names.likeness(item[0], logits) == 2] or wide
         if len(named) == 1:
             self.found[logits.tap] = named[0][1]
 

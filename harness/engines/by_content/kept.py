@@ -74,4 +74,4 @@ class KeptCache:
     def _of_another_layer(self, tap: str) -> MappedTap | None:
         """Return where the like of a tap is in another layer: an engine has one order of heads."""
         site = self._graph[tap].site
-        return next((each for other, each in self._map.taps.items() if self._graph[other].site == site), None)
+        return next((item for other, item in self._map.taps.items() if self._graph[other].site == site), None)

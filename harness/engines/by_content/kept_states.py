@@ -76,7 +76,7 @@ def find_places(stepper: Stepper, hf: HFModel, number: int) -> Places:
     with torch.no_grad():
         stepper.step(with_following(stepper, [(number, ids, 0)]))
     shown = own(number)
-    if all(isinstance(each, Mapping) for each in shown.values()):
+    if all(isinstance(item, Mapping) for item in shown.values()):
         return {}
     with HFDecoder(hf) as decoder:
         decoder.feed([ids])
@@ -103,6 +103,6 @@ def _candidates(key: Key, shape: torch.Size, shown: Sequence[torch.Tensor]) -> I
     if key[1].startswith("conv") and shape[-1] > 1:
         shapes.append((*shape[:-1], shape[-1] - 1))
     for index, tensor in enumerate(shown):
-        for wanted in (each for each in shapes if prod(each) == tensor.numel() and tensor.dim() <= _MOST_DIMS):
+        for wanted in (item for item in shapes if prod(item) == tensor.numel() and tensor.dim() <= _MOST_DIMS):
             for order in permutations(range(tensor.dim())):
                 yield _Place(index, order, wanted), tensor.permute(order).reshape(wanted)

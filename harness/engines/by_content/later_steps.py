@@ -79,7 +79,7 @@ class LaterSteps:
             self._take(logits, [returned], TapEvidence.DEFINITION)
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
-            lost = [each for each in lost if each.kind not in _NO_VALUES]
+            lost = [item for item in lost if item.kind not in _NO_VALUES]
             if lost and not operation.is_kept and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
         self._prefer_content()
@@ -203,7 +203,7 @@ class LaterSteps:
             return self._errors_with(reader, given).get(reader.tap, inf)
 
         without = ({**taken, tap: replace(read, rows=torch.zeros_like(read.rows))} for tap, read in taken.items())
-        return error_of(taken) <= self._held and all(error_of(each) > self._held for each in without)
+        return error_of(taken) <= self._held and all(error_of(item) > self._held for item in without)
 
     def _nearest_of_exchanged(self, reader: Operation, taken: Mapping[str, _Read]) -> Mapping[str, _Read]:
         """Return the same tensors for taps as HF's values are nearest to: a sum is the same in any order."""

@@ -159,8 +159,8 @@ def _made(operator: Any, result: Any) -> Iterator[torch.Tensor]:
         return
     results = result if isinstance(result, tuple | list) else (result,)
     declared = returns if len(returns) == len(results) else returns * len(results)  # a list is declared once
-    for value, each in zip(results, declared, strict=True):
-        if each.alias_info is None:
+    for value, item in zip(results, declared, strict=True):
+        if item.alias_info is None:
             yield from _tensors(value)
 
 
@@ -179,8 +179,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         elif value.is_complex():  # rotary of pairs; what it is viewed as later is no tensor of its own
             yield torch.view_as_real(value.resolve_conj()).flatten(-2)
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
 

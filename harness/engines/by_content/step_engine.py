@@ -123,7 +123,7 @@ class StepEngine:
             numerics=self._numerics,
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             sampled_only=tuple(
-                tap for tap, each in learned.taps.items() if each.is_sampled_only and tap not in graph.head
+                tap for tap, item in learned.taps.items() if item.is_sampled_only and tap not in graph.head
             ),
             notes=(*_notes(learned), *getattr(stepper, "notes", ())),
             sources=_sources(learned, stepper),
@@ -175,7 +175,7 @@ class _Run:
         self._poison = poison
         embeddings = (tap_map.taps[op.tap] for op in graph if op.kind is Kind.EMBEDDING and op.tap in tap_map.taps)
         self._embedding = next((mapped.sources for mapped in embeddings), ())
-        self._lasting = {tap for tap, each in tap_map.taps.items() if each.is_sampled_only or tap in graph.head}
+        self._lasting = {tap for tap, item in tap_map.taps.items() if item.is_sampled_only or tap in graph.head}
         self._sites = tap_map.sites
         self._numbers, self._own = numbers, dict[int, int]()
         self._cache, self._states = KeptCache(stepper, graph, tap_map), KeptStates(stepper, places)
@@ -207,9 +207,9 @@ class _Run:
 
     def step(self, work: list[list[Part]]) -> None:
         """Compute some positions of some requests, each with those of the draft that it gives up, and record them."""
-        parts = [part for each in work for part in each]
+        parts = [part for item in work for part in item]
         rows = [(request, at) for request, positions in parts for at in positions]
-        lengths = [sum(len(positions) for _, positions in each) for each in work]
+        lengths = [sum(len(positions) for _, positions in item) for item in work]
         last = [end - 1 for end in accumulate(lengths)]
         sampled = [row for row, (request, at) in enumerate(rows) if at >= request.prompt_length - 1]
         verifies = not set(sampled) <= set(last)  # each row of a draft chooses a token
@@ -226,11 +226,11 @@ class _Run:
         if self._poison is not None:
             victim = None if self._poison.victim is None else self._own.get(self._poison.victim)
             self._poison.before_step(self._stepper, victim)
-        for each, length in zip(work, lengths, strict=True):
-            self._num_computed[self._number(each[0][0])] += length
-        given = [(self._number(each[0][0]), _tokens(each), each[0][1].start) for each in work]
+        for item, length in zip(work, lengths, strict=True):
+            self._num_computed[self._number(item[0][0])] += length
+        given = [(self._number(item[0][0]), _tokens(item), item[0][1].start) for item in work]
         spans = [range(start, start + len(tokens)) for _, tokens, start in given]
-        following = [each[-1][0].token_ids[each[-1][1].stop :] for each in work]
+        following = [item[-1][0].token_ids[item[-1][1].stop :] for item in work]
         shown, logits, num_computed = self._watched(given, sampled if verifies else None, spans, following)
         num_sampled = num_computed, len(logits)  # the logits themselves are fewer where the engine returned more
         for tap, value in self._map.read(shown, spans=spans, num_sampled=num_sampled).items():
@@ -241,8 +241,8 @@ class _Run:
                 is_few = self._map.taps[tap].is_sampled_only and len(own) < len(rows)
                 self._writer.tap(tap, own[chosen if is_few else sampled])
         self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
-        for each in work:
-            self._write_states(*each[-1])
+        for item in work:
+            self._write_states(*item[-1])
 
     def _write_states(self, request: RequestInfo, positions: range) -> None:
         """Write what the engine keeps of states, where it shows them."""
@@ -318,11 +318,11 @@ def _steps(requests: list[RequestInfo], workload: Workload, cached: Mapping[int,
     Of a prompt, what is not cached: the first `cached` tokens of a request, by its id.
     """
     ahead = {
-        each.id: [
-            [(request, range(max(at.start, cached.get(each.id, 0)), at.stop)) for request, at in parts]
-            for parts in workload.steps(each)
+        item.id: [
+            [(request, range(max(at.start, cached.get(item.id, 0)), at.stop)) for request, at in parts]
+            for parts in workload.steps(item)
         ]
-        for each in requests
+        for item in requests
     }
     while any(ahead.values()):
         ready = [request for request in requests if ahead[request.id]]

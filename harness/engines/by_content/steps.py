@@ -44,7 +44,7 @@ def module_paths(stepper: object) -> dict[nn.Module, str]:
                 for path, module in value.named_modules():
                     found.setdefault(module, path)
             elif hasattr(value, "__dict__"):
-                following += [(f"{prefix}{name}.", each) for name, each in vars(value).items()]
+                following += [(f"{prefix}{name}.", var) for name, var in vars(value).items()]
         level = following
     return found
 
@@ -74,7 +74,7 @@ def with_following(stepper: Stepper, work: Work, following: Sequence[Sequence[in
     if not ahead:
         return work
     known = [list(tokens[:ahead]) for tokens in following] or [[] for _ in work]
-    return [(*each, tokens) for each, tokens in zip(work, known, strict=True)]
+    return [(*item, tokens) for item, tokens in zip(work, known, strict=True)]
 
 
 def tokens_ahead(stepper: Stepper) -> int:

@@ -96,7 +96,9 @@ class Table:
 
 def tables_of(tensors: Mapping[str, torch.Tensor], num_rows: int) -> list[Table]:
     """Return the tensors that have a row for each token, in each dimension that may count the tokens."""
-    return [Table(name, rows) for name, each in tensors.items() for _layout, rows in layouts_with_rows(each, num_rows)]
+    return [
+        Table(name, rows) for name, tensor in tensors.items() for _layout, rows in layouts_with_rows(tensor, num_rows)
+    ]
 
 
 class TableIndex:

@@ -105,7 +105,7 @@ class TapMap:
             ways = few if mapped.is_sampled_only else whole
             there = [source for source in mapped.sources if source.site in shown]
             found = (source.read_all(shown[source.site], *way) for way in ways for source in there)
-            rows = next((each for each in found if each is not None), None)
+            rows = next((item for item in found if item is not None), None)
             if rows is not None:
                 taps[tap] = rows
         return taps

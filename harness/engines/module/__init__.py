@@ -66,5 +66,5 @@ def _has_names_of(checkpoint: Checkpoint, module: nn.Module) -> bool:
 
 def _is_called_as_hf(model: PreTrainedModel) -> bool:
     parameters = inspect.signature(model.forward).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return takes_any or {"input_ids", "use_cache"} <= set(parameters)

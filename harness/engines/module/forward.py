@@ -53,8 +53,9 @@ class Forward:
         self._ids = ids.name if ids.kind in (ids.POSITIONAL_OR_KEYWORD, ids.KEYWORD_ONLY) else ""
         self._cache = next((name for name in CACHES if name in parameters), None)
         is_required = {
-            name: each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-            for name, each in parameters.items()
+            name: parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            for name, parameter in parameters.items()
         }
         self._fills = {name: fill for name, fill in _FILLED.items() if name in parameters}
         self._fills |= {name: fill for name, fill in _FILLED_IF_REQUIRED.items() if is_required.get(name)}
@@ -146,8 +147,8 @@ class Forward:
         """Return the name of the argument that takes the token ids: `input_ids`, or the first one."""
         if _IDS in parameters:
             return _IDS
-        for name, each in parameters.items():
-            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.VAR_POSITIONAL):
+        for name, parameter in parameters.items():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.VAR_POSITIONAL):
                 return name
         raise self._error("its forward takes no token ids", expected="forward(input_ids)", actual=list(parameters))
 

@@ -101,8 +101,8 @@ class _Entry:
         components = _components(path)
         if not self.fits(path) or (self.part and (self.part != part or len(components) > len(self.path))):
             return None
-        numbers = iter(each for own, each in zip(self.path, components, strict=False) if own == _ANY)
-        ours = [next(numbers) if each == _ANY else each for each in self.ours]
+        numbers = iter(component for own, component in zip(self.path, components, strict=False) if own == _ANY)
+        ours = [next(numbers) if our == _ANY else our for our in self.ours]
         name = ".".join([*ours, *components[len(self.path) :]])
         return f"{name}:{part}" if part and not self.part else name
 
@@ -124,7 +124,7 @@ def _above(path: str) -> Iterator[str]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> Sequence[str]:
-    candidates = sorted(each for each in names if each and ":" not in each)
+    candidates = sorted(item for item in names if item and ":" not in item)
     return get_close_matches(name, candidates, n=3, cutoff=0.3) or candidates[:3]
 
 

@@ -41,14 +41,14 @@ def showing_values(module: nn.Module, paths: Collection[str], sink: Sink) -> Ite
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Run a module as in inference, without dropout, and put the mode of each part of it back."""
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(item, item.training) for item in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for each, mode in modes:
-            each.training = mode
+        for item, mode in modes:
+            item.training = mode
 
 
 def _before(path: str, show: Callable[[str, Any], None]) -> Callable[..., None]:
@@ -65,8 +65,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
         if values.is_floating_point():
             yield values.detach()
     elif isinstance(values, tuple | list):
-        for each in values:
-            yield from _tensors(each)
+        for value in values:
+            yield from _tensors(value)
     elif isinstance(values, Mapping):
-        for each in values.values():
-            yield from _tensors(each)
+        for value in values.values():
+            yield from _tensors(value)

@@ -140,7 +140,7 @@ class FolderEngine:
         return self._in_dtype(rows).dtype is not self._dtype and rows.dtype.itemsize > self._dtype.itemsize
 
     def _refuse_no_rows(self, files: TensorFiles) -> None:
-        shapes = Counter(str(list(each.tensor.shape)) for each in files.tensors)
+        shapes = Counter(str(list(tensor.tensor.shape)) for tensor in files.tensors)
         raise HarnessError(
             Code.TENSORS_OF_OTHER_TOKENS,
             "no tensor has a token dimension: none has a row for each of the tokens",
@@ -155,7 +155,7 @@ class FolderEngine:
         assert self._finder is not None
         found = self._finder.found
         embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in found), None)
-        is_empty = all(each.evidence is not TapEvidence.CONTENT or each.is_last_row for each in found.values())
+        is_empty = all(item.evidence is not TapEvidence.CONTENT or item.is_last_row for item in found.values())
         if not is_empty and (embedding is None or found[embedding].evidence is TapEvidence.CONTENT):
             return
         hint = (
@@ -196,8 +196,8 @@ class FolderEngine:
         if any(_without_numbers(name(tap)) == alike for tap in found if tap != embedding):
             return  # the names are numbers
         rows, tables = self._finder.rows(embedding), self._finder.tables
-        named = [each for each in tables if each.name != own and _without_numbers(each.name) == alike]
-        others = [each.name for each in named if torch.equal(each.rows, rows)]
+        named = [table for table in tables if table.name != own and _without_numbers(table.name) == alike]
+        others = [item.name for item in named if torch.equal(item.rows, rows)]
         if others:
             raise HarnessError(
                 Code.TENSORS_OF_OTHER_TOKENS,
@@ -232,14 +232,14 @@ def finder_of(tensors: Sequence[NamedTensor], hf: HFModel, ids: Sequence[int], r
         rounding: RMS relative error of one rounding in the engine.
     """
     # where names decide, what ranks hold together comes before the part of one of them
-    given = {each.name: each.tensor for each in [*together(tensors), *tensors]}
-    one_row = {name: each for name, each in given.items() if each.dim() >= 1 and each.numel() == each.shape[-1]}
+    given = {tensor.name: tensor.tensor for tensor in [*together(tensors), *tensors]}
+    one_row = {name: item for name, item in given.items() if item.dim() >= 1 and item.numel() == item.shape[-1]}
     return TapFinder(
         hf,
         torch.tensor([list(ids)]),
         tables_of(given, len(ids)),
         TapNames(hf.graph, given),
-        last_rows=[Table(name, each.reshape(1, -1)) for name, each in one_row.items()],
+        last_rows=[Table(name, item.reshape(1, -1)) for name, item in one_row.items()],
         rounding=rounding,
     )
 

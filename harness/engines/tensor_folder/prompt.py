@@ -31,15 +31,15 @@ def embedded_tokens(hf: HFModel, tensors: Sequence[NamedTensor], tolerance: floa
     (width,) = operation.shape
     probes = torch.randn(width, _NUM_PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     known, norms = _vocabulary(hf, operation, probes)
-    for each in tensors:
-        if each.tensor.dim() < 2 or each.tensor.shape[-1] != width:
+    for tensor in tensors:
+        if tensor.tensor.dim() < 2 or tensor.tensor.shape[-1] != width:
             continue
-        rows = each.tensor.reshape(-1, width).double() @ probes  # [rows, projections]
+        rows = tensor.tensor.reshape(-1, width).double() @ probes  # [rows, projections]
         told = [_token(row, known, norms, tolerance) for row in rows[:_FIRST_ROWS]]
         if any(token >= 0 for token in told):
             told += [_token(row, known, norms, tolerance) for row in rows[_FIRST_ROWS:]]
         if sum(token >= 0 for token in told) >= _SHARE * len(told):
-            return each.name, told
+            return tensor.name, told
     return None
 
 

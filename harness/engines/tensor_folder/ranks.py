@@ -19,11 +19,11 @@ def together(tensors: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
     split by their inputs are added up, in float32. Tensors that are the same on all ranks are left as they are.
     """
     groups: dict[str, dict[tuple[int, ...], NamedTensor]] = defaultdict(dict)
-    for each in tensors:
-        ranks = tuple(int(number) for _word, number in _RANK.findall(each.name))
+    for tensor in tensors:
+        ranks = tuple(int(number) for _word, number in _RANK.findall(tensor.name))
         if ranks:
-            name = _PROCESS.sub(r"\1*", _RANK.sub(r"\1*", each.name))
-            groups[name].setdefault(ranks, each)
+            name = _PROCESS.sub(r"\1*", _RANK.sub(r"\1*", tensor.name))
+            groups[name].setdefault(ranks, tensor)
     for name, group in groups.items():
         parts = [group[ranks].tensor for ranks in sorted(group)]
         first = parts[0]

@@ -100,7 +100,7 @@ def _note(
     output: Any,
 ) -> None:
     first, *others = output if isinstance(output, tuple | list) and output else (output,)
-    others = [None if any(_is_same(value, each) for each in given) else value for value in others]
+    others = [None if any(_is_same(value, item) for item in given) else value for value in others]
     by_place = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
     calls.append(
         ModuleCall(

@@ -123,7 +123,7 @@ class _Table:
         sizes = self._fused_sizes(getattr(module, "base_layer", module))
         if len(names) != len(sizes):  # which part is what is not said: Lfm2-MoE's in_proj has three parts and one name
             return None
-        return Split({self._tap(each) or each: size for each, size in zip(names, sizes, strict=True)})
+        return Split({self._tap(item) or item: size for item, size in zip(names, sizes, strict=True)})
 
     def _attention(self, path: str) -> Entry:
         parent = path.rpartition(".")[0]
@@ -188,4 +188,4 @@ def _is_layer(path: str) -> bool:
 def _kinds(module: nn.Module) -> set[str]:
     """Return the names of a module's class and of those that it is made of; of what a wrapper (for LoRA) is around."""
     wrapped = getattr(module, "base_layer", None)
-    return {each.__name__ for each in type(module).__mro__} | (_kinds(wrapped) if wrapped is not None else set())
+    return {item.__name__ for item in type(module).__mro__} | (_kinds(wrapped) if wrapped is not None else set())

@@ -88,7 +88,7 @@ class PackedHeads:
             raise unfit("a value packed by KV head has another width", where, expected, value.shape[-1])
         packed = value.unflatten(-1, (self.num_kv_heads, num_heads, self.head_dim))
         query, key, values = packed.split([num_heads - 2, 1, 1], dim=-2)
-        yield from ((tap, each.flatten(-3)) for tap, each in zip(self.taps, (query, key, values), strict=True))
+        yield from ((tap, item.flatten(-3)) for tap, item in zip(self.taps, (query, key, values), strict=True))
 
 
 class Fields:
@@ -110,9 +110,9 @@ class Fields:
     def parts(self, value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Cut.parts`."""
         given = value if isinstance(value, tuple | list) else (value,)
-        for field, each in zip(self._fields, given, strict=False):
-            if field is not None and each is not None:
-                yield from parts_of(field, each, where)
+        for field, item in zip(self._fields, given, strict=False):
+            if field is not None and item is not None:
+                yield from parts_of(field, item, where)
 
 
 @dataclass(frozen=True, slots=True)

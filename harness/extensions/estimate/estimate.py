@@ -134,14 +134,16 @@ def estimate(
 def _measured(profile: Path, gpus: Sequence[Gpu], meta: MetaModel, size: ModelSize) -> MeasuredProfile:
     """Return the profile's times, and for each GPU the sum of the best times of the same steps."""
     names, found = from_profile(profile, _times)
-    return MeasuredProfile(**names, phases=tuple(_phase(*each, gpus, meta, size) for each in found))
+    return MeasuredProfile(**names, phases=tuple(_phase(*item, gpus, meta, size) for item in found))
 
 
 def _times(document: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, float, list[StepShape]]]]:
     """Return what was profiled, and name, milliseconds and steps of each phase."""
     names = {name: str(document[name]) for name in ("engine", "model", "dtype", "device")}
     phases = document["phases"]
-    return names, [(each["name"], float(each["wall_ms"]), [_shape(step) for step in each["steps"]]) for each in phases]
+    return names, [
+        (phase["name"], float(phase["wall_ms"]), [_shape(step) for step in phase["steps"]]) for phase in phases
+    ]
 
 
 def _shape(step: Mapping[str, Any]) -> StepShape:
@@ -176,7 +178,7 @@ def _needs(step: StepShape, meta: MetaModel, size: ModelSize) -> tuple[int, int]
 
 def _cache_parts(meta: MetaModel, context: int, itemsize: int) -> tuple[CachePart, ...]:
     """Return what is kept of a request, by how it grows: its sizes at one token, at the context, and one more tell."""
-    sizes = [meta.cache_sizes(each, itemsize) for each in (1, context, context + 1)]
+    sizes = [meta.cache_sizes(item, itemsize) for item in (1, context, context + 1)]
     found: dict[str, list[int]] = {"every token": [], "window": [], "state": []}
     for first, now, later in zip(*sizes, strict=True):
         found["every token" if later > now else "window" if now > first else "state"].append(now)

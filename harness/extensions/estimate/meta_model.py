@@ -100,8 +100,8 @@ class MetaModel:
 
     def cache_sizes(self, context: int, itemsize: int) -> list[int]:
         """Return the bytes of each tensor of the cache, in an order that no context changes; its counters are none."""
-        tensors = (each for each in _tensors(self._cache(context)) if each.dim())
-        return [each.numel() * (itemsize if each.dtype is _DTYPE else each.element_size()) for each in tensors]
+        tensors = (tensor for tensor in _tensors(self._cache(context)) if tensor.dim())
+        return [tensor.numel() * (itemsize if tensor.dtype is _DTYPE else tensor.element_size()) for tensor in tensors]
 
     def decode_flops(self, context: int) -> int:
         """Return the FLOPs of a token that sees itself and `context - 1` others.
@@ -147,7 +147,9 @@ class MetaModel:
         Attention grows evenly with the context up to each window, and then stays: decode steps at these ends tell all.
         """
         windows = {getattr(self._config, name, None) for name in _WINDOWS}
-        ends = sorted({1, num_tokens, *(each for each in windows if isinstance(each, int) and 1 < each < num_tokens)})
+        ends = sorted(
+            {1, num_tokens, *(window for window in windows if isinstance(window, int) and 1 < window < num_tokens)}
+        )
         flops = {end: self.decode_flops(end) for end in ends}
         total = flops[1]
         for low, high in pairwise(ends):  # an arithmetic series from low + 1 to high
@@ -193,8 +195,8 @@ def _tensors(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterat
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     if type(value).__module__.startswith("transformers") and depth < _DEPTH:
         parts = vars(value).values()
-    for each in parts:
-        yield from _tensors(each, seen, depth + 1)
+    for part in parts:
+        yield from _tensors(part, seen, depth + 1)
 
 
 def _not_sized(what: str, model: str, error: Exception | None) -> HarnessError:

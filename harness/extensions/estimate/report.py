@@ -37,7 +37,7 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
 def _measured(measured: MeasuredProfile, gpus: list[str], tablefmt: str) -> list[str]:
     """Return a row for each phase of a profile: its time, and the least that each GPU needs for the same steps."""
     rows = [
-        [phase.name, f"{phase.num_steps:,}", *(f"{each * 1e3:,.3f}" for each in (phase.measured_s, *phase.best_s))]
+        [phase.name, f"{phase.num_steps:,}", *(f"{item * 1e3:,.3f}" for item in (phase.measured_s, *phase.best_s))]
         for phase in measured.phases
     ]
     header = ["phase", "steps", "measured ms", *(f"{name} ms at best" for name in gpus)]

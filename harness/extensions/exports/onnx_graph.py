@@ -33,7 +33,7 @@ def packed_weights(export: Path) -> Iterator[PackedWeight]:
         model = onnx.load(export / GRAPH_NAME)
     except Exception as error:  # protobuf's own, which onnx does not name
         refuse("the export cannot be read", export / GRAPH_NAME, actual=str(error)[:200])
-    tensors = {each.name: each for each in model.graph.initializer}
+    tensors = {item.name: item for item in model.graph.initializer}
     integers = {getattr(onnx.TensorProto, name) for name in ("UINT8", "INT8", "UINT4", "INT4")}
 
     def read(name: str) -> torch.Tensor:
@@ -42,7 +42,7 @@ def packed_weights(export: Path) -> Iterator[PackedWeight]:
     by_scale: dict[str, PackedWeight] = {}
     for node in model.graph.node:
         if node.op_type == _PRODUCT:
-            attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+            attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
             by_scale[node.input[2]] = _weight(node, attributes, read)
     yield from by_scale.values()
     for node in model.graph.node:

@@ -74,10 +74,10 @@ def _codes(constant: Any) -> torch.Tensor:
 
 def _reader(node: Any, *kinds: str) -> Any:
     """Return what reads a node, which is of one of some kinds."""
-    readers = [each.get_node() for each in node.output(0).get_target_inputs()]
-    found = [each for each in readers if each.get_type_name() in kinds]
+    readers = [item.get_node() for item in node.output(0).get_target_inputs()]
+    found = [reader for reader in readers if reader.get_type_name() in kinds]
     if len(found) != 1:
-        names = ", ".join(each.get_type_name() for each in readers)
+        names = ", ".join(reader.get_type_name() for reader in readers)
         refuse("a weight is not read", node.get_friendly_name(), expected=" or ".join(kinds), actual=names)
     return found[0]
 

@@ -61,7 +61,7 @@ def write_packed(weights: Sequence[PackedWeight], origin: Checkpoint, made: Path
     Raises:
         HarnessError: QUANTISED_MISFIT: a weight has no place in `origin`; `where` is that of the export.
     """
-    by_module = {module: weight for each in weights for module, weight in _split(each, origin.config)}
+    by_module = {module: weight for item in weights for module, weight in _split(item, origin.config)}
     for module in by_module:
         if f"{module}.weight" not in origin.tensors and module != HEAD:
             raise HarnessError(

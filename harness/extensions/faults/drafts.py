@@ -214,7 +214,7 @@ def _ring() -> AbstractContextManager[InjectedFault]:
             for layer, window in enumerate(self.model_config.layer_windows):
                 for position in range(chunk.stop, end):
                     if window is not None and position >= window:
-                        old, new = (divmod(slots[each], BLOCK_SIZE) for each in (position - window, position))
+                        old, new = (divmod(slots[item], BLOCK_SIZE) for item in (position - window, position))
                         cache.data[:, layer, old[0], old[1]] = cache.data[:, layer, new[0], new[1]]
             return found
 

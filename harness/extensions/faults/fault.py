@@ -104,7 +104,7 @@ def table_of(**given: Any) -> Callable[..., Fault]:
         line = {**given, "id": id, "summary": summary, "inject": inject, "cause": cause, **own}
         line |= zip(("tap", "row"), place, strict=False)
         line["row"] = line["row"] if line["tap"] is not None else None
-        changes = {each.name: line.pop(each.name) for each in fields(FaultConfig) if each.name in line}
+        changes = {item.name: line.pop(item.name) for item in fields(FaultConfig) if item.name in line}
         setting = replace(line.pop("setting", FaultConfig()), **changes)
         return Fault(**line, setting=setting)
 

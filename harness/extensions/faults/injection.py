@@ -41,9 +41,11 @@ def _refuse_other_parameters(name: str, original: Callable[..., Any], made: Call
     Raises:
         TypeError: it takes other parameters.
     """
-    needed = [each for each in signature(original).parameters.values() if each.default is each.empty]
-    positional = [None for each in needed if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    named = {each.name: None for each in needed if each.kind is each.KEYWORD_ONLY}
+    needed = [
+        parameter for parameter in signature(original).parameters.values() if parameter.default is parameter.empty
+    ]
+    positional = [None for item in needed if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
+    named = {item.name: None for item in needed if item.kind is item.KEYWORD_ONLY}
     try:
         signature(made).bind(*positional, **named)
     except TypeError as error:

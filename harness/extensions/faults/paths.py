@@ -85,7 +85,7 @@ def _averaged(outs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tenso
 
 
 def _in_base_two(outs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tensor:
-    return merge_exactly(outs, [each * torch.log(torch.tensor(2.0)) for each in sums])
+    return merge_exactly(outs, [item * torch.log(torch.tensor(2.0)) for item in sums])
 
 
 def _old_in_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:

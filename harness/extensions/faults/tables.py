@@ -22,11 +22,11 @@ def as_json(score: Score) -> dict[str, Any]:
         "num_variants": len(score.variants),
         "false_alarms": score.false_alarms,
         "equivalent": [{"id": fault.id, "proof": fault.equivalent} for fault in score.equivalent],
-        "faults": [_fault_json(each) for each in score.faults],
+        "faults": [_fault_json(item) for item in score.faults],
         "alarms": [
-            {"id": each.variant.id, "seed": each.seed, "message": each.message}
-            for each in score.variants
-            if each.is_alarm
+            {"id": variant.variant.id, "seed": variant.seed, "message": variant.message}
+            for variant in score.variants
+            if variant.is_alarm
         ],
         "peers": {name: _peer_json(name, score) for name in (*RULES, TOKENS)},
         "seconds": score.seconds,
@@ -51,9 +51,9 @@ def _fault_json(each: FaultScore) -> dict[str, Any]:
 
 def _peer_json(name: str, score: Score) -> dict[str, int]:
     return {
-        "detected": sum(each.peers[name][0] for each in score.faults),
-        "right_layer": sum(all(each.peers[name]) for each in score.faults),
-        "false_alarms": sum(each.peers.get(name, False) for each in score.variants),
+        "detected": sum(fault.peers[name][0] for fault in score.faults),
+        "right_layer": sum(all(fault.peers[name]) for fault in score.faults),
+        "false_alarms": sum(variant.peers.get(name, False) for variant in score.variants),
     }
 
 
@@ -64,7 +64,11 @@ def as_text(score: Score, *, tablefmt: str = "simple") -> str:
         proofs = "\n".join(f"- {fault.id}: {fault.equivalent}" for fault in score.equivalent)
         parts.append(f"Not counted, because nothing can show them:\n\n{proofs}")
     if score.variants:
-        alarms = [f"- {each.variant.id}, seed {each.seed}: {each.message}" for each in score.variants if each.is_alarm]
+        alarms = [
+            f"- {variant.variant.id}, seed {variant.seed}: {variant.message}"
+            for variant in score.variants
+            if variant.is_alarm
+        ]
         parts.append(
             f"{len(score.variants)} benign runs, {score.false_alarms} false alarms."
             + "".join(f"\n{alarm}" for alarm in alarms)
@@ -87,23 +91,23 @@ def _counts(name: str, faults: Sequence[FaultScore]) -> list[object]:
     return [
         name,
         len(faults),
-        sum(each.detected for each in faults),
-        sum(each.localised for each in faults),
-        sum(each.named for each in faults),
-        sum(each.named_wrongly for each in faults),
+        sum(fault.detected for fault in faults),
+        sum(fault.localised for fault in faults),
+        sum(fault.named for fault in faults),
+        sum(fault.named_wrongly for fault in faults),
     ]
 
 
 def _faults(faults: Sequence[FaultScore], tablefmt: str) -> str:
     rows = [
         [
-            each.fault.id,
-            *("yes" if flag else "NO" for flag in (each.detected, each.localised)),
-            "yes" if each.named else "WRONGLY" if each.named_wrongly else "no",
-            _place(each),
-            each.error if each.explanation is None else each.explanation.cause,
+            fault.fault.id,
+            *("yes" if flag else "NO" for flag in (fault.detected, fault.localised)),
+            "yes" if fault.named else "WRONGLY" if fault.named_wrongly else "no",
+            _place(fault),
+            fault.error if fault.explanation is None else fault.explanation.cause,
         ]
-        for each in faults
+        for fault in faults
     ]
     headers = ["fault", "detected", "localised", "named", "found first", "what was said"]
     widths = [None] * 5 + [None if tablefmt == "github" else 70]

@@ -34,8 +34,8 @@ def draw_prompts(pool: SequencePool, generator: random.Random) -> Prompts:
     middle = range(max(2, longest // 3), max(3, longest - longest // 4))
     subjects = [_request(pool, at, sequence, generator.choice(middle)) for at, sequence in enumerate(sequences[:-2])]
     first = len(subjects)
-    short = [_request(pool, first + at, each, min(_SHORT, longest)) for at, each in enumerate(sequences[-2:])]
-    long = [_request(pool, first + at, each, longest) for at, each in enumerate(sequences[-2:])]
+    short = [_request(pool, first + at, item, min(_SHORT, longest)) for at, item in enumerate(sequences[-2:])]
+    long = [_request(pool, first + at, item, longest) for at, item in enumerate(sequences[-2:])]
     return Prompts(subjects=subjects, short=short, long=long)
 
 

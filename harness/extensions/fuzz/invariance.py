@@ -148,9 +148,9 @@ class Comparer:
         return _Recorded(recording, wrong)
 
     def _compare(self, found: _Found, before: _Recorded | HarnessError, after: _Recorded | HarnessError) -> None:
-        for each in (before, after):
-            if isinstance(each, HarnessError):
-                found.fail(each)
+        for item in (before, after):
+            if isinstance(item, HarnessError):
+                found.fail(item)
                 return
         assert isinstance(before, _Recorded)
         assert isinstance(after, _Recorded)

@@ -70,7 +70,7 @@ class Poisoner:
 
     def __post_init__(self) -> None:
         offered = self.engine.capabilities.schedules
-        self._schedules = [each for each in map(parse_schedule, SCHEDULES) if each.name in offered]
+        self._schedules = [item for item in map(parse_schedule, SCHEDULES) if item.name in offered]
         self._totals = {
             memory: PoisonedMemory(memory=memory, num_filled=0, schedules=(), num_rows=0) for memory in Memory
         }

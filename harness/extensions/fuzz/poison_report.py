@@ -27,7 +27,7 @@ def _headline(result: PoisonResult) -> str:
 
 def _memories(result: PoisonResult) -> list[str]:
     let_in = {leak.memory for leak in result.leaks}
-    rows = [(str(each.memory), *_cells(each, each.memory in let_in)) for each in result.memories]
+    rows = [(str(memory.memory), *_cells(memory, memory.memory in let_in)) for memory in result.memories]
     headers = ("memory", "elements filled", "rows compared", "let in", "schedules")
     return table_lines(rows, headers)
 
@@ -53,19 +53,19 @@ def _leak(at: int, leak: Leak) -> Iterator[str]:
 
 
 def _failures(result: PoisonResult) -> Iterator[str]:
-    for each in result.failures:
-        what = printable(each.error.splitlines()[0])
-        yield f"{each.memory} filled with {each.value}, schedule {each.schedule}: the run failed: {what}"
+    for failure in result.failures:
+        what = printable(failure.error.splitlines()[0])
+        yield f"{failure.memory} filled with {failure.value}, schedule {failure.schedule}: the run failed: {what}"
 
 
 def _notes(result: PoisonResult) -> Iterator[str]:
     if result.outcome is Outcome.NOTHING and not result.was_interrupted:
         yield f"no more than {Memory.SCRATCH} could be filled:"
         yield "give the engine fill_unused and fill_states (docs/fuzz.md)"
-    if num_rounded := sum(each.num_rounded for each in result.memories):
+    if num_rounded := sum(memory.num_rounded for memory in result.memories):
         yield f"in {count(num_rounded, 'run')} bits of live rows changed by no more than rounding: another order of"
         yield "sums, and nothing that was let in (harness fuzz --invariance shows where)"
-    yield from (printable(f"not served: {each}") for each in result.refusals)
+    yield from (printable(f"not served: {refusal}") for refusal in result.refusals)
     yield from (printable(note) for note in result.notes)
     yield f"  timings    all {number(result.elapsed_s)} s, seed {result.seed}"
     if result.was_interrupted:

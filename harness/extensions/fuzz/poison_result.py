@@ -96,5 +96,5 @@ class PoisonResult:
         """
         if self.leaks or self.failures:
             return Outcome.MISMATCH
-        is_reached = any(each.num_filled for each in self.memories if each.memory is not Memory.SCRATCH)
+        is_reached = any(memory.num_filled for memory in self.memories if memory.memory is not Memory.SCRATCH)
         return Outcome.PASS if is_reached and not self.was_interrupted else Outcome.NOTHING

@@ -42,8 +42,8 @@ def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
         for label, text in divergence_lines(finding.run.first_divergence):
             yield from wrapped(label, text, width, indent=INDENT)
     elif finding.run is not None:
-        for each in finding.run.findings[:3]:
-            yield from wrapped("", f"{each.code}: {printable(each.message)}", width, indent=3)
+        for item in finding.run.findings[:3]:
+            yield from wrapped("", f"{item.code}: {printable(item.message)}", width, indent=3)
     yield from wrapped("           Found:", _history(finding), width, indent=INDENT)
     if finding.workload_file:
         yield f"{'          Repeat:':{INDENT}}harness fuzz --replay {printable(finding.workload_file)}"

@@ -100,11 +100,11 @@ class MLXStepper:
     def _batched_step(self, requests: list[int], tokens: list[list[int]]) -> torch.Tensor:
         """Compute a batch: padded on the right while the caches are filled, which are then shifted to their end."""
         self._change_batch(requests)
-        lengths = [len(each) for each in tokens]
+        lengths = [len(token) for token in tokens]
         padding = [max(lengths) - length for length in lengths]
         for cache in self._batch_cache if any(padding) else ():
             cache.prepare(lengths=lengths, right_padding=padding)
-        ids = mx.array([each + [0] * pad for each, pad in zip(tokens, padding, strict=True)])
+        ids = mx.array([token + [0] * pad for token, pad in zip(tokens, padding, strict=True)])
         logits = as_torch(self._model(ids, cache=self._batch_cache))
         for cache in self._batch_cache if any(padding) else ():
             cache.finalize()
@@ -121,7 +121,7 @@ class MLXStepper:
                 cache.filter(keep)
         else:
             layers = zip(*map(self._cache_of, requests), strict=True)
-            self._batch_cache = [each[0].merge(each) for each in layers]
+            self._batch_cache = [layer[0].merge(layer) for layer in layers]
         self._batch = requests
 
     def _cache_of(self, request: int) -> list[Any]:
@@ -136,7 +136,7 @@ class MLXStepper:
         Raises:
             ValueError: a cache of the model never goes back.
         """
-        kinds = sorted({type(each).__name__ for each in make_prompt_cache(self._model) if not each.is_trimmable()})
+        kinds = sorted({type(item).__name__ for item in make_prompt_cache(self._model) if not item.is_trimmable()})
         if kinds:
             raise ValueError(f"a prompt cache of {', '.join(kinds)} cannot be trimmed")
 
@@ -147,7 +147,7 @@ class MLXStepper:
             layer: [array for part in own if isinstance(part, ArraysCache) for array in part.cache]
             for layer, own in parts.items()
         }
-        return {layer: [as_torch(each)[0] for each in own if each is not None] for layer, own in arrays.items() if own}
+        return {layer: [as_torch(item)[0] for item in own if item is not None] for layer, own in arrays.items() if own}
 
     def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
@@ -156,7 +156,7 @@ class MLXStepper:
 
     def fill_unused(self, value: float) -> int:
         """See `FillsUnused`: places that a cache has behind its tokens; a ring has none."""
-        own = [cache for each in self._caches.values() for cache in each if type(cache) is KVCache]
+        own = [cache for item in self._caches.values() for cache in item if type(cache) is KVCache]
         ends = [(cache, cache.offset) for cache in own]
         ends += [(cache, cache.size()) for cache in self._batch_cache if type(cache) is BatchKVCache]
         arrays = [(array, end) for cache, end in ends for array in (cache.keys, cache.values) if array is not None]
@@ -167,7 +167,7 @@ class MLXStepper:
     def finish(self, request: int) -> None:
         """Forget a request."""
         if request in self._batch:
-            self._change_batch([each for each in self._batch if each != request])
+            self._change_batch([item for item in self._batch if item != request])
         cache, tokens = self._caches.pop(request, None), self._tokens.pop(request, None)
         if request in self._are_kept:
             self._are_kept.remove(request)
@@ -196,10 +196,10 @@ class ModuleCalls:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        for each in self._classes:
-            if "__call__" in vars(each):
-                self._stack.callback(setattr, each, "__call__", each.__call__)
-                each.__call__ = self._shown(each.__call__)
+        for klass in self._classes:
+            if "__call__" in vars(klass):
+                self._stack.callback(setattr, klass, "__call__", klass.__call__)
+                klass.__call__ = self._shown(klass.__call__)
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -231,8 +231,8 @@ class ModuleCalls:
 def _parts(cache: Any) -> Iterator[Any]:
     """Yield the caches of a layer: one, or several in a list."""
     if isinstance(cache, CacheList):
-        for each in cache.caches:
-            yield from _parts(each)
+        for item in cache.caches:
+            yield from _parts(item)
     else:
         yield cache
 
@@ -256,5 +256,5 @@ def _arrays(value: Any) -> Iterator[Any]:
         if mx.issubdtype(value.dtype, mx.floating):
             yield value
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _arrays(each)
+        for item in value:
+            yield from _arrays(item)

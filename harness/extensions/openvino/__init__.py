@@ -66,7 +66,7 @@ class OpenVINOStepper:
         model = core.read_model(graph)
         self.notes = ("set in the engine: " + ", ".join(f"{name}={value}" for name, value in _SETTINGS.items()),)
         self._outputs = {site: partial(self._read, place) for site, place in with_all_outputs(model)}
-        self._inputs = {each.get_any_name() for each in model.inputs}
+        self._inputs = {item.get_any_name() for item in model.inputs}
         self._model = core.compile_model(model, "CPU", _SETTINGS)
         self._batches: dict[int, _Batch] = {}
         self._ended: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -77,7 +77,7 @@ class OpenVINOStepper:
         """See `Stepper.step`; goes back as openvino-genai does, which cuts the state off."""
         batch = self._batch_of([request for request, _, _ in work])
         kept = [batch.requests.index(request) for request, _, _ in work]
-        self._ended |= {each: _rows_of(batch, at) for at, each in enumerate(batch.requests) if at not in kept}
+        self._ended |= {item: _rows_of(batch, at) for at, item in enumerate(batch.requests) if at not in kept}
         too_many = int(batch.mask[kept[0]].sum()) - work[0][2]  # padding is on the left
         if len(work) == 1 and too_many > 0:
             _cut_off(batch, batch.mask.shape[1] - too_many)
@@ -109,7 +109,7 @@ class OpenVINOStepper:
         if batch is None:
             batch = _Batch(list(requests), self._model.create_infer_request(), np.zeros((len(requests), 0), np.int64))
             self._batches |= dict.fromkeys(requests, batch)
-        if any(self._batches.get(each) is not batch for each in requests):
+        if any(self._batches.get(request) is not batch for request in requests):
             raise ValueError("a batch of OpenVINO takes no more requests when it runs")
         return batch
 

@@ -113,10 +113,10 @@ def quant(
         if dtype is not None and engine is None:
             what, hint = "the dtype is that of --engine", "HuggingFace and llama.cpp run in float32"
             raise HarnessError(Code.BAD_OPTION, what, where="--dtype", actual=dtype, hint=hint)
-        for each in wanted:  # what is missing is known before anything costs time
-            if each in HF_TYPES:
-                check_package(str(each))
-            elif each not in PLAIN and not isinstance(each, Path):
+        for item in wanted:  # what is missing is known before anything costs time
+            if item in HF_TYPES:
+                check_package(str(item))
+            elif item not in PLAIN and not isinstance(item, Path):
                 llama()
         folder = resolve(model or DEFAULT_MODEL, local_files_only=local_files_only)
         with scratch_folder("harness-") as made:

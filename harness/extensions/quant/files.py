@@ -38,7 +38,7 @@ def check_type(name: str) -> str:
     Raises:
         HarnessError: BAD_OPTION.
     """
-    found = next((each for each in NAMES if each.lower() == name.strip().lower()), None)
+    found = next((item for item in NAMES if item.lower() == name.strip().lower()), None)
     if found is None:
         raise HarnessError(
             Code.BAD_OPTION,

@@ -89,13 +89,15 @@ def part_costs(
 
 
 def _cost(split: str, name: str, weights: Sequence[_Weight], kl_mean: float) -> PartCost:
-    changes = [((each.changed.double() - each.original.double()).norm(), each.original.norm()) for each in weights]
+    changes = [
+        ((weight.changed.double() - weight.original.double()).norm(), weight.original.norm()) for weight in weights
+    ]
     moved, size = (torch.stack(norms).norm().item() for norms in zip(*changes, strict=True))
     return PartCost(
         split=split,
         name=name,
         layer=None if split == "kinds" else layer_of(weights[0].name),
-        num_weights=sum(each.original.numel() for each in weights),
+        num_weights=sum(weight.original.numel() for weight in weights),
         relative_error=moved / size if size else 0.0,
         kl_mean=kl_mean,
     )

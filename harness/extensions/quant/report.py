@@ -92,12 +92,12 @@ def _splits(result: QuantResult) -> dict[str, str]:
 def _lines_of_parts(result: QuantResult, split: str) -> Iterator[list[str]]:
     """Yield a line for each part, a cell for each type: of single weights the dearest ones; then the sums."""
     costs = [{part.name: part.kl_mean for part in row.parts if part.split == split} for row in result.types]
-    sums = [sum(each.values()) for each in costs]
-    names = list(dict.fromkeys(name for each in costs for name in each))
+    sums = [sum(cost.values()) for cost in costs]
+    names = list(dict.fromkeys(name for cost in costs for name in cost))
     if split == "weights":
-        names = sorted(names, key=lambda name: -max(each.get(name, 0) for each in costs))[:_MOST_WEIGHTS]
+        names = sorted(names, key=lambda name: -max(cost.get(name, 0) for cost in costs))[:_MOST_WEIGHTS]
     for name in names:
-        found = [(each.get(name, 0.0), total) for each, total in zip(costs, sums, strict=True)]
+        found = [(cost.get(name, 0.0), total) for cost, total in zip(costs, sums, strict=True)]
         yield [name, *(f"{value:.2e} {_percent(value / total if total else 0)}" for value, total in found)]
     yield ["sum of all parts", *(f"{total:.2e}" for total in sums)]
     yield ["all of it at once", *(f"{row.kl_mean_format:.2e}" for row in result.types)]

@@ -72,7 +72,7 @@ def measure_types(
 
             return _row(run, truth, sequences, part_costs(hf, run.exact, sequences, truth, splits, tell))
 
-        rows = [measured(*each) for each in enumerate(types)]
+        rows = [measured(*item) for item in enumerate(types)]
         if engine is not None:
             progress(engine.case.engine, len(types), total)
             rows.append(_row(run_engine_cache(engine, hf, sequences, folder), truth, sequences, ()))
@@ -144,7 +144,7 @@ class _Bench:
         return TypeRun(
             name=path.name,
             size_bytes=held.num_bytes,
-            bits_per_weight=8 * held.num_bytes / sum(each.num_elements for each, _ in checkpoint.tensors.values()),
+            bits_per_weight=8 * held.num_bytes / sum(item.num_elements for item, _ in checkpoint.tensors.values()),
             tensor_types=shares((entry.dtype, entry.num_bytes) for entry, _ in held.tensors.values()),
             note="" if source is None else ", ".join(filter(None, [*source.formats, note])),
             exact=exact,
@@ -196,9 +196,9 @@ def _phase_costs(run: TypeRun, truth: Sequence[torch.Tensor]) -> Iterator[PhaseD
         exact, form, engine = (
             [
                 rows[:end] if phase == "prefill" else rows[end:]
-                for rows, end in zip(each, run.prompt_lengths, strict=True)
+                for rows, end in zip(item, run.prompt_lengths, strict=True)
             ]
-            for each in (truth, run.dequantised, run.engine)
+            for item in (truth, run.dequantised, run.engine)
         )
         yield PhaseDivergence(
             phase=phase,

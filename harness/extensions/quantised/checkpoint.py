@@ -109,7 +109,7 @@ class QuantisedCheckpoint:
         suffixes = {suffix for scheme in self.schemes.all for suffix in _suffixes(FORMATS[scheme.format])}
         modules: dict[str, dict[str, str]] = {}
         for name in self._headers:
-            suffix = max((each for each in suffixes if name.endswith(each)), key=len, default=None)
+            suffix = max((item for item in suffixes if name.endswith(item)), key=len, default=None)
             if suffix is not None:
                 modules.setdefault(name.removesuffix(suffix), {})[suffix] = name
         for module, tensors in modules.items():
@@ -138,7 +138,7 @@ class QuantisedCheckpoint:
             if part.name in parts:
                 self._check_shape(part, shapes_of(part, scheme, sizes), entries[part.name])
         static = f"{module}.input_scale"
-        self._used |= {*parts.values(), *(tensors[each] for each in format.aside if each in tensors)}
+        self._used |= {*parts.values(), *(tensors[item] for item in format.aside if item in tensors)}
         return QuantisedWeight(
             name=module + format.target,
             module=module,
@@ -184,7 +184,7 @@ class QuantisedCheckpoint:
             Code.QUANTISED_PART_MISSING,
             "a tensor of a quantised weight is missing",
             where=self._at(name),
-            expected=", ".join(sorted({FORMATS[each.format].title for each in self.schemes.all})),
+            expected=", ".join(sorted({FORMATS[item.format].title for item in self.schemes.all})),
             actual="no such tensor in any shard",
             hint="download the checkpoint again: a shard may be of another version",
         )

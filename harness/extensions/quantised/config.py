@@ -131,7 +131,7 @@ def read_schemes(config: Mapping[str, Any], where: str) -> Schemes:
     _check(config, fields, where)
     skipped = [config.get(field) for field in _SKIPS]
     schemes = read(config, where)
-    left_out = tuple(str(each) for names in skipped if isinstance(names, list) for each in names)
+    left_out = tuple(str(name) for names in skipped if isinstance(names, list) for name in names)
     for pattern in (*left_out, *(target for target, _ in schemes)):
         _check_pattern(pattern, where)
     default = schemes[0][1] if schemes else None
@@ -182,7 +182,7 @@ def _fp8(config: Mapping[str, Any], where: str) -> Targets:
 
 
 def _block(size: object, where: str) -> tuple[int, int]:
-    if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)):
+    if not (isinstance(size, list) and len(size) == 2 and all(type(item) is int and item > 0 for item in size)):
         refuse("the size of a block is not two numbers", where, expected="[128, 128]", actual=size)
     return size[0], size[1]
 
@@ -226,7 +226,7 @@ def _compressed(config: Mapping[str, Any], where: str) -> Targets:
     for name, group in groups.items():
         at = f"{where}.config_groups.{name}"
         targets = group.get("targets") if isinstance(group, dict) else None
-        if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+        if not isinstance(targets, list) or not targets or not all(isinstance(item, str) for item in targets):
             refuse("the group names no modules", at, expected="a table with targets", actual=str(group)[:100])
         _check(group, _COMPRESSED_GROUP, at)
         scheme = _compressed_scheme(group, group.get("format") or config.get("format"), at)

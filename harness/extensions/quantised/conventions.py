@@ -43,19 +43,19 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
     if checkpoint is None or own is None:
         return
     weight, bias = weight_and_bias(subject)
-    weights = {name: each.to(weight.device) for name, each in _weights(subject, checkpoint, own)}
+    weights = {name: item.to(weight.device) for name, item in _weights(subject, checkpoint, own)}
     given, dtype = subject.inputs[0].flatten(1), subject.dtype
-    for name, each in weights.items():
-        yield Rounding(name=name, model=MODEL, expected=partial(product, given, each, bias))
+    for name, item in weights.items():
+        yield Rounding(name=name, model=MODEL, expected=partial(product, given, item, bias))
         if bias is not None and dtype in HALF:
-            after = partial(product_then_bias, given, each, bias, dtype)
+            after = partial(product_then_bias, given, item, bias, dtype)
             yield Rounding(name=f"{name}; {ADDED_AFTER}", model=MODEL, expected=after)
     weights[""] = weight
     x = given.to(torch.float32)
     for way in input_roundings(checkpoint, own, x.shape[1], subject.dtype):
         used = way.dtype if way.dtype in HALF else torch.float64
-        for more, each in weights.items():
-            expected = partial(product_of_integers, subject, *way.steps(x), each, bias, used)
+        for more, item in weights.items():
+            expected = partial(product_of_integers, subject, *way.steps(x), item, bias, used)
             name = DECLARED_INPUTS.format(way.scheme) + (f"; {more}" if more else "")
             yield Rounding(name=name, model=MODEL, expected=expected)
 
@@ -94,7 +94,7 @@ def input_scheme(hf: HFModel, operation: Operation) -> InputScheme | None:
     if num_experts(module) is None or reads_slots(module):
         return None
     weights = checkpoint.weights.values()
-    schemes = {each.scheme.inputs for each in weights if each.module.startswith(f"{operation.module}.")}
+    schemes = {weight.scheme.inputs for weight in weights if weight.module.startswith(f"{operation.module}.")}
     scheme = next(iter(schemes)) if len(schemes) == 1 else None
     return None if scheme is None or scheme.is_static else scheme
 

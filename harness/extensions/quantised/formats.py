@@ -226,7 +226,7 @@ def _bnb_state(read: Read, where: str) -> tuple[tuple[int, ...], int, int, float
         shape, block = tuple(state["shape"]), state["blocksize"]
         nested, offset = state.get("nested_blocksize", 0), float(state.get("nested_offset", 0.0))
         numbers = (*shape, block, *([nested] if "nested_blocksize" in state else []))
-        if len(shape) < 2 or not all(type(each) is int and each > 0 for each in numbers):
+        if len(shape) < 2 or not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError(state)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         misfit("the state of the quantiser is not understood", where, expected="shape and blocksize", actual=str(error))

@@ -54,7 +54,7 @@ def _codes(failure: Failure, mixture: Mixture, checkpoint: QuantisedCheckpoint) 
         for expert in mixture.chosen.unique().tolist()
     }
     found = [checkpoint.weights.get(name) for name in names.values()]
-    sizes = [torch.Size(each.shape).numel() for each in found if each is not None]
+    sizes = [torch.Size(item.shape).numel() for item in found if item is not None]
     if len(sizes) < len(names) or sum(sizes) > _MOST_ELEMENTS:
         return None
     codes: dict[str, dict[int, Codes]] = {product: {} for product in _PRODUCTS}

@@ -66,5 +66,5 @@ def misfit(what: str, where: object, **details: Any) -> NoReturn:
 
 def one_of(value: object, allowed: Sequence[object], where: object) -> None:
     """Refuse a value of a field that is not understood."""
-    if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in allowed):
+    if not any(value == item and isinstance(value, bool) is isinstance(item, bool) for item in allowed):
         refuse("the value is not understood", where, expected=", ".join(map(str, allowed)), actual=value)

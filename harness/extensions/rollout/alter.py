@@ -35,7 +35,7 @@ class Altered:
         self._routers = router_choices(hf.graph)
         operation = hf.graph.by_tap[hf.graph.logits]
         head_module = hf.model.get_output_embeddings()
-        self._head_source = next((path for path, each in hf.model.named_modules() if each is head_module), "")
+        self._head_source = next((path for path, item in hf.model.named_modules() if item is head_module), "")
         self._logits_source = operation.source
 
     def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -122,7 +122,7 @@ def router_choices(graph: Graph) -> list[str]:
 
 def rounded(x: torch.Tensor, dtype: torch.dtype, *, truncates: bool = False) -> torch.Tensor:
     """Round to a dtype of the cache, without a scale, to nearest or towards zero; what is too large is saturated."""
-    most = min(torch.finfo(each).max for each in (dtype, x.dtype))  # bfloat16 is wider than float16
+    most = min(torch.finfo(item).max for item in (dtype, x.dtype))  # bfloat16 is wider than float16
     found = x.clamp(-most, most).to(dtype)
     if truncates:  # sign and magnitude in one byte: one less is the next value towards zero
         is_larger = found.to(x.dtype).abs() > x.abs()

@@ -105,7 +105,7 @@ def rollout(
     given = dict(locals())
     with named_as_arguments():
         result = compare(given)
-    return RolloutReport(**{each.name: getattr(result, each.name) for each in fields(result)})
+    return RolloutReport(**{field.name: getattr(result, field.name) for field in fields(result)})
 
 
 def compare(given: Mapping[str, Any]) -> RolloutResult:

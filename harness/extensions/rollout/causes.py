@@ -40,9 +40,9 @@ class GapCause:
 def weights_cause(hf: HFModel, tensors: Mapping[str, torch.Tensor], name: str) -> GapCause:
     """Return the cause that these tensors are in the place of the model's."""
     own = dict(hf.model.named_parameters())
-    off = {each: _off(own[each], tensors[each]) for each in list(tensors)[:3]}
+    off = {tensor: _off(own[tensor], tensors[tensor]) for tensor in list(tensors)[:3]}
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-    shown = ", ".join(f"{each} ({share:.2g} % off)" for each, share in off.items()) + more
+    shown = ", ".join(f"{key} ({share:.2g} % off)" for key, share in off.items()) + more
     return GapCause(
         kind=TermKind.WEIGHTS,
         detail=f"{name}: {shown}",

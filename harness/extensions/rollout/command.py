@@ -92,7 +92,7 @@ def _show_history(file: Path, given: Mapping[str, Any]) -> int:
     from harness.extensions.rollout.format.history import read_history
     from harness.extensions.rollout.page import gap_html
 
-    defaults = {name: each.default for name, each in signature(rollout).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in signature(rollout).parameters.items()}
     for name in [name for name in given if name not in _OF_HISTORY and given[name] != defaults[name]]:
         where = "ROLLOUTS" if name == "rollouts" else f"--{name.replace('_', '-')}"
         what, hint = "a history is shown as it is: nothing is compared", f"leave {where} or --history out"

@@ -94,7 +94,9 @@ class Forwards:
     def prepare(self, setting: Setting, meanings: Sequence[Meaning]) -> None:
         """Run one forward of the truth, and one of the control, for many meanings that were not read yet."""
         for arithmetic in (Arithmetic.TRUTH, Arithmetic.CONTROL):
-            new = [each for each in meanings if (replace(setting, meaning=each), arithmetic) not in self._columns]
+            new = [
+                meaning for meaning in meanings if (replace(setting, meaning=meaning), arithmetic) not in self._columns
+            ]
             if new:
                 self._run(setting, new, arithmetic)
 
@@ -216,7 +218,7 @@ class Forwards:
         size = max(1, _BLOCK_VALUES // logits.shape[-1])
         for begin in range(0, len(wanted), size):
             block = wanted[begin : begin + size]
-            lane, place, number, token = (torch.tensor(each) for each in zip(*block, strict=True))
+            lane, place, number, token = (torch.tensor(item) for item in zip(*block, strict=True))
             rows = logits[lane.to(logits.device), place.to(logits.device)].to(torch.float64)
             self._resolution[number] = eps * rows.abs().amax(dim=-1).cpu()
             known = self._likely[number]  # of the first run that reads a position: the same ids in all runs

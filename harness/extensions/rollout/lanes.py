@@ -136,7 +136,7 @@ def packs(rows: Sequence[Rollout], max_positions: int | None) -> list[list[int]]
         return list(named.values())
     groups: list[list[int]] = [[]]
     for at, row in enumerate(rows):
-        num_tokens = sum(len(rows[each].tokens) for each in groups[-1]) + len(row.tokens)
+        num_tokens = sum(len(rows[item].tokens) for item in groups[-1]) + len(row.tokens)
         if groups[-1] and max_positions is not None and num_tokens > max_positions:
             groups.append([])
         groups[-1].append(at)

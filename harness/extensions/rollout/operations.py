@@ -56,7 +56,7 @@ def part_terms(forwards: Forwards, side: Side, values: PutBack) -> list[PartTerm
             end, steps.begin = steps.begin, begin
             own = [steps.take(_name(hf, source), [source], is_head=part == head) for source in sources]
             steps.begin = end
-        terms += own if any(each.is_outside for each in own) else [term]
+        terms += own if any(item.is_outside for item in own) else [term]
     return terms
 
 

@@ -26,7 +26,7 @@ def replica(module: nn.Module, hf: HFModel) -> HFModel:
         module: of the same parameters as the model's, with PEFT's adapters or without.
         hf: the named model.
     """
-    shared = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in hf.model.parameters()}
+    shared = {id(item): nn.Parameter(item.detach(), requires_grad=False) for item in hf.model.parameters()}
     model = copy.deepcopy(hf.model, shared)
     own: Any = module
     if getattr(own, "peft_config", None):

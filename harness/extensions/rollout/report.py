@@ -37,7 +37,10 @@ def _measured(result: RolloutResult, width: int) -> Iterator[Iterable[str]]:
     if result.remedied is not None:
         left = f"all remedies together leave {number(result.remedied)} of {number(result.gap.mean_abs)} nats"
         yield fact_lines([("remedies", left)], width)
-    findings = [(each.code, f"row {each.request}, token {each.position}: {each.message}") for each in result.findings]
+    findings = [
+        (finding.code, f"row {finding.request}, token {finding.position}: {finding.message}")
+        for finding in result.findings
+    ]
     yield fact_lines(findings, width, indent=8)
 
 

@@ -142,5 +142,5 @@ class GapHistory:
     @property
     def outcome(self) -> Outcome:
         """Mismatch if a term was outside of its floor at some step; nothing, if no step compared a token."""
-        verdicts = {each.verdict for each in self.steps}
-        return next((each for each in (Outcome.MISMATCH, Outcome.PASS) if each in verdicts), Outcome.NOTHING)
+        verdicts = {step.verdict for step in self.steps}
+        return next((item for item in (Outcome.MISMATCH, Outcome.PASS) if item in verdicts), Outcome.NOTHING)

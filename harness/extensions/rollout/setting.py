@@ -110,7 +110,7 @@ def token_logprobs(
         sampling: of each row.
         meaning: of the log probability.
     """
-    own = [each.temperature if meaning.temperature is None else meaning.temperature for each in sampling]
+    own = [item.temperature if meaning.temperature is None else meaning.temperature for item in sampling]
     scaled = logits / torch.tensor(own, dtype=logits.dtype, device=logits.device)[:, None]
     if meaning.is_truncated:
         scaled = scaled.masked_fill(~_left(scaled, tokens, sampling), -torch.inf)
@@ -125,12 +125,12 @@ def _left(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sequence[Samplin
 
     order = logits.argsort(dim=-1, descending=True)
     ranked = logits.gather(1, order)
-    least = column([each.min_p for each in sampling]).log() + ranked[:, :1]
-    most = column([each.top_k or logits.shape[1] for each in sampling])
+    least = column([item.min_p for item in sampling]).log() + ranked[:, :1]
+    most = column([item.top_k or logits.shape[1] for item in sampling])
     kept = (ranked >= least) & (torch.arange(logits.shape[1], device=logits.device)[None] < most)
     chances = ranked.masked_fill(~kept, -torch.inf).softmax(dim=-1)
     before = chances.cumsum(dim=-1) - chances
-    kept &= before < column([each.top_p for each in sampling])
+    kept &= before < column([item.top_p for item in sampling])
     kept[:, 0] = True
     left = torch.zeros_like(kept).scatter(1, order, kept)
     return left.scatter(1, tokens[:, None], True)

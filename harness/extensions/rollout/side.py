@@ -153,14 +153,14 @@ def possible_meanings(side: Side, forwards: Forwards, meanings: Sequence[GapCaus
     if side.values is None:
         return list(meanings)
     own = replace(side.base, cut=side.values)
-    forwards.prepare(own, [each.change["meaning"] for each in meanings])
+    forwards.prepare(own, [meaning.change["meaning"] for meaning in meanings])
 
     def error(setting: Setting) -> float:
         columns = [forwards.truth(replace(setting, shift=shift)) for shift in (0, 1, -1)]
         return min(rms(torch.where(column.isfinite(), side.column - column, _FAR)) for column in columns)
 
     least = error(own)
-    return [each for each in meanings if error(each.added_to(own)) < least]
+    return [meaning for meaning in meanings if error(meaning.added_to(own)) < least]
 
 
 def _longer(
@@ -176,11 +176,11 @@ def _longer(
     A meaning that was found is chosen again: without the other cause, it fitted that, too.
     """
     fixed = [cause for cause in side.causes if cause.kind is not TermKind.MEANING]
-    longer = [[*fixed, each] for each in _open(candidates, fixed)]
+    longer = [[*fixed, item] for item in _open(candidates, fixed)]
     if is_by_two or len(fixed) < len(side.causes):
         yield from _with_meanings(side, forwards, longer, meanings)
         shifts = [cause for cause in _open(candidates, fixed) if cause.kind is TermKind.ALIGNMENT]
-        yield from ([*causes, each] for causes in longer for each in shifts if causes[-1].kind is not each.kind)
+        yield from ([*causes, shift] for causes in longer for shift in shifts if causes[-1].kind is not shift.kind)
     else:
         yield from longer
         yield from _with_meanings(side, forwards, [fixed], meanings)
@@ -191,20 +191,20 @@ def _with_meanings(
 ) -> Iterator[list[GapCause]]:
     """Yield each of several lists of causes with each meaning; one forward is run for all meanings."""
     for causes in several:
-        forwards.prepare(side.setting(causes), [each.change["meaning"] for each in meanings])
-        yield from ([*causes, each] for each in meanings)
+        forwards.prepare(side.setting(causes), [meaning.change["meaning"] for meaning in meanings])
+        yield from ([*causes, meaning] for meaning in meanings)
 
 
 def _open(candidates: Sequence[GapCause], found: Sequence[GapCause]) -> list[GapCause]:
     """Return the causes that may come to those found: one of a kind, but several tensors."""
-    names, kinds = {each.detail for each in found}, {each.kind for each in found} - {TermKind.WEIGHTS}
+    names, kinds = {item.detail for item in found}, {item.kind for item in found} - {TermKind.WEIGHTS}
     return [cause for cause in candidates if cause.detail not in names and cause.kind not in kinds]
 
 
 def _drop_partial(side: Side, forwards: Forwards) -> None:
     """Drop causes that explain a part, where the whole is not explained: many a thing lies in a temperature's way."""
     for cause in [cause for cause in reversed(side.causes) if cause not in side.known]:
-        others = [each for each in side.causes if each is not cause]
+        others = [item for item in side.causes if item is not cause]
         if _is_outside(side, forwards) and not _is_strong(side, forwards, others, side.causes):
             side.causes = others
 
@@ -272,7 +272,7 @@ def _is_strong(side: Side, forwards: Forwards, before: Sequence[GapCause], after
 
 def _share_left(rest: torch.Tensor, left: torch.Tensor) -> float:
     """Return what share of errors is left: of their RMS, or of their unlikeliness, in which no few tokens decide."""
-    unlikeliness = [float(torch.log1p(each.square()).sum()) for each in (rest, left)]
+    unlikeliness = [float(torch.log1p(item.square()).sum()) for item in (rest, left)]
     return min(rms(left) / max(rms(rest), _LEAST), unlikeliness[1] / max(unlikeliness[0], _LEAST))
 
 
@@ -295,7 +295,7 @@ def _is_better(side: Side, forwards: Forwards, causes: Sequence[GapCause]) -> bo
 def decimal_places(column: torch.Tensor) -> int | None:
     """Return with how few decimal places all values of a column are exact; None if they are more than five."""
     values = [value for value in column.tolist() if value]
-    places = (places for places in range(1, _MOST_PLACES + 1) if all(round(each, places) == each for each in values))
+    places = (places for places in range(1, _MOST_PLACES + 1) if all(round(item, places) == item for item in values))
     return next(places, None) if values else None
 
 

@@ -95,8 +95,8 @@ def logged_experts(rollouts: Rollouts, forwards: Forwards) -> ForcedExperts | No
     ids = torch.full((forwards.places.num_tokens, width), -1, dtype=torch.int64)
     for begin, row in zip(forwards.places.begins, rollouts.rows, strict=True):
         experts = row.experts or ()
-        named = [each for at in experts for each in at]
-        if len(named) != width * len(experts) or not all(0 <= each < num_experts for each in named):
+        named = [item for at in experts for item in at]
+        if len(named) != width * len(experts) or not all(0 <= item < num_experts for item in named):
             raise HarnessError(
                 Code.ROLLOUT_MISALIGNED,
                 "the routed experts are not those of this model",

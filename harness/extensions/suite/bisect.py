@@ -67,7 +67,7 @@ class Bisector:
             found = self._at(commit)
             said = self._tell(_term(found, broken), commit)
         first = said.partition(" ")[0]
-        return next(each for each in self._seen if each.commit == first)
+        return next(item for item in self._seen if item.commit == first)
 
     def _tell(self, term: str, commit: str) -> str:
         """Tell git what a revision is; return what it says."""
@@ -87,7 +87,7 @@ class Bisector:
         )
 
     def _described(self, commit: str) -> str:
-        seen = next((each for each in self._seen if each.commit == commit), None)
+        seen = next((item for item in self._seen if item.commit == commit), None)
         verdict = f" ({seen.verdict}: {seen.what})" if seen else ""
         return f"{commit[:12]} {self._checkout.subject(commit)}{verdict}"
 

@@ -71,9 +71,9 @@ def _from_matrix(matrix: Matrix, where: object) -> Case:
 def _multiplied(path: Path | None, case: Case, matrix: Matrix) -> Iterator[SuiteCase]:
     stem = "matrix" if path is None else path.stem
     for chosen in product(*_axes(matrix)):
-        changed = case.replaced(**{name: value for each in chosen for name, value in each.changes.items()})
-        labels = {"case": stem, **_own_labels(changed)} | {each.axis: each.label for each in chosen}
-        name = f"{stem}[{','.join(each.label for each in chosen)}]" if chosen else stem
+        changed = case.replaced(**{name: value for item in chosen for name, value in item.changes.items()})
+        labels = {"case": stem, **_own_labels(changed)} | {item.axis: item.label for item in chosen}
+        name = f"{stem}[{','.join(item.label for item in chosen)}]" if chosen else stem
         yield SuiteCase(name=name, case=changed, labels=labels)
 
 
@@ -90,16 +90,16 @@ class _Value:
 def _axes(matrix: Matrix) -> list[list[_Value]]:
     """Return the axes that the matrix has."""
     axes = [
-        [_Value("model", each.name, {"model": each.path}) for each in matrix.model],
-        [_Value("engine", each.name, _engine_changes(each)) for each in matrix.engine],
-        [_Value("dtype", each, {"dtype": each}) for each in matrix.dtype],
+        [_Value("model", item.name, {"model": item.path}) for item in matrix.model],
+        [_Value("engine", item.name, _engine_changes(item)) for item in matrix.engine],
+        [_Value("dtype", item, {"dtype": item}) for item in matrix.dtype],
         [
-            _Value("schedule", each, {"schedules": [name.strip() for name in each.split(",")]})
-            for each in matrix.schedule
+            _Value("schedule", item, {"schedules": [name.strip() for name in item.split(",")]})
+            for item in matrix.schedule
         ],
         [
-            _Value("prompts", name, {"requests": each.requests, "max_new_tokens": each.max_new_tokens})
-            for name, each in matrix.prompts.items()
+            _Value("prompts", name, {"requests": prompt.requests, "max_new_tokens": prompt.max_new_tokens})
+            for name, prompt in matrix.prompts.items()
         ],
     ]
     return [axis for axis in axes if axis]

@@ -47,7 +47,9 @@ def installed_digest() -> str:
     All packages, since an adapter does not say which of them its engine is; the code, since a package that is installed
     in editable form keeps its version. Nothing is imported for it.
     """
-    packages = sorted({(each.metadata["Name"] or "", each.version or "") for each in distributions()})
+    packages = sorted(
+        {(distribution.metadata["Name"] or "", distribution.version or "") for distribution in distributions()}
+    )
     engines = {name: _code_digest(name) for name in engine_names()}
     told = [sys.executable, sys.version, packages, engines]
     return json_digest(told)

@@ -17,7 +17,7 @@ def read_history(paths: Sequence[Path]) -> SuiteHistory:
     Raises:
         HarnessError: BAD_SUITE_RESULT.
     """
-    return history_of([load_suite(each) for path in paths for each in _runs(path)])
+    return history_of([load_suite(run) for path in paths for run in _runs(path)])
 
 
 def history_of(runs: Sequence[SuiteResult]) -> SuiteHistory:
@@ -39,8 +39,8 @@ def revisions_around(history: SuiteHistory, case: str) -> tuple[str, str]:
     Raises:
         HarnessError: BAD_BISECTION: no such case fails, none passed before, or a run has no label.
     """
-    own = [each for each in history.trends if any(r and r.labels.get("case", r.name) == case for r in each.results)]
-    failing = [(each.first_failure, each.last_pass) for each in own if each.first_failure is not None]
+    own = [trend for trend in history.trends if any(r and r.labels.get("case", r.name) == case for r in trend.results)]
+    failing = [(item.first_failure, item.last_pass) for item in own if item.first_failure is not None]
     pairs = [(first, last) for first, last in failing if last is not None]
     if not pairs:
         what = "it failed in all runs" if failing else "it does not fail in the newest run"
@@ -60,7 +60,7 @@ def _no_bisection(what: str, case: str) -> HarnessError:
 def _runs(path: Path) -> list[Path]:
     if not path.is_dir() or (path / SUITE_NAME).exists():
         return [path]
-    found = sorted(each.parent for each in path.glob(f"*/{SUITE_NAME}"))
+    found = sorted(item.parent for item in path.glob(f"*/{SUITE_NAME}"))
     if not found:
         what = "the folder holds no run of a suite"
         raise HarnessError(Code.BAD_SUITE_RESULT, what, where=path, expected=f"folders with {SUITE_NAME}")

@@ -122,7 +122,7 @@ class Journal:
                 result = _RESULT.validate_python(record["result"])
                 self.results[result.name], self._digests[result.name] = result, str(record["digest"])
             elif record["record"] == "golden":
-                stored = [StoredGolden.model_validate(each) for each in record["stored"]]
+                stored = [StoredGolden.model_validate(item) for item in record["stored"]]
                 self.goldens[str(record["digest"])] = tuple(stored)
         except (KeyError, ValidationError) as error:
             what = f"a line of the journal is damaged: {str(error).splitlines()[0]}"

@@ -45,9 +45,9 @@ class LocalPool:
         used = [running.case.resources for running, _ in self._running.values()]
         wanted = [*used, task.case.resources]
         total = Resources(
-            cpus=sum(each.cpus for each in wanted),
-            memory_gib=sum(each.memory_gib for each in wanted),
-            gpus=sum(_whole(each) for each in wanted),
+            cpus=sum(item.cpus for item in wanted),
+            memory_gib=sum(item.memory_gib for item in wanted),
+            gpus=sum(_whole(item) for item in wanted),
         )
         return len(used) < self._num_workers and total.within(self._all)
 

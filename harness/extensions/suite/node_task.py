@@ -50,7 +50,7 @@ def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], s
         name=node_name(),
         own=installation(),
         missing_models=missing_models(models),
-        environments={name: _installed_in(Environment(**each)) for name, each in environments.items()},
+        environments={name: _installed_in(Environment(**environment)) for name, environment in environments.items()},
         store_error=_store_error(store, probe),
     )
     return found.model_dump_json()

@@ -41,9 +41,9 @@ class ClusterNode:
     def free(self) -> Resources:
         """Return what no task of ours occupies."""
         return Resources.model_construct(
-            cpus=self.all.cpus - sum(each.cpus for each in self.running),
-            memory_gib=self.all.memory_gib - sum(each.memory_gib for each in self.running),
-            gpus=self.all.gpus - sum(each.gpus for each in self.running),
+            cpus=self.all.cpus - sum(item.cpus for item in self.running),
+            memory_gib=self.all.memory_gib - sum(item.memory_gib for item in self.running),
+            gpus=self.all.gpus - sum(item.gpus for item in self.running),
         )
 
     def has(self, case: SuiteCase) -> bool:

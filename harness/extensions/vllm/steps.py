@@ -68,7 +68,7 @@ class VllmWatcher(StepWatcher):
         """Return the tables as the runner keeps them: what the attention kernel is given may be another."""
         tables = self._runner.input_batch.block_table.block_tables
         rows = (table.get_numpy_array()[: len(requests)].tolist() for table in tables)
-        return {str(group): dict(zip(requests, each, strict=True)) for group, each in enumerate(rows)}
+        return {str(group): dict(zip(requests, row, strict=True)) for group, row in enumerate(rows)}
 
     def sampled_tokens(self, output: Any) -> torch.Tensor:
         """See `StepWatcher.sampled_tokens`."""

@@ -101,7 +101,7 @@ def write_shards(folder: Path, tensors: "Iterable[tuple[str, torch.Tensor]]") ->
     for name, values in tensors:
         shard[name] = values.contiguous()
         total += values.nbytes
-        if sum(each.nbytes for each in shard.values()) >= _SHARD_BYTES:
+        if sum(item.nbytes for item in shard.values()) >= _SHARD_BYTES:
             flush()
     if shard:
         flush()

@@ -44,7 +44,7 @@ def recording_tables(path: Path) -> dict[str, Any]:
                 for request in manifest.requests
             ],
             "steps": [
-                {"phase": phase, "num_steps": len(entries), "num_rows": sum(each.num_rows for each in entries)}
+                {"phase": phase, "num_steps": len(entries), "num_rows": sum(entry.num_rows for entry in entries)}
                 for phase in dict.fromkeys(step.phase for step in steps)
                 if (entries := [step.entry for step in steps if step.phase == phase])
             ],
@@ -63,8 +63,12 @@ def tensor_tables(path: Path) -> dict[str, Any]:
     """
     found = read_tensors(path)
     tensors = [
-        {"name": each.name, "dtype": str(each.tensor.dtype).removeprefix("torch."), "shape": list(each.tensor.shape)}
-        for each in found.tensors
+        {
+            "name": tensor.name,
+            "dtype": str(tensor.tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.tensor.shape),
+        }
+        for tensor in found.tensors
     ]
     return {
         "schema_version": 1,

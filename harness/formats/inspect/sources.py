@@ -86,7 +86,7 @@ def open_source(path: Path) -> Source:
         return Source(kind=path.suffix[1:], names=tuple(tensors), read=lambda name: tensors[name]())
     if path.suffix == ".safetensors":
         return _weights("safetensors", {entry.name: path for entry in read_header(path).tensors})
-    dumped = {each.name: each.tensor for each in read_tensors(path).tensors}
+    dumped = {tensor.name: tensor.tensor for tensor in read_tensors(path).tensors}
     return Source(kind="tensors", names=tuple(dumped), read=dumped.__getitem__)
 
 

@@ -13,7 +13,7 @@ def render_text(info: Mapping[str, Any]) -> str:
     parts = [f"{info['kind']} {info['path']}"]
     parts += [_table(sorted(info[name].items()), [name, "value"]) for name in ("config", "summary") if name in info]
     parts += [_rows(info[name]) for name in ("requests", "steps", "taps", "tensors") if name in info]
-    parts += [f"left out: {each}" for each in info.get("left_out", ())]
+    parts += [f"left out: {item}" for item in info.get("left_out", ())]
     parts += map(_render_file, info.get("files", ()))
     if "totals" in info:
         parts += _render_totals(info["totals"])

@@ -296,9 +296,9 @@ def _entry(index: int, step: _OpenStep, num_bytes: int) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Return what JSON can hold of a part of the manifest: pydantic's models, or what stands for them."""
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if hasattr(value, "model_dump"):

@@ -114,8 +114,8 @@ def _nested(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.T
         yield name, value
     elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, each in items:
-            yield from _nested(each, f"{name}.{key}" if name else str(key), depth + 1)
+        for key, item in items:
+            yield from _nested(item, f"{name}.{key}" if name else str(key), depth + 1)
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[str, torch.Tensor | str]]]] = {

@@ -43,10 +43,10 @@ class PaddedBatch:
         self.recording, self.sequences = recording, sequences
         self._tokens = [_tokens(sequence, ahead) for sequence in sequences]
         lengths = _rotary_lengths(recording)
-        whole = {each.request.id: len(each.request.token_ids) for each in sequences if each.request.inputs}
+        whole = {item.request.id: len(item.request.token_ids) for item in sequences if item.request.inputs}
         lengths_run = {**whole, **lengths}
         self.num_tokens = max(
-            *(max(len(each), lengths_run.get(each.request.id, 0)) for each in sequences), *map(len, self._tokens)
+            *(max(len(item), lengths_run.get(item.request.id, 0)) for item in sequences), *map(len, self._tokens)
         )
         self._step = self._padded([sequence.step for sequence in sequences], NOWHERE)
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
@@ -144,7 +144,7 @@ def _rotary_lengths(recording: Recording) -> dict[int, int]:
     if manifest.numerics is None or not manifest.numerics.rotates_by_request:
         return {}
     lengths = {request.id: len(request.token_ids) for request in manifest.requests}
-    return {each.id: lengths[each.id if each.draft_of is None else each.draft_of] for each in manifest.requests}
+    return {item.id: lengths[item.id if item.draft_of is None else item.draft_of] for item in manifest.requests}
 
 
 def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int, int]) -> torch.Tensor:
@@ -184,4 +184,4 @@ def make_batches(
         else:
             groups.append([sequence])
     positions = [None if sample is None else sample.positions(group, index) for index, group in enumerate(groups)]
-    return [PaddedBatch(recording, *each, ahead) for each in zip(groups, positions, strict=True)]
+    return [PaddedBatch(recording, *item, ahead) for item in zip(groups, positions, strict=True)]

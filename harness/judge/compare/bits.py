@@ -40,7 +40,7 @@ def compare_bits(before: Recording, after: Recording, graph: Graph) -> Iterator[
         after: another. Requests are the same if their tokens are; others are left out.
         graph: of the model.
     """
-    known = {tuple(each.request.token_ids): each for each in sequences(before)}
+    known = {tuple(item.request.token_ids): item for item in sequences(before)}
     unit = rounding_unit(engine_dtype(before))
     for sequence in sequences(after):
         other = known.get(tuple(sequence.request.token_ids))

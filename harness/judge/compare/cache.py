@@ -168,7 +168,7 @@ class _Noise:
         rows = noise.get(operation.inputs[0])
         if rows is not None and len(rows):
             return cls(rows, float(rows.nanmedian()))
-        depth = next(at for at, each in enumerate(graph, start=1) if each.tap == operation.tap)
+        depth = next(at for at, item in enumerate(graph, start=1) if item.tap == operation.tap)
         return cls(None, rounding_unit(engine_dtype(locator.recording)) * math.sqrt(depth))
 
     def at(self, running: torch.Tensor) -> torch.Tensor:

@@ -93,8 +93,8 @@ def in_blocks(x: torch.Tensor, name: str, still: torch.Tensor) -> Stored:
     held = [
         on_grid(x, name, scale_of_blocks(x, name, still, off)) for off in (0.0, -_QUOTIENT, _QUOTIENT)
     ]  # fmt: skip
-    values = torch.stack([each.values for each in held])
-    return Stored(values[0], torch.stack([each.slack for each in held]).amax(0) + values.amax(0) - values.amin(0))
+    values = torch.stack([item.values for item in held])
+    return Stored(values[0], torch.stack([item.slack for item in held]).amax(0) + values.amax(0) - values.amin(0))
 
 
 def grid(name: str) -> tuple[float, Callable[[torch.Tensor], torch.Tensor]]:

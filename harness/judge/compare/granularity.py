@@ -26,5 +26,5 @@ def _unrecorded(graph: Graph, operation: Operation, usable: set[str]) -> set[str
         tap = pending.pop()
         if tap not in found:
             found.add(tap)
-            pending += [each for each in graph[tap].inputs if each not in usable]
+            pending += [item for item in graph[tap].inputs if item not in usable]
     return found

@@ -147,7 +147,7 @@ class Replay:
     def logit_positions(self) -> list[int]:
         """Positions at which the LM head was recorded; position 0 if it was nowhere."""
         recorded = [self._recorded(tap) for tap in self._judge.graph.head]
-        places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in recorded if each is not None)])
+        places = torch.cat([torch.zeros(0, dtype=torch.int64), *(item.places for item in recorded if item is not None)])
         positions: list[int] = (places % self._batch.num_tokens).unique().tolist()
         return positions or [0]
 

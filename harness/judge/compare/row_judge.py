@@ -170,7 +170,7 @@ class RowJudge:
 
     def _linear_sensitivity(self, rows: TapRows) -> Sensitivity:
         weight = getattr(self._hf.module(rows.operation.module), "weight", None)
-        (x,) = (each.flatten(1) for each in rows.inputs())
+        (x,) = (item.flatten(1) for item in rows.inputs())
         if not isinstance(weight, torch.Tensor) or x.shape[1] not in weight.shape:
             return Sensitivity()
         norms = self._column_norms.get(rows.operation.tap)
@@ -189,7 +189,7 @@ class RowJudge:
         failures, tried = self.failures.setdefault(rows.operation.tap, []), list[RowErrors]()
         for convention in conventions(rows.operation.kind):
             with guarded(convention.name, failures):
-                tried.extend(_under(each, rows, errors, sensitivity) for each in convention.roundings(subject))
+                tried.extend(_under(rounding, rows, errors, sensitivity) for rounding in convention.roundings(subject))
         return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> SuspectRows:

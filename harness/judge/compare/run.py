@@ -90,7 +90,7 @@ def compare_run(
         schedule=actual.manifest.schedule or "recorded",
         outcome=_outcome(found.judged, coverage, num_tokens, findings, required.least_compute),
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
-        taps=tuple(tap_result(each) for each in found.judged),
+        taps=tuple(tap_result(item) for item in found.judged),
         findings=tuple(findings),
         first_divergence=first_divergence(found.judged, misshapen, sides.graph, actual),
         tokens=tokens,
@@ -191,7 +191,7 @@ def _judge(
         (propagation,) = done or beside.finished()
     theirs = sides.theirs if _runs_as_the_golden(local) else None
     caches = cache_errors(sides.ours, graph, usable, theirs, sides.noise, sketched=sides.sketched)
-    errors = {**local.errors, **{op.tap: each for op, each in caches}}
+    errors = {**local.errors, **{op.tap: item for op, item in caches}}
     states, runs = StateJudgement(), None
     if hf is not None and not local.is_partial:
         runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))
@@ -199,7 +199,7 @@ def _judge(
         errors |= states.errors
     judged = judge(graph, errors, propagation)
     if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
-        judged = [each for each in judged if each.errors is not None]
+        judged = [item for item in judged if item.errors is not None]
     return _Judgements(local=local, errors=errors, states=states, runs=runs, propagation=propagation, judged=judged)
 
 
@@ -242,12 +242,14 @@ def _tokens_and_coverage(
 def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
     """Return what is wrong with operations, with the oracle, and with the cache and its slots."""
     not_finite = oracle_finding(found.propagation)
-    findings = [bad_finding(each) for each in found.judged if each.is_bad] + ([not_finite] if not_finite else [])
-    findings += [systematic_finding(each) for each in found.judged if each.effect is not None]
-    judged = {each.operation.tap for each in found.judged}
-    findings += [choice_finding(*each) for each in found.propagation.other_choices.items() if each[0] not in judged]
+    findings = [bad_finding(item) for item in found.judged if item.is_bad] + ([not_finite] if not_finite else [])
+    findings += [systematic_finding(item) for item in found.judged if item.effect is not None]
+    judged = {item.operation.tap for item in found.judged}
+    findings += [
+        choice_finding(*choice) for choice in found.propagation.other_choices.items() if choice[0] not in judged
+    ]
     if _runs_as_the_golden(found.local):
-        findings += check_caches(sides.ours, sides.graph, sides.usable, [each.operation.tap for each in found.judged])
+        findings += check_caches(sides.ours, sides.graph, sides.usable, [item.operation.tap for item in found.judged])
     return findings + slot_conflicts(sides.actual)
 
 
@@ -256,9 +258,9 @@ def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other
 
     All is sound if no operation is wrong and the logits were judged by themselves.
     """
-    is_sound = not any(each.is_wrong for each in judged)
-    by_itself = {each.operation.tap for each in judged if each.errors and not each.operation.is_kept}
-    has_conventions = any(each.errors is not None and each.errors.convention for each in judged)
+    is_sound = not any(item.is_wrong for item in judged)
+    by_itself = {item.operation.tap for item in judged if item.errors and not item.operation.is_kept}
+    has_conventions = any(item.errors is not None and item.errors.convention for item in judged)
     return is_sound and logits in by_itself and (has_conventions or has_other_choices)
 
 
@@ -273,7 +275,7 @@ def _with_what_was_judged(
     coverage: Coverage, sides: _Sides, judged: Sequence[TapJudgement], hf: HFModel | None
 ) -> Coverage:
     """Add what the judgement left out, and the share of the model's compute that it covers."""
-    taps = {each.operation.tap for each in judged if each.is_in_graph and len(each.rows)}
+    taps = {item.operation.tap for item in judged if item.is_in_graph and len(item.rows)}
     only_through, not_judged = unjudged(sides.graph, taps)
     share = None
     if hf is not None and taps:
@@ -287,6 +289,6 @@ def _outcome(
 ) -> Outcome:
     if findings:
         return Outcome.MISMATCH
-    compared = any(len(each.rows) for each in judged if each.is_in_graph)
+    compared = any(len(item.rows) for item in judged if item.is_in_graph)
     is_enough = coverage.judged_compute is None or coverage.judged_compute >= least
     return Outcome.PASS if num_tokens or (compared and is_enough) else Outcome.NOTHING

@@ -137,7 +137,7 @@ class _Computed:
     def _original_of(self, request: RequestInfo) -> int | None:
         """Return the first request with the same tokens, if there is one before this."""
         own = request.token_ids, request.inputs
-        first = next(each for each in self._recording.manifest.requests if (each.token_ids, each.inputs) == own)
+        first = next(item for item in self._recording.manifest.requests if (item.token_ids, item.inputs) == own)
         return first.id if first.id < request.id else None
 
     def _take_latest(self, request: int, positions: range, step: int, found: torch.Tensor) -> None:

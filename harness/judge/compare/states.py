@@ -89,7 +89,7 @@ class StateRuns:
     def rows_of(self, read: ReadState) -> RowSequence:
         """Return the rows that are to be in a state: its request's own latest, or others' with the same tokens."""
         rows, numbers, prefixes = self._computed
-        request = next(each for each in self.recording.manifest.requests if each.id == read.request)
+        request = next(item for item in self.recording.manifest.requests if item.id == read.request)
         length = read.position + 1
         step = torch.full((length,), NOWHERE, dtype=torch.int64)
         row = step.clone()
@@ -117,7 +117,7 @@ class StateRuns:
 
     def after(self, sequences: Sequence[RowSequence]) -> list[dict[str, torch.Tensor]]:
         """Return the truth's states after each sequence, flat in float64, by tap."""
-        keys = [(*each.token_ids, *each.step.tolist(), *each.row.tolist()) for each in sequences]
+        keys = [(*item.token_ids, *item.step.tolist(), *item.row.tolist()) for item in sequences]
         new = {key: sequence for key, sequence in zip(keys, sequences, strict=True) if key not in self._known}
         found = self.pairs(list(new.values()))
         self._known |= {key: truth for key, (_, truth) in zip(new, found, strict=True)}
@@ -175,7 +175,7 @@ def sequence_of(line: Sequence[tuple[int, int, int]]) -> RowSequence:
 def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> StateJudgement:
     """Judge every state that was read back, as far as the truth can be afforded."""
     operations = [op for op in graph if op.kind is Kind.STATE and op.tap in usable]
-    reads = sorted({each for op in operations for each, _ in states_read(runs.recording, op.tap)})
+    reads = sorted({item for op in operations for item, _ in states_read(runs.recording, op.tap)})
     if not reads:
         return StateJudgement()
     chosen = _affordable(reads, runs.recording)
@@ -206,7 +206,7 @@ def _judged(
 
 def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", found: StateJudgement) -> list[ReadState]:
     """Return what was read between the last right state and the first wrong one, as far as it was left out."""
-    steps = [int(each.rows.step[each.bad].min()) for each in found.errors.values() if bool(each.bad.any())]
+    steps = [int(error.rows.step[error.bad].min()) for error in found.errors.values() if bool(error.bad.any())]
     if not steps:
         return []
     right = [read.step for read in pairs if read.step < min(steps)]
@@ -227,8 +227,8 @@ def _affordable(reads: Sequence[ReadState], recording: Recording) -> list[ReadSt
     """Choose places within the budget: ends of requests, then of prompts' chunks, then steps of decode, spread."""
     requests = {request.id: request for request in recording.manifest.requests}
     budget = max(_LEAST_TOKENS, _MOST_PASSES * sum(len(request.token_ids) for request in requests.values()))
-    ends = [each for each in reads if each.position == len(requests[each.request].token_ids) - 1]
-    chunks = [each for each in reads if each.position < requests[each.request].prompt_length]
+    ends = [item for item in reads if item.position == len(requests[item.request].token_ids) - 1]
+    chunks = [item for item in reads if item.position < requests[item.request].prompt_length]
     others = [reads[at] for at in sorted(range(len(reads)), key=_spread_key)]
     order = dict.fromkeys([*ends, *chunks, *others])
     chosen, lengths = list[ReadState](), set[int]()
@@ -305,7 +305,7 @@ def _evidence(
     wrong = errors.bad.nonzero()[:, 0]
     kept = list[int]()
     for at in wrong[errors.rows.step[wrong].argsort(stable=True)].tolist():
-        of_request = sum(own[each][0].request == own[at][0].request for each in kept)
+        of_request = sum(own[item][0].request == own[at][0].request for item in kept)
         if of_request < _MAX_ROWS_OF_REQUEST and len(kept) < _MAX_ROWS:
             kept.append(at)
     chosen = torch.tensor(kept)

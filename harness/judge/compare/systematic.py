@@ -180,7 +180,7 @@ class Effects:
         """Return the same effect of these rows, of the same head or channel; None if it was not measured."""
         if effect.kind == "offset":
             return self._offset(sum(map(len, self.positions)), int(effect.which)) if self.all() else None
-        return next((each for each in self.all() if (each.kind, each.which) == (effect.kind, effect.which)), None)
+        return next((item for item in self.all() if (item.kind, item.which) == (effect.kind, effect.which)), None)
 
     def all(self) -> list[Effect]:
         """Return every effect that was looked for, whatever its size; empty if there are too few rows."""
@@ -258,7 +258,7 @@ def beyond_control(effects: Effects | None, control: Effects | None, *, allowanc
     if effects is None:
         return None
     beyond = []
-    for effect in (each for each in effects.significant() if abs(each.roundings) > allowance):
+    for effect in (item for item in effects.significant() if abs(item.roundings) > allowance):
         own = control.like(effect) if control is not None else None
         if own is None or effects.is_significant(_excess(effect, own)):
             beyond.append(effect)
@@ -268,7 +268,7 @@ def beyond_control(effects: Effects | None, control: Effects | None, *, allowanc
 def _excess(effect: Effect, control: Effect) -> Effect:
     """Return what is left of an effect beyond the nearest value between none and the control's."""
     nearest = min(max(effect.size, min(0.0, control.size)), max(0.0, control.size))
-    own, theirs = ((each.high - each.low) / 2 for each in (effect, control))
+    own, theirs = ((item.high - item.low) / 2 for item in (effect, control))
     margin = own if nearest == 0 else math.hypot(own, theirs)
     size = effect.size - nearest
     return replace(

@@ -96,8 +96,8 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
         yield "block_boundary"
     if is_readback(step):
         return
-    drafts = [each for each in step.request.unique().tolist() if each in seen.drafts]
-    present = [each for each in step.request.unique().tolist() if each not in seen.drafts]
+    drafts = [item for item in step.request.unique().tolist() if item in seen.drafts]
+    present = [item for item in step.request.unique().tolist() if item not in seen.drafts]
     if len(present) > 1:
         yield "batch"
         if len({int(step.position[step.request == request].max()) for request in present}) > 1:

@@ -20,12 +20,12 @@ def explain_token(recording: Recording, logits: str, request: int, position: int
     A choice that is the largest of the engine's own logits is no fault of the choosing: None as well.
     """
     choices = list(_choices(recording, logits))
-    wrong = [each for each in choices if each.token != int(each.logits[each.row].argmax())]
-    here = next((each for each in choices if (each.request, each.position) == (request, position)), None)
+    wrong = [choice for choice in choices if choice.token != int(choice.logits[choice.row].argmax())]
+    here = next((choice for choice in choices if (choice.request, choice.position) == (request, position)), None)
     if here is None or here not in wrong:
         return None
     for cause, holds in _CAUSES.items():
-        num_explained = sum(holds(each) for each in wrong)
+        num_explained = sum(holds(item) for item in wrong)
         if num_explained == len(wrong):
             return _explanation(cause, _rank(here), wrong, num_explained)
     return _explanation("the chosen token is not the largest logit: not greedy", _rank(here), wrong, len(wrong))
@@ -54,7 +54,7 @@ def _of_step(step: Step, tap: str, sampled: torch.Tensor) -> Iterator[_Choice]:
 
 
 def _explanation(cause: str, detail: str, wrong: list[_Choice], num_explained: int) -> Explanation:
-    places = ", ".join(f"request {each.request} position {each.position}" for each in wrong[:3])
+    places = ", ".join(f"request {item.request} position {item.position}" for item in wrong[:3])
     return Explanation(
         cause=cause,
         scope=f"{len(wrong)} choices: {places}" if len(wrong) > 1 else places,

@@ -103,7 +103,7 @@ def _first_layers(hf: HFModel) -> _FirstLayers:
     num = min(NUM_LAYERS, len(layers))
     parent, _, name = path.rpartition(".")
     setattr(hf.module(parent), name, nn.ModuleList(layers[:num]))
-    for config in {id(each): each for each in (hf.config, hf.model.config)}.values():
+    for config in {id(item): item for item in (hf.config, hf.model.config)}.values():
         for key, value in list(vars(config).items()):
             if isinstance(value, list) and len(value) == len(layers):
                 setattr(config, key, value[:num])

@@ -87,6 +87,6 @@ def _options(case: Case, names: Sequence[str]) -> Iterator[str]:
         if isinstance(value, bool):
             yield option if value else negation
             continue
-        values = [f"{key}={each}" for key, each in value.items()] if isinstance(value, dict) else value
-        for each in values if isinstance(values, list) else [values]:
-            yield from (option, str(each))
+        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+        for item in values if isinstance(values, list) else [values]:
+            yield from (option, str(item))

@@ -90,8 +90,8 @@ def _rope(config: Any, modules: ModelSettings) -> dict[str, tuple[Any, ...]]:
     if frequencies_follow_length(config):
         return {}
     given = getattr(config, "rope_parameters", None) or {}
-    parts: Sequence[Any] = [each for each in given.values() if isinstance(each, Mapping)] or [given]
-    thetas = [float(each["rope_theta"]) for each in parts if each.get("rope_theta")]
+    parts: Sequence[Any] = [item for item in given.values() if isinstance(item, Mapping)] or [given]
+    thetas = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
     return {
         "rope_theta": distinct([*thetas, *modules.rope_theta]),
         "rope_frequencies": modules.rope_frequencies,

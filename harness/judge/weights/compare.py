@@ -62,7 +62,7 @@ def _difference(
     gap = (a - b).abs()
     apart = a != b
     if first.dtype != second.dtype:
-        eps = max(torch.finfo(each.dtype).eps for each in (first, second) if each.is_floating_point())
+        eps = max(torch.finfo(item.dtype).eps for item in (first, second) if item.is_floating_point())
         apart &= gap > eps * torch.maximum(a.abs(), b.abs())
     apart |= a.isnan() != b.isnan()
     apart &= ~(a.isnan() & b.isnan())

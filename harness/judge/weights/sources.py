@@ -43,7 +43,7 @@ def merged(module: Any, *, where: str) -> Any:
         with warnings.catch_warnings(action="ignore"):  # PEFT warns if they are merged already
             return copy.deepcopy(module).float().merge_and_unload()
     except Exception as error:  # PEFT's, by the kind of adapter
-        kinds = ", ".join(each.peft_type for each in module.peft_config.values())
+        kinds = ", ".join(item.peft_type for item in module.peft_config.values())
         raise HarnessError(
             Code.BAD_OPTION,
             f"adapters of this kind cannot be merged: {kinds}",
@@ -92,7 +92,7 @@ def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def is_sharded(module: Any) -> bool:
     """Whether ranks share a module's weights as DTensors, as fully_shard and tensor parallelism do."""
-    return isinstance(module, nn.Module) and any(hasattr(each, "full_tensor") for each in module.parameters())
+    return isinstance(module, nn.Module) and any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
 
 
 def unsharded(model: Any) -> Any:
@@ -127,7 +127,7 @@ class TensorSource:
         named = (
             merged(weights, where=where).state_dict() if isinstance(weights, nn.Module) else _in_memory(weights, where)
         )
-        if not isinstance(named, Mapping) or not all(isinstance(each, torch.Tensor) for each in named.values()):
+        if not isinstance(named, Mapping) or not all(isinstance(item, torch.Tensor) for item in named.values()):
             what, expected = "these are no weights", "a checkpoint's folder, a module, an engine, or tensors by name"
             raise HarnessError(
                 Code.BAD_OPTION, what, where=where, expected=expected, actual=f"{type(weights).__name__}"

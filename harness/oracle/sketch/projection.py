@@ -91,7 +91,7 @@ def _weights(requests: list[int]) -> NDArray[np.float64]:
     """
     signs = np.empty((len(requests), NUM_PROJECTIONS))
     for request in dict.fromkeys(requests):
-        here = [row for row, each in enumerate(requests) if each == request]
+        here = [row for row, item in enumerate(requests) if item == request]
         signs[here] = _signs(f"step {request}", len(here))
     return signs
 

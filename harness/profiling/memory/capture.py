@@ -143,11 +143,11 @@ def _capture_cuda(
         gc.collect()
         final = torch.cuda.memory._snapshot()
     write_snapshot(taken[0], path)
-    (own,) = (each for each in devices_of(final) if each.device == index)
+    (own,) = (item for item in devices_of(final) if item.device == index)
     begin = min((event.time_us for event in own.events), default=0.0)
     addresses = {block.address for block in held}
-    allocations = [each for each in read_history(own) if each.time_us > EARLIER_US or each.address not in addresses]
-    for each in allocations:  # spans are not known here: activations cannot be told from what is temporary
-        each.category = MemoryCategory.ACTIVATIONS if each.time_us > EARLIER_US else MemoryCategory.OTHER
+    allocations = [item for item in read_history(own) if item.time_us > EARLIER_US or item.address not in addresses]
+    for allocation in allocations:  # spans are not known here: activations cannot be told from what is temporary
+        allocation.category = MemoryCategory.ACTIVATIONS if allocation.time_us > EARLIER_US else MemoryCategory.OTHER
     timeline = build_timeline(allocations, held, begin=begin, end=float("inf"))
     return MemoryCapture(timeline=timeline, elapsed_s=stopwatch.elapsed_s)

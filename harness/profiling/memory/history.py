@@ -44,7 +44,7 @@ def _of_events(events: list[Event]) -> Iterator[Allocation]:
 
 
 def _allocation(of: Block | Event, time_us: float) -> Allocation:
-    own = next((each for each in MemoryCategory if each == of.category), MemoryCategory.OTHER)
+    own = next((item for item in MemoryCategory if item == of.category), MemoryCategory.OTHER)
     return Allocation(
         time_us=time_us,
         address=of.address,

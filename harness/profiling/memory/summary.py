@@ -47,7 +47,7 @@ def summarize_with_timelines(path: Path) -> tuple[MemorySummary, tuple[MemoryTim
 
 
 def _read(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
-    return list(read_trace_memory(path)) if is_trace(path) else [(each, ()) for each in read_snapshot(path)]
+    return list(read_trace_memory(path)) if is_trace(path) else [(item, ()) for item in read_snapshot(path)]
 
 
 def _summary(path: Path, read: Iterable[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]) -> MemorySummary:
@@ -179,6 +179,6 @@ def _changes(before: MemorySummary, after: MemorySummary, when: str) -> tuple[Pl
 def _by_place(summary: MemorySummary, when: str) -> dict[tuple[int, str], int]:
     sums: dict[tuple[int, str], int] = defaultdict(int)
     for device in summary.devices:
-        for each in getattr(device, when):
-            sums[device.device, each.place] += each.num_bytes
+        for item in getattr(device, when):
+            sums[device.device, item.place] += item.num_bytes
     return sums

@@ -42,15 +42,15 @@ def _snapshot(device: int, events: Sequence[MemoryEvent]) -> DeviceSnapshot:
     """Return the events as an allocator's history, and what they leave allocated."""
     history = [
         Event(
-            action=ALLOC if each.num_bytes > 0 else FREE,
-            address=each.address,
-            num_bytes=abs(each.num_bytes),
-            time_us=each.time_us,
-            frames=stack(each),
+            action=ALLOC if item.num_bytes > 0 else FREE,
+            address=item.address,
+            num_bytes=abs(item.num_bytes),
+            time_us=item.time_us,
+            frames=stack(item),
             category=None,
             device_free_bytes=None,
         )
-        for each in events
+        for item in events
     ]
     left: dict[int, Event] = {}
     for event in history:
@@ -58,14 +58,14 @@ def _snapshot(device: int, events: Sequence[MemoryEvent]) -> DeviceSnapshot:
             left[event.address] = event
         else:
             left.pop(event.address, None)
-    blocks = [Block(each.address, each.num_bytes, each.num_bytes, IN_USE, each.frames, None) for each in left.values()]
+    blocks = [Block(item.address, item.num_bytes, item.num_bytes, IN_USE, item.frames, None) for item in left.values()]
     return DeviceSnapshot(device=device, segment_bytes=(), blocks=tuple(blocks), events=tuple(history))
 
 
 def _growth(trace: Trace, events: Sequence[MemoryEvent]) -> Iterator[StepGrowth]:
     """Yield for each phase what is in use after its first and its last step."""
-    times = np.array([each.time_us for each in events])
-    in_use = np.cumsum([0, *(each.num_bytes for each in events)])
+    times = np.array([item.time_us for item in events])
+    in_use = np.cumsum([0, *(item.num_bytes for item in events)])
     ends: dict[str, list[float]] = {}
     for event, phase in phase_spans(trace):
         ends.setdefault(phase, []).append(float(trace.end_ns[event]) / 1e3)

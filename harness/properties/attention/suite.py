@@ -79,7 +79,7 @@ def check_placement(named: Any, settings: Settings) -> Rejections:
 
     def check(moves: tuple[AttentionCase, AttentionCase]) -> None:
         case, moved = moves
-        outs = [target.attend(each, each.tensors()) for each in moves]
+        outs = [target.attend(move, move.tensors()) for move in moves]
         if torch.equal(*outs):
             return
         row, head = (int(i) for i in (outs[0] != outs[1]).any(dim=-1).nonzero()[0])

@@ -24,4 +24,4 @@ def device_views(summary: MemorySummary, timelines: Sequence[MemoryTimeline | No
 
 
 def _rows(places: Sequence[MemoryPlace]) -> list[list[str]]:
-    return [[printable(cell) for cell in place_row(each)] for each in places[:_MOST_ROWS]]
+    return [[printable(cell) for cell in place_row(place)] for place in places[:_MOST_ROWS]]

@@ -30,7 +30,7 @@ def int8_product(
 ) -> torch.Tensor:
     """Return x W^T times both scales, plus the bias, in float32 and rounded once to `dtype`: [T, O]."""
     (num_rows, num_inputs), num_outputs = x_TI.shape, len(weight_OI)
-    assert all(each.is_contiguous() for each in (x_TI, weight_OI)), "inputs lie side by side"
+    assert all(item.is_contiguous() for item in (x_TI, weight_OI)), "inputs lie side by side"
     assert num_inputs <= 1 << 17, "more products of int8 would not fit into 32 bits"
     out_TO = torch.empty((num_rows, num_outputs), dtype=dtype, device=x_TI.device)
     rows = ROWS if num_rows <= ROWS else MANY_ROWS

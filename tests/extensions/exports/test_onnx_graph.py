@@ -31,7 +31,7 @@ class Export:
         zero = torch.full((num_outputs, groups), top // 2)
         if self.has_zeros:
             zero = torch.randint(top, (num_outputs, groups), generator=self.generator)
-        spread = [each.repeat_interleave(BLOCK, dim=1) for each in (scale, zero)]
+        spread = [item.repeat_interleave(BLOCK, dim=1) for item in (scale, zero)]
         self.weights[module] = (codes - spread[1]) * spread[0]
         name = "/" + module.replace("self_attn", "attn").replace(".", "/").replace("layers/", "layers.") + "/MatMul"
         given = {
@@ -40,7 +40,7 @@ class Export:
         }
         if self.has_zeros:
             given[f"{name}.zeros"] = self._packed(zero).flatten()
-        self.tensors += [onnx.numpy_helper.from_array(each.numpy(), key) for key, each in given.items()]
+        self.tensors += [onnx.numpy_helper.from_array(item.numpy(), key) for key, item in given.items()]
         fixed = {
             "K": num_inputs,
             "N": num_outputs,

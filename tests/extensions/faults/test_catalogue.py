@@ -69,9 +69,9 @@ def test_a_replacement_is_called_as_the_original_is():
 
 
 def test_every_fault_and_variant_can_be_planted():
-    for each in (*FAULTS.values(), *variants()):
-        if each.inject is not None:
-            with each.inject():
+    for fault in (*FAULTS.values(), *variants()):
+        if fault.inject is not None:
+            with fault.inject():
                 pass
 
 
@@ -172,7 +172,7 @@ BENIGN = ("blocks-permuted", "norm-weight-before-cast", "projections-unfused", "
     "name", ["inputs-q8", "cache-float16-products", "cache-float16-flash", "cache-q8", "rotary-one-from-another"]
 )
 def test_an_engine_of_another_convention_does_not_alarm(name):
-    (variant,) = [each for each in variants() if each.id == f"{name}/qwen3-tiny/float32"]
+    (variant,) = [item for item in variants() if item.id == f"{name}/qwen3-tiny/float32"]
     trial = try_variant(variant)
     assert not trial.is_alarm, trial.result and trial.result.runs[0].findings
     assert any(tap.convention for tap in trial.result.runs[0].taps)
@@ -181,7 +181,7 @@ def test_an_engine_of_another_convention_does_not_alarm(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENIGN)
 def test_a_benign_variant_does_not_alarm(name):
-    (variant,) = [each for each in variants() if each.id == f"{name}/qwen2-tiny/bfloat16"]
+    (variant,) = [item for item in variants() if item.id == f"{name}/qwen2-tiny/bfloat16"]
     trial = try_variant(variant)
     assert not trial.is_alarm, trial.result and trial.result.runs[0].findings
 

@@ -51,7 +51,7 @@ def test_a_leak_is_named_with_its_operation_row_and_memory(poisoned, planted):
 
 
 def filled(found):
-    return {each.memory for each in found.memories() if each.num_filled}
+    return {memory.memory for memory in found.memories() if memory.num_filled}
 
 
 REACHED = {Memory.UNUSED, Memory.OTHERS, Memory.SCRATCH}

@@ -83,7 +83,7 @@ def test_json_has_code_and_weight_of_every_leak():
     assert document["verdict"] == "mismatch"
     (leak,) = document["leaks"]
     assert (leak["code"], leak["memory"], leak["has_weight"]) == ("H240", "another request", False)
-    assert [each["num_filled"] for each in document["memories"]] == [1234567, 0, 1234567, 1234567]
+    assert [memory["num_filled"] for memory in document["memories"]] == [1234567, 0, 1234567, 1234567]
 
 
 def test_names_that_a_terminal_would_obey_are_printed_as_text():

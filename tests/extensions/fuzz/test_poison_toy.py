@@ -45,7 +45,7 @@ def poisoned(fused, checkpoints):
         )
         poisoner.poison(parse_schedule("batched"), REQUESTS, victim=VICTIM)
         assert poisoner.failures == []
-        filled = {each.memory for each in poisoner.memories() if each.num_filled}
+        filled = {memory.memory for memory in poisoner.memories() if memory.num_filled}
         assert filled == {Memory.UNUSED, Memory.PADDING, Memory.OTHERS}  # it leaves nothing unset
         return poisoner.leaks
 

@@ -81,7 +81,7 @@ def test_when_the_time_is_up_what_there_is_is_returned(translator):
 
 
 def test_a_block_is_made_as_small_as_those_of_engines(translator):
-    sizes = {each.limit("block_size") for each in smaller(LARGE)} - {16, None}
+    sizes = {item.limit("block_size") for item in smaller(LARGE)} - {16, None}
     assert sizes == {4, 8}
 
 

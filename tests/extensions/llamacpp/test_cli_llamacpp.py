@@ -149,7 +149,7 @@ MIXED = [
 
 @pytest.mark.parametrize(
     ("keys", "values", "flash"),
-    [*((*each, "on") for each in MIXED), *((*each, "off") for each in MIXED[:-1])],  # flash attention reads such values
+    [*((*item, "on") for item in MIXED), *((*item, "off") for item in MIXED[:-1])],  # flash attention reads such values
 )
 def test_caches_in_two_formats_pass(runs, keys, values, flash, small_llama):
     """Flash attention casts what is kept in float32 to float16."""
@@ -373,7 +373,7 @@ def padded(checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("type_name", "fault"),
-    [(each, fault) for each in SOUND_TYPES for fault in NAMED if each not in PLAIN or "scales" not in fault],
+    [(item, fault) for item in SOUND_TYPES for fault in NAMED if item not in PLAIN or "scales" not in fault],
 )
 def test_a_fault_of_the_engines_file_is_found_and_named(runs, fault, type_name, padded, tmp_path):
     tap, cause = NAMED[fault]
@@ -531,8 +531,8 @@ def test_the_counts_of_products_are_those_of_the_formulas_but_for_rows_that_llam
     found = count(session, decode)
     formulas = operation_costs(session.model, decode.shapes)
     flops = Counter()
-    for each in found.counts:
-        flops[each.operation] += each.flops
+    for item in found.counts:
+        flops[item.operation] += item.flops
     assert {name: flops[name] for name in formulas if name != "attention"} == {
         name: cost.flops for name, cost in formulas.items() if name != "attention"
     }

@@ -163,7 +163,7 @@ def poisoned(checkpoints):
 def test_what_stands_behind_its_tokens_is_not_read(poisoned, monkeypatch):
     found = poisoned("rewound")
     assert (found.leaks, found.failures) == ((), [])
-    assert {each.memory for each in found.memories() if each.num_filled} >= {Memory.UNUSED}
+    assert {memory.memory for memory in found.memories() if memory.num_filled} >= {Memory.UNUSED}
 
 
 @pytest.mark.slow

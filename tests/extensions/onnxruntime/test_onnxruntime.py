@@ -69,7 +69,7 @@ def test_a_token_too_many_after_going_back_is_found(checkpoints, export, monkeyp
     folder = checkpoints / "qwen3-tiny"
     forgetful = engine.open_engine(folder, dtype="float32", device="cpu", options={"export": str(export)})
     (run,) = harness.check(forgetful, model=folder, prompts=PROMPTS, max_new_tokens=4, schedules=["rewound"]).runs
-    values = next(each for each in run.findings if each.tap.endswith("v_cache"))
+    values = next(finding for finding in run.findings if finding.tap.endswith("v_cache"))
     assert values.explanation.provenance.holds == "the value of request 0, position 8"
 
 

@@ -57,7 +57,7 @@ def test_a_request_goes_on_when_those_beside_it_have_ended(export):
     other.step([(1, PROMPTS[1], 0)])
     together.step([(0, PROMPTS[0], 0), (1, PROMPTS[1], 0)])
     for tokens, first in steps:
-        expected, actual = (each.step([(0, tokens, first)]) for each in (alone, together))
+        expected, actual = (item.step([(0, tokens, first)]) for item in (alone, together))
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     for number, single in ((0, alone), (1, other)):
         for ours, theirs in zip(together.cached(number).values(), single.cached(number).values(), strict=True):

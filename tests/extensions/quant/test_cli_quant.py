@@ -88,7 +88,7 @@ def test_caches_are_rows_of_their_own(harness, checkpoints):
     ran = harness("quant", "--model", "qwen3-tiny", *asked, "--format", "json")
     assert ran.status == 0, ran.err
     fine, coarse, four_bits = ran.json["types"]
-    assert [each["name"] for each in ran.json["types"]] == ["cache int8:head", "cache float8_e5m2", "cache mxfp4"]
+    assert [item["name"] for item in ran.json["types"]] == ["cache int8:head", "cache float8_e5m2", "cache mxfp4"]
     assert 0 < fine["kl_mean_format"] < coarse["kl_mean_format"] < four_bits["kl_mean_format"]
     assert four_bits["kl_mean_arithmetic"] is None
     assert "H013" in harness("quant", "--caches", "int8").err

@@ -34,10 +34,10 @@ def cost(hf):
 
 def test_what_is_not_the_format_is_arithmetic(cost):
     row = cost(engine_options=OPTIONS)
-    assert [(each.phase, each.num_rows) for each in row.phases] == [("prefill", 20), ("decode", 22)]
-    for each in row.phases:
-        assert each.kl_mean_arithmetic < 1e-5 * each.kl_mean_format
-        assert each.kl_mean == pytest.approx(each.kl_mean_format, rel=1e-2)
+    assert [(phase.phase, phase.num_rows) for phase in row.phases] == [("prefill", 20), ("decode", 22)]
+    for phase in row.phases:
+        assert phase.kl_mean_arithmetic < 1e-5 * phase.kl_mean_format
+        assert phase.kl_mean == pytest.approx(phase.kl_mean_format, rel=1e-2)
     assert (row.bits_per_weight, row.kl_mean_format > 0) == (8, True)
 
 

@@ -79,7 +79,7 @@ def test_a_size_counts_what_is_stored(name, hf, tmp_path):
     head = hf.model.get_output_embeddings()
     linear = [part for part in hf.model.modules() if isinstance(part, nn.Linear) and part is not head]
     quantised = sum(part.weight.numel() for part in linear)
-    total = sum(each.numel() for each in hf.model.parameters())
+    total = sum(parameter.numel() for parameter in hf.model.parameters())
     expected = BITS[name] * quantised + 32 * (total - quantised)
     assert run.size_bytes * 8 == pytest.approx(expected, rel=0.05)
     assert run.bits_per_weight == run.size_bytes * 8 / total

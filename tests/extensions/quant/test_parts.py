@@ -17,7 +17,7 @@ def models(folder, *changed):
     """Return a model, and the same with some weights rounded to eighths."""
     exact, quantised = (load_model(folder, dtype=torch.float32) for _ in range(2))
     for name, values in quantised.model.named_parameters():
-        if any(name.startswith(each) for each in changed):
+        if any(name.startswith(item) for item in changed):
             values.copy_((values * 8).round() / 8)
     return exact, quantised
 
@@ -30,12 +30,12 @@ def measured(exact, quantised, *splits):
 def test_one_changed_weight_is_the_cost_of_its_layer_and_of_its_kind(checkpoints):
     exact, quantised = models(checkpoints / "llama-tiny", O_PROJ)
     truth, costs = measured(exact, quantised, *SPLITS)
-    assert [(each.split, each.name, each.layer) for each in costs] == [
+    assert [(cost.split, cost.name, cost.layer) for cost in costs] == [
         ("layers", "model.layers.1", 1), ("kinds", "self_attn.o_proj", None), ("weights", O_PROJ, 1)
     ]  # fmt: skip
     whole = distance(truth, hf_distributions(quantised, TEXT)).mean
     assert whole > 0
-    assert {each.kl_mean for each in costs} == {whole}
+    assert {cost.kl_mean for cost in costs} == {whole}
     weight, changed = exact.module(O_PROJ).weight, quantised.module(O_PROJ).weight
     assert costs[0].num_weights == weight.numel()
     assert costs[0].relative_error == pytest.approx(float((changed - weight).norm() / weight.norm()), rel=1e-5)
@@ -44,9 +44,9 @@ def test_one_changed_weight_is_the_cost_of_its_layer_and_of_its_kind(checkpoints
 def test_parts_hold_every_changed_weight_once_and_the_original_stays(checkpoints):
     exact, quantised = models(checkpoints / "llama-tiny", "model.layers", "lm_head")
     truth, costs = measured(exact, quantised, *SPLITS)
-    sizes = {split: sum(each.num_weights for each in costs if each.split == split) for split in SPLITS}
+    sizes = {split: sum(cost.num_weights for cost in costs if cost.split == split) for split in SPLITS}
     assert len(set(sizes.values())) == 1
-    assert [each.name for each in costs if each.split == "layers"][:2] == ["model.layers.0", "model.layers.1"]
+    assert [cost.name for cost in costs if cost.split == "layers"][:2] == ["model.layers.0", "model.layers.1"]
     assert all(map(torch.equal, truth, hf_distributions(exact, TEXT)))
 
 

@@ -49,7 +49,7 @@ def test_without_an_engine_the_format_is_what_is_shown():
 def test_json_has_a_row_for_each_type():
     document = result_document(RESULT)
     assert document["schema_version"] == 1
-    assert [each["name"] for each in document["types"]] == ["Q8_0", "<Q4>", "F32"]
+    assert [item["name"] for item in document["types"]] == ["Q8_0", "<Q4>", "F32"]
     assert document["types"][0]["kl_mean_arithmetic"] == 0.00025
 
 

@@ -37,7 +37,7 @@ def sampled():
         {
             "prompt_ids": prompt,
             "response_ids": list(output.token_ids),
-            "engine_logprobs": [each.logprob for each in output.logprobs],
+            "engine_logprobs": [logprob.logprob for logprob in output.logprobs],
         }
         for prompt, output in zip(PROMPTS, outputs, strict=True)
     ]
@@ -53,9 +53,9 @@ def main():
     report = harness.rollout(rows, model=MODEL if is_flat else module, trainer=module, dtype="bfloat16")
     report.assert_ok()
     note = "operations and weights of the trainer: its tensors are not those of the model"
-    assert is_flat == any(each.startswith(note) for each in report.not_judged), report.text()
+    assert is_flat == any(item.startswith(note) for item in report.not_judged), report.text()
     if kind == "fully_shard":
-        assert all(hasattr(each, "full_tensor") for each in module.parameters()), "weights are shards again"
+        assert all(hasattr(parameter, "full_tensor") for parameter in module.parameters()), "weights are shards again"
     sys.stdout.write("sound\n")
     distributed.destroy_process_group()
 

@@ -151,8 +151,8 @@ def test_planted_faults_are_attributed(model, trainer, compare, tmp_path, faults
         "model": model,
         "faults": total,
         "share": right / total,
-        "best": best / sum(len(each) for each in errors.values()),
-        "remedies off by, share of the gap": {name: [median(each), max(each)] for name, each in errors.items()},
+        "best": best / sum(len(error) for error in errors.values()),
+        "remedies off by, share of the gap": {name: [median(error), max(error)] for name, error in errors.items()},
         "wrong": wrong,
         "missed": missed,
     }

@@ -63,16 +63,16 @@ def logits_of(module, rows, way):
     given = [(changed(row["prompt_ids"]), row["response_ids"]) for row in rows]
     with torch.no_grad():
         if way.cache is not None:
-            return [torch.stack(list(decoded(module, *each, way.cache))) for each in given]
+            return [torch.stack(list(decoded(module, *item, way.cache))) for item in given]
         tokens = [[*prompt, *response] for prompt, response in given]
         if way.packs is None:
-            whole = [module(input_ids=torch.tensor([each])).logits[0] for each in tokens]
+            whole = [module(input_ids=torch.tensor([item])).logits[0] for item in tokens]
         else:
             positions, ends = way.packs(tokens)
-            joined = torch.tensor([[token for each in tokens for token in each]])
+            joined = torch.tensor([[token for item in tokens for token in item]])
             logits = module(input_ids=joined, position_ids=positions[None], use_cache=way.leaks).logits[0]
-            whole = [logits[end - len(each) : end] for each, end in zip(tokens, ends, strict=True)]
-    return [each[len(prompt) - 1 : -1] for each, (prompt, _) in zip(whole, given, strict=True)]
+            whole = [logits[end - len(item) : end] for item, end in zip(tokens, ends, strict=True)]
+    return [item[len(prompt) - 1 : -1] for item, (prompt, _) in zip(whole, given, strict=True)]
 
 
 def decoded(module, prompt, response, cache):
@@ -88,7 +88,7 @@ def columns_of(module, rows, way):
         logits = (logits.bfloat16() if way.has_narrow_head else logits).float() / way.temperature
         tokens = torch.tensor(row["response_ids"])
         if way.truncates:
-            kept = torch.stack([left(each, row["sampling_params"]) for each in logits])
+            kept = torch.stack([left(logit, row["sampling_params"]) for logit in logits])
             logits = logits.masked_fill(~kept.scatter(1, tokens[:, None], True), -torch.inf)
         column = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0].tolist()
         late, early = [column[0], *column[:-1]], [*column[1:], column[-1]]

@@ -40,12 +40,12 @@ def rollout(
 
 def sampled_rows(engine: LLMEngine, given: Sequence[Sequence[int]], sampling: SamplingParams) -> list[dict[str, Any]]:
     """Return rows with the tokens that an engine samples, and its log probabilities."""
-    outputs = engine.generate([list(each) for each in given], sampling)
+    outputs = engine.generate([list(item) for item in given], sampling)
     return [
         {
             "prompt_ids": list(prompt),
             "response_ids": list(output.token_ids),
-            "engine_logprobs": [each.logprob for each in output.logprobs],
+            "engine_logprobs": [logprob.logprob for logprob in output.logprobs],
         }
         for prompt, output in zip(given, outputs, strict=True)
     ]
@@ -66,24 +66,24 @@ def train_column(
     tokens = [[*row["prompt_ids"], *row["response_ids"]] for row in rows]
     with torch.no_grad():
         if packs is None:
-            logits = [module(input_ids=torch.tensor([each])).logits[0] for each in tokens]
+            logits = [module(input_ids=torch.tensor([item])).logits[0] for item in tokens]
         else:
             positions, ends = packs(tokens)
-            ids = torch.tensor([[token for each in tokens for token in each]])
+            ids = torch.tensor([[token for item in tokens for token in item]])
             whole = module(input_ids=ids, position_ids=positions[None], use_cache=use_cache).logits[0]
-            logits = [whole[end - len(each) : end] for each, end in zip(tokens, ends, strict=True)]
+            logits = [whole[end - len(item) : end] for item, end in zip(tokens, ends, strict=True)]
     columns = []
-    for own, each, row in zip(logits, tokens, rows, strict=True):
+    for own, item, row in zip(logits, tokens, rows, strict=True):
         logprobs = (own.float() / temperature).log_softmax(dim=-1)
         begin = len(row["prompt_ids"])
-        columns.append([float(logprobs[at - 1, each[at]]) for at in range(begin, len(each))])
+        columns.append([float(logprobs[at - 1, item[at]]) for at in range(begin, len(item))])
     return columns
 
 
 def restarting(tokens: list[list[int]]) -> tuple[torch.Tensor, list[int]]:
     """Return the positions of a sound packed batch, and where each row ends."""
-    ends = torch.tensor([len(each) for each in tokens]).cumsum(0).tolist()
-    return torch.cat([torch.arange(len(each)) for each in tokens]), ends
+    ends = torch.tensor([len(token) for token in tokens]).cumsum(0).tolist()
+    return torch.cat([torch.arange(len(token)) for token in tokens]), ends
 
 
 def running_on(tokens: list[list[int]]) -> tuple[torch.Tensor, list[int]]:
@@ -94,7 +94,7 @@ def running_on(tokens: list[list[int]]) -> tuple[torch.Tensor, list[int]]:
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[Sequence[float]] | None = None) -> Path:
     """Write rows as JSON lines, with the trainer's log probabilities if there are any."""
-    added = [{} for _ in rows] if columns is None else [{"trainer_logprobs": list(each)} for each in columns]
+    added = [{} for _ in rows] if columns is None else [{"trainer_logprobs": list(column)} for column in columns]
     lines = [json.dumps({**row, **more}) for row, more in zip(rows, added, strict=True)]
     path.write_text("".join(f"{line}\n" for line in lines))
     return path

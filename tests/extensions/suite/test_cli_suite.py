@@ -207,8 +207,8 @@ def test_a_suite_with_a_wrong_engine_and_one_that_crashes(harness, install, case
     text = matrix(tmp_path, MATRIX)
     ran = harness("suite", case, "--matrix", text, "--jobs", "1", "--out", out, "--format", "json")
     assert ran.status == 1, ran.err
-    by_name = {each["name"]: each for each in ran.json["cases"]}
-    assert {name: each["verdict"] for name, each in by_name.items()} == {
+    by_name = {item["name"]: item for item in ran.json["cases"]}
+    assert {name: item["verdict"] for name, item in by_name.items()} == {
         "llama[reference]": "pass", "llama[foreign]": "mismatch", "llama[crashing]": "error",
     }  # fmt: skip
     wrong = by_name["llama[foreign]"]
@@ -231,7 +231,7 @@ def test_nights_of_an_engine_that_breaks_are_a_history(harness, install, case, t
         harness("suite", case, "--matrix", text, "--jobs", "1", "--out", out, "--label", f"c{night}")
     ran = harness("suite", "history", tmp_path / "nights", "--format", "json")
     assert ran.status == 1, ran.err
-    assert [each["label"] for each in ran.json["runs"]] == ["c0", "c1", "c2"]
+    assert [run["label"] for run in ran.json["runs"]] == ["c0", "c1", "c2"]
     (found,) = ran.json["cases"]
     assert (found["last_pass"], found["first_failure"], found["changed_bits"]) == (1, 2, [2])
     assert found["runs"][2]["first_divergence"]["tap"].startswith("model.layers.1.mlp.down_proj")

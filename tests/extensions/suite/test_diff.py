@@ -35,9 +35,9 @@ def test_every_change_of_a_verdict_has_its_place():
     assert names(found.new_failures) == ["breaks"]
     assert names(found.new_passes) == ["mended"]
     assert names(found.changed_failures) == ["moves"]
-    assert [each.name for each in found.added] == ["fresh", "fresh and wrong"]
-    assert [each.name for each in found.added_failures] == ["fresh and wrong"]
-    assert [each.name for each in found.removed] == ["gone"]
+    assert [item.name for item in found.added] == ["fresh", "fresh and wrong"]
+    assert [failure.name for failure in found.added_failures] == ["fresh and wrong"]
+    assert [item.name for item in found.removed] == ["gone"]
     assert found.num_same == 2
     text = diff_text(found)
     assert text.startswith("new failures (1)\n  breaks\n    pass -> error (H040: )")
@@ -62,7 +62,7 @@ def test_a_case_that_is_slower_than_the_others_is_found(noisy):
     new["c7"] *= 2.0
     new["c8"] /= 2.0
     found = diff(*([case(name, seconds=seconds) for name, seconds in times.items()] for times in (old, new)))
-    assert [each.name for each in found.slower] == ["c7"], "a faster case is no finding"
+    assert [item.name for item in found.slower] == ["c7"], "a faster case is no finding"
     assert found.slower[0].usual_ratio == pytest.approx(1.6, rel=0.1)
     assert "seconds" in diff_text(found)
 
@@ -71,10 +71,10 @@ def test_a_figure_that_moved_beyond_the_others_is_found_and_equal_ones_are_not()
     old = [case(f"c{at}", bound_share_max=0.5, kl_max=1e-12) for at in range(20)]
     new = [case(f"c{at}", bound_share_max=0.5, kl_max=3e-12) for at in range(19)]
     found = diff(old, [*new, case("c19", bound_share_max=0.9, kl_max=1e-3)])
-    assert [(each.name, each.figure) for each in found.moved] == [("c19", "bound_share_max"), ("c19", "kl_max")]
+    assert [(item.name, item.figure) for item in found.moved] == [("c19", "bound_share_max"), ("c19", "kl_max")]
 
 
 def test_of_a_few_cases_only_a_factor_of_two_is_told():
     old = [case("a", seconds=1.0), case("b", seconds=1.0)]
     assert diff(old, [case("a", seconds=1.9), case("b", seconds=1.0)]).slower == ()
-    assert [each.name for each in diff(old, [case("a", seconds=2.1), case("b")]).slower] == ["a"]
+    assert [item.name for item in diff(old, [case("a", seconds=2.1), case("b")]).slower] == ["a"]

@@ -54,8 +54,8 @@ def test_runs_are_in_the_order_in_which_they_began():
         run("b", ".", begun_at="2026-11-24T03:00:00+00:00"),
         run("a", "M", begun_at="2026-11-23T03:00:00+00:00"),
     )
-    assert [each.label for each in history_of([later, sooner]).runs] == ["a", "b"]
-    assert [each.label for each in history_of([run("b", "."), sooner]).runs] == ["b", "a"], "one does not say when"
+    assert [item.label for item in history_of([later, sooner]).runs] == ["a", "b"]
+    assert [item.label for item in history_of([run("b", "."), sooner]).runs] == ["b", "a"], "one does not say when"
 
 
 def test_the_text_has_what_fails_first_and_what_changed(nights):
@@ -71,9 +71,9 @@ def test_the_text_has_what_fails_first_and_what_changed(nights):
 
 def test_the_json_has_every_case_of_every_run(nights):
     document = json.loads(json.dumps(history_json(history_of(nights)), allow_nan=False))
-    assert [each["label"] for each in document["runs"]] == ["v1", "v2", "v3"]
+    assert [item["label"] for item in document["runs"]] == ["v1", "v2", "v3"]
     assert document["runs"][1]["counts"] == {"pass": 2, "mismatch": 1, "error": 0, "lost": 0}
-    by_name = {each["name"]: each for each in document["cases"]}
+    by_name = {case["name"]: case for case in document["cases"]}
     assert by_name["b[x]"]["first_failure"] == 1
     assert by_name["d[x]"]["runs"][1] is None
     assert by_name["b[x]"]["runs"][2]["first_divergence"] == PLACE
@@ -113,7 +113,7 @@ def test_runs_are_read_from_folders_and_folders_of_folders(tmp_path, nights):
         folder.mkdir(parents=True)
         (folder / "suite.json").write_text(json.dumps(suite_json(night)))
     whole = read_history([tmp_path / "nights"])
-    assert [each.label for each in whole.runs] == ["v1", "v2", "v3"]
+    assert [item.label for item in whole.runs] == ["v1", "v2", "v3"]
     assert read_history([tmp_path / "nights" / name for name in "123"]) == whole
     (tmp_path / "none").mkdir()
     for path in ("none", "missing.json"):

@@ -35,7 +35,7 @@ def norm_weight(model: nn.Module) -> list[Plan]:
     norms = [module for module in model.modules() if is_norm(module) and isinstance(weight_of(module), nn.Parameter)]
 
     def other(norm: nn.Module) -> nn.Module | None:
-        return next((each for each in norms if each is not norm and each.weight.shape == norm.weight.shape), None)
+        return next((item for item in norms if item is not norm and item.weight.shape == norm.weight.shape), None)
 
     return places(
         model,

@@ -70,7 +70,7 @@ def test_a_check_is_a_test(tests: pytest.Pytester) -> None:
     result.stdout.no_fnmatch_line("*def check(engine*")  # nothing of the harness in between
     cases = {case.get("name"): case for case in ElementTree.parse(tests.path / "junit.xml").iter("testcase")}
     properties = {
-        name: {each.get("name"): each.get("value") for each in case.iter("property")} for name, case in cases.items()
+        name: {item.get("name"): item.get("value") for item in case.iter("property")} for name, case in cases.items()
     }
     assert properties["test_sound"]["verdict"] == "pass"
     assert properties["test_broken"]["verdict"] == "mismatch"

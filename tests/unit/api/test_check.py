@@ -38,8 +38,8 @@ def assert_wrong_at(report, tap):
     assert report.outcome is Outcome.MISMATCH
     assert report.first_divergence.tap == tap
     taps = list(report.runs[0].taps)
-    before = taps[: next(at for at, each in enumerate(taps) if each.name == tap)]
-    assert {each.verdict for each in before} <= SOUND
+    before = taps[: next(at for at, item in enumerate(taps) if item.name == tap)]
+    assert {item.verdict for item in before} <= SOUND
 
 
 @pytest.mark.parametrize("engine", ["reference", "hf"])
@@ -125,7 +125,7 @@ def test_an_adapter_is_part_of_the_truth(folder, hf_model, tmp_path):
     report = check(hf_model, model=folder, lora=str(adapter), schedules=["plain"])
     assert_wrong_at(report, "model.layers.0.self_attn.q_proj")
     assert "adapter is not applied" in report.first_divergence.explanation.cause
-    own, its = (harness.golden(folder, prompts=PROMPTS, max_new_tokens=3, lora=each) for each in (None, adapter))
+    own, its = (harness.golden(folder, prompts=PROMPTS, max_new_tokens=3, lora=item) for item in (None, adapter))
     assert own.recording.path != its.recording.path
 
 

@@ -21,8 +21,8 @@ def refused(engine, code="H", *words, **options):
     assert error.args == (str(error),)
     assert "--" not in str(error)  # an argument is no option of the command line
     assert str(error).startswith(code)
-    for each in words:
-        assert each in str(error)
+    for word in words:
+        assert word in str(error)
     return str(error)
 
 

@@ -31,7 +31,7 @@ def printed(report: object, *, width: int = 100, color: bool = False) -> str:
 
 def test_a_report_is_its_result(result: CheckResult):
     report = CheckReport.of(result)
-    assert all(getattr(report, each.name) == getattr(result, each.name) for each in fields(result))
+    assert all(getattr(report, field.name) == getattr(result, field.name) for field in fields(result))
     assert report.outcome is result.outcome
 
 

@@ -80,8 +80,8 @@ def test_what_ends_too_early_does_not_reach_its_schedule(tiny_folder, schedule, 
         "forked": "no request went on from one that was still running",
         "preempted": "no request lost its cache",
     }
-    messages = [each.message for each in report.runs[0].findings if each.code is Code.TRIGGER_NOT_REACHED]
-    assert any(each.startswith(said[schedule]) for each in messages)
+    messages = [finding.message for finding in report.runs[0].findings if finding.code is Code.TRIGGER_NOT_REACHED]
+    assert any(message.startswith(said[schedule]) for message in messages)
 
 
 def test_requests_that_hf_cannot_mask_are_lost_one_by_one(tiny_folder):

@@ -261,7 +261,7 @@ def test_a_cache_inside_of_a_module_is_used_where_the_forward_returns_something_
     inside.match_taps(graph)
     assert inside.capabilities.schedules == ("plain", "chunked")
     with record(inside, "plain", REQUESTS) as recording:
-        assert sum(len(step.request) for step in recording.steps) == sum(len(each.token_ids) for each in REQUESTS)
+        assert sum(len(step.request) for step in recording.steps) == sum(len(request.token_ids) for request in REQUESTS)
         assert graph.logits in recording.steps[-1].tap_names
 
 

@@ -31,7 +31,7 @@ def where_chunks_begin(is_wanted: Callable[[ScheduledChunk], bool]) -> Planted:
             if is_wanted(chunk) and chunk.start:
                 first_rows.add(row)
             row += chunk.num_tokens
-        return [replace(each, source=NULL_BLOCK) if each.first_row in first_rows else each for each in found]
+        return [replace(item, source=NULL_BLOCK) if item.first_row in first_rows else item for item in found]
 
     return patch.object(StateCache, "plan", planned)
 

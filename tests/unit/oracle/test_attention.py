@@ -175,8 +175,8 @@ def test_the_scale_of_a_call():
     assert scaling(replace(call, options={"scaling": None})) == 0.4
     passed = replace(call, options={"scaling": 0.7})
     assert scaling(passed) == 0.7
-    for each, scale in ((call, 0.4), (passed, 0.7)):
-        assert_same(attention_sensitivity(each), by_definition(each, scale, causal(4, 9)))
+    for item, scale in ((call, 0.4), (passed, 0.7)):
+        assert_same(attention_sensitivity(item), by_definition(item, scale, causal(4, 9)))
 
 
 def test_values_of_another_size_than_the_keys():

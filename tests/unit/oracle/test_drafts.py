@@ -41,11 +41,11 @@ def test_each_is_wrong_at_its_first_position_and_a_step_of_its_request_gives_it_
             assert at >= request.prompt_length
             assert draft.token_ids[at] != tokens[at]
         steps = list(Workload(requests=[request], schedule=schedule, copies=drafts).steps(request))
-        own = [position for step in steps for each, positions in step if each is request for position in positions]
+        own = [position for step in steps for item, positions in step if item is request for position in positions]
         assert sorted(set(own)) == list(range(len(tokens)))
         assert len(own) - len(tokens) == (len(drafts) if name == "rewound" else 0)
         given_up = {
-            (each.id, at) for step in steps for each, positions in step if each is not request for at in positions
+            (item.id, at) for step in steps for item, positions in step if item is not request for at in positions
         }
         assert given_up == {
             (draft.id, at) for draft in drafts for at in range(draft.prompt_length, len(draft.token_ids))

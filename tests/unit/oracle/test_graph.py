@@ -146,7 +146,7 @@ def test_parts_of_a_value_are_the_value_but_for_what_attention_reads():
         op("attn:query", Kind.COPY, ["half"]), op("both", Kind.COPY, ["qkv", "x"]),
         op("sum", Kind.ADD, ["half", "qkv", "other"]),
     ]  # fmt: skip
-    found = {each.source: each.inputs for each in graph._without_parts(operations)}
+    found = {part.source: part.inputs for part in graph._without_parts(operations)}
     assert found == {
         "qkv": (), "attn:query": ("qkv",), "both": ("qkv", "x"), "sum": ("qkv", "other"),
     }  # fmt: skip
@@ -181,22 +181,22 @@ def test_caches_stand_before_the_attention_that_reads_them():
     written = [op(f"model.layers.{at}.{name}", shape=(at + 1, len(name)), inputs=()) for at in (0, 1) for name in "qkv"]
     outside = op("attention", Kind.ATTENTION, ["q", "k", "v"])
     found = list(graph._with_caches([*written, attention(0, None), attention(1, 4), outside], {}, {0: 9, 1: 8}))
-    assert [each.tap for each in found[6:]] == [
+    assert [item.tap for item in found[6:]] == [
         "model.layers.0.k_cache", "model.layers.0.v_cache", "model.layers.0.attention",
         "model.layers.1.k_cache", "model.layers.1.v_cache", "model.layers.1.attention", "attention",
     ]  # fmt: skip
-    caches = [each for each in found if each.kind is Kind.CACHE]
-    assert [each.window for each in caches] == [9, 9, 4, 4]
-    assert [each.inputs for each in caches[:2]] == [("model.layers.0.k",), ("model.layers.0.v",)]
-    assert [each.shape for each in caches] == [(1, 1), (1, 1), (2, 1), (2, 1)]
-    assert {each.source for each in caches} == {""}
+    caches = [item for item in found if item.kind is Kind.CACHE]
+    assert [cache.window for cache in caches] == [9, 9, 4, 4]
+    assert [cache.inputs for cache in caches[:2]] == [("model.layers.0.k",), ("model.layers.0.v",)]
+    assert [cache.shape for cache in caches] == [(1, 1), (1, 1), (2, 1), (2, 1)]
+    assert {cache.source for cache in caches} == {""}
 
 
 def test_caches_of_latent_attention_hold_what_it_expands():
     written = [
         op(f"model.layers.0.{name}", shape=(len(name),), inputs=()) for name in ("q", "k", "v", "latent", "turned")
     ]
-    inputs = [each.tap for each in written[:3]]
+    inputs = [item.tap for item in written[:3]]
     attention = replace(
         op("model.layers.0.attention", Kind.ATTENTION, inputs), source="model.layers.0.self_attn:context"
     )
@@ -226,9 +226,9 @@ def test_the_operations_of_a_run():
         shown("lm_head", ["model.norm"], "mm"),
     ]
     aliases = {"logits": "lm_head", "model.norm:input": "model.layers.0", "lost": "nowhere"}
-    seen = SimpleNamespace(shown={each.source: each for each in values}, aliases=aliases, windows={})
+    seen = SimpleNamespace(shown={value.source: value for value in values}, aliases=aliases, windows={})
     found = graph._named(hf(), seen)
-    assert [(each.tap, each.kind, each.inputs) for each in found] == [
+    assert [(item.tap, item.kind, item.inputs) for item in found] == [
         ("model.embed", Kind.EMBEDDING, ()),
         ("model.layers.0.norm", Kind.NORM, ("model.embed",)),
         ("model.layers.0.mlp", Kind.LINEAR, ("model.layers.0.norm",)),
@@ -236,9 +236,9 @@ def test_the_operations_of_a_run():
         ("model.norm", Kind.NORM, ("model.layers.0.output",)),
         ("lm_head", Kind.LINEAR, ("model.norm",)),
     ]
-    assert [each.sampled_only for each in found] == [False] * 4 + [True, True]
-    assert [each.is_head for each in found] == [False] * 5 + [True]
-    assert [each.shape for each in found] == [(3,), (3,), (5,), (3,), (3,), (3,)]
+    assert [item.sampled_only for item in found] == [False] * 4 + [True, True]
+    assert [item.is_head for item in found] == [False] * 5 + [True]
+    assert [item.shape for item in found] == [(3,), (3,), (5,), (3,), (3,), (3,)]
     assert found.aliases == {
         "logits": "lm_head", "model.norm:input": "model.layers.0.output", "model.layers.0": "model.layers.0.output",
         "model.norm.input": "model.layers.0.output",
@@ -247,5 +247,5 @@ def test_the_operations_of_a_run():
 
 def test_without_layers_nothing_is_the_head():
     values = [shown("model.embed", (), "embedding"), shown("lm_head", ["model.embed"], "mm")]
-    seen = SimpleNamespace(shown={each.source: each for each in values}, aliases={}, windows={})
-    assert [each.sampled_only for each in graph._named(hf(("lm_head",)), seen)] == [False, False]
+    seen = SimpleNamespace(shown={value.source: value for value in values}, aliases={}, windows={})
+    assert [item.sampled_only for item in graph._named(hf(("lm_head",)), seen)] == [False, False]

@@ -234,7 +234,9 @@ def test_other_adapters_are_known_at_the_modules_that_have_one(tmp_path):
     update = layer.q_proj.others[folder]
     assert torch.equal(update.a, read_adapter(second)["model.layers.1.self_attn.q_proj"].a)
     assert hf.lora_hash == hashlib.sha256(b"".join((first / name).read_bytes() for name in FILES)).hexdigest()
-    assert not any(isinstance(each, LoraLinear) for each in load_adapted(FOLDER, dtype=torch.float32).model.modules())
+    assert not any(
+        isinstance(module, LoraLinear) for module in load_adapted(FOLDER, dtype=torch.float32).model.modules()
+    )
 
 
 @pytest.mark.parametrize(

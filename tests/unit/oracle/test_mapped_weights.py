@@ -255,7 +255,7 @@ def remove(path):
 
 DAMAGES = [
     (remove, Code.MISSING_SHARD),
-    *((each, Code.DAMAGED_SAFETENSORS) for each in (truncate, cut_off_the_header, empty)),
+    *((item, Code.DAMAGED_SAFETENSORS) for item in (truncate, cut_off_the_header, empty)),
 ]
 
 

@@ -48,7 +48,7 @@ def shown(hf, run):
         run()
     for handle in handles:
         handle.remove()
-    return [torch.cat(each, dim=1) for each in found]
+    return [torch.cat(item, dim=1) for item in found]
 
 
 def by_hf(folder, ids, num_depths):

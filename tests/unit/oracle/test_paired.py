@@ -177,7 +177,7 @@ def test_both_see_every_operation_once_and_part_by_part(hf, token_ids):
     order = pair(hf, token_ids).order
     taps = [op.tap for op in hf.graph if op.kind is not Kind.CACHE]
     for side in ("control", "truth"):
-        assert [tap for each, tap in order if each == side] == taps
+        assert [tap for item, tap in order if item == side] == taps
     waiting, most = set(), 0
     for side, tap in order:
         waiting.add(tap) if side == "control" else waiting.remove(tap)
@@ -274,12 +274,12 @@ def test_each_forward_goes_on_with_its_own_value(load, token_ids, side, tap):
 
     changed = pair(hf, token_ids, observer=Notes(**{side: instead}))
     other = "truth" if side == "control" else "control"
-    assert all(torch.equal(changed.values[other][each], rows) for each, rows in plain.values[other].items())
-    moved = {each for each, rows in plain.values[side].items() if not torch.equal(changed.values[side][each], rows)}
+    assert all(torch.equal(changed.values[other][key], rows) for key, rows in plain.values[other].items())
+    moved = {key for key, rows in plain.values[side].items() if not torch.equal(changed.values[side][key], rows)}
     readers = {op.tap for op in hf.graph if tap in op.inputs and op.kind is not Kind.CACHE}
     order = [op.tap for op in hf.graph]
     assert readers <= moved
-    assert all(order.index(each) > order.index(tap) for each in moved)
+    assert all(order.index(item) > order.index(tap) for item in moved)
 
 
 def test_a_residual_that_is_put_back_is_read_by_the_norm_and_by_the_sum(load, token_ids):
@@ -311,7 +311,7 @@ def test_a_history_with_a_hole_spoils_the_rows_that_see_it_and_no_other(load, to
         return rows
 
     ids = [token_ids, token_ids[::-1]]
-    plain, spoilt = (pair(hf, ids, observer=Notes(truth=each)).values["truth"] for each in (None, poison))
+    plain, spoilt = (pair(hf, ids, observer=Notes(truth=item)).values["truth"] for item in (None, poison))
     finite = spoilt["model.layers.0.attention"].isfinite().flatten(1).all(dim=1)
     assert finite.tolist() == [place < 17 or place >= 23 for place in range(46)]
     name = "model.layers.2.output"

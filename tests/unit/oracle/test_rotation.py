@@ -84,13 +84,13 @@ def test_rotations_of_a_model():
     found = list(rotations(hf))
     named = (("inv_freq", 2), ("sliding_inv_freq", 3), ("full_inv_freq", 1))
     ways = ((False, False), (True, False), (True, True))
-    assert [(each.name, each.scaling, each.is_interleaved, each.is_regrouped) for each in found] == [
+    assert [(item.name, item.scaling, item.is_interleaved, item.is_regrouped) for item in found] == [
         (*own, *way) for own in named for way in ways
     ]
-    assert [each.frequencies.tolist() for each in found[::3]] == [[1.0, 0.5], [0.25], [0.125]]
-    assert {each.frequencies.dtype for each in found} == {torch.float32}
-    assert [each.module for each in found[::3]] == [first, second, second]
-    assert {each.head_dim for each in found} == {4}
+    assert [item.frequencies.tolist() for item in found[::3]] == [[1.0, 0.5], [0.25], [0.125]]
+    assert {item.frequencies.dtype for item in found} == {torch.float32}
+    assert [item.module for item in found[::3]] == [first, second, second]
+    assert {item.head_dim for item in found} == {4}
 
 
 @pytest.mark.parametrize("last", [8, 20], ids=["short", "long"])
@@ -106,7 +106,7 @@ def test_rotations_for_requests_of_either_length(last):
     found = list(rotations(SimpleNamespace(model=module, head_dim=4)))
     plain = [1.0, 1e4**-0.5]
     expected = {
-        tuple(round(each / factor, 6) for each, factor in zip(plain, factors[name], strict=True)) for name in factors
+        tuple(round(item / factor, 6) for item, factor in zip(plain, factors[name], strict=True)) for name in factors
     }
-    assert {tuple(round(each, 6) for each in one.frequencies.tolist()) for one in found} == expected
-    assert {(each.name, each.module) for each in found} == {("inv_freq", module)}
+    assert {tuple(round(frequency, 6) for frequency in one.frequencies.tolist()) for one in found} == expected
+    assert {(item.name, item.module) for item in found} == {("inv_freq", module)}

@@ -32,7 +32,7 @@ def test_each_state_stands_after_the_operations_of_its_mixer(tiny, family, mixer
     kept = [op for op in graph if op.kind is Kind.STATE]
     assert [op.site for op in kept] == ["conv_state", "recurrent_state"] * 2
     for op in kept:
-        inside = [each.tap for each in graph.of_layer(op.layer) if f"{each.module}.".find(f".{mixer}.") >= 0]
+        inside = [item.tap for item in graph.of_layer(op.layer) if f"{item.module}.".find(f".{mixer}.") >= 0]
         assert inside[-2:] == [f"{op.tap.rpartition('.')[0]}.{name}" for name in ("conv_state", "recurrent_state")]
         assert op.inputs == graph[inside[0]].inputs
 

@@ -251,7 +251,7 @@ class Replacing:
 
 def replaced(hf, source, make, token_ids=(3, 9, 14, 27)):
     """What a forward shows, with one source replaced, and without."""
-    watchers = [Replacing(each, make) for each in (source, None)]
+    watchers = [Replacing(item, make) for item in (source, None)]
     with watching(hf) as watch, torch.no_grad():
         for watcher in watchers:
             with watch.showing(watcher):
@@ -277,7 +277,7 @@ def test_the_forward_goes_on_with_what_is_put_in_the_place_of_a_value(tiny, sour
     changed, plain = replaced(hf, source, lambda x: x.flip(-1) * 1.5)
     order = list(plain.seen)
     before, after = order[: order.index(source) + 1], order[order.index(source) + 1 :]
-    assert all(torch.equal(changed.seen[each], plain.seen[each]) for each in before), "nothing before it moves"
+    assert all(torch.equal(changed.seen[item], plain.seen[item]) for item in before), "nothing before it moves"
     assert not torch.allclose(changed.seen[reader], plain.seen[reader])
     assert reader in after
 

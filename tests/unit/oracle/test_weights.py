@@ -46,7 +46,7 @@ def assert_same_numbers(streamed, resident):
     vars(streamed)["graph"] = resident.graph  # see test_the_graph_is_traced_from_streamed_weights
     values = [pair(hf, TOKENS).values for hf in (streamed, resident)]
     for side in ("control", "truth"):
-        here, there = (each[side] for each in values)
+        here, there = (value[side] for value in values)
         assert here.keys() == there.keys()
         assert [tap for tap in here if not torch.equal(here[tap], there[tap])] == []
     assert greedy_continuation(streamed, TOKENS, 3) == greedy_continuation(resident, TOKENS, 3)

@@ -86,7 +86,7 @@ def test_a_snapshot_that_is_read_again_has_the_same_peak(captured):
     _, timeline, path = captured
     (device,) = summarize_memory(path).devices
     assert device.peak_bytes == timeline.peak.allocated_bytes
-    assert {each.category for each in device.at_peak} <= {category.value for category in MemoryCategory}
+    assert {item.category for item in device.at_peak} <= {category.value for category in MemoryCategory}
 
 
 def test_replaying_the_snapshot_backwards_is_consistent(captured):

@@ -33,7 +33,7 @@ def block(address, size, state="active_allocated", requested=None, frames=()):
 
 
 def segment(blocks, device=0):
-    total = sum(each["size"] for each in blocks)
+    total = sum(item["size"] for item in blocks)
     return {"device": device, "address": blocks[0]["address"], "total_size": total, "blocks": blocks}
 
 
@@ -78,7 +78,7 @@ def test_what_a_snapshot_holds(write):
     assert device.now == (place("engine/model.py:12 forward", 4 * MIB), place("engine/cache.py:3 grow", 3 * MIB))
     assert device.kept == (place("engine/cache.py:3 grow", 3 * MIB),)
     assert (device.peak_bytes, device.peak_after_us) == (9 * MIB, 20)
-    assert [(each.place, each.num_bytes) for each in device.at_peak] == [
+    assert [(item.place, item.num_bytes) for item in device.at_peak] == [
         ("engine/model.py:12 forward", 6 * MIB), ("engine/cache.py:3 grow", 3 * MIB),
     ]  # fmt: skip
     (refused,) = device.out_of_memory
@@ -137,19 +137,19 @@ def test_the_peak_is_that_of_the_events_that_are_left(tmp_path_factory, sizes, o
     (device,) = summarize_memory(path).devices
     before = totals[lost - 1] if lost else 0
     assert device.peak_bytes == max(before, *totals[lost:])
-    assert sum(each.num_bytes for each in device.at_peak) == device.peak_bytes
+    assert sum(item.num_bytes for item in device.at_peak) == device.peak_bytes
 
 
 def test_what_changed_between_two(write):
     later = {**SNAPSHOT, "segments": [*SNAPSHOT["segments"], segment([block(64 * MIB, MIB, frames=[OTHER])])]}
     diff = diff_memory(write(SNAPSHOT), write(later, "b.pickle"))
-    assert [(each.place, each.added_bytes) for each in diff.now] == [("engine/cache.py:3 grow", MIB)]
+    assert [(item.place, item.added_bytes) for item in diff.now] == [("engine/cache.py:3 grow", MIB)]
     assert "in use: +1.00 MiB" in memory_diff_text(diff)
 
 
 def test_devices_are_told_apart(write):
     snapshot = {"segments": [segment([block(0, 5)], device=3)], "device_traces": [[event("alloc", 7, 2, 0)]]}
-    assert [each.device for each in summarize_memory(write(snapshot)).devices] == [0, 3]
+    assert [device.device for device in summarize_memory(write(snapshot)).devices] == [0, 3]
 
 
 def test_the_document_has_a_version(write):

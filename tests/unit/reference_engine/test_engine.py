@@ -252,6 +252,6 @@ def test_cuda_samples(checkpoint: Any) -> None:
         SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=3),
     ]
     outputs = engine.generate(
-        [[5, 6, 7], [8, 9]], [replace(each, max_new_tokens=4, ignore_eos=True) for each in params]
+        [[5, 6, 7], [8, 9]], [replace(parameter, max_new_tokens=4, ignore_eos=True) for parameter in params]
     )
     assert [len(output.token_ids) for output in outputs] == [4, 4]

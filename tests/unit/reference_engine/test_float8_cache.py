@@ -53,7 +53,7 @@ def test_it_holds_as_many_more_blocks_as_its_numbers_are_smaller() -> None:
 def tokens(folder: Path, **options: Any) -> list[tuple[int, ...]]:
     config = EngineConfig(dtype="float32", max_model_len=32, block_size=4, kv_cache_dtype="float8_e4m3fn", **options)
     with LLMEngine(folder, config) as engine:
-        return [each.token_ids for each in engine.generate(PROMPTS, SamplingParams(max_new_tokens=5, ignore_eos=True))]
+        return [item.token_ids for item in engine.generate(PROMPTS, SamplingParams(max_new_tokens=5, ignore_eos=True))]
 
 
 def test_backends_and_schedules_read_the_same(checkpoint: Any) -> None:

@@ -112,7 +112,7 @@ def test_the_name_table_is_the_module_s_parameters(name: str, tmp_path: Path) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     config = ModelConfig.from_folder(tmp_path)
-    corrections = [each for each in model.named_buffers() if each[0].endswith("score_correction_bias")]
+    corrections = [buffer for buffer in model.named_buffers() if buffer[0].endswith("score_correction_bias")]
     stored = [*model.named_parameters(), *corrections]
     expected = dict(chain.from_iterable(in_checkpoint(name, own) for name, own in stored))
     assert {name: placement.shape for name, placement in weight_table(config).items()} == expected

@@ -88,7 +88,7 @@ def test_every_schedule_makes_the_same_tokens(folders: dict[str, Path], name: st
 
     def tokens(**options: Any) -> list[tuple[int, ...]]:
         with LLMEngine(folders[name], EngineConfig(dtype="float32", max_model_len=64, **options)) as engine:
-            return [each.token_ids for each in engine.generate(prompts, params)]
+            return [item.token_ids for item in engine.generate(prompts, params)]
 
     expected = tokens()
     assert tokens(max_num_seqs=1) == tokens(max_num_batched_tokens=5) == expected

@@ -163,7 +163,7 @@ def test_a_fork_and_its_original_go_on_from_one_state(checkpoint: Checkpoint) ->
     with LLMEngine(checkpoint.folder, EngineConfig(block_size=8, debug_checks=True)) as engine:
         params = SamplingParams(max_new_tokens=6, ignore_eos=True)
         first = engine.add_request(PROMPTS[0], params)
-        (begin,) = (each.token_id for each in engine.step())
+        (begin,) = (item.token_id for item in engine.step())
         forced = SamplingParams(max_new_tokens=6, forced_token_ids=[begin, 17, 23], ignore_eos=True)
         fork = engine.fork(first, forced)
         made = finish(engine)

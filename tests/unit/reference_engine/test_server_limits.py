@@ -214,9 +214,9 @@ def test_a_request_that_fails_a_step_fails_alone(client, failing):
     with ThreadPoolExecutor(12) as pool:
         good = [pool.submit(tokens, client, prompt=prompt, **body) for prompt in prompts]
         wrong = [pool.submit(client.post, "/v1/completions", json=bad) for _ in range(4)]
-        assert [each.result() for each in good] == expected
-        for each in wrong:
-            answer = each.result()
+        assert [item.result() for item in good] == expected
+        for item in wrong:
+            answer = item.result()
             assert answer.status_code == 500
             assert "the engine fails with this request: RuntimeError: out of luck" in answer.json()["error"]["message"]
     assert client.get("/health").json() == {"status": "ok", "num_requests": 0}

@@ -96,7 +96,7 @@ def _states(reader: "_Reader") -> list[list[torch.Tensor]]:
         row = reader.take(row_bytes)
         found.append(_tensor(row, kind, 1).flatten() if row else torch.empty(0))  # LFM2 has convolutions alone
     half = len(found) // 2
-    return [list(each) for each in zip(found[:half], found[half:], strict=True)]
+    return [list(item) for item in zip(found[:half], found[half:], strict=True)]
 
 
 class _Reader:

@@ -172,7 +172,7 @@ class _Run:
 
     def _run_group(self, sequences: list[LlamaSequence]) -> None:
         """Run sequences to their end, all at once."""
-        while running := [each for each in sequences if not each.is_finished]:
+        while running := [sequence for sequence in sequences if not sequence.is_finished]:
             pieces = next_batch(
                 running, chunk_size=self._workload.schedule.chunk_size, num_batch=self._context.num_batch
             )

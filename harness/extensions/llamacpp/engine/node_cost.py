@@ -40,10 +40,10 @@ def _flops(node: Tensor, operation: str) -> int:
 def _bytes_moved(node: Tensor, operation: str) -> int:
     first, *others = node.sources or [node]
     if operation == "GET_ROWS":  # of the table only the rows that are picked
-        return _row_bytes(first, node) + node.num_bytes + sum(each.num_bytes for each in others)
+        return _row_bytes(first, node) + node.num_bytes + sum(item.num_bytes for item in others)
     if operation == "SET_ROWS":  # the result is the whole cache, of which only some rows are written
         return first.num_bytes + _row_bytes(node, first) + others[0].num_bytes
-    return node.num_bytes + sum(each.num_bytes for each in node.sources)
+    return node.num_bytes + sum(source.num_bytes for source in node.sources)
 
 
 def _row_bytes(table: Tensor, rows: Tensor) -> int:

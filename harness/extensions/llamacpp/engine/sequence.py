@@ -50,14 +50,14 @@ def next_batch(sequences: Sequence[LlamaSequence], *, chunk_size: int | None, nu
         num_batch: most tokens of all.
     """
     pieces = [
-        SequencePiece(each, range(each.num_computed, each.num_computed + 1))
-        for each in sequences
-        if not each.is_in_prompt
+        SequencePiece(sequence, range(sequence.num_computed, sequence.num_computed + 1))
+        for sequence in sequences
+        if not sequence.is_in_prompt
     ][:num_batch]
     room = num_batch - len(pieces) if chunk_size is None else min(chunk_size, num_batch - len(pieces))
-    for each in sequences:
-        if each.is_in_prompt and room > 0:
-            end = min(each.request.prompt_length, each.num_computed + room)
-            pieces.append(SequencePiece(each, range(each.num_computed, end)))
-            room -= end - each.num_computed
+    for sequence in sequences:
+        if sequence.is_in_prompt and room > 0:
+            end = min(sequence.request.prompt_length, sequence.num_computed + room)
+            pieces.append(SequencePiece(sequence, range(sequence.num_computed, end)))
+            room -= end - sequence.num_computed
     return pieces

@@ -139,7 +139,7 @@ class LlamaCppSession:
         """Return the context of now; while no request runs, one with cells for all that wait, and one more of them."""
         is_watched = self._boundaries.is_watched
         found = self._contexts.get(is_watched)
-        own = [(each.prompt_length, self._lengths[each.id]) for each in self._waiting] or [(1, 1)]
+        own = [(item.prompt_length, self._lengths[item.id]) for item in self._waiting] or [(1, 1)]
         longest = max(prompt for prompt, _ in own) + max(length - prompt + 1 for prompt, length in own)
         num_cells = sum(length for _, length in own) + longest
         if found is None or (not self._running and found.num_cells < num_cells):

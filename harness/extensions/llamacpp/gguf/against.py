@@ -135,7 +135,7 @@ def _fields(config: Any) -> dict[str, Any]:
     fields = {name: values[name] for name in type(config)().to_dict() if name not in _WITHOUT_EFFECT}
     rope = {
         **_ROPE_DEFAULTS,
-        **{name: each for name, each in fields.pop("rope_parameters").items() if each is not None},
+        **{name: item for name, item in fields.pop("rope_parameters").items() if item is not None},
     }
     kind = rope.get("rope_type", "default")
     names = ("partial_rotary_factor", *_ROPE_FIELDS.get(kind, rope))
@@ -149,7 +149,7 @@ def _is_same(ours: Any, theirs: Any) -> bool:
         return all(_is_same(ours.get(name), theirs.get(name)) for name in ours.keys() | theirs.keys())
     if isinstance(ours, float) or isinstance(theirs, float):
         both = (ours, theirs)
-        return all(isinstance(each, int | float) for each in both) and math.isclose(*both, rel_tol=1e-6)
+        return all(isinstance(item, int | float) for item in both) and math.isclose(*both, rel_tol=1e-6)
     return (ours or None) == (theirs or None)
 
 

@@ -161,7 +161,7 @@ class Metadata:
 
 
 def _is_one_of(value: Value, values: tuple[Value, ...]) -> bool:
-    return any(type(value) is type(each) and value == each for each in values)  # True is no 1.0
+    return any(type(value) is type(item) and value == item for item in values)  # True is no 1.0
 
 
 def hf_config(

@@ -182,7 +182,7 @@ class _Reader:
                 Code.UNSUPPORTED_GGUF,
                 "the type of a tensor is unknown",
                 where=f"{self.path}: tensor {reprlib.repr(name)}",
-                expected=", ".join(each.name for each in TYPES.values()),
+                expected=", ".join(item.name for item in TYPES.values()),
                 actual=f"type {number}",
                 hint="update inference-harness, or quantise to another type",
             )

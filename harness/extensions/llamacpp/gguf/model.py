@@ -55,7 +55,7 @@ class GGUFModel:
     def bits_per_weight(self) -> float:
         """Bits of all tensors over their elements."""
         tensors = [tensor for tensor, _ in self.tensors.values()]
-        return 8 * sum(tensor.num_bytes for tensor in tensors) / max(1, sum(each.num_elements for each in tensors))
+        return 8 * sum(tensor.num_bytes for tensor in tensors) / max(1, sum(item.num_elements for item in tensors))
 
 
 def is_gguf(path: Path) -> bool:

@@ -57,7 +57,7 @@ TYPES: dict[int, GGMLType] = {
 }
 """By the number that stands in the file."""
 
-BY_NAME = {each.name: (number, each) for number, each in TYPES.items()}
+BY_NAME = {item.name: (number, item) for number, item in TYPES.items()}
 """Number and type by name."""
 
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -24,13 +24,15 @@ def run_hf_type(name: str, hf: HFModel, sequences: Sequences, scratch: Path) -> 
     """
     with quantising(f"--types {name}"):
         model, dequantised = hf_type_models(name, hf, scratch)
-        parts = [(_type_name(each), _num_bytes(each)) for each in model.parameters()]  # before a run, which may unpack
+        parts = [
+            (_type_name(parameter), _num_bytes(parameter)) for parameter in model.parameters()
+        ]  # before a run, which may unpack
         size, types = sum(num_bytes for _, num_bytes in parts), shares(parts)
         quantised = HFModel(model=model, checkpoint=hf.checkpoint, dtype=torch.float32, device=hf.device)
         return TypeRun(
             name=name,
             size_bytes=size,
-            bits_per_weight=8 * size / sum(each.numel() for each in hf.model.parameters()),
+            bits_per_weight=8 * size / sum(parameter.numel() for parameter in hf.model.parameters()),
             tensor_types=types,
             exact=dequantised,
             dequantised=hf_distributions(dequantised, sequences),
@@ -79,7 +81,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor is made of; a quantised one is made of several."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return sum(_num_bytes(getattr(tensor, each)) for each in names)
+        return sum(_num_bytes(getattr(tensor, name)) for name in names)
     return tensor.nbytes
 
 

@@ -55,7 +55,7 @@ def parse_row(record: Record, number: int) -> Rollout:
     every = range(size + 1)
     lengths: Collection[int] = every if num_response is None else {num_response, size - 1, size}
     masks = [mask for field in ("mask", "tool_mask") if (mask := record.mask(field, size, lengths)) is not None]
-    own = [all(each) for each in zip(*masks, strict=True)] if masks else None
+    own = [all(item) for item in zip(*masks, strict=True)] if masks else None
     span = num_response
     if span is None and own is not None:
         span = len(record.find("mask") or record.find("tool_mask"))
@@ -162,7 +162,7 @@ def _experts(record: Record, attended: Sequence[bool]) -> tuple[tuple[int, ...],
     if not len(attended) - 1 <= len(values) <= len(attended):
         raise record.misaligned(f"{name} does not fit the tokens", f"{len(attended)}, or one less", len(values))
     rows = tuple(tuple(_flat(row)) for row, is_there in zip(values, attended, strict=False) if is_there)
-    if len({len(row) for row in rows}) > 1 or not all(type(each) is int for row in rows for each in row):
+    if len({len(row) for row in rows}) > 1 or not all(type(item) is int for row in rows for item in row):
         what = f"{name} has other than the same number of ids for each token"
         raise record.misaligned(what, "[tokens][layers][k] ids", f"{sorted({len(row) for row in rows})} a token")
     return rows
@@ -170,7 +170,7 @@ def _experts(record: Record, attended: Sequence[bool]) -> tuple[tuple[int, ...],
 
 def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, list):
-        for each in value:
-            yield from _flat(each)
+        for item in value:
+            yield from _flat(item)
     else:
         yield value

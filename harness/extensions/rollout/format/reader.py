@@ -133,7 +133,7 @@ def _counts(rows: Sequence[Rollout], chosen: Sequence[Rollout], counted: Sequenc
     num_padding = sum(row.num_padding for row in chosen)
     num_prompt = sum(row.num_prompt for row in chosen)
     num_chosen = sum(len(row.tokens) for row in chosen)
-    num_unmasked, num_compared = (sum(sum(row.mask) for row in each) for each in (chosen, counted))
+    num_unmasked, num_compared = (sum(sum(row.mask) for row in item) for item in (chosen, counted))
     return TokenCounts(
         tokens=num_tokens,
         prompt=num_prompt,

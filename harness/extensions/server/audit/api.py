@@ -65,4 +65,4 @@ def audit(
         address = Address(url=endpoint, served_model=served_model)
         asked = [f"{name}={value}" for name, value in (ask or {}).items()]
         result = run_audit(plan, address, hypotheses, num_tokens=tokens, ask=asked, seed=seed, progress=progress)
-    return AuditReport(**{each.name: getattr(result, each.name) for each in fields(result)})
+    return AuditReport(**{field.name: getattr(result, field.name) for field in fields(result)})

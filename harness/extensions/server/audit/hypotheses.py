@@ -29,7 +29,7 @@ _DTYPES = {
     "float32": "float32", "fp32": "float32", "f32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "fp16": "float16", "f16": "float16",
 }  # fmt: skip
-_TYPES = {each.lower(): each for each in NAMES} | {"q4": "Q4_0", "q8": "Q8_0", "int8": "Q8_0"}
+_TYPES = {item.lower(): item for item in NAMES} | {"q4": "Q4_0", "q8": "Q8_0", "int8": "Q8_0"}
 _BY_PACKAGE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Types that the package gguf makes; llama.cpp's quantiser makes the others."""
 _FP8 = "fp8"
@@ -130,7 +130,7 @@ def load_hypothesis(hypothesis: ServedHypothesis, plan: Plan, scratch: Path, *, 
         what = "a hypothesis has another vocabulary than the first"
         where = f"--hypotheses {hypothesis.name}"
         raise HarnessError(Code.BAD_OPTION, what, where=where, expected=f"{vocab_size} tokens", actual=hf.vocab_size)
-    if hypothesis.cache is not None and not any(each.kind is Kind.CACHE for each in hf.graph.operations):
+    if hypothesis.cache is not None and not any(operation.kind is Kind.CACHE for operation in hf.graph.operations):
         what = "the model caches no keys and values"
         raise HarnessError(Code.BAD_OPTION, what, where=f"--hypotheses {hypothesis.name}", actual=hf.config.model_type)
     return hf
@@ -169,7 +169,9 @@ def _round_to_fp8(hf: HFModel) -> HFModel:
     """Round the weights of the layers to float8 (e4m3) with a scale for each output, as servers do at loading."""
     head = hf.model.get_output_embeddings()
     others = {id(part.weight) for part in (head, hf.model.get_input_embeddings()) if part is not None}
-    kept = {id(each) for part in hf.model.modules() if isinstance(part, nn.Conv1d) for each in part.parameters()}
+    kept = {
+        id(parameter) for part in hf.model.modules() if isinstance(part, nn.Conv1d) for parameter in part.parameters()
+    }
     largest = torch.finfo(torch.float8_e4m3fn).max
     for weight in hf.model.parameters():
         if weight.ndim > 1 and id(weight) not in others | kept:

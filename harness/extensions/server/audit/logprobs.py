@@ -100,7 +100,7 @@ def _sums(
     usable = own.exact.isfinite() & other.exact.isfinite()
     difference = torch.where(usable, other.exact - own.exact, 0.0)
     error = torch.where(usable, given.values - own.exact, 0.0)
-    noises = [torch.where(usable & each.rounded.isfinite(), each.rounded - each.exact, 0.0) for each in (own, other)]
+    noises = [torch.where(usable & item.rounded.isfinite(), item.rounded - item.exact, 0.0) for item in (own, other)]
     least = torch.finfo(torch.float32).eps * own.exact.masked_fill(~usable, 0.0)
     squares = torch.stack([*noises, least]).square().sum(dim=0)
     squares = torch.zeros(int(given.rows.max()) + 1).double().index_add(0, given.rows, squares)

@@ -23,7 +23,7 @@ def audit_text(result: AuditResult, *, width: int) -> str:
 def _claim(result: AuditResult) -> str:
     if result.claim is not None:
         return f"{result.claim}; every other hypothesis is excluded"
-    remaining = [each for each in result.hypotheses if not each.is_excluded]
+    remaining = [hypothesis for hypothesis in result.hypotheses if not hypothesis.is_excluded]
     if not remaining:
         return "none of the hypotheses: all are excluded"
     if len(remaining) == 1:
@@ -33,8 +33,8 @@ def _claim(result: AuditResult) -> str:
 
 
 def _table(result: AuditResult) -> list[str]:
-    best = next((each for each in result.hypotheses if not each.is_excluded), result.hypotheses[0])
-    rows = [_row(each, best) for each in result.hypotheses]
+    best = next((hypothesis for hypothesis in result.hypotheses if not hypothesis.is_excluded), result.hypotheses[0])
+    rows = [_row(hypothesis, best) for hypothesis in result.hypotheses]
     legend = [
         "log probabilities  error over the error of HF's own rounding in the server's dtype",
         f"tokens needed      to exclude the hypothesis in 99 of 100 audits where {printable(best.name)} is served",

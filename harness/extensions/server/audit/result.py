@@ -58,12 +58,12 @@ class AuditResult:
     @property
     def remaining(self) -> tuple[str, ...]:
         """Hypotheses that nothing excludes."""
-        return tuple(each.name for each in self.hypotheses if not each.is_excluded)
+        return tuple(hypothesis.name for hypothesis in self.hypotheses if not hypothesis.is_excluded)
 
     @property
     def claim(self) -> str | None:
         """What is served, of the hypotheses: the only one that remains, if it fits."""
-        found = [each for each in self.hypotheses if not each.is_excluded]
+        found = [hypothesis for hypothesis in self.hypotheses if not hypothesis.is_excluded]
         return found[0].name if len(found) == 1 and found[0].fits else None
 
     @property

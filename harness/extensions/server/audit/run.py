@@ -57,15 +57,15 @@ def run_audit(
     """
     report, asked = progress or no_progress, parse_settings(ask, SamplingSettings(), where="--ask")
     hypotheses = parse_hypotheses(names, asked)
-    templates = {each.template for each in hypotheses}
+    templates = {hypothesis.template for hypothesis in hypotheses}
     setting = SamplerSetting(name="audit", settings=asked, is_chat=templates != {None})
-    renderers = {each: renderer_of(plan.checkpoint, each) for each in templates} if setting.is_chat else {}
+    renderers = {template: renderer_of(plan.checkpoint, template) for template in templates} if setting.is_chat else {}
     answers = ask_draws(plan, address, [setting], num_tokens, seed=seed, num_again=0, progress=report)
     vocab_size, begin = answers.hf.vocab_size, time.perf_counter()
     draws, failed = _draws(answers)
     given = [_given(answers, request, draw) for request, draw in draws.values()]
     every = max(1, ceil(2 * len(draws) * vocab_size * len(hypotheses) / _MOST_KEPT))
-    seen = {each: rendered(draws, own, answers.names) for each, own in renderers.items()} or {None: draws}
+    seen = {key: rendered(draws, own, answers.names) for key, own in renderers.items()} or {None: draws}
     views = _views(plan, hypotheses, seen, given, vocab_size=vocab_size, every=every, progress=report)
     judged = _Judged(hypotheses=hypotheses, views=views, given=_table(draws, given))
     return AuditResult(
@@ -91,8 +91,8 @@ def _draws(asked: AskedSampler) -> tuple[Draws, int]:
     Raises:
         HarnessError: no request was answered, or tokens of one cannot be told: the others are not drawn at random.
     """
-    errors = [each for each in asked.answers.values() if isinstance(each, HarnessError)]
-    untold = [each for each in errors if each.code is Code.ENDPOINT_CANNOT]
+    errors = [answer for answer in asked.answers.values() if isinstance(answer, HarnessError)]
+    untold = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
     if untold or len(errors) == len(asked.answers):
         raise (untold or errors)[0]
     draws = drawn(asked)
@@ -175,15 +175,15 @@ class _Judged:
         excluded = tokens.excluded_after(self.views, alpha)
         readings = logprobs.readings_of(self.views) if self.given is not None else []
         for at, own in enumerate(self.hypotheses):
-            ours = [each for each in readings if each.at == at]
-            others = [each for each in readings if each.at != at]
+            ours = [reading for reading in readings if reading.at == at]
+            others = [reading for reading in readings if reading.at != at]
             yield HypothesisResult(
                 name=own.name,
                 log_likelihood=float(self.views[at].own.mean()),
                 excluded_after=excluded[at],
                 is_excluded_by_logprobs=self.given is not None
-                and all(logprobs.is_excluded(each, others, self.given, alpha) for each in ours),
-                readings=() if self.given is None else tuple(logprobs.fit_of(each, self.given) for each in ours),
+                and all(logprobs.is_excluded(our, others, self.given, alpha) for our in ours),
+                readings=() if self.given is None else tuple(logprobs.fit_of(our, self.given) for our in ours),
                 needed={
                     other.name: self._needed(at, number, readings, alpha)
                     for number, other in enumerate(self.hypotheses)
@@ -197,8 +197,8 @@ class _Judged:
         """Return how many tokens exclude one hypothesis if another one is served, by what tells it sooner."""
         found = [tokens.num_needed(self.views[served], self.views[other], alpha, len(self.views))]
         if self.given is not None:
-            firsts = {each.at: each for each in reversed(readings)}  # of each hypothesis the raw ones
-            num_others = sum(each.at != other for each in readings)
+            firsts = {reading.at: reading for reading in reversed(readings)}  # of each hypothesis the raw ones
+            num_others = sum(reading.at != other for reading in readings)
             num = logprobs.num_needed(firsts[served], firsts[other], self.given, alpha, num_others)
             found.append(None if num is None else num * TOKENS)
         return min((ceil(num) for num in found if num is not None), default=None)

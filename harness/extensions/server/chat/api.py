@@ -69,7 +69,7 @@ def structured_output(
         checkpoint = Checkpoint(resolve(str(model), local_files_only=local_files_only))
         job = MaskCheck(checkpoint.tokenizer.hf, mask, limit_s, progress or no_progress)
         result = job.result(str(checkpoint.folder), num_schemas, seed, schemas)
-    return FunctionReport(**{each.name: getattr(result, each.name) for each in fields(result)})
+    return FunctionReport(**{field.name: getattr(result, field.name) for field in fields(result)})
 
 
 def tool_calls(
@@ -109,4 +109,4 @@ def tool_calls(
         checkpoint = Checkpoint(resolve(str(model), local_files_only=local_files_only))
         job = ParserCheck(Writer(checkpoint), parse, stream, limit_s, progress or no_progress)
         result = job.result(str(checkpoint.folder), num_answers, seed)
-    return FunctionReport(**{each.name: getattr(result, each.name) for each in fields(result)})
+    return FunctionReport(**{field.name: getattr(result, field.name) for field in fields(result)})

@@ -96,9 +96,9 @@ def _end(case: JudgedCompletion, threshold: float) -> Iterator[Finding]:
     what = wrong_length(num, case.asked_tokens, reason)
     if what is None and reason == "stop" and not _ends_at_eos(case, threshold):
         what = f"the answer stops after {num} tokens, where the model does not end"
-    for each in (what, *_miscounted(case)):
-        if each is not None:
-            yield case.finding(each, code=Code.ENDPOINT_TOKENS)
+    for item in (what, *_miscounted(case)):
+        if item is not None:
+            yield case.finding(item, code=Code.ENDPOINT_TOKENS)
 
 
 def wrong_length(num: int, num_asked: int, reason: str | None) -> str | None:

@@ -30,11 +30,11 @@ class TokenNames:
     def _texts(self) -> list[tuple[str, str]]:
         """Text of each token alone, and within a text: SentencePiece leaves out the space that a text begins with."""
         tokenizer = self._checkpoint.tokenizer.hf
-        alone = tokenizer.batch_decode([[each] for each in range(len(tokenizer))])
+        alone = tokenizer.batch_decode([[item] for item in range(len(tokenizer))])
         before = next((at for at, text in enumerate(alone) if text.isascii() and text.isalpha()), None)
         if before is None:
             return [(text, text) for text in alone]
-        pairs = tokenizer.batch_decode([[before, each] for each in range(len(tokenizer))])
+        pairs = tokenizer.batch_decode([[before, item] for item in range(len(tokenizer))])
         start = alone[before]
         return [
             (text, pair.removeprefix(start) if pair.startswith(start) else text)

@@ -96,7 +96,7 @@ def logprob_entries(given: Any, names: TokenNames, *, where: str) -> list[Parsed
     if not isinstance(tokens, list):
         return None
     own, top = given.get("token_logprobs"), _padded(given.get("top_logprobs"), len(tokens))
-    owns = [{"logprob": _logprob(each)} for each in _padded(own, len(tokens))] if isinstance(own, list) else None
+    owns = [{"logprob": _logprob(item)} for item in _padded(own, len(tokens))] if isinstance(own, list) else None
     return [
         _entry(str(name), owns[at] if owns else {}, top[at] if isinstance(top[at], dict) else {}, names, where)
         for at, name in enumerate(tokens)
@@ -120,8 +120,8 @@ def _chat_entry(entry: Any, names: TokenNames, where: str) -> ParsedToken:
     if not isinstance(entry, dict):
         raise unreadable("a token's log probabilities have another form", where=where, actual=entry)
     given = entry.get("top_logprobs")
-    alternatives = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
-    pairs = [(_id(each, names, where), _logprob(each.get("logprob"))) for each in alternatives]
+    alternatives = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    pairs = [(_id(alternative, names, where), _logprob(alternative.get("logprob"))) for alternative in alternatives]
     return ParsedToken(
         token_id=_id(entry, names, where),
         own={"logprob": _logprob(entry.get("logprob"))},
@@ -187,7 +187,7 @@ def _token_ids(
     if isinstance(named, list):
         if None in named:
             raise unreadable("the answer names a token that the model does not have", where=where, actual=None)
-        return tuple(token_id for each in named if (token_id := _known(each, names, where)) is not None)
+        return tuple(token_id for item in named if (token_id := _known(item, names, where)) is not None)
     if entries is None:
         return None
     found = [entry.token_id for entry in entries[num_echoed:]]
@@ -209,8 +209,8 @@ def _vllm_prompt_logprobs(
         what = "there are log probabilities of more tokens of the prompt than were sent"
         raise HarnessError(Code.ENDPOINT_TOKENS, what, where=where, expected=len(prompt), actual=len(given))
     return [
-        {_prompt_id(key, names, where): _logprob(value.get("logprob")) for key, value in _entries_of(each, where)}
-        for each in given
+        {_prompt_id(key, names, where): _logprob(value.get("logprob")) for key, value in _entries_of(item, where)}
+        for item in given
     ]
 
 

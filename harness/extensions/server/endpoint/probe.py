@@ -140,7 +140,7 @@ async def _logprobs(client: Client, found: Probed, prompt: Sequence[int], names:
             detail = words(error)
             continue
         if given:
-            most = max((len(each) for each in _tops(given) if isinstance(each, dict | list)), default=0)
+            most = max((len(top) for top in _tops(given) if isinstance(top, dict | list)), default=0)
             found.note("logprobs", True, f"of the chosen token and of {most} likeliest ones")
             if most < number:
                 found.ignores("logprobs count", f"{number} asked for, {most} given")

@@ -101,14 +101,16 @@ def _sentence(finding: Finding, schedules: Sequence[str]) -> str:
 
 
 def _facts(result: EndpointResult) -> Iterator[tuple[str, str]]:
-    able = [each for each in result.capabilities if each.is_there]
-    ignored = [each for each in result.capabilities if each.is_ignored]
-    lacking = [each for each in result.capabilities if not each.is_there and not each.is_ignored]
-    yield "found", ", ".join(_named(each.name, each.detail) for each in able)
+    able = [capability for capability in result.capabilities if capability.is_there]
+    ignored = [capability for capability in result.capabilities if capability.is_ignored]
+    lacking = [
+        capability for capability in result.capabilities if not capability.is_there and not capability.is_ignored
+    ]
+    yield "found", ", ".join(_named(item.name, item.detail) for item in able)
     if ignored:
-        yield "ignored", ", ".join(_named(each.name, each.detail) for each in ignored)
+        yield "ignored", ", ".join(_named(item.name, item.detail) for item in ignored)
     if lacking:
-        yield "not found", "; ".join(_named(each.name, each.detail[:80]) for each in lacking)
+        yield "not found", "; ".join(_named(item.name, item.detail[:80]) for item in lacking)
     differences = [
         f"{run.schedule} {number(run.max_difference)}" for run in result.runs if run.max_difference is not None
     ]

@@ -59,7 +59,7 @@ class ScheduledRequests:
     @property
     def answers(self) -> dict[int, Completion]:
         """Answers by the number of the prompt, without failures."""
-        return {each.request: each.result for each in self.sent if isinstance(each.result, Completion)}
+        return {item.request: item.result for item in self.sent if isinstance(item.result, Completion)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

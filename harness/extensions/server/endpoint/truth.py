@@ -117,7 +117,7 @@ def walk_logits(
             members=[(number, frozenset(own)) for number, own in positions.items()],
             read=read,
             check=check or (lambda: None),
-            cached=frozenset(each.inputs[0] for each in operations if each.kind is Kind.CACHE),
+            cached=frozenset(operation.inputs[0] for operation in operations if operation.kind is Kind.CACHE),
             cache=cache,
         )
         wanted = sorted({position for own in positions.values() for position in own})

@@ -60,7 +60,7 @@ def load(
     Requests come when they are due, whether earlier ones are answered or not. Answers are greedy and streamed; when
     the load is over, each is held to HF's truth along its own tokens. --dtype is the server's.
     """
-    limits = dict(_limit(each) for each in limit or ())
+    limits = dict(_limit(item) for item in limit or ())
     address = server.address()
     if not rate > 0:
         raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)

@@ -71,7 +71,7 @@ def run_load(
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
     probed, answers = asyncio.run(_send(plan, address, names, requests, report))
     run = ScheduledRequests(
-        way=Way.STREAMED, sent=tuple(each.sent for each in answers), seconds=max(each.end_s for each in answers)
+        way=Way.STREAMED, sent=tuple(item.sent for item in answers), seconds=max(item.end_s for item in answers)
     )
     refuse_silence(run)
     begin = time.perf_counter()
@@ -81,7 +81,7 @@ def run_load(
     found = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
     truth_s = time.perf_counter() - begin
     wrong = {finding.request for finding in found.findings}
-    done = [each for each in answers if each.is_answered]
+    done = [item for item in answers if item.is_answered]
     return LoadResult(
         url=address.url,
         server=probed.server,
@@ -92,13 +92,13 @@ def run_load(
         num_requests=len(requests),
         num_answered=len(done),
         num_turned_away=sum(_is_turned_away(sent.result) for sent in run.sent),
-        num_prompt_tokens=sum(len(each.sent.prompt) for each in done),
+        num_prompt_tokens=sum(len(item.sent.prompt) for item in done),
         num_new_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
         seconds=run.seconds,
-        late_ms=_quantiles([each.sent_s - each.due_s for each in answers]),
+        late_ms=_quantiles([item.sent_s - item.due_s for item in answers]),
         times_ms={name: _quantiles(values) for name, values in _times(done).items() if values},
         limits_ms=options.limits_ms,
-        num_good=sum(each.sent.request not in wrong and _is_within(each, options.limits_ms) for each in done),
+        num_good=sum(item.sent.request not in wrong and _is_within(item, options.limits_ms) for item in done),
         num_judged=len(truth),
         answers=found,
         truth_s=truth_s,
@@ -213,6 +213,6 @@ def _notes(probed: Probed, answers: Sequence[TimedAnswer], num_judged: int, num_
         yield "the server names tokens only with log probabilities, so they were asked for: they cost it time"
     if num_judged < num_answered:
         yield f"{num_judged:,} of {num_answered:,} answers were held to HF's truth"
-    late = max(each.sent_s - each.due_s for each in answers)
+    late = max(answer.sent_s - answer.due_s for answer in answers)
     if late > _LATE_S:
         yield f"the client was late by up to {1e3 * late:.0f} ms: the load was less even than asked for"

@@ -32,7 +32,7 @@ def drawn(asked: AskedSampler, left_out: Container[str] = ()) -> Draws:
 def _draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> Iterator[tuple[tuple[int, int], Draw]]:
     """Yield the draws of an answer by their place, an end of text that the server does not name among them."""
     tokens: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
-    is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(each,) for each in eos]
+    is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(item,) for item in eos]
     if is_hidden and eos and len(tokens) < TOKENS:
         tokens.append(tuple(eos))
     for step, token_ids in enumerate(tokens):

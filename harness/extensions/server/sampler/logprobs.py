@@ -45,7 +45,7 @@ class LogprobEvidence:
     """Log probabilities of all draws, under each definition."""
 
     chain: Chain
-    errors: dict[Definition, _Errors] = field(default_factory=lambda: {each: _Errors() for each in Definition})
+    errors: dict[Definition, _Errors] = field(default_factory=lambda: {item: _Errors() for item in Definition})
     findings: list[Finding] = field(default_factory=list)
     num_rows: int = 0
 

@@ -59,7 +59,7 @@ def _finding(finding: Finding, width: int) -> Iterator[str]:
 def _facts(result: SamplerResult) -> Iterator[tuple[str, str]]:
     yield "order", " → ".join(result.order)
     if result.definitions:
-        fitting = [each.name for each in result.definitions if each.fits]
+        fitting = [definition.name for definition in result.definitions if definition.fits]
         yield "logprobs", " or ".join(fitting) or "of no distribution that is known"
     if result.seeds is not None:
         seeds = result.seeds

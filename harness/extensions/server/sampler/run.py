@@ -58,8 +58,8 @@ def check_sampler(
     """
     report = progress or no_progress
     settings = chosen_settings(only)
-    asked_for = [each for each in settings if not each.lacking(order)]
-    is_bound = any(each.schema is not None for each in asked_for)
+    asked_for = [setting for setting in settings if not setting.lacking(order)]
+    is_bound = any(item.schema is not None for item in asked_for)
     automaton = Automaton(plan.checkpoint.tokenizer.hf) if is_bound else None
     asked = ask_draws(plan, address, asked_for, num_draws, seed=seed, progress=report)
     begin = time.perf_counter()
@@ -94,9 +94,9 @@ class _Judged:
         """Yield settings that cannot be judged, with the reason."""
         for name in self._evidence:
             answers = [self._answer(request) for request in self._asked.requests if request.setting.name == name]
-            errors = [each for each in answers if isinstance(each, HarnessError)]
-            untold = [each for each in errors if each.code is Code.ENDPOINT_CANNOT]
-            refused = [each for each in errors if refused_with(each, _REFUSALS)]
+            errors = [answer for answer in answers if isinstance(answer, HarnessError)]
+            untold = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
+            refused = [error for error in errors if refused_with(error, _REFUSALS)]
             if untold or len(refused) == len(answers):  # a draw that cannot be told is no draw at random
                 yield name, words((untold or refused)[0])
 
@@ -140,10 +140,10 @@ class _Judged:
         dependent = judge_independence(claimed, levels, follows)
         findings = [*pooled.findings, *dependent, *seed_findings, *self._logprobs.findings, *self._unpromised()]
         findings += self._stale(definitions)
-        if definitions and not any(each.fits for each in definitions):
+        if definitions and not any(definition.fits for definition in definitions):
             message = "the log probabilities are of no distribution that is known: " + "; ".join(
-                f"{each.name}: {each.rms_ratio:.3g} times HF's noise, {each.num_misfits} misfits"
-                for each in definitions
+                f"{definition.name}: {definition.rms_ratio:.3g} times HF's noise, {definition.num_misfits} misfits"
+                for definition in definitions
             )
             findings.insert(0, Finding(code=Code.ENDPOINT_LOGPROBS, message=message))
         probed = self._asked.probed
@@ -209,9 +209,9 @@ class _Judged:
 
     def _stale(self, definitions: Sequence[DefinitionResult]) -> Iterator[Finding]:
         """Judge the log probabilities of requests that were sent again by the definitions that fit at first."""
-        fitting = {each.name for each in definitions if each.fits}
-        again = [each for each in self._repeated.results() if each.name in fitting]
-        if again and not any(each.fits for each in again):
+        fitting = {definition.name for definition in definitions if definition.fits}
+        again = [result for result in self._repeated.results() if result.name in fitting]
+        if again and not any(item.fits for item in again):
             best = min(again, key=lambda each: (each.num_misfits, each.rms_ratio))
             message = (
                 "the log probabilities of requests that were sent again are wrong, and were right before: they are "
@@ -228,9 +228,13 @@ class _Judged:
     def _seeds(self, levels: Levels) -> tuple[SeedResult | None, list[Finding]]:
         chosen = {number for number in self._asked.alone if any(number == place[0] for place in self._draws)}
         if not chosen:
-            ignored = [each for each in self._asked.probed.capabilities if each.name == "seed" and each.is_ignored]
+            ignored = [
+                capability
+                for capability in self._asked.probed.capabilities
+                if capability.name == "seed" and capability.is_ignored
+            ]
             message = "the server takes a seed and does not follow it: {}"
-            return None, [Finding(code=Code.SEED_DIFFERS, message=message.format(each.detail)) for each in ignored]
+            return None, [Finding(code=Code.SEED_DIFFERS, message=message.format(item.detail)) for item in ignored]
         flips: dict[int, list[float]] = {}
         for draw in (draw for own in self._evidence.values() for draw in own.draws if draw.request in chosen):
             flips.setdefault(draw.request, []).append(draw.flips)

@@ -14,7 +14,7 @@ def bisection_text(found: Bisection) -> str:
     lines = [f"First bad commit: {first.commit}", f"                  {printable(first.subject)}"]
     lines += [f"                  {first.code}: {printable(first.what or '')}", ""]
     headers = ("commit", "subject", "verdict", "first divergence, or why not", "seconds")
-    rows = [_row(each) for each in found.revisions]
+    rows = [_row(revision) for revision in found.revisions]
     lines += tabulate(rows, headers, tablefmt="simple", disable_numparse=True).splitlines()
     return "\n".join(lines) + "\n"
 

@@ -35,7 +35,7 @@ def diff_text(diff: SuiteDiff) -> str:
 
 
 def _block(title: str, found: Sequence[Any], lines_of: Callable[[Any], Iterator[str]]) -> list[str]:
-    return [f"{title} ({len(found)})", *(line for each in found for line in lines_of(each))] if found else []
+    return [f"{title} ({len(found)})", *(line for item in found for line in lines_of(item))] if found else []
 
 
 def _pair(pair: tuple[CaseResult, CaseResult]) -> Iterator[str]:

@@ -23,7 +23,7 @@ def history_json(history: SuiteHistory) -> dict[str, Any]:
         {"label": run.label, "begun_at": run.begun_at, "elapsed_s": plain(run.elapsed_s), "counts": run.counts}
         for run in history.runs
     ]
-    return {"schema_version": SCHEMA_VERSION, "runs": runs, "cases": [_case_json(each) for each in history.trends]}
+    return {"schema_version": SCHEMA_VERSION, "runs": runs, "cases": [_case_json(trend) for trend in history.trends]}
 
 
 def history_text(history: SuiteHistory, *, width: int) -> str:

@@ -91,12 +91,12 @@ def _slack_of_ties(value: torch.Tensor, rounded: torch.Tensor, dtype: torch.dtyp
 
 def _gates(subject: SuspectRows, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield what may be the input of the activation and what it is multiplied with, [R, W] each."""
-    inputs = [each.flatten(1).to("cpu", torch.float64) for each in subject.inputs]
+    inputs = [item.flatten(1).to("cpu", torch.float64) for item in subject.inputs]
     if len(inputs) == 1 and inputs[0].shape[1] == width:
         yield inputs[0], torch.ones_like(inputs[0])
     if len(inputs) == 1 and inputs[0].shape[1] == 2 * width:
         inputs = list(inputs[0].chunk(2, dim=1))
-    if len(inputs) == 2 and all(each.shape[1] == width for each in inputs):
+    if len(inputs) == 2 and all(item.shape[1] == width for item in inputs):
         yield inputs[0], inputs[1]
         yield inputs[1], inputs[0]
 

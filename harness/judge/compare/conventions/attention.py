@@ -127,7 +127,7 @@ def formats_read(subject: SuspectRows) -> tuple[CacheFormat | None, CacheFormat 
     if read is None:
         return declared
     rounded = CacheFormat(name=read)
-    keys, values = (rounded if each is None or _is_finer(each, rounded) else each for each in declared)
+    keys, values = (rounded if item is None or _is_finer(item, rounded) else item for item in declared)
     return keys, values
 
 

@@ -70,7 +70,7 @@ def experts_with(
     if exact is None or noisy is None or tied is None:
         return
     unit = rounding_unit(subject.dtype)
-    noise, ties = (row_errors(each, exact).nan_to_num(nan=0.0) / unit for each in (noisy, tied))
+    noise, ties = (row_errors(item, exact).nan_to_num(nan=0.0) / unit for item in (noisy, tied))
     allowance = CONTROL_FACTOR * of_product * noise.clamp(min=float(noise.median())) + _TIE_FACTOR * ties
     yield Rounding(name=name, model=_MODEL, expected=partial(torch.clone, exact), allowance=allowance)
 
@@ -88,7 +88,7 @@ def _run(
         is_tied: whether all values that are next to the middle of two codes are rounded the other way.
     """
     module = subject.hf.module(subject.operation.module)
-    graph, inputs = subject.hf.graph, [each.flatten(1) for each in subject.inputs]
+    graph, inputs = subject.hf.graph, [item.flatten(1) for item in subject.inputs]
     is_choice = [graph[tap].kind is Kind.CHOICE for tap in subject.operation.inputs]
     if is_choice.count(True) != 1:
         return None

@@ -23,7 +23,7 @@ def _unrounded_sum(subject: SuspectRows) -> Iterator[Rounding]:
     if subject.dtype not in HALF or source not in graph or graph[source].kind is not Kind.ADD:
         return
     addends = [subject.recorded(tap) for tap in graph[source].inputs]
-    known = [each.flatten(1).to(subject.expected.dtype) for each in addends if each is not None]
+    known = [addend.flatten(1).to(subject.expected.dtype) for addend in addends if addend is not None]
     if len(known) < len(addends) or not known:
         return
     yield Rounding(name=UNROUNDED_SUM, model=_MODEL, expected=lambda: _normalised(subject, torch.stack(known).sum(0)))

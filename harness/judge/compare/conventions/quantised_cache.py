@@ -94,7 +94,7 @@ def _scaled_cache(subject: SuspectRows) -> Iterator[Rounding]:
         name=name, model=MODEL, expected=lambda: _attend(subject, call, operands, values, None), allowance=ties
     )
     if subject.dtype.itemsize < torch.float32.itemsize:
-        read = [Stored(each.values.to(subject.dtype).to(torch.float64), each.slack) for each in (key, value)]
+        read = [Stored(item.values.to(subject.dtype).to(torch.float64), item.slack) for item in (key, value)]
         rounded = replace(operands, key=read[0], value=read[1])
         yield Rounding(
             name=f"{name}, rounded to {dtype_name(subject.dtype)} when they are read",

@@ -105,10 +105,10 @@ def _own_rotation(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
     expected, size = subject.expected.to("cpu", torch.float64), subject.hf.head_dim
     if x.shape != expected.shape or x.shape[1] % size:
         return None
-    for each in rotations(subject.hf):
-        error = (each.turn(x, subject.positions) - expected).norm(dim=1)
+    for rotation in rotations(subject.hf):
+        error = (rotation.turn(x, subject.positions) - expected).norm(dim=1)
         if bool((error <= _SAME * expected.norm(dim=1)).all()):
-            return each
+            return rotation
     return None
 
 
@@ -159,7 +159,7 @@ def _are_all_turned(subject: SuspectRows, own: Rotation, positions: torch.Tensor
         given, turned = (subject.recorded(tap) for tap in (operation.inputs[0], operation.tap))
         if given is None or turned is None:
             return False
-        given, turned = (each.flatten(1).to("cpu", torch.float64) for each in (given, turned))
+        given, turned = (item.flatten(1).to("cpu", torch.float64) for item in (given, turned))
         if not float((own.turn(given, positions) - turned).norm()) <= _NEAR * float(turned.norm()):
             return False
     return len(operations) > 1

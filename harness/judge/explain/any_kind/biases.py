@@ -36,7 +36,7 @@ def other_biases(failure: Failure) -> Iterator[Hypothesis]:
     if num_heads is None or found is None:
         return
     places, own = found
-    for bias in (_Bias(failure, places, num_heads, *each) for each in _handed(failure)):
+    for bias in (_Bias(failure, places, num_heads, *item) for item in _handed(failure)):
         if torch.equal(bias.under(torch.zeros_like), own):
             continue  # nothing is computed with it
         for how, change in _ways(num_heads).items():
@@ -124,7 +124,7 @@ def _handed(failure: Failure) -> Iterator[tuple[str, str]]:
         if path and name in inspect.signature(module.forward).parameters
     ]
     for path, name in takers:
-        if not any(each.startswith(f"{path}.") for each, _ in takers):
+        if not any(item.startswith(f"{path}.") for item, _ in takers):
             yield path, name
 
 

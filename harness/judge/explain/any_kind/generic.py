@@ -119,7 +119,7 @@ def _may_be_eps(failure: Failure) -> bool:
 
 def _is_one(failure: Failure, together: torch.Tensor, apart: torch.Tensor) -> bool:
     """Whether one number for all rows does as well as one for each, which costs what the BIC says."""
-    left, least = ((failure.actual - each).norm(dim=1) / each.norm(dim=1) for each in (together, apart))
+    left, least = ((failure.actual - item).norm(dim=1) / item.norm(dim=1) for item in (together, apart))
     finest = rounding_unit(failure.dtype) / 2
     count = len(left) * failure.num_elements / 4
     gained = count * float((left.clamp(min=finest).log() - least.clamp(min=finest).log()).nan_to_num().mean())
@@ -154,7 +154,7 @@ def _is_contradicted(failure: Failure, change: Callable[[torch.Tensor], torch.Te
     actual = gathered(failure.locator, failure.operation.tap, rows)
     if expected is None or actual is None or actual.shape != expected.shape:
         return False
-    before, after = ((actual - each).norm(dim=1) for each in (expected, change(expected)))
+    before, after = ((actual - item).norm(dim=1) for item in (expected, change(expected)))
     return float((after > before).double().mean()) > 1 / 2
 
 

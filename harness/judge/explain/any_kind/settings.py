@@ -92,7 +92,7 @@ def _others(
             cause = f"{label} is {shown} instead of {value:.6g}" + (f": {how}" if how else "")
             yield Hypothesis(cause=cause, output=output)
     fitted = fitted_setting(failure, given, value, own)
-    if fitted is not None and not any(math.isclose(fitted, each, rel_tol=NAMED) for each in (value, *tried)):
+    if fitted is not None and not any(math.isclose(fitted, item, rel_tol=NAMED) for item in (value, *tried)):
         output = given(fitted)
         if output is not None:
             yield Hypothesis(cause=f"{label} is {fitted:.4g} instead of {value:.6g}", output=output, freedom=1)
@@ -140,17 +140,17 @@ def _settings(failure: Failure) -> Iterator[tuple[str, str, Any]]:
     """Yield module, name and value of each setting of the modules around the operation."""
     path, part = failure.operation.module, failure.rerun.scene.call.path  # type: ignore[union-attr]
     paths = {path, *(failure.graph[tap].module for tap in failure.unrecorded)}
-    around = {parent for each in paths for parent in _parents(each, part)}
+    around = {parent for item in paths for parent in _parents(item, part)}
     below = (f"{path}.{name}" for name, _ in failure.hf.module(path).named_modules() if name)
-    inside = {each for each in below if not _is_shown(failure, each)}
+    inside = {item for item in below if not _is_shown(failure, item)}
     scales = {scaling(call) for call in failure.rerun.calls.values()}  # type: ignore[union-attr] # named as such
-    for each in sorted(around | inside):
-        module = failure.hf.module(each)
+    for item in sorted(around | inside):
+        module = failure.hf.module(item)
         if hasattr(module, "lora_a"):
             continue  # an adapter's scale has causes of its own
         for name, value in list(vars(module).items()):
             if _is_setting(name, value) and not (name.startswith("scal") and value in scales):
-                yield each, name, value
+                yield item, name, value
 
 
 def _is_shown(failure: Failure, path: str) -> bool:

@@ -34,7 +34,7 @@ def other_cap(failure: Failure) -> Iterator[Hypothesis]:
     """The scores have a soft cap that the model does not, or another one than it has."""
     own = failure.views[0].softcap
     fitted = _fitted_cap(failure)
-    for cap, freedom in (*((each, 0) for each in _CAPS), (float(f"{fitted:.4g}"), 1)):
+    for cap, freedom in (*((item, 0) for item in _CAPS), (float(f"{fitted:.4g}"), 1)):
         if cap == own or (freedom and cap in _CAPS):
             continue
         cause = f"a soft cap of {cap:g} is applied to the scores, which the model does not have"

@@ -50,12 +50,12 @@ def rejected_drafts(failure: Failure) -> Iterator[Hypothesis]:
 
 def nothing_forgotten(failure: Failure) -> Iterator[Hypothesis]:
     """All rows that the request ever computed are read, or the latest of a window: it never went back."""
-    first = next((each for view in failure.views for each in _of(failure, view)), None)
+    first = next((item for view in failure.views for item in _of(failure, view)), None)
     if first is None:
         return
     output = failure.expected.clone()
     for at, query in enumerate(single_rows(failure)):
-        request, position, step = (int(each) for each in (query.rows.request, query.rows.position, query.rows.step))
+        request, position, step = (int(item) for item in (query.rows.request, query.rows.position, query.rows.step))
         rows = computed_before(failure.recording, request, position, step)
         rows = rows.select(torch.arange(max(0, len(rows) - (query.window or len(rows))), len(rows)))
         key, value = (gathered(failure.locator, tap, rows) for tap in failure.operation.inputs[1:])
@@ -75,7 +75,7 @@ def _of(failure: Failure, view: AttentionContext) -> list[GivenUp]:
 
 
 def _all(drafts: Sequence[GivenUp], step: int) -> list[GivenUp]:
-    return [each for each in drafts if each.step < step]
+    return [draft for draft in drafts if draft.step < step]
 
 
 def _latest(drafts: Sequence[GivenUp], step: int) -> list[GivenUp]:
@@ -83,20 +83,20 @@ def _latest(drafts: Sequence[GivenUp], step: int) -> list[GivenUp]:
 
 
 def _first_of_each(drafts: Sequence[GivenUp], step: int) -> list[GivenUp]:
-    return [GivenUp(each.draft, each.rows.select(torch.tensor([0]))) for each in _all(drafts, step)]
+    return [GivenUp(item.draft, item.rows.select(torch.tensor([0]))) for item in _all(drafts, step)]
 
 
 def _stale(failure: Failure, before: Sequence[GivenUp]) -> _Stale | None:
     """Return the keys and values of what was given up before a query's step; None if that is nothing."""
     _, key, value = failure.operation.inputs
-    keys, values = ([gathered(failure.locator, tap, each.rows) for each in before] for tap in (key, value))
-    if not before or any(each is None for each in (*keys, *values)):
+    keys, values = ([gathered(failure.locator, tap, item.rows) for item in before] for tap in (key, value))
+    if not before or any(item is None for item in (*keys, *values)):
         return None
     view = failure.views[0]
-    key_D, value_D = (torch.cat([x for x in each if x is not None]) for each in (keys, values))
+    key_D, value_D = (torch.cat([x for x in item if x is not None]) for item in (keys, values))
     return _Stale(
-        torch.cat([each.rows.position for each in before]),
-        torch.cat([each.rows.step for each in before]),
+        torch.cat([item.rows.position for item in before]),
+        torch.cat([item.rows.step for item in before]),
         key_D.unflatten(1, view.key.shape[1:]),
         value_D.unflatten(1, view.value.shape[1:]),
     )

@@ -57,7 +57,7 @@ def over_the_heads(failure: Failure) -> Iterator[Hypothesis]:
 
     def over_the_queries(view: AttentionContext) -> torch.Tensor:
         masked, step = view.scores().masked_fill(~view.visible(), -torch.inf), view.rows.step
-        own = [masked[:, step == each].softmax(dim=1) for each in step.unique()]
+        own = [masked[:, step == item].softmax(dim=1) for item in step.unique()]
         return torch.cat(own, dim=1)[:, step.argsort(stable=True).argsort()]
 
     yield _hypothesis(failure, "the softmax runs over the queries of a step instead of the keys", over_the_queries)

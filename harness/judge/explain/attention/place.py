@@ -43,7 +43,7 @@ def wrong_place(failure: Failure) -> Iterator[Hypothesis]:
     yield Hypothesis(
         cause=kinds.pop() if is_one else "one position of its history, in each row another, would explain each row",
         output=torch.stack(outputs),
-        detail="; ".join(_place_text(*each, contents) for each in found[:3]),
+        detail="; ".join(_place_text(*item, contents) for item in found[:3]),
         freedom=2 * (len(failure.views) if is_one else len(found)),
         is_cause=is_one,
         provenance=lambda: provenance_of(failure, step, request, position, _content_of(contents, source)),

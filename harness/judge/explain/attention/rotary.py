@@ -47,7 +47,7 @@ def rotated_otherwise(failure: Failure) -> Iterator[Hypothesis]:
         return
     for module in (rotary, rotary_pairs):
         for explain in module.EXPLANATIONS:
-            keys = {(each.cause, each.detail): each for each in explain(sides.key) if not each.freedom}
+            keys = {(item.cause, item.detail): item for item in explain(sides.key) if not item.freedom}
             for query in explain(sides.query):
                 key = keys.get((query.cause, query.detail))
                 if key is not None and not query.freedom:
@@ -63,7 +63,7 @@ def rotated_otherwise(failure: Failure) -> Iterator[Hypothesis]:
 
 def _of_one_side(failure: Failure, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
     query, key = sides.query.expected, sides.key.expected
-    raw_query, raw_key = (each.inputs[0].flatten(1) for each in (sides.query, sides.key))
+    raw_query, raw_key = (item.inputs[0].flatten(1) for item in (sides.query, sides.key))
     yield Hypothesis(cause="rotary is not applied to queries", output=_attend(failure, raw_query, key))
     yield Hypothesis(cause="rotary is not applied to keys", output=_attend(failure, query, raw_key))
 
@@ -72,7 +72,7 @@ def _at_other_positions(failure: Failure, sides: _Sides, own: Rotation) -> Itera
     """Positions that other rows of the step, or of the request, have their share in; a common shift changes nothing."""
     highest = int(sides.key.positions.max())
     tried = {
-        cause: tuple(_positions(each, how) for each in (sides.query, sides.key)) for cause, how in _POSITIONS.items()
+        cause: tuple(_positions(item, how) for item in (sides.query, sides.key)) for cause, how in _POSITIONS.items()
     }
     for n in range(1, highest + 1) if highest <= 512 else ():
         first = int(failure.positions.min())
@@ -122,7 +122,7 @@ def _of_another_scaling(failure: Failure, sides: _Sides, own: Rotation) -> Itera
 
 
 def _of_rotation(failure: Failure, sides: _Sides, other: Rotation, cause: str, freedom: int = 0) -> Hypothesis:
-    query, key = (other.turn(each.inputs[0], each.positions) for each in (sides.query, sides.key))
+    query, key = (other.turn(item.inputs[0], item.positions) for item in (sides.query, sides.key))
     return Hypothesis(cause=cause, output=_attend(failure, query, key), freedom=freedom)
 
 
@@ -131,7 +131,7 @@ def _best(failure: Failure, sides: _Sides, grid: list[float], of: Callable[[floa
     view = max(failure.views, key=lambda each: int(each.rows.position.max()))
     order = view.rows.position.argsort(descending=True)[:_PROBED_ROWS]
     rows = rows_of(failure, view)[order]
-    past = sum(len(each.key) for each in failure.views[: failure.views.index(view)])
+    past = sum(len(item.key) for item in failure.views[: failure.views.index(view)])
     raw_key, positions = sides.key.inputs[0][past : past + len(view.key)], torch.arange(len(view.key))
     probe = view.select(order)
 
@@ -180,7 +180,7 @@ def _sides(failure: Failure) -> _Sides | None:
     if failure.rerun is None or not failure.views:
         return None
     operations = [failure.graph[tap] for tap in failure.operation.inputs[:2]]
-    if any(each.kind is not Kind.ROTARY or each.tap not in failure.unrecorded for each in operations):
+    if any(item.kind is not Kind.ROTARY or item.tap not in failure.unrecorded for item in operations):
         return None
     rerun, made = failure.rerun, list[Failure]()
     rerun.run()

@@ -119,7 +119,7 @@ def _fitted_spans(failure: Failure) -> Iterator[Hypothesis]:
 def padding_attended(failure: Failure) -> Iterator[Hypothesis]:
     """Keys of zeros take part: each adds one to the sum of the exponentials. Their number is fitted to every row."""
     scores = [view.scores().masked_fill(~view.visible(), -torch.inf) for view in failure.views]
-    log_total = torch.cat([each.logsumexp(dim=-1).T for each in scores])  # [R, N]
+    log_total = torch.cat([score.logsumexp(dim=-1).T for score in scores])  # [R, N]
     heads = log_total.shape[1]
     actual, expected = (x.unflatten(1, (heads, -1)) for x in (failure.actual, failure.expected))
     gain = (actual * expected).sum(-1) / expected.square().sum(-1)
@@ -207,7 +207,7 @@ def _fitted_scale(failure: Failure) -> float:
     if failure.beyond is not None:
         return found
     refined = [_refined(failure, scale) for scale in (found, view.scale)]
-    errors = {each: (_of_scale(failure, each) - failure.actual).norm(dim=1) for each in (found, *refined)}
+    errors = {item: (_of_scale(failure, item) - failure.actual).norm(dim=1) for item in (found, *refined)}
     best = min(refined, key=lambda scale: float(errors[scale].norm()))
     # Where many rows have this factor exactly, the others have another cause.
     return found if errors[found].median() < _CLEARLY * errors[best].median() else best

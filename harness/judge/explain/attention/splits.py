@@ -28,7 +28,7 @@ def splits_merged_wrongly(failure: Failure) -> Iterator[Hypothesis]:
         for cause, weigh in _MERGES.items():
             if views is whole and weigh is _last_only:
                 continue  # the same as a mask that hides the cache
-            yield Hypothesis(cause=cause, output=torch.cat([each.merged(weigh) for each in views]), detail=detail)
+            yield Hypothesis(cause=cause, output=torch.cat([item.merged(weigh) for item in views]), detail=detail)
 
 
 @dataclass(frozen=True, slots=True)

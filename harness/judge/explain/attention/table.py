@@ -38,7 +38,7 @@ def cache_played_back(failure: Failure) -> Iterator[Hypothesis]:
         return
     read, position = wrong[0]
     played = _filled(failure, reads)
-    places = [(at, each.writes[at]) for each, at in wrong if each is read]
+    places = [(at, item.writes[at]) for item, at in wrong if item is read]
     yield Hypothesis(
         cause=_cause_of_content(failure, wrong),
         output=in_order(failure, played, lambda each: each.view.attend()),
@@ -87,7 +87,7 @@ def _cause_of_content(failure: Failure, wrong: Sequence[tuple[CacheRead, int]]) 
     """Say how the slots came to hold what they hold."""
     read, position = wrong[0]
     memory, write = failure.slot_history, read.writes[position]
-    misplaced = [each for step in range(read.step + 1) for each in memory.misplaced(step)]
+    misplaced = [item for step in range(read.step + 1) for item in memory.misplaced(step)]
     if any(request == read.request and at == position for request, at, _, _ in misplaced) or (
         write is not None and any((request, at) == (write.request, write.position) for request, at, _, _ in misplaced)
     ):
@@ -146,7 +146,7 @@ def other_block_table(failure: Failure) -> Iterator[Hypothesis]:
 
 def _table_before(failure: Failure, step: int, request: int) -> list[int]:
     """Return a request's block table as it was in its last step before this one; empty if there is none."""
-    steps = [each for each in failure.recording.steps[:step] if request in (each.block_tables or {})]
+    steps = [item for item in failure.recording.steps[:step] if request in (item.block_tables or {})]
     return (steps[-1].block_tables or {})[request] if steps else []
 
 
@@ -156,7 +156,7 @@ def _padded(slots: Sequence[int], length: int) -> list[int]:
 
 def _neighbour(failure: Failure, step: int, request: int, shift: int) -> list[int]:
     tables = failure.recording.steps[step].block_tables or {}
-    order = [each for each in dict.fromkeys(failure.recording.steps[step].request.tolist()) if each in tables]
+    order = [fromkey for fromkey in dict.fromkeys(failure.recording.steps[step].request.tolist()) if fromkey in tables]
     return tables[order[(order.index(request) + shift) % len(order)]] if request in order else []
 
 

@@ -55,7 +55,7 @@ def _tensor_changes(
             def of_layer(
                 view: AttentionContext, taps: tuple[str, ...] = other.inputs[1:]
             ) -> tuple[torch.Tensor, torch.Tensor] | None:
-                key, value = (history(failure, view, *each) for each in zip(taps, (view.key, view.value), strict=True))
+                key, value = (history(failure, view, *item) for item in zip(taps, (view.key, view.value), strict=True))
                 return None if key is None or value is None else (key, value)
 
             yield f"reads the cache of layer {layer}", of_layer

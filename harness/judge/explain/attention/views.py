@@ -20,10 +20,10 @@ def joined(failure: Failure, attend: Callable[[AttentionContext], torch.Tensor])
 def rows_of(failure: Failure, view: AttentionContext) -> torch.Tensor:
     """Return the numbers of a view's rows among the failure's, [T] int64."""
     begin = 0
-    for each in failure.views:
-        if each is view:
-            return torch.arange(begin, begin + len(each.rows))
-        begin += len(each.rows)
+    for item in failure.views:
+        if item is view:
+            return torch.arange(begin, begin + len(item.rows))
+        begin += len(item.rows)
     raise ValueError("the view is not of this failure")
 
 

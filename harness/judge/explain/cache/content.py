@@ -46,7 +46,7 @@ def grid(failure: Failure) -> Iterator[Hypothesis]:
             yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=output, detail=detail, freedom=1)
     scale = _scale(failure, torch.round, [largest / level for level in range(2, _LEVELS + 1)])
     if scale is not None:
-        lowest, highest = (float((each / scale).round()) for each in (failure.actual.min(), failure.actual.max()))
+        lowest, highest = (float((item / scale).round()) for item in (failure.actual.min(), failure.actual.max()))
         output = (failure.expected / scale).round().clamp(lowest, highest) * scale
         yield Hypothesis(cause=f"{lower}: int8", output=output, detail=f"with one scale, {scale:.4g}", freedom=1)
 
@@ -89,7 +89,7 @@ def gain(failure: Failure) -> Iterator[Hypothesis]:
         output[:, head] *= factors[head]
         cause = f"KV head {head} alone comes back with a gain of {float(factors[head]):.6g}"
         yield Hypothesis(cause=cause, output=output.flatten(1), freedom=1)
-    shown = ", ".join(f"{float(each):.4g}" for each in factors[:8])
+    shown = ", ".join(f"{float(item):.4g}" for item in factors[:8])
     yield Hypothesis(
         cause="each head comes back with a gain of its own",
         output=(written * factors[:, None]).flatten(1),

@@ -122,7 +122,7 @@ def other_row(failure: Failure) -> Iterator[Hypothesis]:
         known.position == failure.positions[:, None]
     )  # a slot holds its own position, or what was given up
     for row, request in enumerate(failure.rows.request.tolist()):
-        drafts = [each.draft for each in given_up(failure.recording, request)]
+        drafts = [item.draft for item in given_up(failure.recording, request)]
         likelier[row] += torch.isin(known.request, torch.tensor(drafts, dtype=torch.int64))
     index, distance = contents.nearest(failure.actual, kind, likelier)
     is_zero = failure.actual.norm(dim=1) < distance  # nearer to nothing than to any row
@@ -194,7 +194,7 @@ def _cause(failure: Failure, places: list[tuple[int, Write | None]], *, is_recor
 
 def _own_position(prefixes: Prefixes, request: int, write: Write) -> int | None:
     """Return which position of a request a written row is, going by the tokens up to it; None if it is none."""
-    own, other = (prefixes.up_to(each, write.position + 1).tolist() for each in (request, write.request))
+    own, other = (prefixes.up_to(item, write.position + 1).tolist() for item in (request, write.request))
     return write.position if len(own) == len(other) and own[-1] == other[-1] else None
 
 

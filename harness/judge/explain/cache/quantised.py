@@ -57,7 +57,7 @@ def _groups(step: torch.Tensor) -> dict[str, tuple[torch.Tensor, tuple[int, ...]
 
 def _sources_of_stale_scales(step: torch.Tensor, request: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the steps, [R] each, whose scale a row may have been given in place of its own step's."""
-    first = torch.stack([step[request == each].min() for each in request.tolist()])
+    first = torch.stack([step[request == item].min() for item in request.tolist()])
     return {
         "that of the request's first step": first,
         "that of the step before": (step - 1).maximum(first),

@@ -27,7 +27,7 @@ class GivenUp:
 def given_up(recording: Recording, request: int) -> list[GivenUp]:
     """Return the drafts of a request, or the others of the request that a draft is of, in the order of their steps."""
     found = list[GivenUp]()
-    for draft in [each for each in _drafts(recording, request) if each != request]:
+    for draft in [item for item in _drafts(recording, request) if item != request]:
         steps = [step for step in recording.steps if not is_readback(step) and bool((step.request == draft).any())]
         if steps:
             rows = Rows.concat([all_rows(step) for step in steps])
@@ -44,8 +44,8 @@ def is_draft_of(recording: Recording, other: int, request: int) -> bool:
 def computed_before(recording: Recording, request: int, position: int, step: int) -> Rows:
     """Return all rows of a request and its drafts in the order in which they were computed, up to one of them."""
     family = torch.tensor([_original(recording, request), *_drafts(recording, request)])
-    steps = [each for each in recording.steps[: step + 1] if not is_readback(each)]
-    rows = Rows.concat([all_rows(each) for each in steps])
+    steps = [item for item in recording.steps[: step + 1] if not is_readback(item)]
+    rows = Rows.concat([all_rows(item) for item in steps])
     rows = rows.select(torch.isin(rows.request, family))
     here = ((rows.request == request) & (rows.position == position) & (rows.step == step)).nonzero()[:, 0]
     return rows.select(torch.arange(int(here[-1]) + 1))
@@ -53,14 +53,14 @@ def computed_before(recording: Recording, request: int, position: int, step: int
 
 def _original(recording: Recording, request: int) -> int:
     """Return the request that a draft is of; a request itself."""
-    found = next((each.draft_of for each in recording.manifest.requests if each.id == request), None)
+    found = next((item.draft_of for item in recording.manifest.requests if item.id == request), None)
     return request if found is None else found
 
 
 def _drafts(recording: Recording, request: int) -> list[int]:
     """Return the drafts of a request, or of the request that a draft is of."""
     original = _original(recording, request)
-    return [each.id for each in recording.manifest.requests if each.draft_of == original]
+    return [item.id for item in recording.manifest.requests if item.draft_of == original]
 
 
 def name_of_row(recording: Recording, position: int, step: int) -> str:

@@ -174,11 +174,11 @@ class Failure:
     @cached_property
     def rotation(self) -> Rotation | None:
         """The rotation that takes the operation's input to what it should be; None if the model has no such."""
-        return next((each for each in self._rotations() if self.is_expected(self._turned(each))), None)
+        return next((item for item in self._rotations() if self.is_expected(self._turned(item))), None)
 
     def rows_of_a_rotation(self) -> torch.Tensor:
         """Return [R] bool: the most rows that one rotation gives. Requests of another length may have another."""
-        of_each = [self._are_expected(self._turned(each)) for each in self._rotations()]
+        of_each = [self._are_expected(self._turned(rotation)) for rotation in self._rotations()]
         return max(of_each, key=lambda rows: int(rows.sum()), default=torch.zeros(len(self.rows), dtype=torch.bool))
 
     def _rotations(self) -> Iterator[Rotation]:

@@ -129,11 +129,11 @@ def _other_experts(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]
     found = ((at, _source(meant[:, at], used, at)) for at in range(mixture.num_experts))
     moved = {at: to for at, to in found if at != to}
     exchanged = {at: to for at, to in moved.items() if moved.get(to) == at}
-    for each in (moved, exchanged if exchanged != moved else {}):
-        if each:
-            source = torch.tensor([each.get(at, at) for at in range(mixture.num_experts)])
+    for item in (moved, exchanged if exchanged != moved else {}):
+        if item:
+            source = torch.tensor([item.get(at, at) for at in range(mixture.num_experts)])
             table = torch.zeros_like(meant).index_add_(1, source, meant)
-            yield Hypothesis(cause=_moved(each, mixture.num_experts), output=mixture.mixed(table), freedom=len(each))
+            yield Hypothesis(cause=_moved(item, mixture.num_experts), output=mixture.mixed(table), freedom=len(item))
 
 
 def _source(meant: torch.Tensor, used: torch.Tensor, expert: int) -> int:

@@ -120,7 +120,7 @@ def _of_three(failure: Failure) -> _Call | None:
         return None
     named = dict(zip(failure.operation.inputs, failure.inputs, strict=True))
     chosen = named.pop(tap).to(torch.int64).flatten(1)
-    x, weights = sorted((each.flatten(1) for each in named.values()), key=lambda each: -each.shape[1])
+    x, weights = sorted((item.flatten(1) for item in named.values()), key=lambda each: -each.shape[1])
     return _Call(module=failure.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
 
 
@@ -128,7 +128,7 @@ def _of_two(failure: Failure) -> _Call | None:
     """Experts whose choice no operation shows: HF's router is run again on what the experts read."""
     if len(failure.inputs) != 2 or choice_of(failure) is not None or num_experts(failure.module) is None:
         return None
-    x, weights = sorted((each.flatten(1) for each in failure.inputs), key=lambda each: -each.shape[1])
+    x, weights = sorted((item.flatten(1) for item in failure.inputs), key=lambda each: -each.shape[1])
     chosen = routed(failure, x)
     if chosen is None:
         return None
@@ -142,23 +142,23 @@ def routed(failure: Failure, x: torch.Tensor) -> torch.Tensor | None:
         if ":" in failure.graph[tap].source and isinstance(getattr(router, "weight", None), torch.Tensor):
             with failure.hf.weights.held(failure.hf.part_of(failure.graph[tap].module)):
                 given = router(x.to(router.weight))
-            found = [each for each in given if not each.is_floating_point()] if isinstance(given, tuple) else []
+            found = [item for item in given if not item.is_floating_point()] if isinstance(given, tuple) else []
             return found[0].to("cpu", torch.int64) if len(found) == 1 else None
     return None
 
 
 def _of_slots(failure: Failure) -> _Call | None:
     """Experts that all read all rows, each multiplied by its expert's score, which is zero for all experts but one."""
-    module = next((each for each in failure.module.children() if reads_slots(each)), None)
+    module = next((child for child in failure.module.children() if reads_slots(child)), None)
     count = None if module is None else num_experts(module)
-    flat = [each.flatten(1) for each in failure.inputs]
-    tables = [each for each in flat if each.shape[1] == count]
+    flat = [item.flatten(1) for item in failure.inputs]
+    tables = [item for item in flat if item.shape[1] == count]
     if module is None or count is None or len(tables) != 1 or len(flat) != 3:
         return None
     if bool(((tables[0] != 0).sum(dim=1) != 1).any()):
         return None
     scores, chosen = tables[0].max(dim=1, keepdim=True)
-    for x, base in (wide := [each for each in flat if each.shape[1] != count], wide[::-1]):
+    for x, base in (wide := [item for item in flat if item.shape[1] != count], wide[::-1]):
         call = _Call(
             module=module, x=x * scores, chosen=chosen, weights=torch.ones_like(scores), base=base, scores=scores
         )
@@ -228,4 +228,4 @@ def experts_of(failure: Failure, operation: Operation) -> nn.Module:
     module = failure.hf.module(operation.module)
     if num_experts(module) is not None:
         return module
-    return next(each for each in module.children() if reads_slots(each))
+    return next(child for child in module.children() if reads_slots(child))

@@ -59,8 +59,8 @@ def _forms(failure: Failure, logits: torch.Tensor, chosen: torch.Tensor) -> Iter
         picked = score(logits).gather(1, chosen)
         for is_normalised in (False, True):
             weights = picked / picked.sum(dim=1, keepdim=True) if is_normalised else picked
-            for each in dict.fromkeys((factor, 1.0, factor * factor)):
-                yield _Form(score=name, is_normalised=is_normalised, factor=each, weights=weights * each)
+            for fromkey in dict.fromkeys((factor, 1.0, factor * factor)):
+                yield _Form(score=name, is_normalised=is_normalised, factor=fromkey, weights=weights * fromkey)
 
 
 def _difference(form: _Form, own: _Form) -> str:
@@ -117,7 +117,7 @@ def _chosen(failure: Failure) -> torch.Tensor | None:
 def logits_of(failure: Failure) -> torch.Tensor | None:
     """Return the router's product [R, E] at the rows; None if it was not recorded."""
     own = failure.operation
-    of_module = [each.tap for each in failure.graph.of_layer(own.layer) if each.module == own.module]
+    of_module = [item.tap for item in failure.graph.of_layer(own.layer) if item.module == own.module]
     for tap in (*own.inputs, *of_module):
         if failure.graph[tap].kind is Kind.LINEAR:
             return failure.tap(tap)

@@ -84,8 +84,8 @@ def scaled(failure: Failure) -> Iterator[Hypothesis]:
     if _table(failure) is None:
         return
     factor = failure.expected.shape[1] ** 0.5
-    for each in (factor, float(torch.tensor(factor, dtype=failure.dtype))):  # as it is, or in the engine's dtype
-        yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=failure.expected * each)
+    for item in (factor, float(torch.tensor(factor, dtype=failure.dtype))):  # as it is, or in the engine's dtype
+        yield Hypothesis(cause="the embedding is scaled by the root of the hidden size", output=failure.expected * item)
 
 
 def not_scaled(failure: Failure) -> Iterator[Hypothesis]:

@@ -23,12 +23,12 @@ _Order = list[int]
 
 def misplaced(failure: Failure) -> Iterator[Hypothesis]:
     """Rows of images stand at other tokens than their own."""
-    requests = {each.id: each for each in failure.recording.manifest.requests if each.inputs is not None}
+    requests = {item.id: item for item in failure.recording.manifest.requests if item.inputs is not None}
     wanted = set(failure.rows.request.tolist()) & set(requests)
     if not failure.hf.has_images or not wanted or not failure.operation.source.endswith(":input"):
         return
     handed = {at: decoder_inputs(failure.hf, request) for at, request in requests.items()}
-    rows = {at: each.by_token["inputs_embeds"].to("cpu", torch.float64) for at, each in handed.items()}
+    rows = {at: item.by_token["inputs_embeds"].to("cpu", torch.float64) for at, item in handed.items()}
     kinds = {at: _kinds(request, rows[at], failure) for at, request in requests.items()}
     pairs = failure.rows.places()
     text, expected = failure.inputs[0].flatten(1), failure.expected
@@ -86,14 +86,14 @@ def _orders(kinds: list[bool]) -> dict[str, _Order]:
         )
     for height in range(2, max(map(len, images), default=0)):
         found[f"the parts of each image by columns of {height}"] = _put(
-            own, images, [at for each in images for at in _by_columns(each, height)]
+            own, images, [at for image in images for at in _by_columns(image, height)]
         )
     return found
 
 
 def _put(own: _Order, images: list[range], sources: list[int]) -> _Order:
     order = list(own)
-    for at, source in zip([at for each in images for at in each], sources, strict=True):
+    for at, source in zip([at for image in images for at in image], sources, strict=True):
         order[at] = source
     return order
 

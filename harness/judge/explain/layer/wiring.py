@@ -95,7 +95,7 @@ def _inputs(failure: Failure, read: Operation) -> Iterator[tuple[str, torch.Tens
 
 def _is_one_of(x: torch.Tensor, tensors: Mapping[str, torch.Tensor], allowance: float) -> bool:
     """Whether a sum is a tensor that the layer computes, which has a name that says more."""
-    return any(float((x - each).norm()) <= allowance * float(each.norm()) for each in tensors.values())
+    return any(float((x - tensor).norm()) <= allowance * float(tensor.norm()) for tensor in tensors.values())
 
 
 def _near(failure: Failure) -> dict[str, torch.Tensor]:
@@ -103,7 +103,7 @@ def _near(failure: Failure) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for width in {failure.expected.shape, failure.inputs[0].flatten(1).shape}:
         for name, x in other_taps(failure, width):
-            if not any(x.shape == each.shape and torch.equal(x, each) for each in found.values()):
+            if not any(x.shape == item.shape and torch.equal(x, item) for item in found.values()):
                 found[name] = x
     return found
 

@@ -82,7 +82,7 @@ def _form_on(failure: Failure, x: torch.Tensor, weight: torch.Tensor, bias: torc
     """Return the form of a norm of rows [R, W]; None if it gives something else."""
     module: Any = failure.module
     given = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    raw, actual = (each.unflatten(-1, (-1, len(weight))) for each in (x, failure.actual))
+    raw, actual = (item.unflatten(-1, (-1, len(weight))) for item in (x, failure.actual))
     own = NormForm(
         x=raw,
         raw=raw,

@@ -19,7 +19,7 @@ def other_gate(failure: Failure) -> Iterator[Hypothesis]:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or eps is None or len(failure.inputs) < 2:
         return
-    x, product, *_ = (each.flatten(1) for each in failure.inputs)
+    x, product, *_ = (item.flatten(1) for item in failure.inputs)
     width = x.shape[1]
     if weight.dim() != 1 or width % len(weight) or x.shape != failure.expected.shape or product.shape[1] < width:
         return

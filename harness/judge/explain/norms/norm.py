@@ -91,7 +91,7 @@ def _fitted_eps(norm: NormForm) -> tuple[list[float], list[float]]:
     """Return the eps that fits the rows together, where one does, to two digits: in the root, and outside of it."""
     mean, implied = _statistics(norm)
     inside, outside = implied - mean, implied.clamp(min=0).sqrt() - mean.sqrt()
-    fitted = (float(each.median()) for each in (inside, outside))
+    fitted = (float(item.median()) for item in (inside, outside))
     first, second = ([float(f"{eps:.2g}")] if 0 < eps < 10 else [] for eps in fitted)
     return first, second
 
@@ -233,7 +233,7 @@ def _is_rounding(deviation: torch.Tensor, mean: torch.Tensor) -> bool:
     if len(deviation) < _MIN_STATISTICS or float(deviation.abs().max()) >= _COARSE:
         return False
     is_scattered = float(deviation.std()) > _SCATTER * float(deviation.square().mean().sqrt())
-    ranks = torch.stack([each.argsort().argsort().double() for each in (deviation, mean)])
+    ranks = torch.stack([item.argsort().argsort().double() for item in (deviation, mean)])
     return is_scattered and abs(float(torch.corrcoef(ranks)[0, 1])) < _RULE
 
 

@@ -188,7 +188,7 @@ def part_of_the_inputs(failure: Failure) -> Iterator[Hypothesis]:
     weight, x = failure.weight(failure.operation.tap), _x(failure)
     if weight is None or weight.shape[1] != x.shape[1]:
         return
-    for count in (each for each in _RANKS if not x.shape[1] % each and each < x.shape[1]):
+    for count in (rank for rank in _RANKS if not x.shape[1] % rank and rank < x.shape[1]):
         first, *_ = weight.chunk(count, dim=1)
         for at, (x_k, weight_k) in enumerate(zip(x.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True)):
             part, which = product(x_k, weight_k), f"part {at + 1} of {count} of the inputs"

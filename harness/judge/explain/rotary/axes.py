@@ -66,16 +66,16 @@ def along_axes(failure: Failure) -> Iterator[Hypothesis]:
 
 def _rotated(failure: Failure) -> _Rotated | None:
     """Return the model's own rotation over axes; None where it has none, or another operation is between."""
-    requests = [each for each in failure.recording.manifest.requests if each.id in set(failure.rows.request.tolist())]
-    handed = {each.id: decoder_inputs(failure.hf, each) for each in requests if each.inputs is not None}
-    tables = {request: each.positions.cpu() for request, each in handed.items() if each.positions is not None}
+    requests = [item for item in failure.recording.manifest.requests if item.id in set(failure.rows.request.tolist())]
+    handed = {item.id: decoder_inputs(failure.hf, item) for item in requests if item.inputs is not None}
+    tables = {request: item.positions.cpu() for request, item in handed.items() if item.positions is not None}
     read = heads_read(failure.inputs[0].flatten(1), failure.expected, failure.hf.head_dim)
     if not tables or read.shape != failure.expected.shape or read.shape[1] % failure.hf.head_dim:
         return None
     num_axes = len(next(iter(tables.values())))
-    kinds = {request: next(iter(each.types.values())).cpu() for request, each in handed.items()}
-    firsts = {each.id: _firsts(kinds.get(each.id, torch.zeros(len(each.token_ids)).long())) for each in requests}
-    tables |= {each.id: torch.arange(len(each.token_ids)).expand(num_axes, -1) for each in requests if not each.inputs}
+    kinds = {request: next(iter(item.types.values())).cpu() for request, item in handed.items()}
+    firsts = {item.id: _firsts(kinds.get(item.id, torch.zeros(len(item.token_ids)).long())) for item in requests}
+    tables |= {item.id: torch.arange(len(item.token_ids)).expand(num_axes, -1) for item in requests if not item.inputs}
     failure = replace(failure, inputs=[read, *failure.inputs[1:]])
     for own in rotations(failure.hf):
         axes = _followed(own, num_axes)

@@ -117,7 +117,7 @@ def other_scaling(failure: Failure, own: Rotation) -> Causes:
                 yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions))
     for cause, changed, freedom in (*_other_values(parameters), *_other_types(failure, own, parameters, meant)):
         other = with_parameters(failure, own, changed)
-        if other is not None and not any(_is_same(other, each) for each in (plain, kept, others)):  # these have names
+        if other is not None and not any(_is_same(other, item) for item in (plain, kept, others)):  # these have names
             yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions), freedom=freedom)
 
 

@@ -76,7 +76,7 @@ def _behind_given_up(failure: Failure, best: torch.Tensor) -> str | None:
     """Say so if every row has the position that it would have if its request had never gone back."""
     ends, first = [], None
     for request, position, step in failure.rows.identities():
-        drafts = [each for each in given_up(failure.recording, request) if each.step < step]
+        drafts = [item for item in given_up(failure.recording, request) if item.step < step]
         first = first or next(iter(drafts), None)
         ends.append(len(computed_before(failure.recording, request, position, step)) - 1 if drafts else position)
     if first is None or not torch.equal(best, torch.tensor(ends)):
@@ -125,7 +125,7 @@ def places(failure: Failure) -> dict[str, torch.Tensor]:
         original = drafts.get(request, request)
         if bool(((rows.request == request) & (rows.position == position)).any()):
             at = last_index(rows, request, position)
-            own = sum(drafts.get(each, each) == original for each in rows.request[:at].tolist())
+            own = sum(drafts.get(item, item) == original for item in rows.request[:at].tolist())
         else:
             at = own = position
         chunk.append(own)

@@ -68,7 +68,7 @@ class _Ways:
         self._failure, self._runs = failure, runs
         self._requests = {request.id: request for request in failure.recording.manifest.requests}
         places = (failure.rows.request, failure.rows.position, failure.rows.step)
-        self.reads = [ReadState(*each) for each in zip(*(column.tolist() for column in places), strict=True)]
+        self.reads = [ReadState(*item) for item in zip(*(column.tolist() for column in places), strict=True)]
         self._lines: dict[ReadState, Line] = {}
         self._first: dict[int, ReadState] = {}
         """The first wrong one of each request."""
@@ -185,7 +185,7 @@ class _Ways:
                 yield f"{what} are in it, of every step so far", lambda read: self._among(read, self._drafts(read))
 
     def _drafts(self, read: ReadState) -> list[GivenUp]:
-        return [each for each in given_up(self._failure.recording, read.request) if each.step < read.step]
+        return [item for item in given_up(self._failure.recording, read.request) if item.step < read.step]
 
     def _among(self, read: ReadState, drafts: Sequence[GivenUp]) -> Line:
         """Return the request's rows with those of drafts where they were given up."""
@@ -216,7 +216,7 @@ class _Ways:
     def _with_padding(self) -> Iterator[Way]:
         longest = max(request.prompt_length for request in self._requests.values())
         tokens = {0, *(getattr(self._failure.hf.config, f"{name}_token_id", None) for name in ("pad", "eos"))}
-        for token in sorted(each for each in tokens if isinstance(each, int)):
+        for token in sorted(item for item in tokens if isinstance(item, int)):
             for where in ("before", "after"):
                 cause = f"padding is in it: rows of token {token} {where} the prompt"
                 yield cause, partial(self._padded, token, longest, where)
@@ -264,9 +264,9 @@ class _Ways:
 
     def _others(self, read: ReadState) -> list[int]:
         """Return other requests that had computed rows by then, the latest first; not what the request gave up."""
-        others = [each for each, of in self._requests.items() if read.request not in (each, of.draft_of)]
-        steps = {each: self._runs.last_computed(each, read.step)[1] for each in others}
-        return sorted((each for each, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
+        others = [key for key, of in self._requests.items() if read.request not in (key, of.draft_of)]
+        steps = {item: self._runs.last_computed(item, read.step)[1] for item in others}
+        return sorted((key for key, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
 
 
 def _is_under(failure: Failure, schedule: ScheduleKind) -> bool:

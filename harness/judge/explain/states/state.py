@@ -54,7 +54,7 @@ def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
     right = recurrence.convolved()
     for cause, pattern in patterns.items():
         yield from _of_sequences(
-            recurrence, [each for rows in recurrence.histories for each in pattern(rows)], cause, right
+            recurrence, [item for rows in recurrence.histories for item in pattern(rows)], cause, right
         )
     for request in recurrence.failure.recording.manifest.requests:
         yield from _left_by(recurrence, request, right)
@@ -107,7 +107,7 @@ def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str, rig
         found["the recurrence's state"] = recurrence.run(sequences, convolved=right)
     expected, told = recurrence.failure.expected, list[torch.Tensor]()
     for state, output in reversed(found.items()):
-        if output is not None and not any(torch.equal(output, each) for each in (expected, *told)):
+        if output is not None and not any(torch.equal(output, item) for item in (expected, *told)):
             told.append(output)
             yield Hypothesis(cause=cause.format(state=state).replace("no the ", "no "), output=output)
 
@@ -120,7 +120,7 @@ def _prefill_and_decode(rows: Rows) -> list[Rows]:
     """Cut a request's rows where its steps begin to have one row only."""
     pieces = _by_step(rows)
     first = next((at for at in range(len(pieces), 0, -1) if len(pieces[at - 1]) > 1), 0)
-    return [Rows.concat(each) for each in (pieces[:first], pieces[first:]) if each]
+    return [Rows.concat(item) for item in (pieces[:first], pieces[first:]) if item]
 
 
 def _any_within_a_step(rows: Rows) -> bool:
@@ -202,8 +202,8 @@ def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) ->
     size, actual = 0.0, recurrence.failure.actual
     for _ in range(_MAX_NEWTON_STEPS):
         outputs = []
-        for each in (size, size + _SMALL):
-            with replaced(parameter, "data", change(each)):
+        for item in (size, size + _SMALL):
+            with replaced(parameter, "data", change(item)):
                 outputs.append(recurrence.run())
         here, there = outputs
         if here is None or there is None or not bool(here.isfinite().all()):

@@ -33,7 +33,7 @@ def not_finite(failure: Failure, roundings: torch.Tensor, scope: str) -> Explana
     """
     failures = list[str]()
     reason = next(_reasons(failure, failures))
-    notes = [reason.detail, *(f"could not be tried: {each}" for each in failures)]
+    notes = [reason.detail, *(f"could not be tried: {item}" for item in failures)]
     return replace(
         reason,
         scope=scope,
@@ -90,7 +90,7 @@ def _magnitudes(failure: Failure) -> Iterator[tuple[str, torch.Tensor]]:
     elif failure.operation.kind is Kind.ATTENTION:
         scores = [view.scores().masked_fill(~view.visible(), 0).abs().amax(dim=-1).T for view in failure.views]
         yield "a score", torch.cat(scores)
-        unscaled = [each / view.scale for each, view in zip(scores, failure.views, strict=True)]
+        unscaled = [score / view.scale for score, view in zip(scores, failure.views, strict=True)]
         yield "a score before it is scaled", torch.cat(unscaled)
 
 
@@ -156,4 +156,4 @@ def _are_rows_with_room(failure: Failure) -> bool:
 def _are_single(failure: Failure) -> bool:
     """Whether each wrong row is its request's only one in its step, as in decode."""
     steps = failure.recording.steps
-    return all(int((steps[step].request == each).sum()) == 1 for each, _, step in failure.rows.identities())
+    return all(int((steps[step].request == item).sum()) == 1 for item, _, step in failure.rows.identities())

@@ -138,7 +138,7 @@ def _best(evidence: WrongRows) -> tuple[Trial | None, list[Trial], Trial | None]
         best = next((trial for trial in group if trial.names(best) and is_same(trial, best)), best)
     named = [trial for trial in group if not trial.hypothesis.freedom and trial.is_as_good_as(best)]
     for trial in group:
-        if trial.hypothesis.freedom and any(is_same(each, trial) for each in named):
+        if trial.hypothesis.freedom and any(is_same(item, trial) for item in named):
             continue
         if trial.hypothesis.cause != best.hypothesis.cause and trial.is_as_good_as(best):
             causes.setdefault(trial.hypothesis.cause, trial)
@@ -206,7 +206,7 @@ def _explanation(best: Trial, equal: Sequence[Trial], evidence: WrongRows, scope
         details.append("some rows have another cause")
     if equal:
         details.append(_what_would_tell(best, equal, evidence))
-    causes = [hypothesis.cause, *(each.hypothesis.cause for each in equal[: _MAX_EQUAL - 1])]
+    causes = [hypothesis.cause, *(item.hypothesis.cause for item in equal[: _MAX_EQUAL - 1])]
     return Explanation(
         cause=", or ".join(causes) + (f", or {len(equal) + 1 - _MAX_EQUAL} others" if len(equal) >= _MAX_EQUAL else ""),
         scope=scope,
@@ -223,7 +223,7 @@ def _explanation(best: Trial, equal: Sequence[Trial], evidence: WrongRows, scope
 
 def _what_would_tell(best: Trial, equal: Sequence[Trial], evidence: WrongRows) -> str:
     """Say what would tell causes apart that fit alike."""
-    apart = min(distance(best, each) for each in equal)
+    apart = min(distance(best, item) for item in equal)
     fine = rounding_unit(torch.float32)
     if evidence.failure.dtype in (torch.bfloat16, torch.float16) and apart > _TOLD_IN_FLOAT32 * fine:
         return "these rows cannot tell them apart: a run in float32 would"

@@ -49,7 +49,7 @@ def first_bad_row(
 
 def _edges(recording: Recording, request: int, config: Any) -> Iterator[tuple[str, int]]:
     """Yield what begins at some position of a request, and where."""
-    prompts = {each.id: each.prompt_length for each in recording.manifest.requests}
+    prompts = {item.id: item.prompt_length for item in recording.manifest.requests}
     yield "decode", prompts[request]
     own = [step for step in recording.steps if bool((step.request == request).any()) and step.phase != "readback"]
     starts = [int(step.position[step.request == request].min()) for step in own]
@@ -63,8 +63,8 @@ def _edges(recording: Recording, request: int, config: Any) -> Iterator[tuple[st
     if isinstance(chunk, int):
         yield f"the second chunk of {chunk} that attention sees by itself", chunk
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        length = each.get("original_max_position_embeddings")
+    for parameter in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        length = parameter.get("original_max_position_embeddings")
         if isinstance(length, int):
             yield f"what is beyond the original context length of {length}", length
 
@@ -106,8 +106,8 @@ def _chunk_starts(rows: Rows) -> torch.Tensor:
 
 def _in_batch(rows: Rows, recording: Recording) -> torch.Tensor:
     """[rows] bool: the row's step holds rows of several requests; a draft is of its request."""
-    drafts = {each.id: each.draft_of for each in recording.manifest.requests if each.draft_of is not None}
-    requests = torch.tensor([drafts.get(each, each) for each in rows.request.tolist()], dtype=torch.int64)
+    drafts = {request.id: request.draft_of for request in recording.manifest.requests if request.draft_of is not None}
+    requests = torch.tensor([drafts.get(item, item) for item in rows.request.tolist()], dtype=torch.int64)
     unique, inverse = rows.step.unique(return_inverse=True)
     lowest, highest = (
         torch.zeros(len(unique), dtype=torch.int64).scatter_reduce(0, inverse, requests, how, include_self=False)

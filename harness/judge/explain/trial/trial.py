@@ -140,7 +140,7 @@ class Trial:
         both = self.known & other.known
         if not bool(both.any()):
             return 0.0
-        own, theirs = (each.residual[both].clamp(min=_FINEST).log().mean() for each in (self, other))
+        own, theirs = (item.residual[both].clamp(min=_FINEST).log().mean() for item in (self, other))
         difference = float(own - theirs)
         if abs(difference) < _SAME_RESIDUAL:
             difference = 0.0

@@ -47,7 +47,7 @@ def test_float32_comes_back_bit_for_bit(name, checkpoints, tmp_path):
     made = checkpoint.resolve(str(write_gguf(checkpoints / name, tmp_path / "model.gguf")))
     ours, theirs = weights(made), weights(checkpoints / name)
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
+    assert all(torch.equal(ours[their], theirs[their]) for their in theirs)
     assert inspect_path(made)["against_config"]["missing"] == []
 
 
@@ -86,7 +86,7 @@ def test_the_files_of_the_tokenizer_are_the_originals_and_no_others(checkpoints,
     path = write_gguf(origin, tmp_path / "model.gguf")
     made = checkpoint.resolve(str(path), hf=str(origin))
     expected = {"tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"}
-    assert expected <= {each.name for each in made.iterdir()}
+    assert expected <= {item.name for item in made.iterdir()}
     assert read_quantised_source(made) is None
     assert json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
     assert read_source(made).path == path

@@ -65,7 +65,9 @@ def altered(draw, tensors):
         elif kind == "flip":
             extra[name] = values.flip(0)
         elif kind == "swap":
-            extra[name] = tensors[draw.choice(sorted(each for each in tensors if tensors[each].shape == values.shape))]
+            extra[name] = tensors[
+                draw.choice(sorted(tensor for tensor in tensors if tensors[tensor].shape == values.shape))
+            ]
         elif kind == "remove":
             extra[name] = None
         elif kind == "bias":
@@ -109,7 +111,7 @@ def test_altered_files(name, batch, checkpoints, tmp_path):
     hf, draw = checkpoints / name, random.Random(f"{name}{batch}")
     sound = write_gguf(hf, tmp_path / "sound.gguf")
     original = logits(sound, IDS)
-    tensors = {each.name: torch.from_numpy(each.data.copy()) for each in gguf.GGUFReader(sound).tensors}
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(sound).tensors}
     for at in range(12):
         metadata, extra = altered(draw, tensors)
         path = write_gguf(hf, tmp_path / f"{at}.gguf", metadata=metadata, extra=extra)

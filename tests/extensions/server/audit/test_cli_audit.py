@@ -71,7 +71,7 @@ def served_from_float8(monkeypatch):
     store = KVCache.store
 
     def coarse_store(self, layer, k, v, slots):
-        store(self, layer, *(each.to(torch.float8_e4m3fn).to(each.dtype) for each in (k, v)), slots)
+        store(self, layer, *(item.to(torch.float8_e4m3fn).to(item.dtype) for item in (k, v)), slots)
 
     monkeypatch.setattr(KVCache, "store", coarse_store)
     folder = resolve("qwen3-tiny")

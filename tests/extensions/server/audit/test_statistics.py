@@ -32,8 +32,8 @@ def _views(seed, distances, *, noise=0.0, settings=(), draws=DRAWS, served=0):
         token = int(torch.multinomial(p, 1, generator=generator))
         rounding = noise * torch.randn(SIZE, generator=generator).double()
         said = (all_logits[served][at] + rounding).log_softmax(dim=-1)
-        given = {each: float(said[each]) for each in {token, int(p.argmax())}}
-        values += [(given[each], at, at // 10) for each in sorted(given)]
+        given = {item: float(said[item]) for item in {token, int(p.argmax())}}
+        values += [(given[item], at, at // 10) for item in sorted(given)]
         draw = Draw(request=at // 10, step=at % 10, settings=SamplingSettings(), past=Past(), token_ids=(token,))
         for view, logits in zip(views, all_logits, strict=True):
             control = logits[at] + noise * torch.randn(SIZE, generator=generator).double()
@@ -48,7 +48,7 @@ def _views(seed, distances, *, noise=0.0, settings=(), draws=DRAWS, served=0):
 def _excluded(views, table):
     readings = logprobs.readings_of(views)
     return [
-        logprobs.is_excluded(own, [each for each in readings if each.at != own.at], table, ALPHA)
+        logprobs.is_excluded(own, [reading for reading in readings if reading.at != own.at], table, ALPHA)
         for own in readings
         if own.name == RAW
     ]

@@ -213,7 +213,7 @@ def test_a_server_that_never_ends_its_streams_is_not_asked_for_them(plan, server
 
     app.spoil, app.spoils_all = streams_alone(never_end), True
     result = check_endpoint(plan, Address(url=url, retries=0), num_again=1)
-    (streaming,) = [each for each in result.capabilities if each.name == "streaming"]
+    (streaming,) = [capability for capability in result.capabilities if capability.name == "streaming"]
     assert not streaming.is_there
     assert "without [DONE]" in streaming.detail
     assert "streamed" not in [run.schedule for run in result.runs]

@@ -57,12 +57,12 @@ def test_what_the_probe_finds(folder, server):
     _, url = server
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
     assert (result.server, result.served_model) == ("reference_engine", "tiny")
-    assert {each.name for each in result.capabilities if each.is_there} == {
+    assert {capability.name for capability in result.capabilities if capability.is_there} == {
         "/health", "/v1/models", "token id prompts", "logprobs", "return_token_ids", "return_tokens_as_token_ids",
         "ignore_eos", "repetition_penalty", "prompt logprobs", "streaming", "/tokenize",
         "temperature", "top_k", "top_k of -1", "top_p", "min_p", "seed", "stop",
     }  # fmt: skip
-    assert not [each.name for each in result.capabilities if each.is_ignored]
+    assert not [capability.name for capability in result.capabilities if capability.is_ignored]
 
 
 def with_config(folder, tmp_path, **fields):
@@ -120,7 +120,9 @@ def test_a_server_of_text_is_judged_by_its_text(folder, server):
     plan = make_plan(folder, prompts=[PROMPTS[0], PROMPTS[3]], max_new_tokens=6)
     result = check_endpoint(plan, Address(url=url), num_again=1)
     assert result.outcome is Outcome.PASS
-    assert {"token id prompts", "return_token_ids"} <= {each.name for each in result.capabilities if not each.is_there}
+    assert {"token id prompts", "return_token_ids"} <= {
+        capability.name for capability in result.capabilities if not capability.is_there
+    }
     assert result.runs[0].tokens.compared == 3 + 6  # the first ends at its end of text
     assert all(isinstance(body["prompt"], str) for body in seen[1:])
 
@@ -160,7 +162,7 @@ def test_an_echo_without_its_last_token_lacks_that_and_no_other(folder, server):
     found = [finding for run in result.runs for finding in run.findings]
     assert {finding.position - len(PROMPTS[finding.request]) for finding in found} == {0}
     assert "none of 1 log probabilities of the new tokens are there" in {
-        each.message.partition(";")[0] for each in found
+        item.message.partition(";")[0] for item in found
     }
 
 
@@ -176,7 +178,9 @@ def test_a_server_that_takes_no_temperature_above_two_is_asked_at_two(folder, se
 
     app.spoil, app.spoils_all = refuse_heat, True
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
-    assert {"temperature", "top_k", "top_p", "seed"} <= {each.name for each in result.capabilities if each.is_there}
+    assert {"temperature", "top_k", "top_p", "seed"} <= {
+        capability.name for capability in result.capabilities if capability.is_there
+    }
 
 
 def test_a_penalty_that_leaves_the_prompt_out_is_not_called_ignored():
@@ -188,7 +192,7 @@ def test_a_penalty_that_leaves_the_prompt_out_is_not_called_ignored():
 
     found = Probed(dialect=Dialect(model="m", options=(("repeat_penalty", 1.0),)))
     asyncio.run(parameters(Deaf(), found, [5, 6], SimpleNamespace(has=lambda _token_id: True, is_there=False)))
-    (penalty,) = [each for each in found.capabilities if each.name == "repeat_penalty"]
+    (penalty,) = [capability for capability in found.capabilities if capability.name == "repeat_penalty"]
     assert (penalty.is_ignored, penalty.detail) == (False, "taken; the answer repeats no token, so nothing shows it")
 
 

@@ -34,7 +34,7 @@ def top(change):
 
     def lie(choice):
         given = choice["logprobs"]["top_logprobs"]
-        given[:] = [change(dict(each)) for each in given]
+        given[:] = [change(dict(item)) for item in given]
 
     return lie
 
@@ -280,11 +280,11 @@ def test_a_parameter_that_is_ignored_is_listed_as_ignored(plan, server, name):
     change, says = IGNORED[name]
     app.spoil, app.spoils_all = asked_otherwise(change), True
     result = check_endpoint(plan, Address(url=url), num_again=0)
-    ignored = {each.name: each.detail for each in result.capabilities if each.is_ignored}
+    ignored = {capability.name: capability.detail for capability in result.capabilities if capability.is_ignored}
     assert ignored.keys() == {name}
     assert says in ignored[name]
-    assert name not in {each.name for each in result.capabilities if each.is_there}
+    assert name not in {capability.name for capability in result.capabilities if capability.is_there}
     assert f"ignored     {name} (" in endpoint_text(result, width=200)
-    (listed,) = [each for each in endpoint_json(result)["capabilities"] if each["is_ignored"]]
+    (listed,) = [capability for capability in endpoint_json(result)["capabilities"] if capability["is_ignored"]]
     assert listed["name"] == name
     assert plan.prompts[0].token_ids == tuple(PROMPTS[0])

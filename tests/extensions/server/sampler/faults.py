@@ -38,7 +38,7 @@ def params(**changes: Any) -> Plant:
         own = {name: value(sequence.params) if callable(value) else value for name, value in changes.items()}
         return replace(sequence, params=replace(sequence.params, **own))
 
-    return patched("sample", lambda logits, sequences: ORIGINAL["sample"](logits, [other(each) for each in sequences]))
+    return patched("sample", lambda logits, sequences: ORIGINAL["sample"](logits, [other(item) for item in sequences]))
 
 
 def patched(name: str, function: Any) -> Plant:
@@ -51,7 +51,7 @@ def patched(name: str, function: Any) -> Plant:
 
 
 def temperatures(own: Any) -> torch.Tensor:
-    return torch.tensor([each.temperature or 1.0 for each in own])[:, None]
+    return torch.tensor([item.temperature or 1.0 for item in own])[:, None]
 
 
 def allowed_by(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Plant:
@@ -59,14 +59,14 @@ def allowed_by(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Plant:
 
 
 def without_crossing(scores: torch.Tensor, own: Any) -> torch.Tensor:
-    top_p = torch.tensor([each.top_p for each in own])[:, None]
+    top_p = torch.tensor([item.top_p for item in own])[:, None]
     ordered, order = scores.softmax(dim=-1).sort(dim=-1, descending=True)
     kept = torch.zeros_like(ordered, dtype=torch.bool).scatter(1, order, ordered.cumsum(dim=-1) < top_p)
     return ORIGINAL["allowed_tokens"](scores, own) & (kept | (scores == scores.amax(dim=-1, keepdim=True)))
 
 
 def min_p_of_the_whole(scores: torch.Tensor, own: Any) -> torch.Tensor:
-    p, min_p = scores.softmax(dim=-1), torch.tensor([each.min_p for each in own])[:, None]
+    p, min_p = scores.softmax(dim=-1), torch.tensor([item.min_p for item in own])[:, None]
     return (p >= min_p) | (p == p.amax(dim=-1, keepdim=True))
 
 
@@ -74,7 +74,7 @@ def seeing(part: Callable[[Any], list[int]]) -> Plant:
     return patched(
         "penalise",
         lambda scores, sequences: ORIGINAL["penalise"](
-            scores, [replace(each, token_ids=part(each)) for each in sequences]
+            scores, [replace(sequence, token_ids=part(sequence)) for sequence in sequences]
         ),
     )
 

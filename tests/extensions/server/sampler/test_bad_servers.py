@@ -107,7 +107,7 @@ def test_log_probabilities_that_are_gone_where_tokens_are_drawn(spoilt, monkeypa
     )
     result = check_sampler(plan_of(), address, num_draws=10, only=["hot"])
     assert "10 of 10 tokens have no log probability; the probe's tokens had one" in [
-        each.message for each in result.findings
+        finding.message for finding in result.findings
     ]
 
 

@@ -44,5 +44,5 @@ def test_the_sound_server_passes(dtype):
         True,
     )  # fmt: skip
     assert list(result.not_judged) == ["typical_p"]
-    assert [each.name for each in result.definitions if each.fits] == ["raw"]
+    assert [definition.name for definition in result.definitions if definition.fits] == ["raw"]
     assert (result.seeds.num_alone, result.seeds.num_again) == (0, 0) or dtype != "float32"

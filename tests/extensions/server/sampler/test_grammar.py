@@ -148,7 +148,7 @@ def test_a_fault_is_found_and_named(plan, monkeypatch, plant, says):
     with masking(plan, monkeypatch, plant) as address:
         result, setting = judged(plan, address)
     assert result.outcome is Outcome.MISMATCH
-    assert says in "; ".join(each.message for each in (*setting.findings, *result.findings))
+    assert says in "; ".join(finding.message for finding in (*setting.findings, *result.findings))
 
 
 def test_it_is_judged_only_where_it_is_named(plan):

@@ -63,7 +63,7 @@ def test_sound_draws_alarm_nobody(noise):
 @pytest.mark.slow
 def test_what_so_many_draws_find_is_found_and_what_they_may_miss_is_said():
     _, _, pooled = judged(evidence_of(Chain(), SETTINGS, num=250))
-    others = {each.name: each for each in alternatives(Chain(), SETTINGS, EOS)}
+    others = {alternative.name: alternative for alternative in alternatives(Chain(), SETTINGS, EOS)}
     assert set(pooled.would_find) | set(pooled.could_miss) <= others.keys()
     assert {"top_p ignored", "repetition_penalty the wrong way round"} <= set(pooled.would_find)
     for name in pooled.would_find[::6]:
@@ -103,7 +103,7 @@ def test_rounding_flips_more_draws_than_the_total_variation_where_sums_are_inver
     (draw,) = evidence.draws
     uniforms = torch.linspace(0, 1, 100_001, dtype=torch.float64)[:-1]
     drawn = [
-        torch.searchsorted(each.softmax(dim=-1).cumsum(dim=-1), uniforms, right=True) for each in (logits, control)
+        torch.searchsorted(item.softmax(dim=-1).cumsum(dim=-1), uniforms, right=True) for item in (logits, control)
     ]
     assert draw.flips == pytest.approx(float((drawn[0] != drawn[1]).double().mean()), abs=1e-3)
     assert draw.flips > 10 * draw.noise
@@ -125,7 +125,9 @@ def test_log_probabilities_that_are_all_null_fit_nothing():
     logits = torch.zeros(4, dtype=torch.float64)
     draw = Draw(request=0, step=0, settings=SamplingSettings(), past=Past(), token_ids=(1,))
     evidence.add(draw, {1: None, 2: None}, logits, logits, 0)
-    assert [(each.num_values, each.num_misfits, each.fits) for each in evidence.results()] == [(0, 2, False)] * 4
+    assert [(result.num_values, result.num_misfits, result.fits) for result in evidence.results()] == [
+        (0, 2, False)
+    ] * 4
 
 
 def test_draws_of_one_random_number_are_told_where_one_token_is_nearly_certain():
@@ -140,6 +142,6 @@ def test_draws_of_one_random_number_are_told_where_one_token_is_nearly_certain()
                 draw = Draw(request=request, step=step, settings=SamplingSettings(), past=Past(), token_ids=(own,))
                 evidence.add(draw, logits, logits)
         findings = list(judge_independence({"x": evidence}, Levels.of({"x": evidence}), {"x": "as asked"}))
-        assert [each.message.split(",")[0] for each in findings] == (
+        assert [finding.message.split(",")[0] for finding in findings] == (
             ["the draws of one request depend on each other"] if is_found else []
         )

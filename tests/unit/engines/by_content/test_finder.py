@@ -27,8 +27,10 @@ class Dump:
 
     def shown(self):
         """Return the taps whose values are among the tensors."""
-        values = [each.tensor.reshape(len(IDS), -1) for each in self.tensors if each.tensor.numel() % len(IDS) == 0]
-        return {tap for tap, value in self.taps.items() if any(same(value, each) for each in values)}
+        values = [
+            tensor.tensor.reshape(len(IDS), -1) for tensor in self.tensors if tensor.tensor.numel() % len(IDS) == 0
+        ]
+        return {tap for tap, value in self.taps.items() if any(same(value, item) for item in values)}
 
 
 def same(a, b):
@@ -44,9 +46,9 @@ def dump(folder, *, dtype=torch.float32, plant=lambda model: None, named=True, t
 
     def hook(name):
         def see(_module, _args, output):
-            for place, each in enumerate(output if isinstance(output, tuple) else [output]):
-                if isinstance(each, torch.Tensor) and each.is_floating_point():
-                    shown[f"{name}.{place}"] = each.clone()
+            for place, item in enumerate(output if isinstance(output, tuple) else [output]):
+                if isinstance(item, torch.Tensor) and item.is_floating_point():
+                    shown[f"{name}.{place}"] = item.clone()
 
         return see
 
@@ -75,7 +77,7 @@ def found(folder, made, *, rounding=2.5e-8):
 
 
 def by_evidence(finder, evidence):
-    return {tap for tap, each in finder.found.items() if each.evidence is evidence}
+    return {tap for tap, item in finder.found.items() if item.evidence is evidence}
 
 
 @pytest.mark.sampled(4)
@@ -176,8 +178,10 @@ def test_the_last_rows_of_the_head_are_found(checkpoints):
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder)
     made.tensors = [
-        NamedTensor(each.name, each.tensor[:, -1] if "lm_head" in each.name or "whole" in each.name else each.tensor)
-        for each in made.tensors
+        NamedTensor(
+            tensor.name, tensor.tensor[:, -1] if "lm_head" in tensor.name or "whole" in tensor.name else tensor.tensor
+        )
+        for tensor in made.tensors
     ]
     finder = found(folder, made)
     assert finder.found["lm_head"].is_last_row

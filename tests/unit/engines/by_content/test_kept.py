@@ -26,7 +26,7 @@ def engine(fused_engine, fused):
         slots = torch.tensor(toy.slots[request])
         at = slots // fused.BLOCK, slice(None), slice(None), slots % fused.BLOCK
         return {
-            layer: tuple(each.attn.cache[part][at] for part in (0, 1)) for layer, each in enumerate(toy.model.layers)
+            layer: tuple(item.attn.cache[part][at] for part in (0, 1)) for layer, item in enumerate(toy.model.layers)
         }
 
     toy.cached = cached
@@ -58,7 +58,7 @@ def test_a_cache_of_less_digits_is_named(engine, checkpoints):
 
 def test_the_layers_that_are_not_shown_are_said(engine, checkpoints):
     cached = engine.cached
-    engine.cached = lambda request: {layer: each for layer, each in cached(request).items() if layer != 1}
+    engine.cached = lambda request: {layer: item for layer, item in cached(request).items() if layer != 1}
     (run,) = check(engine, checkpoints, schedules=["plain"]).runs
     assert run.findings == ()
     assert set(run.coverage.not_offered) == {K_CACHE, "model.layers.1.v_cache"}

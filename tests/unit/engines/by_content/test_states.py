@@ -30,10 +30,10 @@ class Held:
             if not (self.late and start):
                 self.shown[request] = {
                     layer: {
-                        "conv_state": each.conv_states[0][0].clone(),
-                        "recurrent_state": each.recurrent_states[0][0],
+                        "conv_state": item.conv_states[0][0].clone(),
+                        "recurrent_state": item.recurrent_states[0][0],
                     }
-                    for layer, each in enumerate(cache.layers)
+                    for layer, item in enumerate(cache.layers)
                 }
         return torch.stack(logits)
 
@@ -57,12 +57,12 @@ def test_states_of_a_live_engine_are_judged(tiny_folder, late):
     assert {tap.name for tap in run.taps if "_state" in tap.name} == {
         f"model.layers.{layer}.{name}_state" for layer in (0, 1) for name in ("conv", "recurrent")
     }
-    wrong = [each for each in run.findings if "conv_state" in (each.tap or "")]
+    wrong = [finding for finding in run.findings if "conv_state" in (finding.tap or "")]
     assert bool(wrong) == late
     if late:
         assert wrong[0].explanation.cause == "is not updated in decode: it is the state at the end of the prompt"
     else:
-        assert run.outcome is Outcome.PASS, [each.message for each in run.findings]
+        assert run.outcome is Outcome.PASS, [finding.message for finding in run.findings]
 
 
 class HeldInAnotherLayout(Held):
@@ -83,10 +83,10 @@ def test_states_in_another_layout_are_found_by_what_they_hold(tiny_folder, late)
     judged = {tap.name: tap for tap in run.taps if "_state" in tap.name}
     assert set(judged) == {f"model.layers.{at}.{name}_state" for at in (0, 1) for name in ("conv", "recurrent")}
     assert all(tap.num_rows == 4 for tap in judged.values())
-    wrong = {each.tap: each.explanation.cause for each in run.findings if "conv_state" in (each.tap or "")}
+    wrong = {finding.tap: finding.explanation.cause for finding in run.findings if "conv_state" in (finding.tap or "")}
     late_ones = [tap for tap in judged if late and "conv" in tap]
     assert wrong == dict.fromkeys(late_ones, "is not updated in decode: it is the state at the end of the prompt")
-    assert late or run.outcome is Outcome.PASS, [each.message for each in run.findings]
+    assert late or run.outcome is Outcome.PASS, [finding.message for finding in run.findings]
 
 
 class HeldElsewhere(Held):
@@ -102,7 +102,7 @@ def test_states_that_are_not_found_are_said_to_be_lacking(tiny_folder):
     engine, found = checked(tiny_folder("falcon_h1"), HeldElsewhere)
     assert found, found.text()
     assert {tap.name for tap in found.runs[0].taps if "_state" in tap.name} == {"model.layers.0.conv_state"}
-    lacking = {each for each in engine.capabilities.unsupported_taps if "_state" in each}
+    lacking = {item for item in engine.capabilities.unsupported_taps if "_state" in item}
     assert lacking == {"recurrent_state", "model.layers.1.conv_state"}
 
 
@@ -139,5 +139,5 @@ def test_the_states_of_a_modules_own_cache_are_judged(tiny_folder, kind):
         kind(folder), model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=3, schedules=["chunked:4"]
     )
     (run,) = found.runs
-    assert run.outcome is Outcome.PASS, [each.message for each in run.findings]
+    assert run.outcome is Outcome.PASS, [finding.message for finding in run.findings]
     assert {tap.num_rows for tap in run.taps if "_state" in tap.name} == {4}

@@ -70,8 +70,8 @@ def test_what_an_engine_raises_in_a_batch_is_said(fused_engine, checkpoints, err
         return engine.step(work)
 
     notes = check(SimpleNamespace(step=step, model=engine.model), checkpoints).notes
-    assert [each for each in notes if "one of two raised" in each and note is None] == []
-    assert note is None or any(each.startswith(note) for each in notes)
+    assert [item for item in notes if "one of two raised" in item and note is None] == []
+    assert note is None or any(item.startswith(note) for item in notes)
 
 
 @pytest.mark.slow
@@ -422,7 +422,7 @@ def test_an_engine_that_finds_no_prefix_does_not_pass(fused_engine, checkpoints)
     engine.begin = lambda _request, _prompt: 0
     (run,) = check(engine, checkpoints, schedules=("prefix-hit",)).runs
     assert run.outcome.value != "pass"
-    assert any("no request found its beginning in the cache" in each.message for each in run.findings)
+    assert any("no request found its beginning in the cache" in finding.message for finding in run.findings)
 
 
 class Nameless:

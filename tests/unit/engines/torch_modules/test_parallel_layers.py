@@ -83,8 +83,8 @@ def calls_of(graph, **others):
         if isinstance(module, Attention):
             found[path] = call(row, places=(row, (31, 64), (31, 64)))
     found["model.layers.0"] = call(row, row, hidden_states=row)
-    found |= {path.replace("__", "."): each for path, each in others.items()}
-    return Calls(31, {path: each for path, each in found.items() if each is not None})
+    found |= {path.replace("__", "."): item for path, item in others.items()}
+    return Calls(31, {path: item for path, item in found.items() if item is not None})
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +125,10 @@ def test_norms_of_queries_and_keys_that_come_before_their_product(checkpoints):
     """As in SGLang's Qwen3: what such a norm is given is the product's, and no residual."""
     graph = load_model(checkpoints / "qwen3-tiny", dtype=torch.float32).graph
     model = fake_model(len(graph.layers))
-    for each in model.model.layers:
-        product = each.self_attn.qkv_proj
-        del each.self_attn.qkv_proj
-        each.self_attn.q_norm, each.self_attn.k_norm, each.self_attn.qkv_proj = RMSNorm(), RMSNorm(), product
+    for item in model.model.layers:
+        product = item.self_attn.qkv_proj
+        del item.self_attn.qkv_proj
+        item.self_attn.q_norm, item.self_attn.k_norm, item.self_attn.qkv_proj = RMSNorm(), RMSNorm(), product
     entries = {entry.module: entry.taps for entry in find_table(model, graph)}
     prefix = "model.layers.1.self_attn."
     assert entries[prefix + "q_norm"] == (prefix + "q_norm",)
@@ -220,7 +220,7 @@ class Experts(nn.Module):
 def test_experts_with_shared_ones_inside_show_what_the_block_makes():
     """As in vLLM's Qwen2-MoE; without any inside they show what HF's experts do."""
     tap = "model.layers.0.mlp"
-    known = Graph(tuple(Operation(tap=each, kind=Kind.OTHER, shape=(128,)) for each in (f"{tap}.experts", tap)))
+    known = Graph(tuple(Operation(tap=item, kind=Kind.OTHER, shape=(128,)) for item in (f"{tap}.experts", tap)))
     model = with_layer({"mlp": {"experts": (experts := Experts())}})
     calls = Calls(31, {f"{tap}.experts": call((31, 128))})
     assert taps_of(find_table(model, known, calls)) == [f"{tap}.experts"]
@@ -259,9 +259,9 @@ def test_a_wrapped_product_shows_what_the_wrapper_returns(graph):
             self.base_layer = layer
 
     model = fake_model(len(graph.layers))
-    for each in model.model.layers:
-        each.mlp.down_proj = WithLoRA(each.mlp.down_proj)
-        each.self_attn.qkv_proj = WithLoRA(each.self_attn.qkv_proj)
+    for item in model.model.layers:
+        item.mlp.down_proj = WithLoRA(item.mlp.down_proj)
+        item.self_attn.qkv_proj = WithLoRA(item.self_attn.qkv_proj)
     assert set(taps_of(find_table(model, graph, calls_of(graph)))) == set(taps_of(find_table(model, graph)))
 
 

@@ -79,7 +79,7 @@ def run(table, ids=(1, 2, 3), step=None, model=None):
     recorder = ModuleRecorder(model, table)
     with torch.no_grad(), recorder.step(written, step or rows()):
         model(torch.tensor(ids))
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     return written
 
 
@@ -193,7 +193,7 @@ def test_no_hook_stays_when_the_engine_raises():
     recorder = ModuleRecorder(model, TABLE)
     with pytest.raises(IndexError), recorder.step(Written(), rows()):
         model(torch.tensor([1, 2, 99]))
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_logits_that_are_computed_and_thrown_away():

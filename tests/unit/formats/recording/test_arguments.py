@@ -132,8 +132,8 @@ def test_the_tensors_of_a_step():
     assert found.tensors["rows.sampled"].tolist() == [-1, -1]
     assert found.tensors["kv.slot_mapping"].tolist() == [-1, 4]
     assert found.sampled_rows.tolist() == [1]
-    assert {name: each.tolist() for name, each in found.partial_rows.items()} == {"a": [1], "b": []}
-    order = [each.dtype.itemsize for each in found.tensors.values()]
+    assert {name: row.tolist() for name, row in found.partial_rows.items()} == {"a": [1], "b": []}
+    order = [tensor.dtype.itemsize for tensor in found.tensors.values()]
     assert order == sorted(order, reverse=True)
 
 

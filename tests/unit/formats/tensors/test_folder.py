@@ -20,7 +20,7 @@ class RunsCode:
 
 
 def by_name(folder):
-    return {each.name: each.tensor for each in read_tensors(folder).tensors}
+    return {tensor.name: tensor.tensor for tensor in read_tensors(folder).tensors}
 
 
 def refusal(folder) -> HarnessError:

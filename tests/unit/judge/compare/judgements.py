@@ -32,7 +32,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tap(result: RunResult, name: str) -> TapResult:
-    (found,) = [each for each in result.taps if each.name == name]
+    (found,) = [item for item in result.taps if item.name == name]
     return found
 
 

@@ -106,7 +106,7 @@ def test_a_run_is_reported_by_step(checked):
     assert {step.num_drafts for step in run.acceptance} >= {3}
     assert all(step.num_accepted == step.truth_least == step.truth_most for step in run.acceptance)
     said = dict(facts(checked))["acceptance"]
-    accepted, drafts = (sum(getattr(each, name) for each in run.acceptance) for name in ("num_accepted", "num_drafts"))
+    accepted, drafts = (sum(getattr(item, name) for item in run.acceptance) for name in ("num_accepted", "num_drafts"))
     assert said == f"{accepted} of {drafts} drafts in {len(run.acceptance)} steps, by HF's logits {accepted}"
 
 

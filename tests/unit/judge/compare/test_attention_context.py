@@ -70,7 +70,7 @@ def test_a_row_that_sees_nothing_is_zero():
 
 def test_sinks_take_their_share_and_give_nothing():
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
-    plain, with_sinks = (each.attend().unflatten(1, (HEADS, -1)) for each in (view(), view(sinks=sinks)))
+    plain, with_sinks = (item.attend().unflatten(1, (HEADS, -1)) for item in (view(), view(sinks=sinks)))
     weights = view().scores().masked_fill(~CAUSAL, -torch.inf).exp().sum(dim=-1).T
     share = weights / (weights + sinks.exp())
     assert torch.allclose(with_sinks, plain * share[..., None])

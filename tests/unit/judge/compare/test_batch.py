@@ -49,12 +49,12 @@ def check(batch, sequences, partial):
     num_tokens = max(map(len, sequences))
     assert (batch.num_tokens, batch.num_places) == (num_tokens, num_tokens * len(sequences))
     expected = {EVERYWHERE: {}, SOMEWHERE: {}, ONCE: {}, NOWHERE: {}}
-    for line, each in enumerate(sequences):
-        tokens = [*REQUESTS[each.request.id][: len(each)], *[0] * (num_tokens - len(each))]
+    for line, item in enumerate(sequences):
+        tokens = [*REQUESTS[item.request.id][: len(item)], *[0] * (num_tokens - len(item))]
         assert batch.token_ids[line].tolist() == tokens
-        padded = [*each.is_own.tolist(), *[False] * (num_tokens - len(each))]
+        padded = [*item.is_own.tolist(), *[False] * (num_tokens - len(item))]
         assert batch.is_own.view(len(sequences), -1)[line].tolist() == padded
-        for position, (step, row) in enumerate(zip(each.step.tolist(), each.row.tolist(), strict=True)):
+        for position, (step, row) in enumerate(zip(item.step.tolist(), item.row.tolist(), strict=True)):
             if step < 0:
                 continue
             place = line * num_tokens + position
@@ -104,7 +104,7 @@ def test_the_identity_of_places():
 
 
 def lengths(batches):
-    return [[len(each) for each in batch.sequences] for batch in batches]
+    return [[len(item) for item in batch.sequences] for batch in batches]
 
 
 @pytest.mark.parametrize(

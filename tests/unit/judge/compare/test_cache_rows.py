@@ -76,7 +76,7 @@ def test_a_row_is_whatever_was_written_before_of_the_same_tokens(seed):
             value = known[-1] if kind == "latest" and known else value
             kept.append(value)
             if known:
-                is_bad = not any(torch.equal(value, each) for each in known)
+                is_bad = not any(torch.equal(value, item) for item in known)
                 distance = float((value.double() - known[-1].double()).norm() / known[-1].double().norm())
                 expected.append((request, position, index, distance / rounding_unit(torch.float32) if is_bad else 0.0))
         steps.append(Step(rows, phase="readback", taps={"k_cache": torch.stack(kept)}))
@@ -86,11 +86,11 @@ def test_a_row_is_whatever_was_written_before_of_the_same_tokens(seed):
         return
     rows = errors.rows
     judged = zip(rows.request.tolist(), rows.position.tolist(), rows.step.tolist(), strict=True)
-    assert [*judged] == [each[:3] for each in expected]
-    assert errors.roundings.tolist() == pytest.approx([each[3] for each in expected], rel=1e-9)
-    assert errors.bad.tolist() == [each[3] > 0 for each in expected]
+    assert [*judged] == [item[:3] for item in expected]
+    assert errors.roundings.tolist() == pytest.approx([item[3] for item in expected], rel=1e-9)
+    assert errors.bad.tolist() == [item[3] > 0 for item in expected]
     assert not errors.bound.any()
-    assert errors.exact == (not any(each[3] for each in expected))
+    assert errors.exact == (not any(item[3] for item in expected))
     assert errors.convention is None
 
 

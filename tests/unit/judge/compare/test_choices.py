@@ -148,16 +148,16 @@ def one(bench, request):
 def test_sound_choices_are_exact(one, tmp_path):
     run = one.compare(one.recorded().write(tmp_path / "r"))
     assert run.findings == ()
-    choices = [each for each in run.taps if each.kind == Kind.CHOICE]
+    choices = [item for item in run.taps if item.kind == Kind.CHOICE]
     assert len(choices) == 2
-    assert {each.verdict for each in choices} <= {Verdict.EXACT, Verdict.NOISE}
+    assert {choice.verdict for choice in choices} <= {Verdict.EXACT, Verdict.NOISE}
 
 
 def test_a_router_that_chooses_others_is_found_and_its_experts_are_judged_on_what_it_chose(one, tmp_path, monkeypatch):
     monkeypatch.setattr(hf_forward.Recorder, "choose", Choosing.choose)
     run = one.compare(one.recorded(label="others").write(tmp_path / "r"))
     assert run.outcome is Outcome.MISMATCH
-    assert [each.name for each in run.taps if each.verdict is Verdict.BUG] == [f"{ROUTER}.topk"]
+    assert [item.name for item in run.taps if item.verdict is Verdict.BUG] == [f"{ROUTER}.topk"]
     first = run.first_divergence
     assert (first.tap, first.code, first.request) == (f"{ROUTER}.topk", Code.LOCAL_ERROR, ROW[0])
     assert first.phase == "decode"
@@ -248,7 +248,7 @@ def test_choices_are_judged_as_a_loop_judges_them(seed):
         generator.choice([row, generator.sample(range(num), k), [generator.randint(-1, num) for _ in range(k)]])
         for row in meant
     ]
-    parts = [by_loop(*each) for each in zip(scores, control, chosen, meant, strict=True)]
+    parts = [by_loop(*item) for item in zip(scores, control, chosen, meant, strict=True)]
     median = sorted(noise for _, noise in parts)[(rows - 1) // 2]
     expected = [0.0 if distance == 0 else distance / (2 * max(noise, median)) for distance, noise in parts]
     found = errors(torch.tensor(scores), chosen, meant, control=torch.tensor(control, dtype=torch.float32))

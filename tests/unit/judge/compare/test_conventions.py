@@ -45,7 +45,7 @@ def roundings(subject):
 
 
 def names(hf, operation, **given):
-    return [each.name for each in roundings(subject(hf, operation, **{"inputs": [torch.ones(3, 8)]} | given))]
+    return [rounding.name for rounding in roundings(subject(hf, operation, **{"inputs": [torch.ones(3, 8)]} | given))]
 
 
 def test_which_conventions_apply(tiny):
@@ -186,8 +186,8 @@ def test_partial_sums_are_those_of_the_ranks(bench, name, num_ranks):
     weight = one.hf.module(name).weight.detach()
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
     found = {
-        each.name: each.expected()
-        for each in roundings(subject(one.hf, one.hf.graph[name], rows=torch.arange(5), inputs=[x.double()]))
+        rounding.name: rounding.expected()
+        for rounding in roundings(subject(one.hf, one.hf.graph[name], rows=torch.arange(5), inputs=[x.double()]))
     }[PARTIAL_SUMS.format(num_ranks)]
     shares = zip(x.double().chunk(num_ranks, dim=1), weight.double().chunk(num_ranks, dim=1), strict=True)
     torch.testing.assert_close(found, sum((a @ w.T).bfloat16().double() for a, w in shares), rtol=1e-12, atol=0)
@@ -240,7 +240,7 @@ def held(hf, operation, actual, x, **declared):
     rows = torch.arange(len(x))
     given = {"dtype": torch.float32, "actual": actual, "expected": actual.double(), "inputs": [x.double()]}
     found = roundings(subject(hf, operation, rows=rows, declared=Numerics(**declared), **given))
-    return [each.name for each in found if float((each.expected() - actual).norm() / actual.norm()) < 1e-6]
+    return [item.name for item in found if float((item.expected() - actual).norm() / actual.norm()) < 1e-6]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

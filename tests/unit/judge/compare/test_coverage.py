@@ -389,7 +389,7 @@ def test_caches_that_nothing_was_held_to():
     locator = Locator(made([Step([(2, 0)], taps={"k_cache": torch.zeros(1, 1), "hidden": torch.zeros(1, 1)})]))
 
     def unjudged(usable, judged):
-        return [(each.code, each.tap, each.message) for each in check_caches(locator, GRAPH, usable, judged)]
+        return [(cache.code, cache.tap, cache.message) for cache in check_caches(locator, GRAPH, usable, judged)]
 
     message = "k_cache was read back, and neither recording has k to compare it with"
     assert unjudged(["k_cache", "v_cache", "hidden"], []) == [(Code.CACHE_NOT_JUDGED, "k_cache", message)]

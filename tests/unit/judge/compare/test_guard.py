@@ -56,7 +56,9 @@ def raising(convention):
 def wrong(bench, tmp_path_factory):
     """A recording with a wrong operation of every kind that a convention is for; its logits are capped."""
     one = bench("gemma2")
-    assert {one.hf.graph[tap].kind for tap in WRONG} == {kind for each in registry.CONVENTIONS for kind in each.kinds}
+    assert {one.hf.graph[tap].kind for tap in WRONG} == {
+        kind for convention in registry.CONVENTIONS for kind in convention.kinds
+    }
     copy = one.recorded()
     for step in copy.computing():
         for tap in WRONG:
@@ -76,7 +78,7 @@ def judged(wrong, monkeypatch, conventions):
 def test_each_convention_may_raise(wrong, monkeypatch, number):
     conventions = list(registry.CONVENTIONS)
     own = conventions[number]
-    without = judged(wrong, monkeypatch, [each for each in conventions if each is not own])
+    without = judged(wrong, monkeypatch, [convention for convention in conventions if convention is not own])
     conventions[number] = raising(own)
     result = judged(wrong, monkeypatch, conventions)
     assert [(tap.name, tap.verdict) for tap in result.taps] == [(tap.name, tap.verdict) for tap in without.taps]
@@ -94,7 +96,7 @@ def test_a_convention_whose_numbers_raise(wrong, monkeypatch):
     def expected():
         raise ValueError("late")
 
-    (eager, *_) = (each for each in registry.CONVENTIONS if Kind.NORM in each.kinds)
+    (eager, *_) = (convention for convention in registry.CONVENTIONS if Kind.NORM in convention.kinds)
     late = row_judge.Rounding(name="late", model=registry.norm._MODEL, expected=expected)
     result = judged(wrong, monkeypatch, [replace(eager, roundings=lambda _subject: iter([late]))])
     assert any("ValueError: late" in finding.message for finding in result.findings)

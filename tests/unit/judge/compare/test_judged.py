@@ -108,8 +108,8 @@ def test_judgements_are_in_the_order_of_the_graph_and_others_come_last():
     local, cache = errors_of(SOUND), errors_of(BAD)
     propagation = Propagation(errors={"z": propagated_of([1.0] * 4), "a": propagated_of([2.0] * 4)})
     found = judge(graph, {"c": local, "b": cache}, propagation)
-    assert [each.operation.tap for each in found] == ["a", "b", "c", "z"]
-    assert [each.is_in_graph for each in found] == [True, True, True, False]
+    assert [item.operation.tap for item in found] == ["a", "b", "c", "z"]
+    assert [item.is_in_graph for item in found] == [True, True, True, False]
     assert (found[1].errors, found[2].errors) == (cache, local)
     assert (found[0].propagated, found[3].propagated) == (propagation.errors["a"], propagation.errors["z"])
     assert found[3].operation.kind is Kind.OTHER

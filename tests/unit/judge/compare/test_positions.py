@@ -17,8 +17,8 @@ GRAPH = Graph((
 
 def found(rows, ratio, tap="last"):
     errors = {tap: propagated_of(ratio, rows=rows)}
-    return [(each.tap, each.position, each.ratio_median, each.ratio_max)
-            for each in position_errors(Propagation(errors=errors), GRAPH)]  # fmt: skip
+    return [(error.tap, error.position, error.ratio_median, error.ratio_max)
+            for error in position_errors(Propagation(errors=errors), GRAPH)]  # fmt: skip
 
 
 def test_rows_of_one_position_are_summed_up():

@@ -145,5 +145,5 @@ def with_errors(errors):
 )
 def test_without_noise_an_operation_is_held_to_what_came_in(errors, far):
     found = with_errors(errors)
-    assert [tap for tap, each in found.items() if bool(each.is_far.any())] == far
-    assert not any(each.has_noise for each in found.values())
+    assert [tap for tap, item in found.items() if bool(item.is_far.any())] == far
+    assert not any(item.has_noise for item in found.values())

@@ -63,7 +63,7 @@ def test_each_operation_is_judged_on_what_the_engine_gave_it(bench, tmp_path, dt
     assert tap(run, name).num_bad_rows == everywhere()
     assert tap(run, f"{PREFIX}post_attention_layernorm").verdict in (Verdict.NOISE, Verdict.EXACT)
     readers = {op.tap for op in one.hf.graph if {name, f"{PREFIX}post_attention_layernorm"} & set(op.inputs)}
-    assert {each.name for each in run.taps if each.num_bad_rows} <= {name, *readers}
+    assert {item.name for item in run.taps if item.num_bad_rows} <= {name, *readers}
 
 
 def test_rows_whose_input_is_unknown_are_not_judged(one, tmp_path):
@@ -111,10 +111,10 @@ def test_local_errors_do_not_depend_on_the_schedule(one, tmp_path, schedule):
     actual = one.recorded(schedule, engine="reference")
     actual.at(f"{PREFIX}mlp.up_proj", 2, 8).mul_(1.01)
     run = one.compare(actual.write(tmp_path / "r"))
-    assert {each.name for each in run.taps if each.num_bad_rows} <= {f"{PREFIX}mlp.up_proj", f"{PREFIX}mlp.act"}
+    assert {item.name for item in run.taps if item.num_bad_rows} <= {f"{PREFIX}mlp.up_proj", f"{PREFIX}mlp.act"}
     assert tap(run, f"{PREFIX}mlp.up_proj").local_roundings_max > 1000
-    for each in run.taps:
-        assert each.num_rows == (len(LENGTHS) * NUM_NEW if each.name == HEAD else everywhere())
+    for item in run.taps:
+        assert item.num_rows == (len(LENGTHS) * NUM_NEW if item.name == HEAD else everywhere())
 
 
 def test_several_batches_are_one_judgement(one, actual, tmp_path, monkeypatch):
@@ -149,8 +149,8 @@ def test_several_threads_come_to_the_same_judgement(one, actual, tmp_path, monke
             left, right = getattr(errors, column), getattr(other, column)
             assert (left is None and right is None) or torch.equal(left, right), (name, column)
         assert other.effect == errors.effect
-    assert {tap: each.roundings.tolist() for tap, each in beside.evidence.items()} == {
-        tap: each.roundings.tolist() for tap, each in alone.evidence.items()
+    assert {tap: item.roundings.tolist() for tap, item in beside.evidence.items()} == {
+        tap: item.roundings.tolist() for tap, item in alone.evidence.items()
     }
 
 
@@ -214,14 +214,14 @@ def test_a_sample_judges_its_rows_as_all_rows_are_judged(bench, tmp_path, name, 
     whole, sampled = one.comparison(recording), one.comparison(recording, sample=SAMPLE)
     assert sampled.result.outcome is Outcome.PASS
     assert sampled.errors.keys() == whole.errors.keys()
-    fewer = {each for each, errors in sampled.errors.items() if len(errors.rows) < len(whole.errors[each].rows)}
+    fewer = {key for key, errors in sampled.errors.items() if len(errors.rows) < len(whole.errors[key].rows)}
     dear = {op.tap for op in one.hf.graph if op.kind in (Kind.LINEAR, Kind.ATTENTION)} - one.hf.graph.head
     assert fewer <= dear
     assert len(fewer) > len(dear) / 2
-    for each, errors in sampled.errors.items():
-        others = dict(zip(whole.errors[each].rows.identities(), whole.errors[each].roundings.tolist(), strict=True))
+    for key, errors in sampled.errors.items():
+        others = dict(zip(whole.errors[key].rows.identities(), whole.errors[key].roundings.tolist(), strict=True))
         expected = [others[row] for row in errors.rows.identities()]
-        assert errors.roundings.tolist() == near(expected, absolute=1e-6), each
+        assert errors.roundings.tolist() == near(expected, absolute=1e-6), key
 
 
 def test_what_a_sample_leaves_out_is_said(one, tmp_path):
@@ -239,8 +239,8 @@ def test_what_a_sample_leaves_out_is_said(one, tmp_path):
 @pytest.mark.parametrize("row", [(0, 3), (0, 6), (1, 2), (2, 4)])
 def test_one_wrong_row_stands_out_wherever_it_is(one, actual, tmp_path, name, row):
     """It is not drawn, and no step begins or ends there: as an engine's one wrong row, it changes what follows it."""
-    for each in (f"{PREFIX}{name}", "model.layers.2.output", "model.norm"):
-        actual.at(each, *row).mul_(1.5)
+    for item in (f"{PREFIX}{name}", "model.layers.2.output", "model.norm"):
+        actual.at(item, *row).mul_(1.5)
     run = one.compare(actual.write(tmp_path / "r"), sample=SAMPLE)
     first = run.first_divergence
     assert (first.tap, first.request, first.position) == (f"{PREFIX}{name}", *row)

@@ -251,7 +251,7 @@ def test_amplification_is_looked_at_where_it_may_decide():
     for share, is_asked in ((0.9, False), (1.1, True)):
         judge, rows = linear(weight, x, expected, off(expected, [0.1, share * float(plain[0]), 0.1], F32))
         found, model = judge.judge(rows), KINDS[Kind.LINEAR].error_model
-        bounds = [derived_bound(model, F32, each, expected) for each in (Sensitivity(), judge._sensitivity(rows))]
+        bounds = [derived_bound(model, F32, item, expected) for item in (Sensitivity(), judge._sensitivity(rows))]
         torch.testing.assert_close(found.bound, torch.where(torch.tensor([False, is_asked, False]), *reversed(bounds)))
         assert bool(bounds[1][1] > bounds[0][1])
 
@@ -263,7 +263,7 @@ def test_amplification_is_looked_at_where_the_control_is_out_of_the_plain_bound(
     expected = x @ weight.T
     judge, rows = linear(weight, x, expected, expected.float())
     model = KINDS[Kind.LINEAR].error_model
-    plain, whole = (derived_bound(model, F32, each, expected) for each in (Sensitivity(), judge._sensitivity(rows)))
+    plain, whole = (derived_bound(model, F32, item, expected) for item in (Sensitivity(), judge._sensitivity(rows)))
     control = off(expected, ((plain + whole) / 2).tolist(), F32)
     found = judge.judge(replace(rows, control=control))
     torch.testing.assert_close(found.bound, whole)

@@ -54,9 +54,9 @@ def test_hf_itself_is_sound(bench, tmp_path, name, dtype):
     assert [tap.name for tap in result.taps] == wanted
     assert {tap.verdict for tap in result.taps} <= SOUND
     assert {tap.judged_by for tap in result.taps} == {"local", "cache"}
-    for each in result.taps:
+    for item in result.taps:
         everywhere = sum(LENGTHS) + len(LENGTHS) * (NUM_NEW - 1)
-        assert each.num_rows == (len(LENGTHS) * NUM_NEW if each.name == "lm_head" else everywhere)
+        assert item.num_rows == (len(LENGTHS) * NUM_NEW if item.name == "lm_head" else everywhere)
 
 
 def test_the_truth_judged_by_replay_is_exact_to_float64(one):
@@ -104,9 +104,9 @@ def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behi
     assert early.first_divergence == whole.first_divergence
     assert early.first_divergence.tap == "model.layers.1.self_attn.q_proj"
     order = [op.tap for op in one.hf.graph if op.kind != "cache"]
-    last = max(order.index(each.name) for each in early.taps if each.judged_by == "local")
+    last = max(order.index(item.name) for item in early.taps if item.judged_by == "local")
     assert order[last].startswith("model.layers.1.")
-    assert {each.verdict for each in early.taps} <= {*SOUND, Verdict.BUG}
+    assert {item.verdict for item in early.taps} <= {*SOUND, Verdict.BUG}
 
 
 def test_who_stops_early_judges_all_of_a_sound_run(one, tmp_path):

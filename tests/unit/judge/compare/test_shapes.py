@@ -144,6 +144,6 @@ def test_a_cache_whose_writing_the_golden_does_not_have_may_have_any_shape():
 def test_a_convolutions_state_may_lack_its_oldest_column(site, shape, is_one_less):
     """The next token does not need it, and some engines do not keep it."""
     sites = {"conv_state": Kind.STATE, "conv_state.1": Kind.STATE, "recurrent_state": Kind.STATE, "mixer": Kind.OTHER}
-    graph = Graph(tuple(Operation(tap=f"layers.0.{each}", kind=kind, shape=(6, 4)) for each, kind in sites.items()))
+    graph = Graph(tuple(Operation(tap=f"layers.0.{key}", kind=kind, shape=(6, 4)) for key, kind in sites.items()))
     entry = SimpleNamespace(name=f"layers.0.{site}", dtype="F32", shape=shape)
     assert keeps_one_less(graph, entry) == is_one_less

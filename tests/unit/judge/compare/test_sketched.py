@@ -47,7 +47,7 @@ def test_verdicts_are_the_same(tmp_path, is_faulty):
         found = run_check(plan, out=tmp_path / "out")
         hf = load_model(folder, dtype=torch.float32)
         whole, cached = make_golden(hf, plan.prompts, tmp_path / "whole"), cached_golden(hf, plan.prompts)
-        (folder,) = (each for each in (tmp_path / "out").iterdir() if each.is_dir())
+        (folder,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
         for model in (hf, None):
             both = [compare_run(Recording.open(folder), golden, hf=model).result for golden in (whole, cached)]
             assert both[0].outcome is both[1].outcome is (Outcome.MISMATCH if is_faulty else Outcome.PASS)
@@ -77,8 +77,8 @@ def test_a_cache_whose_writing_was_not_recorded_is_judged_and_explained_as_by_al
             spoil(step.taps[CACHE][1:])
     actual = recording.write(tmp_path / "engine")
     prompts = [
-        Prompt(token_ids=tuple(each.token_ids[: each.prompt_length]), max_new_tokens=NUM_NEW)
-        for each in one.golden.requests
+        Prompt(token_ids=tuple(request.token_ids[: request.prompt_length]), max_new_tokens=NUM_NEW)
+        for request in one.golden.requests
     ]
     whole, cached = make_golden(one.hf, prompts, tmp_path / "whole"), cached_golden(one.hf, prompts)
     assert CACHE_INPUT in cached.sketched
@@ -86,9 +86,9 @@ def test_a_cache_whose_writing_was_not_recorded_is_judged_and_explained_as_by_al
     (theirs, ours) = ([(f.code, f.tap, f.position) for f in run.findings] for run in runs)
     assert ours == theirs
     (theirs, ours) = ([f.explanation for f in run.findings if f.tap == CACHE] for run in runs)
-    assert [each.cause for each in ours] == ([] if cause is None else [cause])
-    assert [replace(each, residual_before=0.0) for each in ours] == [
-        replace(each, residual_before=0.0) for each in theirs
+    assert [our.cause for our in ours] == ([] if cause is None else [cause])
+    assert [replace(our, residual_before=0.0) for our in ours] == [
+        replace(their, residual_before=0.0) for their in theirs
     ]
 
 

@@ -55,7 +55,7 @@ def one_request(length=END, prompt=PROMPT):
 
 def test_ends_and_chunks_come_first_and_decode_is_spread():
     reads = [read(at) for at in (9, 19, 29, *range(PROMPT - 1, END))]
-    chosen = [each.position for each in _affordable(reads, one_request())]
+    chosen = [item.position for item in _affordable(reads, one_request())]
     assert {9, 19, 29, 39, 59} <= set(chosen)
     assert len(chosen) == 12
     decode = [at for at in chosen if at >= PROMPT]
@@ -66,7 +66,7 @@ def test_long_prompts_are_judged_within_a_budget_of_tokens():
     length, chunk = 4000, 400
     reads = [read(at) for at in (*range(chunk - 1, length, chunk), *range(length, length + 100))]
     chosen = _affordable(reads, one_request(length + 100, length))
-    assert sum(each.position + 1 for each in chosen) <= 4 * (length + 100)
+    assert sum(item.position + 1 for item in chosen) <= 4 * (length + 100)
     assert read(length + 99) in chosen
 
 
@@ -128,7 +128,7 @@ def test_a_draft_goes_on_from_what_its_request_computed_last():
         step(1, "decode", (0, 3)),
         step(2, "decode", (0, 3), (1, 4)),
     )
-    (own,) = (each for each in sequences(made) if each.request.id == 1)
+    (own,) = (sequence for sequence in sequences(made) if sequence.request.id == 1)
     assert list(zip(own.step.tolist(), own.row.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
 
 

@@ -248,10 +248,10 @@ def test_a_gain_in_a_recording_is_a_mismatch_that_no_row_shows(bench, tmp_path, 
         gate, up = step.taps[tap], step.taps[f"{head}mlp.up_proj"]
         step.taps[f"{head}mlp.act"] = torch.nn.functional.silu(gate) * up
     run = bench.compare(copy.write(tmp_path / "gain"))
-    found = next(each for each in run.taps if each.name == tap)
+    found = next(item for item in run.taps if item.name == tap)
     assert (found.verdict, found.num_bad_rows) == (Verdict.SYSTEMATIC, 0)
     assert found.effect.low < gain < found.effect.high
-    finding = next(each for each in run.findings if each.tap == tap)
+    finding = next(item for item in run.findings if item.tap == tap)
     assert finding.code is Code.SYSTEMATIC_ERROR
     assert f"{tap} has a gain of +0.00" in finding.message
     assert run.outcome is Outcome.MISMATCH

@@ -162,7 +162,7 @@ def test_choices_are_counted_as_a_loop_counts_them(monkeypatch, seed, block, is_
         sound=Locator(actual) if is_sound else None,
     )  # fmt: skip
     assert (result.compared, result.equal, result.ties) == (len(chosen), equal, ties)
-    assert [((each.request, each.position), each.tap, each.code) for each in findings] == [
+    assert [((item.request, item.position), item.tap, item.code) for item in findings] == [
         (row, "logits", Code.TOKENS_DIFFER) for row, _, _ in wrong
     ]
     for finding, ((request, position), token, margin) in zip(findings, wrong, strict=True):

@@ -139,7 +139,7 @@ class Bench:
         if usable and graph[tap].kind is Kind.CACHE:
             theirs = Locator(self.golden.recording)
             errors = cache_errors(Locator(recording), graph, usable, theirs, self.golden.noise)
-            caches = {operation.tap: each for operation, each in errors}
+            caches = {operation.tap: item for operation, item in errors}
         elif usable:
             local = local_errors(recording, self.hf, usable)
         return Comparison(result=run, errors={**local.errors, **caches}, evidence=local.evidence)

@@ -47,7 +47,7 @@ class Engine:
             engine="hf",
             dtype="float32",
             device="cpu",
-            requests=[RequestSpec(token_ids=each) for each in prompts],
+            requests=[RequestSpec(token_ids=prompt) for prompt in prompts],
             max_new_tokens=3,
             schedules=["plain", "rewound"],
             local_files_only=True,
@@ -65,7 +65,7 @@ class Engine:
         engine.__dict__["sources"] = {at: tap for at, tap in engine.sources.items() if not at.endswith(left_out)}
         monkeypatch.setattr("harness.engines.hf_batch.HFBatch._read_back", lambda *_: None)
         inject(engine._hf.model)
-        (own,) = (each for each in self.plan.schedules if each.name == schedule)
+        (own,) = (item for item in self.plan.schedules if item.name == schedule)
         record_run(self.plan, engine, own, self.golden.requests, path)
         with Recording.open(path, verify=False) as actual:
             found = compare_run(actual, self.golden, hf=self.oracle)

@@ -179,7 +179,7 @@ def test_rounded_logits(bench):
 
 def test_one_wrong_choice_is_named_by_its_place(bench):
     here = lambda step: (step.request == 1) & (step.position == 12)  # noqa: E731
-    step = next(each for each in bench.steps("lm_head") if bool(here(each).any()))
+    step = next(item for item in bench.steps("lm_head") if bool(here(item).any()))
     row, covered = int(here(step).nonzero()[0, 0]), step.rows_of("lm_head")
     at = row if covered is None else covered.tolist().index(row)
     sampled = step.sampled.clone()

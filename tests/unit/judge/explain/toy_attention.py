@@ -174,14 +174,14 @@ class Toy:
         read = [(request, p) for p in range(position + 1)] if seen is None else list(seen)
         scale = self.parts["scale"] if scale is None else scale
         no_key, no_value = (torch.zeros(K, size, dtype=torch.float64) for size in (H, self.value_size))
-        keys = [no_key if each is None else (key or self.tensors[KEY].__getitem__)(each) for each in read]
-        values = [no_value if each is None else (value or self.tensors[VALUE].__getitem__)(each) for each in read]
+        keys = [no_key if item is None else (key or self.tensors[KEY].__getitem__)(item) for item in read]
+        values = [no_value if item is None else (value or self.tensors[VALUE].__getitem__)(item) for item in read]
         rows = []
         for head, (k, v) in enumerate(zip(heads, heads if value_heads is None else value_heads, strict=True)):
-            scores = [float(self.tensors[Q][place][head] @ each[k]) * scale for each in keys]
+            scores = [float(self.tensors[Q][place][head] @ item[k]) * scale for item in keys]
             shares = [math.exp(score if cap is None else cap * math.tanh(score / cap)) for score in scores]
             total = sum(shares) + (extra if isinstance(extra, float) else extra[head])
-            parts = [share / total * each[v] for share, each in zip(shares, values, strict=True)]
+            parts = [share / total * item[v] for share, item in zip(shares, values, strict=True)]
             rows.append(torch.stack(parts).sum(dim=0) if parts else torch.zeros(self.value_size, dtype=torch.float64))
         return torch.cat(rows)
 

@@ -137,9 +137,9 @@ def found(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) 
     """Return what an explanation yields by its cause; of one that it yields twice, the first."""
     by_cause: dict[str, Hypothesis] = {}
     with torch.no_grad():  # as where explanations are run
-        for each in explain(failure):
-            assert each.output.shape == failure.actual.shape, each.cause
-            by_cause.setdefault(each.cause, each)
+        for item in explain(failure):
+            assert item.output.shape == failure.actual.shape, item.cause
+            by_cause.setdefault(item.cause, item)
     return by_cause
 
 

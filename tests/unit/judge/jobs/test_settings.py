@@ -84,7 +84,7 @@ def test_no_alarm_on_a_tiny_model_of_each_family_that_the_reference_engine_serve
 
 
 def test_a_window_that_no_prompt_reaches_is_found_though_every_row_is_right(monkeypatch):
-    plant(monkeypatch, layer_windows=lambda windows: tuple(each and 2 * each for each in windows))
+    plant(monkeypatch, layer_windows=lambda windows: tuple(window and 2 * window for window in windows))
     plan = plan_request(
         model="gemma3-tiny",
         requests=[RequestSpec(token_ids=[1, 4, 5, 6]), RequestSpec(token_ids=[1, 7])],

@@ -48,7 +48,7 @@ def test_engines_in_memory(model):
         name = next(name for name, tensor in two.weights().items() if name[:9] == "layers.1." and tensor.dim() == 2)
         two.weights()[name].mul_(1.01)
         found = compare_weights(one, two)
-    (odd,) = [each for each in found.tensors if each.num_different]
+    (odd,) = [item for item in found.tensors if item.num_different]
     assert "layers.1." in odd.name
     assert odd.relative == pytest.approx(0.01, rel=1e-4)
 
@@ -67,7 +67,7 @@ def test_a_vllm_of_two_ranks(tensors):
         }
     found = compare_weights("qwen2-tiny", LLM())
     assert found.outcome is Outcome.PASS
-    assert sorted(each.name for each in found.tensors if "layers.0.mlp.down_proj" in each.name) == [
+    assert sorted(item.name for item in found.tensors if "layers.0.mlp.down_proj" in item.name) == [
         "1.model.layers.0.mlp.down_proj.weight",
         "model.layers.0.mlp.down_proj.weight",
     ]

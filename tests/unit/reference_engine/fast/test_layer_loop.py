@@ -64,7 +64,7 @@ def test_tokens_are_those_of_the_calls_one_by_one(checkpoint: Any, monkeypatch: 
     together = engine_of(checkpoint).generate(PROMPTS, PARAMS)
     monkeypatch.setattr(LayerLoop, "of", classmethod(lambda *_args: None))
     apart = engine_of(checkpoint).generate(PROMPTS, PARAMS)
-    assert [each.token_ids for each in together] == [each.token_ids for each in apart]
+    assert [item.token_ids for item in together] == [item.token_ids for item in apart]
 
 
 def test_a_step_that_is_observed_is_not_served(checkpoint: Any, steps: list[tuple[int, bool]]) -> None:

@@ -53,7 +53,7 @@ def test_each_dtype_and_number_of_threads_has_its_own(
 
 @pytest.mark.parametrize(("gain", "way"), [(0.04, FASTEST), (0.02, RowWay())])
 def test_a_way_that_is_hardly_faster_is_not_taken(gain: float, way: RowWay) -> None:
-    times = {str(each): 3.0 for each in WAYS} | {str(RowWay()): 1.0, str(FASTEST): 1.0 - gain}
+    times = {str(item): 3.0 for item in WAYS} | {str(RowWay()): 1.0, str(FASTEST): 1.0 - gain}
     assert row_way._fastest(times) == way
 
 
@@ -77,4 +77,4 @@ def test_a_measurement_times_each_way_over_the_same_weights(monkeypatch: pytest.
     weights = {id(weight): weight for _, weight in calls}.values()
     assert sum(weight.nbytes for weight in weights) == 1 << 20
     for way in WAYS:
-        assert sum(each == way for each, _ in calls) == row_way.NUM_ROUNDS * row_way.NUM_WEIGHTS
+        assert sum(item == way for item, _ in calls) == row_way.NUM_ROUNDS * row_way.NUM_WEIGHTS

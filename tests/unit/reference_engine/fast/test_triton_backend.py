@@ -140,8 +140,8 @@ def test_one_row_of_a_large_weight_is_for_the_kernel(
         monkeypatch.setattr(products, "MIN_ROW_ELEMENTS", least)
         with LLMEngine(checkpoint.folder, replace(config, attention_backend="triton")) as engine:
             assert isinstance(engine.runner.model.lm_head.product, FewRows) is is_expected
-            assert [each.token_ids for each in engine.generate([[4, 5, 6]], params)] == [
-                each.token_ids for each in expected
+            assert [item.token_ids for item in engine.generate([[4, 5, 6]], params)] == [
+                item.token_ids for item in expected
             ]
 
 

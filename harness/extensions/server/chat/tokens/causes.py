@@ -214,7 +214,7 @@ _CHANGES: dict[str, Change] = {
     "normalisation to NFD": _contents(lambda text: unicodedata.normalize("NFD", text)),
     "normalisation to NFKC": _contents(lambda text: unicodedata.normalize("NFKC", text)),
     "control characters dropped": _contents(
-        lambda text: "".join(each for each in text if unicodedata.category(each) not in ("Cc", "Cf") or each in "\n\t")
+        lambda text: "".join(item for item in text if unicodedata.category(item) not in ("Cc", "Cf") or item in "\n\t")
     ),
     "characters outside of ASCII dropped": _contents(lambda text: text.encode("ascii", "ignore").decode()),
     "characters outside of ASCII replaced": _contents(lambda text: text.encode("ascii", "replace").decode()),
@@ -272,4 +272,4 @@ def around_difference(own: str, text: str) -> tuple[str, str]:
         (at for at, pair in enumerate(zip(own, text, strict=False)) if pair[0] != pair[1]), min(len(own), len(text))
     )
     begin = max(0, at - _CONTEXT)
-    return tuple(f"{'...' if begin else ''}{each[begin : at + _CONTEXT]!r}" for each in (own, text))  # type: ignore[return-value]
+    return tuple(f"{'...' if begin else ''}{item[begin : at + _CONTEXT]!r}" for item in (own, text))  # type: ignore[return-value]

@@ -18,8 +18,10 @@ def tokens_text(result: TokensResult, *, width: int) -> str:
     where, conversations = at_server(result.server, result.subject), count(result.num_conversations, "conversation")
     head = [headline(VERDICTS[result.outcome], where, model_name(result.model), conversations)]
     head += fact_lines([("by", f"{result.evidence}: {result.proves}"), not_judged(result)], width)
-    differences = (_difference(each, result, width) for each in result.differences)
-    findings = (line for each in result.findings for line in wrapped(f"  {each.code}", each.message, width, indent=8))
+    differences = (_difference(difference, result, width) for difference in result.differences)
+    findings = (
+        line for finding in result.findings for line in wrapped(f"  {finding.code}", finding.message, width, indent=8)
+    )
     return blocks_text([head, *differences, findings, fact_lines(_facts(result), width)])
 
 

@@ -67,7 +67,7 @@ def compare_renderings(
         model=str(checkpoint.folder),
         evidence="token ids",
         proves="the tokens that the function returns",
-        features=[str(each) for each in search.features],
+        features=[str(feature) for feature in search.features],
         differences=search.run(),
         num_conversations=search.num_compared,
         num_texts=0,
@@ -143,7 +143,7 @@ class _Job:
                 model=model,
                 evidence=way.name,
                 proves=way.proves,
-                features=[str(each) for each in search.features],
+                features=[str(feature) for feature in search.features],
                 differences=[*differences, *text_differences, *writing.differences],
                 num_conversations=search.num_compared,
                 num_texts=num_texts,
@@ -196,7 +196,7 @@ class _Job:
     def _tokens_of(self, text: str) -> list[int]:
         page = self._post("/tokenize", {"prompt": text, "content": text})
         tokens = page.get("tokens") if isinstance(page, dict) else None
-        if not isinstance(tokens, list) or not all(self._has_token(each) for each in tokens):
+        if not isinstance(tokens, list) or not all(self._has_token(token) for token in tokens):
             what = "the answer has no tokens of the model"
             raise HarnessError(Code.ENDPOINT_UNREADABLE, what, where="/tokenize", actual=repr(page)[:200])
         return tokens

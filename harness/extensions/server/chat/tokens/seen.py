@@ -48,7 +48,7 @@ class Sight:
         """Return token ids that a server gives; raises HarnessError (ENDPOINT_UNREADABLE) if they are none."""
         if not isinstance(given, list):
             return None
-        if not all(self._has_token(each) for each in given):
+        if not all(self._has_token(item) for item in given):
             what = "the prompt's tokens are not tokens of the model"
             raise HarnessError(Code.ENDPOINT_UNREADABLE, what, where=where, actual=repr(given)[:200])
         return tuple(given)
@@ -65,7 +65,7 @@ async def _chat_logprobs(sight: Sight, conversation: Conversation) -> Seen:
     """Read vLLM's `prompt_logprobs`, which name the prompt's own tokens; the first of them has none."""
     answer = _mapping(await sight.client.post(CHAT, sight.body(conversation, prompt_logprobs=0)))
     given = _list(answer.get("prompt_logprobs"))
-    names = [next(iter(each), "") for each in given[1:] if isinstance(each, dict)]
+    names = [next(iter(item), "") for item in given[1:] if isinstance(item, dict)]
     if not given or len(names) < len(given) - 1 or not all(name.isdecimal() for name in names):
         return Seen(count=_count(answer))
     return Seen(token_ids=sight.ids([int(name) for name in names], CHAT), is_first_hidden=True)

@@ -139,7 +139,7 @@ class Writing:
 
     def _keep(self, path: str, prompt: str, body: Mapping[str, Any], wrong: tuple[str, str, str] | None) -> None:
         self.num_answers += 1
-        if wrong is None or wrong[0] in {each.name for each in self.differences[-_MOST_DIFFERENCES:]}:
+        if wrong is None or wrong[0] in {difference.name for difference in self.differences[-_MOST_DIFFERENCES:]}:
             return
         name, expected, actual = wrong
         self.differences.append(
@@ -154,7 +154,7 @@ class Writing:
             return _joined(await self._client.stream(path, body), path)
         answer = await self._client.post(path, body)
         only_choice(answer, where=path)
-        return _joined([{**answer, "choices": [each]} for each in answer["choices"]], path)
+        return _joined([{**answer, "choices": [choice]} for choice in answer["choices"]], path)
 
     def _wrong(
         self, prompt: str, plain: WrittenAnswer, answer: WrittenAnswer, check: Check
@@ -283,7 +283,7 @@ def _named(check: Check, plain: WrittenAnswer, answer: WrittenAnswer) -> str:
         name = "the end of a streamed text is lost" if is_cut else "the pieces of a stream are not the whole text"
         return "characters are broken in pieces" if more else name
     how = " in a stream" if check.is_streamed else ""
-    if any(_whole(own) == _whole(expected + each) for each in check.fields["stop"]):
+    if any(_whole(own) == _whole(expected + item) for item in check.fields["stop"]):
         return f"the stop string is written{how}"
     if _whole(own) == _whole(plain.text):
         return f"a stop string is ignored{how}"

@@ -136,15 +136,15 @@ def _answers(draw: DrawFn, parts: frozenset[str], hard: tuple[str, ...]) -> Utte
     names = draw(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=2, unique=True))
     own = {name: draw(properties) for name in names}
     tools = tuple(
-        tool(name, {each: _UNIONS.get(kind, kind) for each, kind in own[name].items()}, list(own[name])[:least])
+        tool(name, {key: _UNIONS.get(kind, kind) for key, kind in own[name].items()}, list(own[name])[:least])
         for name in names
     )
     fewest = 0 if "answers without calls" in parts else 1
     calls = []
     for _ in range(draw(st.integers(fewest, 3 if "several calls" in parts else 1))):
         name = draw(st.sampled_from(names))
-        chosen = [each for at, each in enumerate(own[name]) if at < least or draw(st.booleans())]
-        calls.append(ToolCall(name, {each: draw(values[own[name][each]]) for each in chosen}))
+        chosen = [item for at, item in enumerate(own[name]) if at < least or draw(st.booleans())]
+        calls.append(ToolCall(name, {item: draw(values[own[name][item]]) for item in chosen}))
     content = draw(_TEXTS | st.sampled_from(_CONTENTS)) if not calls or "content beside calls" in parts else ""
     return Utterance(calls=tuple(calls), content=content, tools=tools)
 

@@ -38,7 +38,7 @@ _CHANGES: dict[str, Callable[[str], str]] = {
     "normalisation to NFKC": lambda own: unicodedata.normalize("NFKC", own),
     "characters outside of ASCII are lost": lambda own: own.encode("ascii", "ignore").decode(),
     "characters outside of ASCII are replaced": lambda own: own.encode("ascii", "replace").decode(),
-    "control characters are lost": lambda own: "".join(each for each in own if unicodedata.category(each) != "Cc"),
+    "control characters are lost": lambda own: "".join(item for item in own if unicodedata.category(item) != "Cc"),
     "quotes are changed": lambda own: own.replace("'", '"'),
     "a string is in lower case": str.lower,
 }
@@ -121,7 +121,7 @@ def _kind(value: Any) -> str:
 
 def _string(expected: str, actual: str, marks: Sequence[str] | None) -> str:
     """Return what was done to a string."""
-    if any("\ud800" <= each <= "\udfff" for each in actual):
+    if any("\ud800" <= item <= "\udfff" for item in actual):
         return "half a character of an escape is left"
     for name, change in _CHANGES.items() if marks is not None else ():
         try:
@@ -138,7 +138,7 @@ def _string(expected: str, actual: str, marks: Sequence[str] | None) -> str:
     whose = "" if marks is None else " of a string"
     for how, whole, part in (("lost", expected, actual), ("added", actual, expected)):
         letters = iter(whole)
-        if all(each in letters for each in part):
+        if all(item in letters for item in part):
             return f"characters{whose} are {how}"
     return f"characters{whose} are changed"
 
@@ -150,7 +150,7 @@ def _content(expected: Utterance, actual: Reading, marks: Sequence[str] | None) 
     own, read = expected.content.strip(), actual.content.strip()
     if not read:
         name = "the content is lost"
-    elif own in read and (any(each in read.replace(own, "") for each in marks or ()) or not own):
+    elif own in read and (any(mark in read.replace(own, "") for mark in marks or ()) or not own):
         name = "parts of a call are left in the content"
     else:
         name = _string(own, read, marks and ())

@@ -126,7 +126,7 @@ class ParserCheck:
             return None
         held, where = held_mark(answer, marks), ""
         if cut is not None:
-            at_once, whole = (self._read(answer, text, each) for each in (None, _WHOLE))
+            at_once, whole = (self._read(answer, text, item) for item in (None, _WHOLE))
             if at_once is None or whole is None or name_difference(answer, at_once, marks) == named:
                 return None  # no mistake of the stream alone
             where = ", in a stream"

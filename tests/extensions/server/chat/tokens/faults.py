@@ -29,8 +29,8 @@ class Fault:
 
 def contents(change: Callable[[str], str], *roles: str) -> Any:
     def render(hf: Render, messages: Messages, tools: Any) -> list[int]:
-        own = [{**each, "content": change(each["content"])} if not roles or each["role"] in roles else each
-               for each in messages]  # fmt: skip
+        own = [{**message, "content": change(message["content"])} if not roles or message["role"] in roles else message
+               for message in messages]  # fmt: skip
         return hf(own, tools)
 
     return render
@@ -41,7 +41,7 @@ def messages_by(change: Callable[[Messages], Messages]) -> Any:
 
 
 def without(field: str) -> Any:
-    return messages_by(lambda own: [{key: value for key, value in each.items() if key != field} for each in own])
+    return messages_by(lambda own: [{key: value for key, value in item.items() if key != field} for item in own])
 
 
 def special_as_text(hf: Render, messages: Messages, tools: Any) -> list[int]:
@@ -53,7 +53,7 @@ def special_as_text(hf: Render, messages: Messages, tools: Any) -> list[int]:
     ids = contents(split)(hf, messages, tools)
     mark = hf.tokenizer(MARK, add_special_tokens=False)["input_ids"]  # type: ignore[attr-defined]
     text = ",".join(map(str, ids)) + ","
-    return [int(each) for each in text.replace("".join(f"{each}," for each in mark), "").split(",") if each]
+    return [int(word) for word in text.replace("".join(f"{item}," for item in mark), "").split(",") if word]
 
 
 def text_arguments(own: Messages) -> Messages:
@@ -71,7 +71,7 @@ def dated(hf: Render, messages: Messages, tools: Any) -> list[int]:
 
 
 def refuse_emoji(hf: Render, messages: Messages, tools: Any) -> list[int]:
-    if any(ord(each) > 0xFFFF for message in messages for each in message["content"]):
+    if any(ord(item) > 0xFFFF for message in messages for item in message["content"]):
         raise ValueError("no text")
     return hf(messages, tools)
 
@@ -82,7 +82,7 @@ FAULTS = [
     Fault("EOS at the end", lambda hf, messages, tools: [*hf(messages, tools), 258]),
     Fault("no generation prompt", lambda hf, messages, tools: hf(messages, tools, has_prompt=False)),
     Fault("tools dropped", lambda hf, messages, tools: hf(messages, None)),
-    Fault("system message dropped", messages_by(lambda own: [each for each in own if each["role"] != "system"])),
+    Fault("system message dropped", messages_by(lambda own: [item for item in own if item["role"] != "system"])),
     Fault("whitespace stripped", contents(str.strip)),
     Fault("whitespace stripped at the end", contents(str.rstrip)),
     Fault("whitespace of the assistant stripped", contents(str.strip, "assistant")),
@@ -91,10 +91,10 @@ FAULTS = [
     Fault("reasoning removed from history", without("reasoning_content")),
     Fault("thinking cut out of the content", contents(lambda text: text.rpartition("</think>")[2])),
     Fault("tool calls dropped", without("tool_calls")),
-    Fault("tool results dropped", messages_by(lambda own: [each for each in own if each["role"] != "tool"])),
+    Fault("tool results dropped", messages_by(lambda own: [item for item in own if item["role"] != "tool"])),
     Fault("arguments of tool calls as text", messages_by(text_arguments)),
     Fault("empty messages dropped", messages_by(
-        lambda own: [each for each in own if each["content"].strip() or "tool_calls" in each] or own)),
+        lambda own: [item for item in own if item["content"].strip() or "tool_calls" in item] or own)),
     Fault("earlier turns dropped", messages_by(lambda own: own[-1:])),
     Fault("a date is inserted", dated),
     Fault("normalisation to NFC", contents(lambda text: unicodedata.normalize("NFC", text))),

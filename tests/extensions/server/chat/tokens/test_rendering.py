@@ -48,7 +48,7 @@ def test_a_conversation_that_a_template_refuses_is_none(tmp_path):
         "{% for own in messages %}{% if own.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}x"
     )
     renderer = Renderer(HFTokenizer.load(write_tokenizer(tmp_path, template)))
-    assert [renderer.render(each) is None for each in samples().values()] == [True, *[False] * 5]
+    assert [renderer.render(sample) is None for sample in samples().values()] == [True, *[False] * 5]
     assert renderer.refusal == "TemplateError: no"
 
 

@@ -87,7 +87,7 @@ def stops(find, *modules):
 
 def cut_late(own, found):
     end = FIND(own, found)
-    return end if end is None else end + next(len(each) for each in found if own.startswith(each, end))
+    return end if end is None else end + next(len(item) for item in found if own.startswith(item, end))
 
 
 def lost(own, found):
@@ -118,7 +118,7 @@ def requests(change):
 
 async def copied(request, run):
     body = await run(request)
-    return {**body, "choices": [{**each, "text": body["choices"][0]["text"]} for each in body["choices"]]}
+    return {**body, "choices": [{**item, "text": body["choices"][0]["text"]} for item in body["choices"]]}
 
 
 async def stripped_echo(request, run):
@@ -126,7 +126,7 @@ async def stripped_echo(request, run):
     return {
         **body,
         "choices": [
-            {**each, "text": each["text"].replace(request.prompt, request.prompt.strip())} for each in body["choices"]
+            {**item, "text": item["text"].replace(request.prompt, request.prompt.strip())} for item in body["choices"]
         ],
     }
 
@@ -228,7 +228,7 @@ def test_a_fault_is_found_and_named(chat_server, tokenizer, monkeypatch, name):
     text, address = chat_server
     plant(monkeypatch, text)
     writing = written(address, tokenizer)
-    assert says in {each.name for each in writing.differences}, [(own.name, own.expected, own.actual)
+    assert says in {difference.name for difference in writing.differences}, [(own.name, own.expected, own.actual)
                                                                  for own in writing.differences]  # fmt: skip
 
 

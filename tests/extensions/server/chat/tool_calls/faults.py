@@ -57,10 +57,10 @@ def calls_by(parse: Any, change: Callable[[list[Any]], list[Any]]) -> Any:
 def until_mark(text, tools):
     found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.S)
     try:
-        own = [json.loads(each, strict=False) for each in found]
+        own = [json.loads(item, strict=False) for item in found]
     except ValueError:
         return message(text, [])
-    return message(text.partition("<tool_call>")[0], [(each["name"], each["arguments"]) for each in own])
+    return message(text.partition("<tool_call>")[0], [(item["name"], item["arguments"]) for item in own])
 
 
 def first_brace(text, tools):
@@ -106,12 +106,12 @@ def pieces(parse: Any, change: Callable[[str], str]) -> Any:
 
 
 def one_index(own):
-    return [{"tool_calls": [{**each["tool_calls"][0], "index": 0}]} if "tool_calls" in each else each for each in own]
+    return [{"tool_calls": [{**item["tool_calls"][0], "index": 0}]} if "tool_calls" in item else item for item in own]
 
 
 def name_each_time(own):
     name = next((part["tool_calls"][0]["function"] for part in own if "tool_calls" in part), {}).get("name")
-    whole = [each for each in own if "tool_calls" in each]
+    whole = [item for item in own if "tool_calls" in item]
     if len(whole) == 2:
         whole[1]["tool_calls"][0]["function"]["name"] = name
     return own
@@ -126,13 +126,13 @@ def last_piece_lost(own):
 def no_split_mark(own, tools):
     """See the beginning of a function only where it comes in one piece."""
     held = list(own)
-    is_seen = any("<function=" in each for each in held)
+    is_seen = any("<function=" in item for item in held)
     yield from streamed(qwen3_coder)(held, tools) if is_seen else [{"content": "".join(held)}]
 
 
 def content_before_mark_lost(own, tools):
     held = list(own)
-    at = next((at for at, each in enumerate(held) if "<tool_call>" in each), None)
+    at = next((at for at, item in enumerate(held) if "<tool_call>" in item), None)
     if at is not None:
         held[at] = held[at][held[at].find("<tool_call>") :]
     return streamed(hermes)(held, tools)
@@ -153,7 +153,7 @@ FAULTS = [
             hermes,
             lambda name, own: (
                 name,
-                {key: json.dumps(each) if isinstance(each, dict) else each for key, each in own.items()},
+                {key: json.dumps(item) if isinstance(item, dict) else item for key, item in own.items()},
             ),
         ),
     ),
@@ -177,7 +177,7 @@ FAULTS = [
     Fault("a large number is rounded", "hermes",
           changed(hermes, values(lambda own: float(own) if type(own) is int else own))),
     Fault("an argument is lost", "llama",
-          changed(llama, lambda name, own: (name, {key: each for key, each in own.items() if each is not None}))),
+          changed(llama, lambda name, own: (name, {key: item for key, item in own.items() if item is not None}))),
     Fault("the arguments of a call are an empty text", "hermes", empty_text),
     Fault(
         "the content is lost beside calls",
@@ -201,5 +201,5 @@ FAULTS = [
     Fault("characters are lost, at a boundary of pieces", "hermes", hermes, content_before_mark_lost),
     Fault("characters are lost, at a boundary of pieces", "llama", llama, pieces(llama, str.lstrip)),
     Fault("characters are lost, at a boundary of pieces", "llama", llama,
-          lambda own, tools: streamed(llama)((each.removesuffix("x") for each in own), tools)),
+          lambda own, tools: streamed(llama)((item.removesuffix("x") for item in own), tools)),
 ]  # fmt: skip

@@ -61,7 +61,7 @@ def qwen3_coder(text, tools):
 
 
 def schema(tools, name, argument):
-    own = next(each["function"] for each in tools if each["function"]["name"] == name)
+    own = next(tool["function"] for tool in tools if tool["function"]["name"] == name)
     kinds = own["parameters"]["properties"][argument]["type"]
     return [kinds] if isinstance(kinds, str) else kinds
 

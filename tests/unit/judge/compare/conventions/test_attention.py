@@ -103,14 +103,14 @@ def test_a_coarse_cache_and_what_its_products_round(dtype, mask, options, window
 
     call, seen, name = call_of(mask, **options), seen_of(window), str(dtype).removeprefix("torch.")
     found = list(COARSE_CACHE(subject_of(call, cache=name)))
-    assert [each.name for each in found] == [text.format(name) for text in (CACHE, CACHE_PRODUCTS, CACHE_FLASH)]
-    assert {each.model for each in found} == {MODEL}
+    assert [item.name for item in found] == [text.format(name) for text in (CACHE, CACHE_PRODUCTS, CACHE_FLASH)]
+    assert {item.model for item in found} == {MODEL}
     parts = {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
     alone, _ = by_definition(call, seen, rounded, as_it_is, **parts)
     products, _ = by_definition(call, seen, rounded, rounded, **parts)
-    for each, expected in zip(found, (alone, products, products), strict=True):
+    for item, expected in zip(found, (alone, products, products), strict=True):
         # A probability on a tie may be rounded either way by sums in another order.
-        torch.testing.assert_close(each.expected(), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(item.expected(), expected, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(alone, products)
     _, amplification = by_definition(call, seen, as_it_is, as_it_is, **parts)
     unit = 2 * rounding_unit(dtype) / rounding_unit(torch.float32)
@@ -224,7 +224,7 @@ def test_queries_may_be_scaled_before_the_product(dtype, name, scale_dtype):
 
     call = call_of()
     subject = subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager))
-    next(each for each in EAGER_CODE(subject) if each.name == name).expected()
+    next(item for item in EAGER_CODE(subject) if item.name == name).expected()
     scale = torch.tensor(scaling(call), dtype=scale_dtype or dtype)
     assert torch.equal(given["query"], (call.query.to(dtype).double() * scale.double()).to(dtype))
     assert given["scaling"] == 1
@@ -232,7 +232,7 @@ def test_queries_may_be_scaled_before_the_product(dtype, name, scale_dtype):
 
 def test_in_float32_queries_are_scaled_no_other_way():
     hf = SimpleNamespace(eager_attention=lambda _module: print)
-    assert [each.name for each in EAGER_CODE(subject_of(call_of(), dtype=torch.float32, hf=hf))] == [EAGER]
+    assert [item.name for item in EAGER_CODE(subject_of(call_of(), dtype=torch.float32, hf=hf))] == [EAGER]
 
 
 def test_without_eager_code_there_is_no_such_convention():

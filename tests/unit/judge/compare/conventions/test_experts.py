@@ -84,7 +84,7 @@ def test_inputs_of_each_product_are_those_of_the_scheme(of_scheme, kind, seen):
 def test_groups_of_inputs_have_scales_of_their_own(of_scheme):
     plain = of_scheme("fp8-blocks", lambda x: x)
     source = plain.hf.quantised_source.open()
-    size = next(each.scheme.inputs.group for name, each in source.weights.items() if ".experts." in name)
+    size = next(weight.scheme.inputs.group for name, weight in source.weights.items() if ".experts." in name)
     error, _ = errors(of_scheme("fp8-blocks", lambda x: float8_of_groups(x, size)))[0]
     assert error < 1e-6
 

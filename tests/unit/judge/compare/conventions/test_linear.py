@@ -48,7 +48,7 @@ def test_the_weight_of_either_orientation():
         found = weight_and_bias(subject_of(kept.float(), x.unflatten(1, (2, -1)), bias=bias.float()))
         assert torch.equal(found[0], weight.float().double())
         assert torch.equal(found[1], bias.float().double())
-        assert {each.dtype for each in found} == {torch.float64}
+        assert {item.dtype for item in found} == {torch.float64}
     square = draw(IN, IN)
     assert torch.equal(weight_and_bias(subject_of(square, x))[0], square), "which may be either is [out, in]"
     assert weight_and_bias(subject_of(weight, x))[1] is None
@@ -116,10 +116,10 @@ def test_sums_of_ranks_in_either_precision(count, dtype):
     parts = parts_of(x, weight, bias * (count == 4), count, dtype)
     name = str(dtype).removeprefix("torch.")
     names = [PARTIAL_SUMS.format(count), SUMS_IN_DTYPE.format(name, count)]
-    assert [each.name for each in found] == names[: 1 if count == 2 else 2]
-    for each in found:
-        assert each.model == MODEL
-        torch.testing.assert_close(each.expected(), parts.sum(dim=0), rtol=1e-12, atol=1e-15)
+    assert [item.name for item in found] == names[: 1 if count == 2 else 2]
+    for item in found:
+        assert item.model == MODEL
+        torch.testing.assert_close(item.expected(), parts.sum(dim=0), rtol=1e-12, atol=1e-15)
     assert found[0].allowance is None
     for row, allowance in enumerate(found[1].allowance.tolist() if count > 2 else ()):
         total = float(parts[:, row].sum(dim=0).norm())
@@ -141,17 +141,17 @@ def test_sums_of_ranks_in_either_precision(count, dtype):
     ],
 )
 def test_where_products_are_shared(changed, names):
-    assert [each.name for each in SHARED(subject_of(draw(OUT, IN), draw(ROWS, IN), **changed))] == names
+    assert [item.name for item in SHARED(subject_of(draw(OUT, IN), draw(ROWS, IN), **changed))] == names
 
 
 def test_inputs_that_are_no_multiple_are_not_shared():
     x = draw(ROWS, 12)
-    assert [each.name for each in SHARED(subject_of(draw(OUT, 12), x))] == [PARTIAL_SUMS.format(n) for n in (2, 4)]
+    assert [item.name for item in SHARED(subject_of(draw(OUT, 12), x))] == [PARTIAL_SUMS.format(n) for n in (2, 4)]
 
 
 def test_three_ranks_round_one_sum_in_between():
     found = list(SHARED(subject_of(draw(OUT, 9), draw(ROWS, 9), num_ranks=3)))
-    assert [each.name for each in found] == [PARTIAL_SUMS.format(3), SUMS_IN_DTYPE.format("bfloat16", 3)]
+    assert [item.name for item in found] == [PARTIAL_SUMS.format(3), SUMS_IN_DTYPE.format("bfloat16", 3)]
 
 
 def test_parts_that_cancel_to_nothing_have_no_room():
@@ -182,10 +182,10 @@ def test_which_dtypes_inputs_are_rounded_to(changed, dtypes):
     weight, x, bias = draw(OUT, IN).bfloat16().half().double().bfloat16().float(), draw(ROWS, IN), draw(OUT)
     subject = subject_of(weight, x.unflatten(1, (2, -1)), bias=bias, **{"dtype": torch.float32} | changed)
     found = list(ROUNDED(subject))
-    assert [each.name for each in found] == [ROUNDED_INPUTS.format(name) for name in dtypes]
-    for each, name in zip(found, dtypes, strict=True):
+    assert [item.name for item in found] == [ROUNDED_INPUTS.format(name) for name in dtypes]
+    for item, name in zip(found, dtypes, strict=True):
         rounded = x.float().to(getattr(torch, name)).double()
-        torch.testing.assert_close(each.expected(), rounded @ weight.double().T + bias, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(item.expected(), rounded @ weight.double().T + bias, rtol=1e-12, atol=1e-12)
 
 
 def test_inputs_as_products_with_16_bits_see_them():

@@ -54,8 +54,8 @@ def test_inputs_as_quantised_products_see_them(formats, width, sizes):
     x = inputs_of(width)
     found = list(quantised_inputs(x, formats))
     assert len(found) == len(sizes)
-    for each, size in zip(found, sizes, strict=True):
-        torch.testing.assert_close(each, by_loop(x, size), rtol=1e-7, atol=0)
+    for item, size in zip(found, sizes, strict=True):
+        torch.testing.assert_close(item, by_loop(x, size), rtol=1e-7, atol=0)
 
 
 def subject_of(module, x, actual, *, dtype=torch.float32, inputs=None, expected=None, **declared):
@@ -85,7 +85,7 @@ def test_where_inputs_are_quantised():
     actual = draw(4, 6)
 
     def names(**given):
-        return [each.name for each in QUANTISED(subject_of(module, given.pop("x", x), actual, **given))]
+        return [item.name for item in QUANTISED(subject_of(module, given.pop("x", x), actual, **given))]
 
     assert names(weights=("IQ4_XS", "IQ4_NL")) == [Q8_0, Q8_K]
     assert names() == names(weights=("F16",)) == []
@@ -173,7 +173,7 @@ def test_an_adapters_part_is_not_rounded():
         Q8_0: by_loop(x, 32) @ weight.T,
     }
     actual = parts[Q8_0] + update
-    found = {each.name: each for each in ADAPTED(subject_of(module, x, actual, weights=("F16", "Q8_0")))}
+    found = {item.name: item for item in ADAPTED(subject_of(module, x, actual, weights=("F16", "Q8_0")))}
     assert list(found) == list(parts)
     for name, product in parts.items():
         torch.testing.assert_close(found[name].expected(), product + update, rtol=1e-6, atol=1e-6)

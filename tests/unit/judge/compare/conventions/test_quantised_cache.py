@@ -89,15 +89,15 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
     expected_names = [KEPT.format(names["keys"], names["values"])]
     if held in ("float16", "bfloat16"):
         expected_names += [text.format(keys, held) for text in (ROUNDED_PROBABILITIES, ROUNDED_SUMS)]
-    assert [each.name for each in found] == expected_names
-    for at, each in enumerate(found):
+    assert [item.name for item in found] == expected_names
+    for at, item in enumerate(found):
 
         def used(p, at=at):
             return p if at == 0 else p.to(of_values.dtype).double()
 
         context, _ = attend(query, k, of_values.stored(call.value).values, used)
-        torch.testing.assert_close(each.expected(), of_values.unturned(context).flatten(1), rtol=1e-9, atol=1e-9)
-        assert each.model == MODEL
+        torch.testing.assert_close(item.expected(), of_values.unturned(context).flatten(1), rtol=1e-9, atol=1e-9)
+        assert item.model == MODEL
     if len(found) > 1:
         context, weights = attend(call.query, call.key, call.value)
         coarse = 2 * rounding_unit(of_values.dtype) / UNIT
@@ -146,7 +146,7 @@ def test_what_attention_rounds_before_it_is_read(declared, read):
     call = call_of()
     rounded = list(QUANTISED_CACHE(subject_of(call, **declared, attention_inputs="float16")))
     kept = list(QUANTISED_CACHE(subject_of(call, cache=read[0], cache_values=read[1])))
-    assert [each.name for each in rounded] == [each.name for each in kept]
+    assert [item.name for item in rounded] == [item.name for item in kept]
     for one, other in zip(rounded, kept, strict=True):
         assert torch.equal(one.expected(), other.expected())
 

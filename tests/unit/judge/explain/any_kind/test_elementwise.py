@@ -75,12 +75,12 @@ def test_the_usual_caps_and_one_that_is_fitted():
 
 @pytest.mark.parametrize("cap", [0.4, 1.0, 3.0, 40.0, 140.0])
 def test_caps_are_fitted_from_strong_to_weak(cap):
-    (fitted,) = (each for each in found(soft_capped, of(bent(cap))).values() if each.freedom)
+    (fitted,) = (item for item in found(soft_capped, of(bent(cap))).values() if item.freedom)
     assert fitted.cause == f"a soft cap of {cap:g} is applied, which the model does not have"
 
 
 def test_the_fitted_cap_has_four_digits():
-    (fitted,) = (each for each in found(soft_capped, of(bent(7.123456))).values() if each.freedom)
+    (fitted,) = (item for item in found(soft_capped, of(bent(7.123456))).values() if item.freedom)
     assert fitted.cause.startswith("a soft cap of 7.123 ")
     torch.testing.assert_close(fitted.output, bent(7.123), rtol=1e-12, atol=0)
 
@@ -88,18 +88,18 @@ def test_the_fitted_cap_has_four_digits():
 @pytest.mark.parametrize("actual", [ROWS, 1.1 * ROWS, bent(160.0), torch.zeros_like(ROWS) + 9 * ROWS.sign()])
 def test_no_cap_is_fitted_where_elements_are_as_large_or_larger_or_hardly_smaller(actual):
     """The largest element is 3: a cap of more than 150 bends nothing that could be measured."""
-    assert not [each for each in found(soft_capped, of(actual)).values() if each.freedom]
+    assert not [item for item in found(soft_capped, of(actual)).values() if item.freedom]
 
 
 def test_the_fit_takes_noise():
     actual = bent(5.0) + 1e-4 * random(4, 6)
-    (fitted,) = (each for each in found(soft_capped, of(actual)).values() if each.freedom)
+    (fitted,) = (item for item in found(soft_capped, of(actual)).values() if item.freedom)
     torch.testing.assert_close(fitted.output, bent(5.0), rtol=1e-3, atol=1e-3)
 
 
 def test_a_cap_of_the_models_own_that_is_left_out():
     failure = of(ROWS, bent(6.0), final_logit_softcapping=6.0, softcap_off=None, num_caps=0, capacity=-1.0, width=8)
-    (hypothesis,) = (each for cause, each in found(soft_capped, failure).items() if "left out" in cause)
+    (hypothesis,) = (item for cause, item in found(soft_capped, failure).items() if "left out" in cause)
     assert hypothesis.cause == "the soft cap of 6 is left out"
     assert hypothesis.freedom == 0
     torch.testing.assert_close(hypothesis.output, ROWS, rtol=1e-9, atol=1e-12)

@@ -164,10 +164,10 @@ def test_most_of_the_right_rows_must_be_the_worse_for_it(of, num_right, is_cause
 def test_what_cannot_be_computed_again_contradicts_nothing(of):
     places, change = [(0, 0), (1, 0), (1, 2)], GAIN[1]
     failure = with_right_rows(of, change, places, is_too=False, kind=Kind.OTHER)
-    assert [each.is_cause for each in generic.constant_gain(failure)] == [True]
+    assert [item.is_cause for item in generic.constant_gain(failure)] == [True]
     bare = Operation(tap=TAP, kind=Kind.LINEAR, source=TAP)
     failure = with_right_rows(of, change, places, is_too=False, operation=bare)
-    assert [each.is_cause for each in generic.constant_gain(failure)] == [True]
+    assert [item.is_cause for item in generic.constant_gain(failure)] == [True]
 
 
 def test_an_offset(of):
@@ -270,7 +270,7 @@ def test_another_input(of):
 def test_another_output(of):
     """Of the layer, the one before, and what has no layer; not the cache's rows, nor of another width."""
     given = found(generic.another_output, of(RIGHT))
-    assert {cause: each.freedom for cause, each in given.items()} == {
+    assert {cause: item.freedom for cause, item in given.items()} == {
         "the output is that of wide": 1, f"the output is that of {EMBED}": 1,
     }  # fmt: skip
     torch.testing.assert_close(given["the output is that of wide"].output, TENSORS[WIDE])
@@ -374,7 +374,7 @@ def test_a_gain_of_a_norm_of_no_known_form_may_be_its_eps(is_known, is_cause):
     operation = Operation(tap=NORM, kind=Kind.NORM, source=NORM)
     expected = module(X).detach() * (1 if is_known else 3)
     failure = failure_of(operation, 1.01 * expected, expected, X, model=ToyModel(operation, modules={NORM: module}))
-    assert [each.is_cause for each in generic.constant_gain(failure)] == [is_cause]
+    assert [item.is_cause for item in generic.constant_gain(failure)] == [is_cause]
 
 
 # The same causes planted in recordings of the reference engine and of HF.

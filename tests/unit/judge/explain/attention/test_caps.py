@@ -55,18 +55,18 @@ def test_a_cap_that_the_model_does_not_have(plain, cap):
     given = found(attention_caps.other_cap, plain.failure(with_cap(plain, cap)))
     expected = dict.fromkeys((15.0, 20.0, 30.0, 50.0, 100.0), 0) | {cap: 1}
     names = {
-        each: f"a soft cap of {each:g} is applied to the scores, which the model does not have" for each in expected
+        item: f"a soft cap of {item:g} is applied to the scores, which the model does not have" for item in expected
     }
     assert set(given) == set(names.values())
-    for each, freedom in expected.items():
-        assert given[names[each]].freedom == freedom
-        torch.testing.assert_close(given[names[each]].output, plain.contexts(PLACES, with_cap(plain, each)))
+    for key, freedom in expected.items():
+        assert given[names[key]].freedom == freedom
+        torch.testing.assert_close(given[names[key]].output, plain.contexts(PLACES, with_cap(plain, key)))
 
 
 def test_a_cap_that_models_have_is_not_fitted_again(plain):
     given = found(attention_caps.other_cap, plain.failure(with_cap(plain, 15.0)))
     assert len(given) == 5
-    assert {each.freedom for each in given.values()} == {0}
+    assert {item.freedom for item in given.values()} == {0}
 
 
 def test_another_cap_than_the_models(capped):

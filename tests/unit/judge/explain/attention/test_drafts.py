@@ -53,7 +53,7 @@ class Drafted:
             {
                 "request": [request for request, _ in step],
                 "position": [position for _, position in step],
-                "taps": {tap: torch.stack([values[each] for each in step]) for tap, values in self.tensors.items()},
+                "taps": {tap: torch.stack([values[item] for item in step]) for tap, values in self.tensors.items()},
                 "slot_mapping": [BLOCK + position for _, position in step],
                 "block_tables": {request: [1, 2, 3] for request, _ in step},
             }
@@ -71,10 +71,10 @@ class Drafted:
         """Attend by hand; `read` are the places of the keys, `values` those of the values if they are others."""
         rows = []
         for head in range(N):
-            scores = torch.stack([self.tensors[Q][place][head] @ self.tensors[KEY][each][0] for each in read])
+            scores = torch.stack([self.tensors[Q][place][head] @ self.tensors[KEY][item][0] for item in read])
             shares = scores.softmax(dim=0)
             rows.append(
-                sum(share * self.tensors[VALUE][each][0] for share, each in zip(shares, values or read, strict=True))
+                sum(share * self.tensors[VALUE][value][0] for share, value in zip(shares, values or read, strict=True))
             )
         return torch.cat(rows)
 
@@ -112,7 +112,7 @@ def stale(first_only=False):
 
 
 def fits(explain, failure):
-    return [each.cause for each in explain(failure) if torch.allclose(each.output, failure.actual)]
+    return [item.cause for item in explain(failure) if torch.allclose(item.output, failure.actual)]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def softmax_of(toy, change):
     """Return weights whose scores `change` makes of the score and of whether the key is masked."""
 
     def weight(place, head, other):
-        shares = {each: math.exp(change(score(toy, place, head, each), each[1] > place[1])) for each in computed(place)}
+        shares = {item: math.exp(change(score(toy, place, head, item), item[1] > place[1])) for item in computed(place)}
         return shares[other] / sum(shares.values())
 
     return weight
@@ -83,13 +83,13 @@ def test_a_softmax_over_the_heads(toy):
     def weight(place, head, other):
         if other[1] > place[1]:
             return 0.0
-        shares = [math.exp(score(toy, place, each, other)) for each in range(N)]
+        shares = [math.exp(score(toy, place, item, other)) for item in range(N)]
         return shares[head] / sum(shares)
 
     def of_the_queries(place, head, other):
         if other[1] > place[1]:
             return 0.0
-        queries = [each for each in computed(place) if step_of(each) == step_of(place) and other[1] <= each[1]]
+        queries = [item for item in computed(place) if step_of(item) == step_of(place) and other[1] <= item[1]]
         return math.exp(score(toy, place, head, other)) / sum(math.exp(score(toy, q, head, other)) for q in queries)
 
     heads = "the softmax runs over the heads instead of the keys"

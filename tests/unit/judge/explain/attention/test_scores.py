@@ -230,7 +230,7 @@ def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
 @pytest.mark.parametrize("scale", [0.05, 0.3, 0.77, 4.0])
 def test_a_scale_is_fitted(toy, scale):
     failure = toy.failure(lambda place: toy.context(place, scale=scale))
-    (hypothesis,) = (each for each in found(attention.wrong_scale, failure).values() if each.freedom)
+    (hypothesis,) = (item for item in found(attention.wrong_scale, failure).values() if item.freedom)
     assert hypothesis.cause == f"the softmax scale is {scale:g} instead of 0.4"
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-4, atol=1e-5)
 
@@ -312,8 +312,8 @@ def merged(toy, place, pieces, cause):
             for piece in pieces
         ]
         if cause in MERGES:
-            lse = [math.log(sum(math.exp(s) for s in each)) for each in scores]
-            weights = MERGES[cause](lse, [max(each) for each in scores])
+            lse = [math.log(sum(math.exp(s) for s in score)) for score in scores]
+            weights = MERGES[cause](lse, [max(score) for score in scores])
             weights = [weight / sum(weights) for weight in weights]
         else:
             weights = UNWEIGHTED[cause](len(pieces))
@@ -575,7 +575,7 @@ def test_what_only_later_chunks_get_wrong(bench_of):
 
     def begin(step, position):
         return torch.tensor(
-            [start.get(each, 0) for each in zip(step[:, 0].tolist(), position[:, 0].tolist(), strict=True)]
+            [start.get(item, 0) for item in zip(step[:, 0].tolist(), position[:, 0].tolist(), strict=True)]
         )
 
     unseen = attended(bench, visible=lambda p, s, q, t: (q <= p) & (q != begin(s, p)[:, None] - 1))

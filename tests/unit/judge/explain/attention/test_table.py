@@ -165,11 +165,11 @@ def test_the_table_of_the_other_request(toy):
     failure = toy.failure(expected=None)
 
     def other(request, step, length):
-        tables = [each for each in (1 - request, request) if each in STEPS[step]]
+        tables = [item for item in (1 - request, request) if item in STEPS[step]]
         return slots_of(toy.table(tables[0], step), length)
 
     cause = "reads the block table of another request"
-    hypothesis, before = (each for each in attention_table.other_block_table(failure) if each.cause == cause)
+    hypothesis, before = (item for item in attention_table.other_block_table(failure) if item.cause == cause)
     assert [hypothesis.detail, before.detail] == ["of the next one in the batch", "of the previous one in the batch"]
     torch.testing.assert_close(hypothesis.output, reading(toy, other))
     torch.testing.assert_close(before.output, hypothesis.output)

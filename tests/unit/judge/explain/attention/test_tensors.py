@@ -82,9 +82,9 @@ def test_coarser_dtypes(toy, dtype):
             ("KV", low(KEY), low(VALUE)), ("K", low(KEY), own[VALUE]), ("V", own[KEY], low(VALUE)),
         )
     ]  # fmt: skip
-    assert [each.cause for each in given] == [cause for cause, _ in expected]
-    for each, (cause, output) in zip(given, expected, strict=True):
-        torch.testing.assert_close(each.output, output, msg=cause)
+    assert [item.cause for item in given] == [cause for cause, _ in expected]
+    for item, (cause, output) in zip(given, expected, strict=True):
+        torch.testing.assert_close(item.output, output, msg=cause)
 
 
 def test_what_the_cache_gives_back(tmp_path, toy):
@@ -142,7 +142,7 @@ def test_scales_of_a_declared_cache(toy):
     scales = {f"model.layers.{layer}.{part}_cache": (0.01 * (layer + 1),) for layer in (0, 1) for part in "kv"}
     numerics = Numerics(cache="int8", cache_scales=scales | {"model.layers.1.v_cache": (0.05,)})
     declaring = replace(failure, recording=SimpleNamespace(manifest=SimpleNamespace(numerics=numerics)))
-    given = {each.cause: each.output for each in declared_format(declaring)}
+    given = {item.cause: item.output for item in declared_format(declaring)}
 
     def kept(tap, scale):
         return lambda at: (toy.tensors[tap][at] / scale).round().clamp(-128, 127) * scale
@@ -151,7 +151,7 @@ def test_scales_of_a_declared_cache(toy):
     torch.testing.assert_close(given["values have the scale of model.layers.0"], expected)
     expected = reading(toy, kept(KEY, 1.0), kept(VALUE, 0.05), lambda place, at: True)
     torch.testing.assert_close(given["keys have a scale of 1: theirs is not delivered"], expected)
-    assert len({each.sum() for each in given.values()}) > 12
+    assert len({item.sum() for item in given.values()}) > 12
 
 
 def test_float8_cut_off():

@@ -52,9 +52,9 @@ def test_a_place_is_traced_to_block_slot_and_writer(held):
     memory, step = SlotHistory(bench.recording), len([s for s in bench.recording.steps if s.phase != "readback"]) - 1
     request, position = 0, 9
     own = next(
-        each
-        for each in bench.recording.steps
-        if request in each.request.tolist() and position in each.position.tolist()
+        item
+        for item in bench.recording.steps
+        if request in item.request.tolist() and position in item.position.tolist()
     )
     row = ((own.request == request) & (own.position == position)).nonzero()[0, 0]
     meant = bench.tap(TAPS[KEY])[

@@ -85,7 +85,7 @@ def test_a_step_that_read_back_something_else_does_not_count(tmp_path):
         {"phase": "readback", "request": [0, 0], "position": [0, 2], "taps": {K_CACHE: torch.zeros(2, 8)}},
         {"phase": "readback", "request": [0], "position": [1], "taps": {V_CACHE: torch.zeros(1, 8)}},
     ]
-    operation = next(each for each in graph() if each.tap == K_CACHE)
+    operation = next(item for item in graph() if item.tap == K_CACHE)
     zeros, written = torch.zeros(2, 8, dtype=torch.float64), random(2, 8)
     failure = failure_of(operation, zeros, written, model=ToyModel(*graph()), recording=recorded(tmp_path / "r", steps),
                          position=[0, 2], step=[1, 1])  # fmt: skip
@@ -195,7 +195,7 @@ def test_slots_that_something_else_was_written_to(tmp_path, parts, places, cause
     (hypothesis,) = found(cache.replayed_reads, failure).values()
     assert hypothesis.cause == cause
     expected = [actual if read(place) is None else toy.tensors[KEY][read(place)] for place in places]
-    assert torch.equal(hypothesis.output, torch.stack([each.flatten() for each in expected]))
+    assert torch.equal(hypothesis.output, torch.stack([item.flatten() for item in expected]))
     assert hypothesis.unknown is None or hypothesis.unknown.tolist() == [read(place) is None for place in places]
     shown = (f"{place[1]}: request {read(place)[0]}, position {read(place)[1]}, step {step_of(read(place))}"
              if read(place) else f"{place[1]}: nobody" for place in places)  # fmt: skip
@@ -324,7 +324,7 @@ def test_without_recorded_rows_there_is_none_to_match(tmp_path):
 @pytest.mark.parametrize("layer", [0, 2])
 def test_what_is_matched_is_of_the_caches_own_layer(toy, layer):
     failure = toy.cache_failure(lambda place: ZEROS)
-    operation = next(each for each in failure.graph if each.tap == f"model.layers.{layer}.k_cache")
+    operation = next(item for item in failure.graph if item.tap == f"model.layers.{layer}.k_cache")
     assert cache.provenance_of(replace(failure, operation=operation)).layer == layer
 
 

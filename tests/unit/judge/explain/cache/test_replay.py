@@ -73,7 +73,7 @@ def test_a_history_that_was_read_back_in_part_is_none(tmp_path):
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_contents_are_those_of_the_operations_layer(toy, layer):
-    operation = next(each for each in graph() if each.tap == f"model.layers.{layer}.attention")
+    operation = next(item for item in graph() if item.tap == f"model.layers.{layer}.attention")
     contents = contents_of(replace(toy.failure(), operation=operation))
     assert contents.layer == layer
     assert contents.taps["key"] == f"model.layers.{layer}.k_rope"

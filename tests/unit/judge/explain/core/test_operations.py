@@ -187,7 +187,7 @@ def test_recorded_shapes_may_be_flat(truth):
     operation = one.hf.graph["model.layers.1.self_attn.q_norm"]
     (x,) = (one.tap(tap) for tap in operation.inputs)
     heads = x.view(len(x), -1, one.hf.head_dim)
-    assert torch.equal(*(one.replayed(operation, [each]) for each in (heads, heads.flatten(1))))
+    assert torch.equal(*(one.replayed(operation, [item]) for item in (heads, heads.flatten(1))))
 
 
 @pytest.mark.parametrize("site", ["attention", "q_rope", "k_cache"])
@@ -234,7 +234,7 @@ def fitting(one, name):
     """The rotations of a model that take a tap's input to it."""
     operation = one.hf.graph[name]
     before, after = one.tap(operation.inputs[0]).flatten(1), one.tap(name).flatten(1)
-    return [each for each in rotations(one.hf) if relative(each.turn(before, one.positions), after) < 1e-6]
+    return [rotation for rotation in rotations(one.hf) if relative(rotation.turn(before, one.positions), after) < 1e-6]
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny", "gemma3_text", "gpt_oss", "mistral"])

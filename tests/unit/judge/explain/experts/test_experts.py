@@ -145,11 +145,11 @@ def test_weights_and_choices_that_are_used_otherwise(of):
     }  # fmt: skip
     given = check(of(), expected)
     assert set(given) == set(expected)
-    assert {each.freedom for each in given.values()} == {0}
+    assert {item.freedom for item in given.values()} == {0}
 
 
 def three(order=(0, 1, 2)):
-    chosen = torch.tensor([list(each) for each in permutations(range(E), 3)][:ROWS])
+    chosen = torch.tensor([list(permutation) for permutation in permutations(range(E), 3)][:ROWS])
     weights = random(ROWS, 3, seed=23).abs() + 0.1
     return chosen, weights, weights[:, list(order)]
 

@@ -158,7 +158,7 @@ def slotted(folder, actual=None, *, inputs=INPUTS, expected=None, block=None, re
                   Operation(tap=OTHER, kind=Kind.OTHER, source=OTHER))  # fmt: skip
     all_rows = table() if recorded_table is None else recorded_table
     step = {"request": [0] * len(all_rows), "position": list(range(len(all_rows))),
-            "taps": {names[at]: all_rows for at, each in enumerate(inputs) if each.shape[1] == E}}  # fmt: skip
+            "taps": {names[at]: all_rows for at, item in enumerate(inputs) if item.shape[1] == E}}  # fmt: skip
     recording = recorded(folder, [step], lengths=((len(all_rows) + 1, 2),))
     expected = slots() if expected is None else expected
     model = ToyModel(*operations, modules={

@@ -191,12 +191,12 @@ def of_choice(folder, actual, **others):
 def holds(explain, failure):
     """The causes that hold for every row, and may be asserted."""
     given = found(explain, failure)
-    for each in given.values():
-        rows = each.output
+    for item in given.values():
+        rows = item.output
         same = (rows == failure.actual).all(dim=1)
         assert not bool(((rows == failure.actual).any(dim=1) & ~same).any()), "a row holds as a whole, or not at all"
-        assert each.is_cause == (float(same.double().mean()) >= 0.9)
-    return {cause for cause, each in given.items() if each.is_cause and torch.equal(each.output, failure.actual)}
+        assert item.is_cause == (float(same.double().mean()) >= 0.9)
+    return {cause for cause, item in given.items() if item.is_cause and torch.equal(item.output, failure.actual)}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_rows_of_other_positions(of, position, cause):
     failure = of(lambda r, p: position(p), [(0, 4), (0, 5)], meant=lambda r, p: p + 2)
     given = found(embedding.another_token, failure)
     assert list(given) == ([] if cause is None else [THE + cause])
-    assert [each.detail for each in given.values()] == (
+    assert [item.detail for item in given.values()] == (
         [] if cause is None else [f"rows of the table: {position(4)} for 6, {position(5)} for 7"]
     )
 

@@ -100,7 +100,7 @@ def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
         "the residual is added twice": (2, 1),
         "the branch is subtracted": (1, -1),
     }
-    named = {cause: each for cause, each in found(residual.other_addition, failure).items() if not each.freedom}
+    named = {cause: item for cause, item in found(residual.other_addition, failure).items() if not item.freedom}
     assert set(named) == set(coefficients)
     for cause, (s, b) in coefficients.items():
         torch.testing.assert_close(named[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
@@ -109,7 +109,7 @@ def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
 @pytest.mark.parametrize(("stream", "branch"), [(1, 0.25), (0.6, 1), (0.5, -2)])
 def test_the_factors_of_both_sides_are_fitted(tmp_path, stream, branch):
     failure = of(stream * S + branch * B, folder=tmp_path / "r")
-    alone, one, both = (each for each in residual.other_addition(failure) if each.freedom)
+    alone, one, both = (item for item in residual.other_addition(failure) if item.freedom)
     assert (alone.freedom, one.freedom, both.freedom) == (1, 1, 2)
     assert both.cause == f"the residual is added with a factor of {stream:g}, and the branch with one of {branch:g}"
     torch.testing.assert_close(both.output, stream * S + branch * B)
@@ -142,7 +142,7 @@ def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):
         expected[f"{name} is added in the place of self_attn.o_proj"] = S + tensor
         expected[f"{name} is added in the place of output"] = B + tensor
     assert_outputs(residual.another_tensor, failure, expected)
-    assert all(each.is_vague for each in residual.another_tensor(failure))
+    assert all(item.is_vague for item in residual.another_tensor(failure))
 
 
 def test_a_tensor_of_the_same_layer_is_named_by_its_site(tmp_path):

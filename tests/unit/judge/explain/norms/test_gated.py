@@ -29,7 +29,7 @@ def given(module, actual=None, gate=PRODUCT[:, :WIDTH]):
 def normed(x, weight, size):
     """Normalise groups one by one."""
     groups = [x[:, at : at + size] for at in range(0, WIDTH, size)]
-    rows = torch.cat([each / (each.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() for each in groups], dim=1)
+    rows = torch.cat([group / (group.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() for group in groups], dim=1)
     return rows * weight.repeat(WIDTH // len(weight))
 
 

@@ -47,7 +47,7 @@ def of(actual=None, *, weight=WEIGHT, eps=EPS, x=X, **others):
     tensors = {TAP: weight, OTHER: THEIRS, SAME: weight, NARROW: THEIRS[:5], PRODUCT: THEIRS}
     kinds = {PRODUCT: Kind.LINEAR}
     operations = [Operation(tap=tap, kind=kinds.get(tap, Kind.NORM), inputs=("x",), source=tap) for tap in tensors]
-    model = ToyModel(*operations, modules={tap: rms(each, eps) for tap, each in tensors.items()})
+    model = ToyModel(*operations, modules={tap: rms(tensor, eps) for tap, tensor in tensors.items()})
     expected = normed(weight, eps=eps, x=x)
     return failure_of(operations[0], expected if actual is None else actual, expected, x, model=model, **others)
 
@@ -99,7 +99,7 @@ def test_usual_eps_and_their_places(own):
     expected[f"eps {own:g} is added to the sum of the squares instead of to their mean"] = normed(eps=own / WIDTH), 0
     for eps in {own, *EPSILONS}:
         expected[f"eps {eps:g} is added outside of the root"] = outside(eps), int(eps != own)
-    usual = {cause: each for cause, each in given.items() if cause in expected}
+    usual = {cause: item for cause, item in given.items() if cause in expected}
     assert set(usual) == set(expected)
     for cause, (output, freedom) in expected.items():
         torch.testing.assert_close(usual[cause].output, output, msg=cause)
@@ -122,7 +122,7 @@ def test_eps_that_are_too_large_or_less_than_nothing(eps, is_fitted):
         fitted = {c: h for c, h in found(norm.wrong_eps, of(make(eps))).items() if c.startswith(start) and h.freedom}
         usual = {cause for cause in fitted if float(cause.removeprefix(start).split()[0]) in EPSILONS}
         assert bool(set(fitted) - usual) == is_fitted
-        assert all(each.output.isfinite().all() for each in fitted.values())
+        assert all(item.output.isfinite().all() for item in fitted.values())
 
 
 def test_an_eps_is_that_of_most_heads():
@@ -160,7 +160,7 @@ def test_a_divisor_that_is_fitted(number):
 @pytest.mark.parametrize(("number", "is_fitted"), [(9.8, False), (0.9, False), (999_000, True), (1_001_000, False)])
 def test_divisors_that_are_no_numbers_of_elements(number, is_fitted):
     given = found(norm.wrong_divisor, of(divided(number)))
-    assert [each.freedom for each in given.values() if each.freedom] == [1] * is_fitted
+    assert [item.freedom for item in given.values() if item.freedom] == [1] * is_fitted
 
 
 def test_a_norm_of_sixteen_is_padded_to_no_more():
@@ -187,19 +187,19 @@ def test_squares_that_overflow():
     none[:] = 0
     one[:, :WIDTH] = 0
     given = found(norm.statistic_overflows, of(x=x))
-    assert {cause: each.is_vague for cause, each in given.items()} == {
+    assert {cause: item.is_vague for cause, item in given.items()} == {
         "the squares overflow float16": False, "the sum of the squares overflows float16": True,
     }  # fmt: skip
     torch.testing.assert_close(given["the squares overflow float16"].output, one)
     torch.testing.assert_close(given["the sum of the squares overflows float16"].output, none)
     x[:] = 100
     given = found(norm.statistic_overflows, of(x=x))
-    assert {cause: each.is_vague for cause, each in given.items()} == {
+    assert {cause: item.is_vague for cause, item in given.items()} == {
         "the sum of the squares overflows float16": False
     }
     x[:] = 1e20
     given = found(norm.statistic_overflows, of(x=x))
-    assert {cause: each.is_vague for cause, each in given.items()} == {
+    assert {cause: item.is_vague for cause, item in given.items()} == {
         "the squares overflow float32": False, "the sum of the squares overflows float32": True,
         "the squares overflow float16": True, "the sum of the squares overflows float16": True,
     }  # fmt: skip
@@ -222,7 +222,7 @@ def low(value, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_in_16_bits(dtype):
     name = str(dtype).removeprefix("torch.")
-    given = [each for each in norm.coarse_statistic(of()) if each.cause.endswith(f" {name}")]
+    given = [item for item in norm.coarse_statistic(of()) if item.cause.endswith(f" {name}")]
     squares = lambda values: [low(low(value, dtype) ** 2, dtype) for value in values]  # noqa: E731
     variances = (
         lambda values: low(sum(squares(values)) / WIDTH, dtype),  # a sum in float32, rounded once
@@ -233,13 +233,13 @@ def test_statistics_in_16_bits(dtype):
         lambda variance: math.sqrt(variance + EPS),
     )
     expected = [normed(root=lambda values, v=v, r=r: r(v(values))) for v in variances for r in roots]
-    assert [each.cause for each in given] == [f"the norm's variance is computed in {name}"] * 4 + [
+    assert [item.cause for item in given] == [f"the norm's variance is computed in {name}"] * 4 + [
         f"the norm is computed in {name}"
     ]
     unit = torch.finfo(dtype).eps
-    for each, output in zip(given, expected, strict=False):
+    for item, output in zip(given, expected, strict=False):
         # A sum that is at the limit between two numbers may go to either.
-        distance = (each.output - output).abs() / output.abs()
+        distance = (item.output - output).abs() / output.abs()
         assert distance.max() < unit
         assert (distance < 1e-6).double().mean() > 0.7
     coarse = X.to(dtype).double()

@@ -51,17 +51,17 @@ def coarse(monkeypatch):
 def test_a_product_is_computed_of_each(coarse, bias):
     given = list(declared_failures(of(bias=bias)))
     assert coarse == [("Q8_0",), ("Q8_0",)]
-    for each, x in zip(given, (X + 1, X + 2), strict=True):
-        assert torch.equal(each.inputs[0], x)
-        torch.testing.assert_close(each.expected, x @ WEIGHT.T + (BIAS if bias else 0))
-        assert torch.equal(each.actual, of(bias=bias).actual)
+    for item, x in zip(given, (X + 1, X + 2), strict=True):
+        assert torch.equal(item.inputs[0], x)
+        torch.testing.assert_close(item.expected, x @ WEIGHT.T + (BIAS if bias else 0))
+        assert torch.equal(item.actual, of(bias=bias).actual)
 
 
 def test_an_adapters_own_products_take_the_inputs_as_they_are(coarse):
     failure = of(kind=Kind.OTHER, adapter=True)
-    for each, shift in zip(declared_failures(failure), (1, 2), strict=True):
-        assert torch.equal(each.inputs[0], X)
-        torch.testing.assert_close(each.expected, failure.expected + shift * WEIGHT.sum(dim=1))
+    for item, shift in zip(declared_failures(failure), (1, 2), strict=True):
+        assert torch.equal(item.inputs[0], X)
+        torch.testing.assert_close(item.expected, failure.expected + shift * WEIGHT.sum(dim=1))
 
 
 @pytest.mark.parametrize(

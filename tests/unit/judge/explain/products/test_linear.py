@@ -173,7 +173,7 @@ def test_an_update_of_low_rank():
     assert hypothesis.is_fallback
     assert hypothesis.freedom >= WIDTH
     others = found(linear.low_rank_update, of(y(random(9, WIDTH, seed=9), x=rows), **own)).values()
-    assert all(float((each.output - y(random(9, WIDTH, seed=9), x=rows)).norm()) > 0.1 for each in others)
+    assert all(float((item.output - y(random(9, WIDTH, seed=9), x=rows)).norm()) > 0.1 for item in others)
     assert found(linear.low_rank_update, of(y(weight + update, x=rows[:3]), **{**own, "x": rows[:3]})) == {}
     same = rows[:3].repeat(4, 1)
     any_other = random(9, WIDTH, seed=9)
@@ -523,7 +523,7 @@ def test_weights_are_fitted_from_more_rows_than_inputs(rows, is_fitted):
     x, weight, wrong = random(rows, 8), random(20, 8, seed=1), random(20, 8, seed=2)
     found = list(linear.nobodys_weights(scene_of(x, weight, wrong, None)))
     assert bool(found) == is_fitted, "one and a half rows for each input and the bias"
-    assert all(torch.allclose(each.output, x @ wrong.T) for each in found)
+    assert all(torch.allclose(item.output, x @ wrong.T) for item in found)
 
 
 def test_one_element_of_the_weight_in_a_recording(bench):

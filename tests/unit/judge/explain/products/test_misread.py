@@ -83,7 +83,7 @@ def test_a_wrong_weight_is_named_under_quantised_inputs(tmp_path: Path):
     write_quantised(CHECKPOINTS / "llama-tiny", tmp_path / "wrong", "w8a8", changed=rolled)
     engine = _quantising_engine(tmp_path / "m", tmp_path / "wrong")
     report = harness.check(engine, model=tmp_path / "m", prompts=[PROMPT], max_new_tokens=2, schedules=["plain"])
-    causes = {each.tap: each.explanation.cause for each in report.runs[0].findings if each.explanation}
+    causes = {finding.tap: finding.explanation.cause for finding in report.runs[0].findings if finding.explanation}
     assert causes[UP] == "each block of outputs has the scale of the one before"
 
 
@@ -96,7 +96,7 @@ def test_inputs_that_are_quantised_otherwise_are_named(tmp_path: Path):
     report = harness.check(
         HFEngine(hf, None), model=tmp_path / "m", prompts=[PROMPT], max_new_tokens=2, schedules=["plain"]
     )
-    (finding,) = [each for each in report.runs[0].findings if each.tap == UP]
+    (finding,) = [item for item in report.runs[0].findings if item.tap == UP]
     assert finding.explanation is not None
     assert (
         "the inputs are quantised to float8_e4m3fn, one scale for a token, and the checkpoint says float8_e4m3fn, one "

@@ -92,8 +92,8 @@ def test_with_the_bias_and_without(factor, cause, bias_too, what):
     other = "" if what else BUT
     assert not any(
         torch.allclose(hypothesis.output, actual)
-        for each, hypothesis in given.items()
-        if other in each and each != cause.format(what)
+        for key, hypothesis in given.items()
+        if other in key and key != cause.format(what)
     )
 
 

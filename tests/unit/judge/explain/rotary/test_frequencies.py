@@ -71,7 +71,7 @@ def by(own, positions=range(R), **others):
     if isinstance(own, dict):
         own, scaling = scaled(own)
         others = {"scaling": scaling, **others}
-    own = [single(each) for each in own]
+    own = [single(item) for item in own]
     return turned(lambda at, position: single(single(position) * own[at]), positions, count=len(own), **others)
 
 
@@ -134,7 +134,7 @@ def test_pairs_directions_and_no_rotation():
 
 def test_rows_of_another_rotation_stay():
     """LongRoPE: requests beyond the original length have other frequencies, and those of two requests are wrong."""
-    own, long = by(frequencies()), by([each / 4 for each in frequencies()])
+    own, long = by(frequencies()), by([frequency / 4 for frequency in frequencies()])
     backwards = by(frequencies(), sin=lambda angle: -math.sin(angle))
     for count in (8, 4):
         here = torch.tensor(range(R))[:, None] < count
@@ -179,7 +179,7 @@ def test_factors_of_the_other_length():
             continue
         cause = f"rope scaling: the {used} factors are used where the {unused} ones belong"
         check(rotary.other_scaling, of(actual, parameters), {cause: (actual, 0)})
-        fits = [each.cause for each in rotary.other_scaling(failure) if torch.allclose(each.output, actual, atol=1e-6)]
+        fits = [item.cause for item in rotary.other_scaling(failure) if torch.allclose(item.output, actual, atol=1e-6)]
         assert fits == [cause]
 
 
@@ -207,7 +207,7 @@ FACTORS = (0.5, 2, 3, 4, 8, 16, 32, 40, 64)
 def test_scalings_that_config_json_does_not_ask_for():
     expected = {}
     for factor in FACTORS:
-        own = [each / factor for each in frequencies()]
+        own = [frequency / factor for frequency in frequencies()]
         cause = f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
         expected[cause] = by(own), 0
         yarn = {
@@ -224,15 +224,15 @@ def test_scalings_that_config_json_does_not_ask_for():
 
 @pytest.mark.parametrize("factor", [1.5, 6.0, 0.1])
 def test_a_factor_of_all_frequencies_is_fitted(factor):
-    actual = by([each / factor for each in frequencies()])
+    actual = by([frequency / factor for frequency in frequencies()])
     cause = f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
     check(rotary.other_scaling, of(actual), {cause: (actual, 1)})
 
 
 def test_frequencies_that_are_right_have_no_factor():
-    assert not any(each.freedom for each in found(rotary.other_scaling, of()).values())
-    of_two = by([each / 2 for each in frequencies()])
-    assert not any(each.freedom for each in found(rotary.other_scaling, of(of_two)).values()), "which is a usual one"
+    assert not any(item.freedom for item in found(rotary.other_scaling, of()).values())
+    of_two = by([frequency / 2 for frequency in frequencies()])
+    assert not any(item.freedom for item in found(rotary.other_scaling, of(of_two)).values()), "which is a usual one"
 
 
 def test_values_of_the_scaling_that_are_others():
@@ -297,12 +297,12 @@ def test_usual_bases():
 def test_a_base_is_fitted_to_two_digits_and_to_six(theta):
     positions = range(40, 40 + R)  # far enough for the slow pairs to turn
     actual = by(frequencies(theta), positions)
-    fitted = [each for each in rotary.wrong_theta(of(actual, positions=positions)) if each.freedom]
-    rough, fine = (float(each.cause.split()[3]) for each in (fitted[0], fitted[-1]))
+    fitted = [item for item in rotary.wrong_theta(of(actual, positions=positions)) if item.freedom]
+    rough, fine = (float(item.cause.split()[3]) for item in (fitted[0], fitted[-1]))
     assert rough == float(f"{theta:.2g}")
     assert math.isclose(fine, theta, rel_tol=2e-3)
-    assert [each.is_vague for each in fitted] == [False, True][-len(fitted) :]
-    assert {each.freedom for each in fitted} == {1}
+    assert [item.is_vague for item in fitted] == [False, True][-len(fitted) :]
+    assert {item.freedom for item in fitted} == {1}
     torch.testing.assert_close(fitted[-1].output, actual, rtol=2e-3, atol=2e-3)
 
 
@@ -326,7 +326,7 @@ def test_the_factors_of_a_scaling_may_be_kept():
 
 @pytest.mark.parametrize("share", [0.004, -0.009, 1e-4])
 def test_angles_that_are_a_little_too_large_or_too_small(share):
-    actual = by([each * (1 + share) for each in frequencies()])
+    actual = by([frequency * (1 + share) for frequency in frequencies()])
     (hypothesis,) = found(rotary.stretched, of(actual)).values()
     assert math.isclose(float(hypothesis.cause.split()[-1]), 1 + share, abs_tol=0.02 * abs(share))
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-3, atol=20 * abs(share) * 0.02)
@@ -334,7 +334,7 @@ def test_angles_that_are_a_little_too_large_or_too_small(share):
 
 
 def test_angles_that_are_right_or_far_too_large_are_not_stretched():
-    assert found(rotary.stretched, of(by([1.02 * each for each in frequencies()]))) == {}
+    assert found(rotary.stretched, of(by([1.02 * frequency for frequency in frequencies()]))) == {}
     assert found(rotary.stretched, of(positions=[0] * R)) == {}
 
 
@@ -344,7 +344,7 @@ def test_some_elements_turn():
     for share in (0.25, 0.5, 0.75):  # all of them turn as they should
         dim = int(H * share)
         cause = f"partial rotary: the first {dim} of 16 elements turn"
-        own, cut = [each.output for each in given if each.cause == cause]
+        own, cut = [item.output for item in given if item.cause == cause]
         torch.testing.assert_close(own, by(frequencies(dim=dim)), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(cut, by(frequencies()[: dim // 2]), rtol=1e-5, atol=1e-6)
     assert len(given) == 6
@@ -357,7 +357,7 @@ def low(value, dtype):
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_coarse_tables(name):
     dtype = getattr(torch, name)
-    own = [single(each) for each in frequencies()]
+    own = [single(frequency) for frequency in frequencies()]
 
     def exact(at, position):
         return single(position * own[at])
@@ -369,15 +369,15 @@ def test_coarse_tables(name):
     expected = [
         (f"cos/sin table in {name}", turned(exact, **table)),
         (f"cos/sin table in {name}", turned(exact, **table)),
-        (f"rotary frequencies in {name}", by([low(each, dtype) for each in own])),
+        (f"rotary frequencies in {name}", by([low(item, dtype) for item in own])),
         (f"cos/sin table in {name}, its angles too", turned(coarse, **table)),
         (f"rotary angles in {name}", turned(coarse)),
     ]
     causes = {cause for cause, _ in expected}
-    given = [each for each in rotary.coarse_table(of()) if each.cause in causes]
-    assert [each.cause for each in given] == [cause for cause, _ in expected]
-    for each, (cause, output) in zip(given, expected, strict=True):
-        torch.testing.assert_close(each.output, output, rtol=1e-6, atol=1e-6, msg=cause)
+    given = [item for item in rotary.coarse_table(of()) if item.cause in causes]
+    assert [item.cause for item in given] == [cause for cause, _ in expected]
+    for item, (cause, output) in zip(given, expected, strict=True):
+        torch.testing.assert_close(item.output, output, rtol=1e-6, atol=1e-6, msg=cause)
 
 
 # Some pairs.
@@ -402,7 +402,7 @@ STILL, ORDER = (
     ],
 )  # fmt: skip
 def test_pairs_that_do_not_turn(still, detail, freedom):
-    actual, given = causes_of_pairs([0.0 if at in still else each for at, each in enumerate(frequencies())])
+    actual, given = causes_of_pairs([0.0 if at in still else frequency for at, frequency in enumerate(frequencies())])
     assert set(given) == {STILL}
     assert (given[STILL].detail, given[STILL].freedom) == (detail, freedom)
     torch.testing.assert_close(given[STILL].output, actual, rtol=1e-5, atol=1e-6)
@@ -410,7 +410,7 @@ def test_pairs_that_do_not_turn(still, detail, freedom):
 
 def test_the_last_pairs_that_do_not_turn():
     """Where they turn by enough to be seen."""
-    own = [0.0 if at in (6, 7) else each for at, each in enumerate(frequencies())]
+    own = [0.0 if at in (6, 7) else frequency for at, frequency in enumerate(frequencies())]
     _, given = causes_of_pairs(own, range(3000, 3000 + 40 * R, 40))
     assert (given[STILL].detail, given[STILL].freedom) == ("pairs 6 to 7 of 8", 1)
 
@@ -430,7 +430,7 @@ def test_tables_with_a_factor_turn_pairs_as_well(still):
     yarn = {**PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     positions = range(100, 100 + 40 * R, 40)
     own, scaling = scaled(yarn)
-    actual = by([0.0 if at == still else each for at, each in enumerate(own)], positions, scaling=scaling)
+    actual = by([0.0 if at == still else item for at, item in enumerate(own)], positions, scaling=scaling)
     given = found(rotary_pairs.frequencies_of_other_pairs, of(actual, yarn, positions=positions))
     assert (given[STILL].detail, given[STILL].freedom) == (f"pairs {still} of 8", 2)
     torch.testing.assert_close(given[STILL].output, actual, rtol=1e-4, atol=1e-5)

@@ -51,7 +51,7 @@ CAUSES = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_state_with_other_rows_in_it_is_named_where_it_was_read_first(subjects, name):
-    (fault,) = (each for each in FAULTS if each.name == name)
+    (fault,) = (item for item in FAULTS if item.name == name)
     run = subjects("falcon_h1").check(fault.schedule, fault.decoder())
     first = run.first_divergence
     assert first.code is Code.STATE_DIFFERS
@@ -61,14 +61,14 @@ def test_a_state_with_other_rows_in_it_is_named_where_it_was_read_first(subjects
 
 
 def test_padding_that_enters_a_state_is_named(subjects):
-    (fault,) = (each for each in FAULTS if each.name == "padding enters")
+    (fault,) = (item for item in FAULTS if item.name == "padding enters")
     run = subjects("mamba").check(fault.schedule, fault.decoder())
-    said = {each.explanation.cause for each in run.findings if each.explanation is not None}
+    said = {finding.explanation.cause for finding in run.findings if finding.explanation is not None}
     assert any("padding is in it: rows of token 0 before the prompt" in cause for cause in said)
 
 
 def test_the_output_of_a_scan_is_said_to_follow_from_its_state(subjects):
-    (fault,) = (each for each in FAULTS if each.name == "another's state at the start")
+    (fault,) = (item for item in FAULTS if item.name == "another's state at the start")
     first = subjects("falcon_h1").check(fault.schedule, fault.decoder()).first_divergence
     assert first.tap == "model.layers.0.mamba.out_proj.input"
     assert first.explanation.cause == "model.layers.0.recurrent_state begins with what request 0 left"
@@ -76,7 +76,7 @@ def test_the_output_of_a_scan_is_said_to_follow_from_its_state(subjects):
 
 @pytest.mark.parametrize("name", ["scaled by 1.01", "columns rolled"])
 def test_what_no_other_rows_give_is_found_and_not_named(subjects, name):
-    (fault,) = (each for each in FAULTS if each.name == name)
+    (fault,) = (item for item in FAULTS if item.name == name)
     first = subjects("falcon_h1").check(fault.schedule, fault.decoder()).first_divergence
     assert first.code is Code.STATE_DIFFERS
     assert not first.explanation.is_cause
@@ -110,7 +110,7 @@ def test_sound_states_pass(subjects, family, name):
     prompts = {key: value for key, value in given.items() if key != "decoder"}
     decoder = {"decoder": given["decoder"]} if "decoder" in given else {}
     run = subjects(family, **prompts).check(schedule, **decoder)
-    assert [each.message for each in run.findings] == []
+    assert [finding.message for finding in run.findings] == []
     assert run.outcome is Outcome.PASS
     assert sum(tap.num_rows for tap in run.taps if "_state" in tap.name) > 0
 
@@ -150,8 +150,8 @@ class Silent(Faulty):
 )
 def test_states_of_another_form_and_missing_ones_are_findings(subjects, decoder, code, words):
     run = subjects("falcon_h1").check("plain", decoder, explains=False)
-    assert any(each.code is code and words in each.message for each in run.findings), [
-        each.message for each in run.findings
+    assert any(finding.code is code and words in finding.message for finding in run.findings), [
+        finding.message for finding in run.findings
     ]
 
 
@@ -159,8 +159,8 @@ def test_a_state_that_is_not_finite_is_found(subjects):
     class Broken(Faulty):
         def after_piece(self, before):
             if len(self.pieces) == 5:
-                for each in held(self, "recurrent"):
-                    each.fill_(torch.nan)
+                for item in held(self, "recurrent"):
+                    item.fill_(torch.nan)
 
     first = subjects("falcon_h1").check("plain", Broken).first_divergence
     assert (first.tap, first.code) == ("model.layers.0.recurrent_state", Code.STATE_DIFFERS)

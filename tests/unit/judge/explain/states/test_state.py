@@ -244,7 +244,7 @@ def rows(steps):
     ],
 )  # fmt: skip
 def test_decode_begins_behind_the_last_step_of_several_rows(steps, pieces):
-    assert [each.position.tolist() for each in state._prefill_and_decode(rows(steps))] == pieces
+    assert [item.position.tolist() for item in state._prefill_and_decode(rows(steps))] == pieces
 
 
 # Parameters.

@@ -63,16 +63,16 @@ def test_all_of_them_may_raise(bench_of, monkeypatch, code):
         module = import_module(f"harness.judge.explain.{name}")
         monkeypatch.setattr(module, "EXPLANATIONS", tuple(map(raising, module.EXPLANATIONS)))
     result = explain_run(found, recording, one.golden, one.hf)
-    assert [replace(each, explanation=None) for each in result.findings] == [
-        replace(each, explanation=None) for each in sound.findings
+    assert [replace(finding, explanation=None) for finding in result.findings] == [
+        replace(finding, explanation=None) for finding in sound.findings
     ]
     assert (result.outcome, result.taps) == (sound.outcome, sound.taps)
-    explained = [each for each in result.findings if each.code is code and each.explanation is not None]
+    explained = [finding for finding in result.findings if finding.code is code and finding.explanation is not None]
     assert explained
-    for each in explained:
-        assert not each.explanation.is_cause
-        for name in KINDS[one.hf.graph[each.tap].kind].causes:
+    for item in explained:
+        assert not item.explanation.is_cause
+        for name in KINDS[one.hf.graph[item.tap].kind].causes:
             for explain in import_module(f"harness.judge.explain.{name}").EXPLANATIONS:
                 assert (
-                    f"{explain.__name__}: ZeroDivisionError: planted (harness/judge/explain/" in each.explanation.detail
+                    f"{explain.__name__}: ZeroDivisionError: planted (harness/judge/explain/" in item.explanation.detail
                 )

@@ -60,6 +60,6 @@ def test_many_requests_are_counted():
     rows = Rows(
         request=torch.arange(number), position=torch.zeros(number, dtype=torch.int64), step=torch.arange(number)
     )
-    recording = SimpleNamespace(manifest=SimpleNamespace(requests=[request(each, 1) for each in range(number)]))
+    recording = SimpleNamespace(manifest=SimpleNamespace(requests=[request(item, 1) for item in range(number)]))
     assert scope(rows, rows.request < 8, recording) == "8 requests"
     assert scope(rows, rows.request < 2, recording) == "requests 0, 1"
