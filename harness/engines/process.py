@@ -185,7 +185,7 @@ class EngineProcess:
             Code.ENGINE_FAILED,
             f"the engine's process ended {how_it_ended(self._process.returncode)} before it was done",
             where=f"{self._engine}, {doing}",
-            hint="run the engine alone on the same tokens; --no-isolate runs it in the harness's own process",
+            hint="run the engine alone on the same tokens; --engine-timeout 0 runs it in the harness's own process",
         )
 
     def _timed_out(self, doing: str, timeout_s: float | None) -> HarnessError:

@@ -8,7 +8,7 @@ import pytest
 from harness.cli.main import run
 from harness.errors import Code
 
-from .conftest import ENGINE
+from .commands import ENGINE
 
 KEYS = [
     "schema_version", "verdict", "engine", "model", "dtype", "device", "num_requests", "num_rows", "num_taps",
@@ -99,7 +99,7 @@ def test_who_stops_early_judges_up_to_the_first_wrong_operation_and_runs_no_furt
 
 def test_the_next_place_to_look(check, install, llama):
     engine = install(PERTURBED)
-    document = check("--engine", engine, "--no-isolate", "--schedule", "batched", "--format", "json").json
+    document = check("--engine", engine, "--engine-timeout", "0", "--schedule", "batched", "--format", "json").json
     cause = document["first_divergence"]["explanation"]
     assert document["next"] == {
         "tap": "model.layers.1.mlp.up_proj",

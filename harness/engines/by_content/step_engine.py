@@ -57,7 +57,7 @@ class StepEngine:
     Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
     what it holds from there on. One that runs layers that predict further tokens (`--mtp`) has an attribute
     `tokens_ahead`, the number of these layers: each entry of `work` then ends with a list of the tokens that follow in
-    the request, as many as there are layers and tokens. `fill_unused` and `fill_states` let `harness fuzz --poison`
+    the request, as many as there are layers and tokens. `fill_unused` and `fill_states` let `harness fuzz poison`
     into its memory: see `harness.engines.poison`.
     """
 

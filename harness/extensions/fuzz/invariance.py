@@ -1,4 +1,4 @@
-"""`harness fuzz --invariance`: which change of schedule alone changes bits, in which operation, and by how much.
+"""`harness fuzz invariance`: which change of schedule alone changes bits, in which operation, and by how much.
 
 Where training and rollout must agree, or an answer must not depend on who else is served, rounding is a bug. So two
 runs are compared with each other, bit by bit; the golden only says whether what changed is still rounding.

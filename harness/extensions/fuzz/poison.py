@@ -1,4 +1,4 @@
-"""`harness fuzz --poison`: memory that no live row may depend on is filled, and a row whose bits change is traced.
+"""`harness fuzz poison`: memory that no live row may depend on is filled, and a row whose bits change is traced.
 
 The run with poison is compared with the same run without, step by step and bit by bit. The first value that differs, in
 the order of the run, is what let the poison in: all before it is the same.

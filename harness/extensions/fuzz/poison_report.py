@@ -64,7 +64,7 @@ def _notes(result: PoisonResult) -> Iterator[str]:
         yield "give the engine fill_unused and fill_states (docs/fuzz.md)"
     if num_rounded := sum(memory.num_rounded for memory in result.memories):
         yield f"in {count(num_rounded, 'run')} bits of live rows changed by no more than rounding: another order of"
-        yield "sums, and nothing that was let in (harness fuzz --invariance shows where)"
+        yield "sums, and nothing that was let in (harness fuzz invariance shows where)"
     yield from (printable(f"not served: {refusal}") for refusal in result.refusals)
     yield from (printable(note) for note in result.notes)
     yield f"  timings    all {number(result.elapsed_s)} s, seed {result.seed}"

@@ -53,7 +53,7 @@ class PoisonedMemory:
     num_rows: int
     """Live rows that were compared, over all runs with some."""
     num_rounded: int = 0
-    """Runs in which bits of a live row changed by rounding: another order of sums, as `harness fuzz --invariance` shows
+    """Runs in which bits of a live row changed by rounding: another order of sums, as `harness fuzz invariance` shows
     it. Nothing is let in by that."""
 
 

@@ -46,7 +46,7 @@ def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
             yield from wrapped("", f"{item.code}: {printable(item.message)}", width, indent=3)
     yield from wrapped("           Found:", _history(finding), width, indent=INDENT)
     if finding.workload_file:
-        yield f"{'          Repeat:':{INDENT}}harness fuzz --replay {printable(finding.workload_file)}"
+        yield f"{'          Repeat:':{INDENT}}harness fuzz run --replay {printable(finding.workload_file)}"
     if finding.case_file:
         yield f"{'':{INDENT}}harness check --case {printable(finding.case_file)}"
 

@@ -64,7 +64,7 @@ class FuzzFinding:
     num_failures: int = 1
     """Workloads that failed in the same way."""
     workload_file: str | None = None
-    """File that repeats it with `harness fuzz --replay`."""
+    """File that repeats it with `harness fuzz run --replay`."""
     case_file: str | None = None
     """Case that was seen to fail in the same way; None if no case can say what the workload says."""
 

@@ -1,4 +1,4 @@
-"""A workload on disk: what `harness fuzz --replay` runs again.
+"""A workload on disk: what `harness fuzz run --replay` runs again.
 
 It has the tokens fed, so it needs neither the seed nor the pool of the search that found it.
 """

@@ -77,8 +77,7 @@ def history(
 ) -> int:
     """Show since when cases fail, in which runs the engine's numbers changed, and what each check cost.
 
-    The exit status is 1 where a case of the newest run does not pass. `harness suite bisect --history RUNS` looks for
-    the commit.
+    The exit status is 1 where a case of the newest run does not pass.
     """
     from harness.base.files import write_text
     from harness.extensions.suite.history import read_history

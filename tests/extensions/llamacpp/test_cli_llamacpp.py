@@ -47,7 +47,7 @@ def check(harness, own_cache):
     def check(model, *options):
         workload = [*PROMPTS, "--max-new-tokens", 6]
         # In this process: a second one would take seconds to import torch.
-        return harness("check", "--engine", "llamacpp", "--no-isolate", "--model", model, *workload, *options)
+        return harness("check", "--engine", "llamacpp", "--engine-timeout", "0", "--model", model, *workload, *options)
 
     return check
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from ...integration.conftest import ENGINE, listen_to_ctrl_c
+from ...integration.commands import ENGINE, listen_to_ctrl_c
 
 CASE = """
 schema_version = 1
