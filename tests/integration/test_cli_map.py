@@ -39,7 +39,7 @@ def mapped(monkeypatch):
 
 
 def test_what_moved_since_a_map_that_was_kept(mapped, tmp_path, harness):
-    given = ("map", "--engine", "reference", "--model", "qwen3-tiny")
+    given = ("inspect", "--map", "--engine", "reference", "--model", "qwen3-tiny")
     kept = tmp_path / "kept.json"
     kept.write_text(harness(*given, "--format", "json").out)
     same = harness(*given, "--against", str(kept))
