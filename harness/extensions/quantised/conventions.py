@@ -22,10 +22,10 @@ from harness.judge.compare.conventions.linear import (
     ADDED_AFTER,
     MODEL,
     product,
+    product_of_integers,
     product_then_bias,
     weight_and_bias,
 )
-from harness.judge.compare.conventions.quantised import product_of_integers
 from harness.oracle.experts import num_experts, reads_slots
 from harness.oracle.model import HFModel
 

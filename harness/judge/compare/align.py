@@ -1,4 +1,9 @@
-"""The place of each row: rows of recordings are found by (request, position), never by step or call order."""
+"""The place of each row. Rows of recordings are found by (request, position), never by step or call order.
+
+Rows are also found by content: what a row holds follows from its *prefix*, the tokens up to and including its own,
+whichever request computed it. An engine that finds the beginning of a prompt in its cache, or forks a request, does not
+compute these rows again; they are those of another request with the same prefix.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,3 +258,35 @@ def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) 
         actual=values[1],
         hint="feed the engine the golden's tokens (forced tokens), so that rows align",
     )
+
+
+class Prefixes:
+    """Numbers the distinct token prefixes of some requests, 0 and up."""
+
+    def __init__(self, requests: Sequence[RequestInfo]) -> None:
+        ordered = sorted(requests, key=lambda request: request.id)
+        self._request_ids = torch.tensor([request.id for request in ordered], dtype=torch.int64)
+        length = max((len(request.token_ids) for request in ordered), default=0)
+        self.table = torch.full((len(ordered), length), -1, dtype=torch.int64)
+        """[requests in ascending order of id, positions] int64: the number of each prefix; -1 past the end."""
+        numbers: dict[tuple[int, int], int] = {}
+        images = list(dict.fromkeys([None, *(request.inputs for request in ordered)]))
+        for row, request in enumerate(ordered):
+            parent, chain = -1 - images.index(request.inputs), []
+            for token in request.token_ids:
+                parent = numbers.setdefault((parent, token), len(numbers))
+                chain.append(parent)
+            self.table[row, : len(chain)] = torch.tensor(chain, dtype=torch.int64)
+        self.count = len(numbers)
+
+    def of(self, rows: Rows) -> torch.Tensor:
+        """Return [rows] int64: the number of each row's prefix."""
+        return self.table[torch.searchsorted(self._request_ids, rows.request), rows.position]
+
+    def up_to(self, request: int, end: int) -> torch.Tensor:
+        """Return [end] int64: the numbers of a request's prefixes at the positions below `end`."""
+        return self.table[int(torch.searchsorted(self._request_ids, request)), :end]
+
+    def at(self, request: int, position: int) -> int:
+        """Return the number of a request's prefix up to and including a position."""
+        return int(self.up_to(request, position + 1)[-1])

@@ -10,10 +10,9 @@ import torch
 from harness.base.metrics import RowMetrics, rounding_unit, row_metrics
 from harness.formats.recording import Step
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
-from harness.judge.compare.align import Locator, Rows, is_readback, step_rows
+from harness.judge.compare.align import Locator, Prefixes, Rows, is_readback, step_rows
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.local import LocalErrors
 from harness.judge.compare.propagated import RATIO_BOUND
 from harness.judge.compare.shapes import cache_format, engine_dtype
 from harness.oracle.sketch.rows import estimated_metrics

@@ -4,7 +4,7 @@ Nothing but a pass over two recordings: tap by tap, memory-mapped, each row foun
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Rows, chunks, joined, step_rows
 from harness.judge.compare.shapes import engine_dtype
 from harness.oracle.sketch.rows import estimated_metrics
-from harness.results.check import LogitResult
+from harness.results.check import LogitResult, PositionError
 
 RATIO_BOUND = 10.0
 """Largest ratio of a row's error to HF's own that passes if nothing but propagation can judge. HF's eager against
@@ -182,3 +182,30 @@ def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:
     return LogitResult(
         num_rows=len(kl), top1_agreement=float(agreement.mean()), kl_max=float(kl.max()), margin_min=float(margin.min())
     )
+
+
+MAX_POSITIONS = 256
+"""Of longer requests neighbouring positions share an entry."""
+
+
+def position_errors(propagation: Propagation, graph: Graph) -> tuple[PositionError, ...]:
+    """Return median and largest ratio by position, at the deepest tap that was compared at every row.
+
+    The head is left out: an engine may compute it only where it samples.
+    """
+    compared = [op.tap for op in graph if op.tap in propagation.errors and not op.sampled_only and not op.is_kept]
+    return tuple(_by_position(propagation, compared[-1])) if compared else ()
+
+
+def _by_position(propagation: Propagation, tap: str) -> Iterator[PositionError]:
+    errors = propagation.errors[tap]
+    positions = errors.rows.position
+    if not len(positions):
+        return
+    width = -(-(int(positions.max()) + 1) // MAX_POSITIONS)
+    bins = positions // width
+    for place in bins.unique().tolist():
+        ratio = errors.ratio[bins == place]
+        yield PositionError(
+            tap=tap, position=place * width, ratio_median=float(ratio.median()), ratio_max=float(ratio.max())
+        )

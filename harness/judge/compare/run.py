@@ -10,26 +10,35 @@ from harness.base.progress import Progress
 from harness.base.workers import Workers
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph
-from harness.judge.compare.acceptance import compare_acceptance
 from harness.judge.compare.align import Locator, match_requests
+from harness.judge.compare.batch import RowSample, rows_standing_out
 from harness.judge.compare.cache import cache_errors
-from harness.judge.compare.compute import judged_compute, unjudged
-from harness.judge.compare.conventions.quantised import QUANTISED_INPUTS
-from harness.judge.compare.coverage import Requirements, check_caches, check_coverage, check_tokens
-from harness.judge.compare.divergence import first_divergence
+from harness.judge.compare.conventions.linear import QUANTISED_INPUTS
+from harness.judge.compare.coverage import (
+    Requirements,
+    check_caches,
+    check_coverage,
+    check_tokens,
+    judged_compute,
+    unjudged,
+)
 from harness.judge.compare.evidence import Evidence
-from harness.judge.compare.figures import tap_result
-from harness.judge.compare.findings import bad_finding, choice_finding, oracle_finding, systematic_finding
-from harness.judge.compare.judged import TapJudgement, judge
-from harness.judge.compare.local import local_errors, replay_dtype
-from harness.judge.compare.local_judge import LocalErrors, LocalJudgement
-from harness.judge.compare.positions import position_errors
-from harness.judge.compare.propagated import Propagation, propagated_errors
-from harness.judge.compare.row_sample import RowSample, rows_standing_out
+from harness.judge.compare.judged import (
+    TapJudgement,
+    bad_finding,
+    choice_finding,
+    first_divergence,
+    judge,
+    oracle_finding,
+    systematic_finding,
+    tap_result,
+)
+from harness.judge.compare.local import LocalErrors, LocalJudgement, local_errors, replay_dtype
+from harness.judge.compare.propagated import Propagation, position_errors, propagated_errors
+from harness.judge.compare.sequences import slot_conflicts
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
-from harness.judge.compare.slots import slot_conflicts
 from harness.judge.compare.states import StateJudgement, StateRuns, judge_states
-from harness.judge.compare.tokens import compare_tokens, tie_margin
+from harness.judge.compare.tokens import compare_acceptance, compare_tokens, tie_margin
 from harness.judge.compare.triggers import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel

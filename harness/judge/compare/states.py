@@ -14,13 +14,11 @@ import torch
 from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare.align import Rows, all_rows, is_readback, step_rows
+from harness.judge.compare.align import Prefixes, Rows, all_rows, is_readback, step_rows
 from harness.judge.compare.batch import make_batches
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, control_bound
 from harness.judge.compare.evidence import Evidence
-from harness.judge.compare.local import control_arithmetic
-from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.local import LocalErrors, control_arithmetic
 from harness.judge.compare.replay import Judge, Replay
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 from harness.judge.compare.shapes import engine_dtype, keeps_one_less

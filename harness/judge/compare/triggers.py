@@ -7,8 +7,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording import Recording, Step
-from harness.judge.compare.align import is_readback
-from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.align import Prefixes, is_readback
 from harness.oracle.model import HFModel
 from harness.results.check import Finding
 

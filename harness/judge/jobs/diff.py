@@ -15,7 +15,7 @@ from harness.formats.recording import Manifest, Recording
 from harness.formats.schedule import TRIGGERS
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare import TOKENS, Requirements, compare_run
-from harness.judge.compare.compute import LEAST_JUDGED
+from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.explain import explain_run
 from harness.judge.jobs.check import preset_taps
 from harness.oracle.golden import Golden

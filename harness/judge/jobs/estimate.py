@@ -22,8 +22,7 @@ from harness.formats.schedule import Schedule
 from harness.formats.taps import layer_of
 from harness.judge.compare import compare_run
 from harness.judge.jobs.check import planned_sample
-from harness.judge.jobs.engine_run import describe_run
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import describe_run, planned_model
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.make_golden import make_golden, open_cached_golden
 from harness.oracle.model import HFModel

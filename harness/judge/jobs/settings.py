@@ -9,8 +9,7 @@ from harness.engines.isolated import IsolatedEngine
 from harness.engines.module_settings import settings_of_modules
 from harness.errors import Code
 from harness.formats.taps import Kind
-from harness.judge.jobs.engine_run import open_planned
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import open_planned, planned_model
 from harness.oracle.model import HFModel
 from harness.oracle.untraced import frequencies_follow_length
 from harness.plan import Plan

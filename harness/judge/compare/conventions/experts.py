@@ -19,7 +19,7 @@ from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.taps import ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
-from harness.judge.compare.conventions.quantised import FORMATS, QUANTISED_INPUTS, Blocks
+from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, Blocks
 from harness.oracle.experts import num_experts, reads_slots, run_experts
 from harness.oracle.precision import PreservePrecision, eager_experts
 

@@ -8,7 +8,7 @@ from harness.base.metrics import RowMetrics, row_metrics
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.judged import TapJudgement
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.local import LocalErrors
 from harness.judge.compare.propagated import PropagatedErrors
 from harness.results.check import RunResult, TapResult
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.compare.figures import _control_figures, tap_result
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.judged import _control_figures, tap_result
+from harness.judge.compare.local import LocalErrors
 from harness.results.check import Effect, RowId
 
 from .judgements import errors_of, judgement, metrics_of, propagated_of

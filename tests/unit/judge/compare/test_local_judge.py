@@ -12,9 +12,9 @@ from harness.base.numerics import Numerics
 from harness.base.workers import Workers
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare import local_judge
+from harness.judge.compare import local
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS
-from harness.judge.compare.local_judge import LocalJudge
+from harness.judge.compare.local import LocalJudge
 from harness.judge.compare.row_judge import RowErrors
 from harness.judge.compare.sequences import RowSequence
 from harness.judge.compare.systematic import MIN_CHANNELS, MIN_ROWS
@@ -57,7 +57,7 @@ class Rows:
 
 @pytest.fixture
 def judge(monkeypatch):
-    monkeypatch.setattr(local_judge, "RowJudge", Rows)
+    monkeypatch.setattr(local, "RowJudge", Rows)
 
     def make(*, is_alone=True, **given):
         hf = SimpleNamespace(graph=GRAPH)
@@ -273,7 +273,7 @@ def test_choices_that_are_right_leave_no_evidence(judge):
 
 
 def test_a_choice_that_rounding_explains_is_right(judge, monkeypatch):
-    monkeypatch.setattr(local_judge, "choice_errors", lambda _rows: floats([1.5, 1.0, 0.0, 1.001]))
+    monkeypatch.setattr(local, "choice_errors", lambda _rows: floats([1.5, 1.0, 0.0, 1.001]))
     made = judge()
     choose(made, [[0, 1]] * 4)
     found = made.judgement()

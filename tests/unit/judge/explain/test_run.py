@@ -10,7 +10,7 @@ from torch import nn
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.local import LocalErrors
 from harness.judge.explain import run as subject
 from harness.judge.explain.run import _Explainer, explain_run
 from harness.oracle.golden import Golden

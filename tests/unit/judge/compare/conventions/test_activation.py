@@ -7,8 +7,8 @@ from torch.nn.functional import gelu, relu, silu
 from harness.base.metrics import rounding_unit, row_errors
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.conventions.activation import ABSOLUTE_NORMAL, ABSOLUTE_SIGMOID, CONVENTIONS
 from harness.judge.compare.conventions.entry import SuspectRows
+from harness.judge.compare.conventions.rowwise import ABSOLUTE_NORMAL, ABSOLUTE_SIGMOID, CONVENTIONS
 
 from ..judgements import draw
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.local import LocalErrors
 from harness.judge.explain.layer.not_run import layers_that_did_not_run
 from harness.oracle.precision import upcast
 
