@@ -103,11 +103,11 @@ CONVENTIONS = (
     Convention(
         name="inputs of a product quantised as a quantised checkpoint declares, or its weights not rounded",
         kinds=(Kind.LINEAR,),
-        roundings=_as_declared,
+        alternatives=_as_declared,
     ),
     Convention(
         name="inputs of experts quantised as a quantised checkpoint declares",
         kinds=(Kind.OTHER,),
-        roundings=_experts_as_declared,
+        alternatives=_experts_as_declared,
     ),
 )

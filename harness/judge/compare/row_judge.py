@@ -242,7 +242,9 @@ class RowJudge:
         failures, tried = self.failures.setdefault(rows.operation.tap, []), list[RowErrors]()
         for convention in conventions(rows.operation.kind):
             with guarded(convention.name, failures):
-                tried.extend(_under(rounding, rows, errors, sensitivity) for rounding in convention.roundings(subject))
+                tried.extend(
+                    _under(rounding, rows, errors, sensitivity) for rounding in convention.alternatives(subject)
+                )
         return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> SuspectRows:

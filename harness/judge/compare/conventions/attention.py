@@ -289,12 +289,14 @@ def _allowance_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Ope
 
 
 CONVENTIONS = (
-    Convention(name="scores rounded to the dtype", kinds=(Kind.ATTENTION,), roundings=_eager),
-    Convention(name="a cache in a lower dtype than the arithmetic", kinds=(Kind.ATTENTION,), roundings=_coarse_cache),
+    Convention(name="scores rounded to the dtype", kinds=(Kind.ATTENTION,), alternatives=_eager),
+    Convention(
+        name="a cache in a lower dtype than the arithmetic", kinds=(Kind.ATTENTION,), alternatives=_coarse_cache
+    ),
     Convention(
         name="a quantised cache, whose products take quantised queries; or keys and values in two formats",
         kinds=(Kind.ATTENTION,),
-        roundings=_quantised_cache,
+        alternatives=_quantised_cache,
     ),
-    Convention(name="a cache in few bits with scales", kinds=(Kind.ATTENTION,), roundings=_scaled_cache),
+    Convention(name="a cache in few bits with scales", kinds=(Kind.ATTENTION,), alternatives=_scaled_cache),
 )

@@ -147,6 +147,6 @@ CONVENTIONS = (
     Convention(
         name="inputs of experts quantised to 8 bits in blocks, as ggml does",
         kinds=(Kind.OTHER,),
-        roundings=_as_ggml,
+        alternatives=_as_ggml,
     ),
 )

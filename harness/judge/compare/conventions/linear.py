@@ -286,12 +286,12 @@ def _sum(product: Callable[[], torch.Tensor], update: torch.Tensor) -> torch.Ten
 
 CONVENTIONS = (
     Convention(
-        name="inputs of a product rounded to the weight's dtype", kinds=(Kind.LINEAR,), roundings=rounded_products
+        name="inputs of a product rounded to the weight's dtype", kinds=(Kind.LINEAR,), alternatives=rounded_products
     ),
-    Convention(name="partial sums of ranks, each rounded", kinds=(Kind.LINEAR,), roundings=_partial_sums),
-    Convention(name="a bias added by itself", kinds=(Kind.LINEAR,), roundings=_bias_after),
-    Convention(name="a quantised product with an adapter beside it", kinds=(Kind.OTHER,), roundings=_adapted),
+    Convention(name="partial sums of ranks, each rounded", kinds=(Kind.LINEAR,), alternatives=_partial_sums),
+    Convention(name="a bias added by itself", kinds=(Kind.LINEAR,), alternatives=_bias_after),
+    Convention(name="a quantised product with an adapter beside it", kinds=(Kind.OTHER,), alternatives=_adapted),
     Convention(
-        name="activations quantised before a quantised product", kinds=(Kind.LINEAR,), roundings=_quantised_inputs
+        name="activations quantised before a quantised product", kinds=(Kind.LINEAR,), alternatives=_quantised_inputs
     ),
 )

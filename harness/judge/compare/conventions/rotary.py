@@ -166,6 +166,6 @@ def _are_all_turned(subject: SuspectRows, own: Rotation, positions: torch.Tensor
 
 
 CONVENTIONS = (
-    Convention(name=OTHER_ORDER, kinds=(Kind.ROTARY,), roundings=_other_orders),
-    Convention(name=OWN_POSITIONS, kinds=(Kind.ROTARY,), roundings=_own_positions),
+    Convention(name=OTHER_ORDER, kinds=(Kind.ROTARY,), alternatives=_other_orders),
+    Convention(name=OWN_POSITIONS, kinds=(Kind.ROTARY,), alternatives=_own_positions),
 )

@@ -146,12 +146,12 @@ def _gates(subject: SuspectRows, width: int) -> Iterator[tuple[torch.Tensor, tor
 
 
 CONVENTIONS = (
-    Convention(name="norms of a sum that is kept in float32", kinds=(Kind.NORM,), roundings=_unrounded_sum),
-    Convention(name="squares of a norm summed in order", kinds=(Kind.NORM,), roundings=_summed_in_order),
-    Convention(name="a share with an absolute error", kinds=(Kind.ACTIVATION,), roundings=_absolute_share),
+    Convention(name="norms of a sum that is kept in float32", kinds=(Kind.NORM,), alternatives=_unrounded_sum),
+    Convention(name="squares of a norm summed in order", kinds=(Kind.NORM,), alternatives=_summed_in_order),
+    Convention(name="a share with an absolute error", kinds=(Kind.ACTIVATION,), alternatives=_absolute_share),
     Convention(
         name="gelu from a table in a lower dtype",
         kinds=(Kind.ACTIVATION, Kind.OTHER),  # a module may compute it by other operators
-        roundings=_tabulated,
+        alternatives=_tabulated,
     ),
 )

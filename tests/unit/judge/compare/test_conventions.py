@@ -40,7 +40,7 @@ def subject(hf, operation, **given):
 def roundings(subject):
     """Yield the orders of rounding that apply to some rows."""
     for convention in conventions(subject.operation.kind):
-        yield from convention.roundings(subject)
+        yield from convention.alternatives(subject)
 
 
 def names(hf, operation, **given):

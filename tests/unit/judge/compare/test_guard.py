@@ -46,11 +46,11 @@ def test_what_the_reader_must_know_is_raised(error):
 
 
 def raising(convention):
-    def roundings(_subject):
+    def alternatives(_subject):
         yield from ()
         raise ZeroDivisionError(convention.name)
 
-    return replace(convention, roundings=roundings)
+    return replace(convention, alternatives=alternatives)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_convention_whose_numbers_raise(wrong, monkeypatch):
 
     (eager, *_) = (convention for convention in CONVENTIONS if Kind.NORM in convention.kinds)
     late = row_judge.Rounding(name="late", model=KINDS[Kind.NORM].error_model, expected=expected)
-    result = judged(wrong, monkeypatch, [replace(eager, roundings=lambda _subject: iter([late]))])
+    result = judged(wrong, monkeypatch, [replace(eager, alternatives=lambda _subject: iter([late]))])
     assert any("ValueError: late" in finding.message for finding in result.findings)
 
 

@@ -10,11 +10,11 @@ from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import linear
 from harness.judge.compare.conventions.entry import SuspectRows
-from harness.judge.compare.conventions.linear import _QUANTISED, QUANTISED_INPUTS, ROUNDED_INPUTS, quantised_inputs
+from harness.judge.compare.conventions.linear import CONVENTIONS, QUANTISED_INPUTS, ROUNDED_INPUTS, quantised_inputs
 
 from ..judgements import draw
 
-ADAPTED, QUANTISED = (convention.roundings for convention in _QUANTISED)
+ADAPTED, QUANTISED = (convention.alternatives for convention in CONVENTIONS[3:])
 Q8_0, Q8_K = (QUANTISED_INPUTS.format(name) for name in ("Q8_0", "Q8_K"))
 
 

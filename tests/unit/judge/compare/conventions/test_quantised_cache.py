@@ -11,13 +11,13 @@ from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.cache_format import CacheFormat, Stored, quantised, rounded_sums
 from harness.judge.compare.conventions import attention
-from harness.judge.compare.conventions.attention import _QUANTISED, KEPT, MODEL, ROUNDED_PROBABILITIES, ROUNDED_SUMS
+from harness.judge.compare.conventions.attention import CONVENTIONS, KEPT, MODEL, ROUNDED_PROBABILITIES, ROUNDED_SUMS
 from harness.judge.compare.conventions.entry import SuspectRows
 from harness.oracle.watch import AttentionCall
 
 from ..judgements import draw
 
-QUANTISED_CACHE, _ = (convention.roundings for convention in _QUANTISED)
+QUANTISED_CACHE = CONVENTIONS[2].alternatives
 BATCH, HEADS, KV_HEADS, TOKENS, SIZE = 2, 4, 2, 5, 64
 ROWS = torch.tensor([9, 0, 6])
 UNIT = rounding_unit(torch.float32)
