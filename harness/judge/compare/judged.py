@@ -12,8 +12,8 @@ from harness.errors import Code
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows, step_rows
-from harness.judge.compare.local import LocalErrors
 from harness.judge.compare.propagated import PropagatedErrors, Propagation
+from harness.judge.compare.row_judge import LocalErrors
 from harness.results.check import Divergence, Effect, Finding, RowId, TapResult, Verdict
 
 
@@ -91,7 +91,7 @@ class TapJudgement:
             if float(self.propagated.ratio.max()) == 0:
                 return Verdict.EXACT
             return Verdict.NOISE if self.is_in_graph else Verdict.UNJUDGED
-        if self.errors.exact:
+        if self.errors.is_exact and not (self.operation.is_kept and self.errors.convention):
             return Verdict.EXACT
         if self.effect is not None:
             return Verdict.SYSTEMATIC

@@ -7,7 +7,7 @@ recorded flows through HF's code, in the truth and in the control alike.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,11 +20,10 @@ from harness.base.progress import Progress
 from harness.base.workers import Workers, num_spare_threads
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
-from harness.judge.compare.row_judge import RowErrors, RowJudge, choice_errors, judged_queries
+from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
 from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.systematic import Effects, beyond_control
@@ -36,33 +35,6 @@ from harness.oracle.paired import run_pair
 from harness.oracle.precision import truth_dtype
 from harness.oracle.softplus import SoftplusByLog
 from harness.results.check import Effect
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalErrors:
-    """Local errors of one operation; tensors [rows] in the order of `rows`."""
-
-    rows: Rows
-    roundings: torch.Tensor
-    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged because
-    what it was given is not finite."""
-    bound: torch.Tensor
-    """float64: the largest error that rounding explains."""
-    bad: torch.Tensor
-    """bool: out of bounds."""
-    exact: bool
-    dtype: torch.dtype | None = None
-    """The unit: what the operation's tensors are rounded to; None if nothing was measured in roundings."""
-    control: torch.Tensor | None = None
-    """float64: what HF's own module loses in the engine's dtype on the same inputs; None if it was not run."""
-    is_bounded_by_control: bool = False
-    convention: str | None = None
-    effect: Effect | None = None
-    """A direction that the errors have over all rows, and that neither truth nor control has."""
-    unrecorded: tuple[str, ...] = ()
-    """Taps that HF computed because they were not recorded; empty if the operation was judged by itself."""
-    failures: tuple[str, ...] = ()
-    """Conventions that raised, so that the operation was not held to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +54,20 @@ class LocalJudgement:
 class _TapTotals:
     """What has been judged of one operation so far; the lists have an entry for each batch."""
 
-    dtype: torch.dtype | None = None
-    rows: list[Rows] = field(default_factory=list)
-    roundings: list[torch.Tensor] = field(default_factory=list)
-    bound: list[torch.Tensor] = field(default_factory=list)
-    control: list[torch.Tensor] = field(default_factory=list)
-    is_bounded_by_control: bool = False
-    convention: str | None = None
-    allowance: float = 0.0
-    """See `RowErrors.allowance`."""
+    errors: list[LocalErrors] = field(default_factory=list)
     effects: Effects | None = None
     control_effects: Effects | None = None
     evidence: list[Evidence] = field(default_factory=list)
 
+    def direction(self, errors: Sequence[LocalErrors]) -> Effect | None:
+        """Return the direction of all rows so far that rounding does not have, under the conventions of some errors."""
+        allowance = max((part.allowance for part in errors), default=0.0)
+        return beyond_control(self.effects, self.control_effects, allowance=allowance)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Rows of one operation that were measured, and are still to be taken into its results."""
 
-    rows: TapRows
-    errors: RowErrors
-    has_direction: bool
-    """Whether the errors of the operation, as far as it was measured, have a direction that rounding has not."""
+_Measured = tuple[TapRows, LocalErrors, torch.Tensor]
+"""Rows of one operation, their errors, and [R] bool which of them are wrong: those out of bounds; or all of them, where
+only together they have a direction that rounding does not have."""
 
 
 class LocalJudge(Judge):
@@ -124,13 +88,13 @@ class LocalJudge(Judge):
         declared: Numerics | None = None,
         may_truncate: bool = False,
         stops_early: bool = False,
-        workers: Workers[Measured] | None = None,
+        workers: Workers[_Measured] | None = None,
     ) -> None:
         super().__init__(hf.graph, usable)
         self.unrecorded_before = unrecorded_before(hf.graph, usable)
         self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
         self._is_alone, self._may_truncate = is_alone, may_truncate
-        self._workers = Workers[Measured]() if workers is None else workers
+        self._workers = Workers[_Measured]() if workers is None else workers
         self._totals: dict[str, _TapTotals] = {}
         self._num_kept = Counter[str]()
         self._stops_early, self._has_bad = stops_early, False
@@ -138,65 +102,49 @@ class LocalJudge(Judge):
     def add(self, rows: TapRows) -> None:
         """See `Judge.add`."""
         totals = self._totals.setdefault(rows.operation.tap, _TapTotals())
-        if rows.operation.kind is Kind.CHOICE:
-            distances = choice_errors(rows)
-            bound = torch.ones_like(distances)
-            errors = RowErrors(dtype=torch.float32, roundings=distances, bound=bound, expected=rows.expected)
-            totals.rows.append(rows.rows)
-            totals.roundings.append(distances)
-            totals.bound.append(bound)
-            if errors.num_bad:
-                self._keep_evidence(rows, totals, errors, errors.bad)
+        if rows.operation.kind is not Kind.CHOICE:
+            self._workers.submit(partial(self._measure, rows, totals))
             return
-        self._workers.submit(partial(self._measure, rows, totals))
+        distances = choice_errors(rows)
+        errors = LocalErrors(rows=rows.rows, roundings=distances, bound=torch.ones_like(distances))
+        totals.errors.append(errors)
+        if errors.num_bad:
+            self._keep_evidence(rows, totals, errors, errors.bad)
 
     def settle(self) -> None:
         """See `Judge.settle`."""
-        for measured in self._workers.finished():
-            self._take(measured, self._totals[measured.rows.operation.tap])
+        for rows, errors, wrong in self._workers.finished():
+            self._take(rows, errors, wrong, self._totals[rows.operation.tap])
 
     @property
     def is_decided(self) -> bool:
         """See `Judge.is_decided`: where it stops early, whether an operation that was judged by itself is wrong."""
         return self._stops_early and self._has_bad
 
-    def _measure(self, rows: TapRows, totals: _TapTotals) -> Measured:
+    def _measure(self, rows: TapRows, totals: _TapTotals) -> _Measured:
         """Measure some rows: their errors, their bounds, and what direction the errors have."""
-        errors = self._rows.judge(rows, dtype=totals.dtype)
+        errors = self._rows.judge(rows, dtype=totals.errors[-1].dtype if totals.errors else None)
         if totals.effects is None:
-            totals.effects, totals.control_effects = (self._new_effects(rows, errors.dtype) for _ in range(2))
+            totals.effects, totals.control_effects = (self._new_effects(rows, errors) for _ in range(2))
         before = None if self._is_alone else copy.deepcopy(totals.effects)
         self._add_effects(rows, totals, errors)
-        has_direction = not rows.unrecorded and self._has_direction(totals, errors)
+        has_direction = not rows.unrecorded and totals.direction([*totals.errors, errors]) is not None
         if has_direction and errors.convention is None:
             totals.effects, errors = self._without_direction(rows, totals.effects, before, errors)
             has_direction = errors.convention is None
-        return Measured(rows=rows, errors=errors, has_direction=has_direction)
+        wrong = errors.bad
+        if has_direction and not bool(wrong.any()):  # any row is as good as another
+            wrong = errors.roundings.isfinite()
+        return rows, errors, wrong
 
-    @staticmethod
-    def _has_direction(totals: _TapTotals, errors: RowErrors) -> bool:
-        allowance = max(totals.allowance, errors.allowance)
-        return beyond_control(totals.effects, totals.control_effects, allowance=allowance) is not None
-
-    def _take(self, measured: Measured, totals: _TapTotals) -> None:
-        """Take what was measured."""
-        rows, errors = measured.rows, measured.errors
-        totals.dtype = errors.dtype
-        totals.rows.append(rows.rows)
-        totals.roundings.append(errors.roundings)
-        totals.bound.append(errors.bound)
-        totals.is_bounded_by_control |= errors.is_bounded_by_control
-        totals.convention = errors.convention or totals.convention
-        totals.allowance = max(totals.allowance, errors.allowance)
-        if errors.control is not None:
-            totals.control.append(errors.control)
+    def _take(self, rows: TapRows, errors: LocalErrors, wrong: torch.Tensor, totals: _TapTotals) -> None:
+        """Take what was measured into the totals."""
+        totals.errors.append(replace(errors, expected=None))
         if rows.unrecorded and not self._is_within_part(rows):
             return  # what would have to be run again for a cause reaches over several parts of the model
-        if bool(errors.bad.any()):
-            self._has_bad |= not rows.unrecorded
-            self._keep_evidence(rows, totals, errors, errors.bad)
-        elif measured.has_direction:  # of which any row is as good as another
-            self._keep_evidence(rows, totals, errors, errors.roundings.isfinite())
+        self._has_bad |= bool(errors.bad.any()) and not rows.unrecorded
+        if bool(wrong.any()):
+            self._keep_evidence(rows, totals, errors, wrong)
 
     def _is_within_part(self, rows: TapRows) -> bool:
         """Whether the unrecorded taps before the operation all stand in its part of the model."""
@@ -205,12 +153,13 @@ class LocalJudge(Judge):
         part = f"{rows.part.path}."
         return all(f"{self.graph[tap].module}.".startswith(part) for tap in rows.unrecorded)
 
-    def _new_effects(self, rows: TapRows, dtype: torch.dtype) -> Effects:
+    def _new_effects(self, rows: TapRows, errors: LocalErrors) -> Effects:
+        assert errors.dtype is not None
         shape = rows.value.rows.shape
         num_heads = shape[1] if len(shape) == 3 else 1
-        return Effects(rows.operation.kind, dtype, num_heads=num_heads, may_truncate=self._may_truncate)
+        return Effects(rows.operation.kind, errors.dtype, num_heads=num_heads, may_truncate=self._may_truncate)
 
-    def _add_effects(self, rows: TapRows, totals: _TapTotals, errors: RowErrors) -> None:
+    def _add_effects(self, rows: TapRows, totals: _TapTotals, errors: LocalErrors) -> None:
         """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
         assert totals.effects is not None
         assert totals.control_effects is not None
@@ -224,17 +173,17 @@ class LocalJudge(Judge):
             totals.control_effects.add(position, rows.control, rows.expected, finite, slope)
 
     def _without_direction(
-        self, rows: TapRows, effects: Effects, before: Effects | None, errors: RowErrors
-    ) -> tuple[Effects, RowErrors]:
+        self, rows: TapRows, effects: Effects, before: Effects | None, errors: LocalErrors
+    ) -> tuple[Effects, LocalErrors]:
         """Return effects and errors under a convention that the direction of the errors comes of; else as they are."""
         best = self._rows.under_best_convention(rows, errors)
         if best is None or best.num_bad > errors.num_bad or best.typical >= errors.typical:
             return effects, errors
-        others = before or self._new_effects(rows, errors.dtype)
-        _add(others, rows, best, _slope(rows, best))
-        return (effects, errors) if beyond_control(others, None, allowance=best.allowance) else (others, best)
+        under_best = before or self._new_effects(rows, errors)
+        _add(under_best, rows, best, _slope(rows, best))
+        return (effects, errors) if beyond_control(under_best, None, allowance=best.allowance) else (under_best, best)
 
-    def _keep_evidence(self, rows: TapRows, totals: _TapTotals, errors: RowErrors, bad: torch.Tensor) -> None:
+    def _keep_evidence(self, rows: TapRows, totals: _TapTotals, errors: LocalErrors, bad: torch.Tensor) -> None:
         """Keep wrong rows; of choices, with the scores that they were to be made by in the place of their inputs."""
         operation, is_choice = rows.operation, rows.operation.kind is Kind.CHOICE
         if not self._is_kept(operation, totals):
@@ -256,7 +205,7 @@ class LocalJudge(Judge):
                 inputs=[_kept_input(x) for x in inputs],
                 roundings=errors.roundings[chosen],
                 bound=errors.bound[chosen],
-                dtype=errors.dtype,
+                dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
                 histories=found,
                 unrecorded=() if is_choice else rows.unrecorded,
                 scene=None if is_choice or rows.part is None else Scene(batch=rows.batch, call=rows.part),
@@ -280,31 +229,23 @@ class LocalJudge(Judge):
         )
 
     def _errors(self, tap: str, totals: _TapTotals) -> LocalErrors:
-        roundings, bound = torch.cat(totals.roundings), torch.cat(totals.bound)
-        return LocalErrors(
-            rows=Rows.concat(totals.rows),
-            roundings=roundings,
-            bound=bound,
-            bad=roundings > bound,
-            exact=bool((roundings == 0).all()),
-            dtype=totals.dtype,
-            control=torch.cat(totals.control) if len(totals.control) == len(totals.roundings) else None,
-            is_bounded_by_control=totals.is_bounded_by_control,
-            convention=totals.convention,
-            effect=beyond_control(totals.effects, totals.control_effects, allowance=totals.allowance),
+        return replace(
+            LocalErrors.concat(totals.errors),
+            effect=totals.direction(totals.errors),
             unrecorded=self.unrecorded_before.get(tap) or (),
             failures=tuple(self._rows.failures.get(tap, ())),
         )
 
 
-def _add(effects: Effects, rows: TapRows, errors: RowErrors, slope: torch.Tensor | None) -> torch.Tensor:
+def _add(effects: Effects, rows: TapRows, errors: LocalErrors, slope: torch.Tensor | None) -> torch.Tensor:
     """Add the rows that can be judged; return which these are, [R] bool."""
+    assert errors.expected is not None
     judged = errors.roundings.isfinite()
     effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged, slope)
     return judged
 
 
-def _slope(rows: TapRows, errors: RowErrors) -> torch.Tensor | None:
+def _slope(rows: TapRows, errors: LocalErrors) -> torch.Tensor | None:
     """[R, W] how the rows move with the softmax scale; None where a row shows that by itself, or there is none."""
     if rows.value.call is None or errors.dtype not in (torch.bfloat16, torch.float16) or errors.num_bad:
         return None
@@ -347,7 +288,7 @@ def local_errors(
     ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
     batches = make_batches(recording, sequences(recording), batch_tokens(hf), sample, ahead=ahead)
     precision, declared = replay_dtype(truth, recording, hf), recording.manifest.numerics
-    with Workers[Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
+    with Workers[_Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(
             hf,
             engine_dtype(recording),

@@ -5,13 +5,15 @@ the truth's own scores are as near as rounding makes them: a tie. What the exper
 engine's choice.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from harness.base.metrics import largest_rounding, rounding_unit, row_errors
 from harness.base.numerics import Numerics
 from harness.formats.taps import KINDS, ErrorModel, Kind
+from harness.judge.compare.align import Rows
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
 from harness.judge.compare.evidence import guarded
@@ -20,6 +22,7 @@ from harness.judge.compare.sequences import NOWHERE
 from harness.oracle.attention import attention_sensitivity, of_queries
 from harness.oracle.model import HFModel
 from harness.oracle.watch import AttentionCall
+from harness.results.check import Effect
 
 
 def choice_errors(rows: TapRows) -> torch.Tensor:
@@ -80,23 +83,32 @@ _MAJORITY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowErrors:
-    """Errors of some rows of one operation; tensors [R]."""
+class LocalErrors:
+    """Errors of rows of one operation that was judged by itself; tensors [rows] in the order of `rows`."""
 
-    dtype: torch.dtype
-    """The unit: what the operation's tensors are rounded to."""
+    rows: Rows
     roundings: torch.Tensor
-    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged."""
+    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged because
+    its inputs are not finite."""
     bound: torch.Tensor
-    """float64."""
-    expected: torch.Tensor
-    """[R, W] what the rows were held to: the truth's, or what the convention gives."""
+    """float64: the largest error that rounding explains."""
+    dtype: torch.dtype | None = None
+    """The unit: what the operation's tensors are rounded to; None if nothing was measured in roundings."""
+    expected: torch.Tensor | None = None
+    """[rows, W] what the rows were judged against: the truth's, or what the convention gives. It is kept only while the
+    rows of one batch are judged."""
     control: torch.Tensor | None = None
-    """float64: the control's own errors if it was run in this dtype."""
+    """float64: what HF's own module loses in the engine's dtype on the same inputs; None if it was not run."""
     is_bounded_by_control: bool = False
     convention: str | None = None
     allowance: float = 0.0
     """The most roundings that the convention adds to the bound of a row. An effect over all rows may be as large."""
+    effect: Effect | None = None
+    """A direction that the errors have over all rows, and that neither truth nor control has."""
+    unrecorded: tuple[str, ...] = ()
+    """Taps that HF computed because they were not recorded; empty if the operation was judged by itself."""
+    failures: tuple[str, ...] = ()
+    """Conventions that raised, so that the operation was not judged under them."""
 
     @property
     def bad(self) -> torch.Tensor:
@@ -109,10 +121,31 @@ class RowErrors:
         return int(self.bad.sum())
 
     @property
+    def is_exact(self) -> bool:
+        """Whether no row has any error."""
+        return bool((self.roundings == 0).all())
+
+    @property
     def typical(self) -> float:
         """Mean error of the rows that can be judged; 0 if there are none."""
         known = self.roundings[self.roundings.isfinite()]
         return float(known.mean()) if len(known) else 0.0
+
+    @staticmethod
+    def concat(parts: Sequence["LocalErrors"]) -> "LocalErrors":
+        """Join the errors of one operation in several batches."""
+        controls = [part.control for part in parts if part.control is not None]
+        conventions = [part.convention for part in parts if part.convention is not None]
+        return replace(
+            parts[-1],
+            rows=Rows.concat([part.rows for part in parts]),
+            roundings=torch.cat([part.roundings for part in parts]),
+            bound=torch.cat([part.bound for part in parts]),
+            control=torch.cat(controls) if len(controls) == len(parts) else None,
+            is_bounded_by_control=any(part.is_bounded_by_control for part in parts),
+            convention=conventions[-1] if conventions else None,
+            allowance=max(part.allowance for part in parts),
+        )
 
 
 class RowJudge:
@@ -132,7 +165,7 @@ class RowJudge:
         self.failures: dict[str, list[str]] = {}
         """By tap: conventions that raised, and where."""
 
-    def judge(self, rows: TapRows, *, dtype: torch.dtype | None = None) -> RowErrors:
+    def judge(self, rows: TapRows, *, dtype: torch.dtype | None = None) -> LocalErrors:
         """Judge rows in the dtype of their operation's tensors.
 
         Args:
@@ -153,15 +186,16 @@ class RowJudge:
         is_on_grid = torch.equal(rows.actual.to(self._dtype).to(torch.float32), rows.actual)
         return rows.expected.dtype == torch.float64 and not is_on_grid
 
-    def _judge_in(self, rows: TapRows, dtype: torch.dtype) -> RowErrors:
+    def _judge_in(self, rows: TapRows, dtype: torch.dtype) -> LocalErrors:
         roundings, control = _roundings(rows.actual, rows.expected, dtype), None
         if rows.control is not None and dtype == self._dtype:
             control = _roundings(rows.control, rows.expected, dtype)
         bound, by_control = self._bound(rows, roundings, control, dtype)
-        errors = RowErrors(
-            dtype=dtype,
+        errors = LocalErrors(
+            rows=rows.rows,
             roundings=roundings,
             bound=bound,
+            dtype=dtype,
             expected=rows.expected,
             control=control,
             is_bounded_by_control=by_control,
@@ -233,13 +267,14 @@ class RowJudge:
         norm = torch.linalg.vector_norm(rows.expected, dim=1)
         return Sensitivity(amplification=(scale / norm).to("cpu", torch.float64))
 
-    def under_best_convention(self, rows: TapRows, errors: RowErrors) -> RowErrors | None:
+    def under_best_convention(self, rows: TapRows, errors: LocalErrors) -> LocalErrors | None:
         """Hold rows against the conventions that apply: the one with the fewest bad rows, and of these the nearest.
 
         None if no convention applies.
         """
+        assert errors.dtype is not None
         subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
-        failures, tried = self.failures.setdefault(rows.operation.tap, []), list[RowErrors]()
+        failures, tried = self.failures.setdefault(rows.operation.tap, []), list[LocalErrors]()
         for convention in conventions(rows.operation.kind):
             with guarded(convention.name, failures):
                 tried.extend(
@@ -275,18 +310,17 @@ def _recorded(rows: TapRows, tap: str) -> torch.Tensor | None:
     return None if bool((at == NOWHERE).any()) else found.rows[at].to(rows.expected.device)
 
 
-def _under(rounding: Rounding, rows: TapRows, errors: RowErrors, sensitivity: Sensitivity) -> RowErrors:
+def _under(rounding: Rounding, rows: TapRows, errors: LocalErrors, sensitivity: Sensitivity) -> LocalErrors:
     """Judge rows by a convention."""
     expected = rounding.expected().to(rows.expected.device)
+    assert errors.dtype is not None
     roundings = _roundings(rows.actual, expected, errors.dtype)
     bound = derived_bound(rounding.model, errors.dtype, sensitivity, expected)
-    return RowErrors(
-        dtype=errors.dtype,
+    return replace(
+        errors,
         roundings=torch.where(errors.roundings.isnan(), torch.nan, roundings),
         bound=bound if rounding.allowance is None else bound + rounding.allowance,
         expected=expected,
-        control=errors.control,
-        is_bounded_by_control=errors.is_bounded_by_control,
         convention=rounding.name,
         allowance=0.0 if rounding.allowance is None or not len(rounding.allowance) else float(rounding.allowance.max()),
     )

@@ -33,8 +33,9 @@ from harness.judge.compare.judged import (
     systematic_finding,
     tap_result,
 )
-from harness.judge.compare.local import LocalErrors, LocalJudgement, local_errors, replay_dtype
+from harness.judge.compare.local import LocalJudgement, local_errors, replay_dtype
 from harness.judge.compare.propagated import Propagation, position_errors, propagated_errors
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import slot_conflicts
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
 from harness.judge.compare.states import StateJudgement, StateRuns, judge_states

@@ -18,8 +18,9 @@ from harness.judge.compare.align import Prefixes, Rows, all_rows, is_readback, s
 from harness.judge.compare.batch import make_batches
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, control_bound
 from harness.judge.compare.evidence import Evidence
-from harness.judge.compare.local import LocalErrors, control_arithmetic
+from harness.judge.compare.local import control_arithmetic
 from harness.judge.compare.replay import Judge, Replay
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 from harness.judge.compare.shapes import engine_dtype, keeps_one_less
 from harness.oracle.batching import batch_tokens
@@ -288,8 +289,6 @@ def _errors(
         ),
         roundings=roundings,
         bound=bound,
-        bad=roundings > bound,
-        exact=bool((roundings == 0).all()),
         dtype=dtype,
         control=noise,
         is_bounded_by_control=True,

@@ -13,7 +13,7 @@ from harness.formats.taps import Kind, Operation, layer_of
 from harness.judge.compare.align import Locator, Prefixes, Rows, match_requests
 from harness.judge.compare.batch import spread
 from harness.judge.compare.evidence import MAX_ROWS, Evidence, guarded
-from harness.judge.compare.local import LocalErrors
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.run import Comparison
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
