@@ -141,8 +141,8 @@ class Locator:
         parts: dict[str, list[str]] = {}
         for step in self.recording.steps:
             for tap in step.tap_names:
-                own = f":{tap}" if step.rows_of(tap) is not None else ""
-                parts.setdefault(tap, []).append(f"{step.index}{own}")
+                suffix = f":{tap}" if step.rows_of(tap) is not None else ""
+                parts.setdefault(tap, []).append(f"{step.index}{suffix}")
         return {tap: tuple(signature) for tap, signature in parts.items()}
 
     @cached_property
@@ -166,9 +166,9 @@ class Locator:
         """Return [rows, 3] int64: step, row within the tap, running number over all steps; -1 where there is none."""
         table, request = self._table(tap), self._originals(rows.request)
         is_known = torch.isin(request, self.request_ids) & (rows.position < table.shape[1])  # a golden has no drafts
-        found = torch.full((len(rows), 3), -1, dtype=torch.int64)
-        found[is_known] = table[self._dense(request[is_known]), rows.position[is_known]]
-        return found
+        entries = torch.full((len(rows), 3), -1, dtype=torch.int64)
+        entries[is_known] = table[self._dense(request[is_known]), rows.position[is_known]]
+        return entries
 
     def _table(self, tap: str) -> torch.Tensor:
         """Return what `find` returns, of every request and position: [requests, positions, 3]."""
@@ -189,9 +189,9 @@ class Locator:
         """Return [requests, positions] bool: where the tap was recorded."""
         return self._table(tap)[..., 0] >= 0
 
-    def gather(self, tap: str, found: torch.Tensor) -> torch.Tensor:
+    def gather(self, tap: str, entries: torch.Tensor) -> torch.Tensor:
         """Return the rows that `find` found (none of them -1), without copying where they lie side by side."""
-        steps, rows = found[:, 0], found[:, 1]
+        steps, rows = entries[:, 0], entries[:, 1]
         first = int(steps[0])
         if bool((steps == first).all()):
             tensor, start = self.recording.steps[first].tap(tap), int(rows[0])
@@ -216,8 +216,10 @@ def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = Fa
     theirs = {request.id: request for request in expected.manifest.requests}
     ours = {request.id: request for request in actual.manifest.requests}
     where = f"{actual.path} against {expected.path}"
-    additional = [own for own in ours.values() if own.draft_of is None and (is_pool or own.id not in theirs)]
-    aliases = {own.id: _original(own, theirs.values()) for own in additional}
+    additional = [
+        request for request in ours.values() if request.draft_of is None and (is_pool or request.id not in theirs)
+    ]
+    aliases = {request.id: _original(request, theirs.values()) for request in additional}
     if not (is_pool or theirs.keys() <= ours.keys()) or None in aliases.values():
         raise HarnessError(
             Code.DIFFERENT_PROMPTS,
@@ -229,13 +231,13 @@ def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = Fa
         )
     for request_id, request in sorted(theirs.items() if not is_pool else ()):
         _check_same_request(request, ours[request_id], where)
-    return {own: original for own, original in aliases.items() if original is not None}
+    return {alias: original for alias, original in aliases.items() if original is not None}
 
 
 def _original(request: RequestInfo, candidates: Iterable[RequestInfo]) -> int | None:
     tokens = list(request.token_ids)
-    same = (other for other in candidates if other.inputs == request.inputs)
-    return next((other.id for other in same if list(other.token_ids[: len(tokens)]) == tokens), None)
+    same = (candidate for candidate in candidates if candidate.inputs == request.inputs)
+    return next((candidate.id for candidate in same if list(candidate.token_ids[: len(tokens)]) == tokens), None)
 
 
 def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) -> None:

@@ -53,14 +53,14 @@ class RowSample:
         edges = pairwise(at * length // self.num_rows for at in range(self.num_rows + 1))
         drawn = [generator.randrange(begin, end) for begin, end in edges]
         borders = sorted({position for sequence in group for position in _borders(sequence)})
-        found = {*drawn, *spread(borders, self.num_rows), *borders[-1:], *self._standing_out(group)}
-        return None if len(found) == length else torch.tensor(sorted(found))
+        chosen = {*drawn, *spread(borders, self.num_rows), *borders[-1:], *self._standing_out(group)}
+        return None if len(chosen) == length else torch.tensor(sorted(chosen))
 
     def _standing_out(self, group: Sequence[RowSequence]) -> list[int]:
         if self.standing_out is None:
             return []
-        own = torch.isin(self.standing_out.request, torch.tensor([sequence.request.id for sequence in group]))
-        position = self.standing_out.position[own]
+        is_of_group = torch.isin(self.standing_out.request, torch.tensor([sequence.request.id for sequence in group]))
+        position = self.standing_out.position[is_of_group]
         inside = position < max(map(len, group))
         return position[inside][: max(1, self.num_rows // _SHARE_STANDING_OUT)].tolist()
 
@@ -75,8 +75,8 @@ class RowSample:
 
     def _missed(self, num_wrong: int, stretch: int) -> float:
         """Return the probability that none of some wrong rows is drawn, wherever they are."""
-        each, more = divmod(num_wrong, self.num_rows)
-        return float((1 - (each + 1) / stretch) ** more * (1 - each / stretch) ** (self.num_rows - more))
+        per_stretch, more = divmod(num_wrong, self.num_rows)
+        return float((1 - (per_stretch + 1) / stretch) ** more * (1 - per_stretch / stretch) ** (self.num_rows - more))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class SampledRows:
 
 def _borders(sequence: RowSequence) -> Iterator[int]:
     """Yield the first and the last position that each step computed."""
-    own = torch.where(sequence.is_own, sequence.step, -1)
-    changes = own.diff(prepend=own.new_tensor([-2]), append=own.new_tensor([-2])) != 0
+    step = torch.where(sequence.is_own, sequence.step, -1)
+    changes = step.diff(prepend=step.new_tensor([-2]), append=step.new_tensor([-2])) != 0
     is_border = (changes[:-1] | changes[1:]) & sequence.is_own
     yield from is_border.nonzero()[:, 0].tolist()
 
@@ -214,7 +214,7 @@ class PaddedBatch:
         order = self._step[there].argsort(stable=True)
         steps, counts = self._step[there][order].unique_consecutive(return_counts=True)
         places = there[order].split(counts.tolist())
-        return [(step, own, _as_slice(self._row[own])) for step, own in zip(steps.tolist(), places, strict=True)]
+        return [(step, at, _as_slice(self._row[at])) for step, at in zip(steps.tolist(), places, strict=True)]
 
     def recorded(self, tap: str) -> RecordedRows | None:
         """Return the rows of a tap that were recorded; None if there are none."""
@@ -225,9 +225,9 @@ class PaddedBatch:
 
     def _parts(self, tap: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for index, places, rows in self._by_step:
-            there, found = self._covered(index, places, rows, tap)
+            there, recorded = self._covered(index, places, rows, tap)
             if len(there):
-                yield there, self.recording.steps[index].tap(tap)[found]
+                yield there, self.recording.steps[index].tap(tap)[recorded]
 
     def _covered(
         self, index: int, places: torch.Tensor, rows: torch.Tensor | slice, tap: str
@@ -241,8 +241,8 @@ class PaddedBatch:
             return places, rows
         where = torch.full((len(step.request),), NOWHERE, dtype=torch.int64)
         where[covered] = torch.arange(len(covered))
-        found = where[rows]
-        return places[found >= 0], found[found >= 0]
+        recorded = where[rows]
+        return places[recorded >= 0], recorded[recorded >= 0]
 
 
 def _tokens(sequence: RowSequence, ahead: int) -> list[int]:
@@ -264,10 +264,10 @@ def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int
     """[tokens] bool: its own rows, and cached ones of a request of another length, whose keys may not fit this one."""
     if not lengths:
         return sequence.is_own
-    is_judged, own = sequence.is_own.clone(), lengths[sequence.request.id]
+    is_judged, length = sequence.is_own.clone(), lengths[sequence.request.id]
     for position in (sequence.step >= 0).nonzero()[:, 0].tolist():
         writer = int(recording.steps[int(sequence.step[position])].request[sequence.row[position]])
-        is_judged[position] |= lengths[writer] != own
+        is_judged[position] |= lengths[writer] != length
     return is_judged
 
 

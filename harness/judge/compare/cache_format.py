@@ -111,11 +111,11 @@ def _in_codebook(blocks: torch.Tensor, is_exact: bool) -> Stored:
     step = _float16(scale)
     to_tie, nearest = (scaled.to(torch.float64)[..., None] - middles).abs().min(dim=-1)
     is_tie = to_tie <= _TIE * scaled.abs() if is_exact else to_tie < _TIE_ROTATED
-    other = torch.where(is_tie, (levels[1:] - levels[:-1])[nearest], 0.0)
+    to_neighbour = torch.where(is_tie, (levels[1:] - levels[:-1])[nearest], 0.0)
     # Another level for one value changes the scale of all: d' - d = -d w q (q' - q) / sum w q², to first order.
-    moved = (weight * chosen.abs() * other).sum(dim=-1, keepdim=True) / total * step.abs()
+    moved = (weight * chosen.abs() * to_neighbour).sum(dim=-1, keepdim=True) / total * step.abs()
     moved = torch.where(moved > 0, 2 * moved + _allowance(scale, 2.0**-11), 0.0)
-    slack = other * step.abs() + chosen.abs() * (moved + _allowance(scale, _NEAR_SUMS))
+    slack = to_neighbour * step.abs() + chosen.abs() * (moved + _allowance(scale, _NEAR_SUMS))
     return Stored((chosen * step).flatten(-2), slack.flatten(-2))
 
 

@@ -208,14 +208,14 @@ def judged_compute(hf: HFModel, judged: Collection[str], *, num_tokens: int) -> 
 
 def judged_or_before(graph: Graph, judged: Iterable[str]) -> set[str]:
     """Return the taps that were judged, and those that they are computed from."""
-    found: set[str] = set()
+    reached: set[str] = set()
     pending = [tap for tap in judged if tap in graph]
     while pending:
         tap = pending.pop()
-        if tap not in found:
-            found.add(tap)
+        if tap not in reached:
+            reached.add(tap)
             pending += graph[tap].inputs
-    return found
+    return reached
 
 
 def multiply_adds(hf: HFModel, num_tokens: int) -> Mapping[str, float]:

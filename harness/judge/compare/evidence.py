@@ -94,8 +94,8 @@ class AttentionContext:
 
     def spread(self, x_SKH: torch.Tensor, heads: torch.Tensor | None = None) -> torch.Tensor:
         """Return [N, S, H]: the KV head that each query head reads."""
-        own = torch.arange(self.query.shape[1]) // self.num_groups
-        return x_SKH.transpose(0, 1)[own if heads is None else heads]
+        default_heads = torch.arange(self.query.shape[1]) // self.num_groups
+        return x_SKH.transpose(0, 1)[default_heads if heads is None else heads]
 
     def attend(
         self,
@@ -198,13 +198,13 @@ def histories(
     batch: PaddedBatch, call: AttentionCall, places: torch.Tensor
 ) -> tuple[tuple[AttentionContext, ...], torch.Tensor]:
     """Return the histories behind wrong rows of attention, of some rows of some requests, and their places."""
-    found, kept = [], []
+    contexts, kept = [], []
     lines = places // batch.num_tokens
     for line in spread(lines.unique().tolist(), _MAX_HISTORIES):
-        own = torch.tensor(spread(sorted(places[lines == line].tolist()), _MAX_ROWS_OF_HISTORY))
-        found.append(_history(batch, call, line, own))
-        kept.append(own)
-    return tuple(found), torch.cat(kept)
+        chosen = torch.tensor(spread(sorted(places[lines == line].tolist()), _MAX_ROWS_OF_HISTORY))
+        contexts.append(_history(batch, call, line, chosen))
+        kept.append(chosen)
+    return tuple(contexts), torch.cat(kept)
 
 
 def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionContext:
@@ -227,8 +227,8 @@ def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.T
 
 def _seen(call: AttentionCall, line: int, positions: torch.Tensor, length: int) -> torch.Tensor | None:
     visible = visible_keys(call)[:, 0].cpu()
-    own = visible[line if len(visible) > 1 else 0][positions, :length]
-    return own if bool(own.any(dim=1).all()) else None
+    is_seen = visible[line if len(visible) > 1 else 0][positions, :length]
+    return is_seen if bool(is_seen.any(dim=1).all()) else None
 
 
 def _heads(x_NTH: torch.Tensor) -> torch.Tensor:

@@ -326,8 +326,8 @@ def _of_values(judged: TapJudgement, actual: Recording) -> Divergence:
 
 def _of_shape(tap: str, actual: Recording) -> Divergence | None:
     """Describe the first row of a tap whose values cannot be compared; None if it has no row."""
-    found = ((step, step_rows(step, tap)) for step in actual.steps if tap in step.tap_names)
-    step, rows = next(((step, rows) for step, rows in found if len(rows)), (None, None))
+    steps = ((step, step_rows(step, tap)) for step in actual.steps if tap in step.tap_names)
+    step, rows = next(((step, rows) for step, rows in steps if len(rows)), (None, None))
     if step is None or rows is None:
         return None
     return Divergence(

@@ -189,13 +189,13 @@ class LocalJudge(Judge):
         if not self._is_kept(operation, totals):
             return
         if operation.kind is Kind.ATTENTION and rows.value.call is not None:
-            found, kept = histories(rows.batch, rows.value.call, rows.places[bad])
+            contexts, kept = histories(rows.batch, rows.value.call, rows.places[bad])
             where = {place: at for at, place in enumerate(rows.places.tolist())}
             chosen = torch.tensor([where[place] for place in kept.tolist()])
             inputs = list[torch.Tensor]()
         else:
             wrong = bad.nonzero()[:, 0]
-            found, chosen = (), wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
+            contexts, chosen = (), wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
             inputs = [_scores(rows, rows.places[chosen])] if is_choice else rows.inputs(rows.places[chosen])
         totals.evidence.append(
             Evidence(
@@ -206,7 +206,7 @@ class LocalJudge(Judge):
                 roundings=errors.roundings[chosen],
                 bound=errors.bound[chosen],
                 dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
-                histories=found,
+                histories=contexts,
                 unrecorded=() if is_choice else rows.unrecorded,
                 scene=None if is_choice or rows.part is None else Scene(batch=rows.batch, call=rows.part),
             )
@@ -329,11 +329,11 @@ def _with_batch(sampled: SampledRows, batch: PaddedBatch, sample: RowSample | No
     num_rows = int(batch.is_own.sum())
     if sample is None:
         return replace(sampled, judged=sampled.judged + num_rows)
-    found = sample.least_found(max(map(len, batch.sequences)))
+    least_found = sample.least_found(max(map(len, batch.sequences)))
     return SampledRows(
         judged=sampled.judged + batch.num_sampled,
         left_out=sampled.left_out + num_rows - batch.num_sampled,
-        least_found=max(found, sampled.least_found or 0),
+        least_found=max(least_found, sampled.least_found or 0),
     )
 
 

@@ -280,7 +280,7 @@ class RowJudge:
                 tried.extend(
                     _under(rounding, rows, errors, sensitivity) for rounding in convention.alternatives(subject)
                 )
-        return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
+        return min(tried, key=lambda errors_under: (errors_under.num_bad, errors_under.typical), default=None)
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> SuspectRows:
         operation = rows.operation
@@ -301,13 +301,13 @@ class RowJudge:
 
 def _recorded(rows: TapRows, tap: str) -> torch.Tensor | None:
     """Return another tap at the same rows, [R, ...]; None if it was not recorded at all of them."""
-    found = rows.batch.recorded(tap)
-    if found is None:
+    recorded = rows.batch.recorded(tap)
+    if recorded is None:
         return None
     where = torch.full((rows.batch.num_places,), NOWHERE, dtype=torch.int64)
-    where[found.places] = torch.arange(len(found.places))
+    where[recorded.places] = torch.arange(len(recorded.places))
     at = where[rows.places]
-    return None if bool((at == NOWHERE).any()) else found.rows[at].to(rows.expected.device)
+    return None if bool((at == NOWHERE).any()) else recorded.rows[at].to(rows.expected.device)
 
 
 def _under(rounding: Rounding, rows: TapRows, errors: LocalErrors, sensitivity: Sensitivity) -> LocalErrors:
@@ -345,8 +345,8 @@ def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 
 def _attention_sensitivity(rows: TapRows) -> Sensitivity:
     call, at = judged_queries(rows)
-    found = attention_sensitivity(call)
-    both = found.amplification, found.score_sensitivity
+    sensitivity = attention_sensitivity(call)
+    both = sensitivity.amplification, sensitivity.score_sensitivity
     amplification, scores = (x.flatten()[at.to(x.device)].to("cpu", torch.float64) for x in both)
     return Sensitivity(amplification=amplification, score_sensitivity=scores)
 

@@ -78,21 +78,21 @@ class _Computed:
         """Yield the sequences of a request, one for every time that it begins anew."""
         rows = self._rows_of(request.id)
         began = latest = self._inherited(request, rows)
-        own, table = dict[int, tuple[int, int]](), None
+        computed, table = dict[int, tuple[int, int]](), None
         for position, step, row in rows:
             history, blocks = latest, self._slots.table(step, request.id)
             if table is None or blocks[: len(table)] != table:  # its first step, or it was given other blocks
                 history = self._as_cached(request.id, position, step, latest)
-            if own and (position in own or not (history is latest or torch.equal(history, latest))):
-                yield _sequence(request, began, own)
-                own = {}
-            if not own:
+            if computed and (position in computed or not (history is latest or torch.equal(history, latest))):
+                yield _sequence(request, began, computed)
+                computed = {}
+            if not computed:
                 began, latest = history, history.clone()
-            own[position] = step, row
+            computed[position] = step, row
             latest[position] = torch.tensor([step, row])
             table = blocks
-        if own:
-            yield _sequence(request, began, own)
+        if computed:
+            yield _sequence(request, began, computed)
 
     def _as_cached(self, request: int, end: int, step: int, latest: torch.Tensor) -> torch.Tensor:
         """Return [tokens, 2] with the rows that the cache held, in a step, of the positions before `end`.
@@ -111,11 +111,11 @@ class _Computed:
 
     def _rows_of(self, request: int) -> list[tuple[int, int, int]]:
         """Position, step and row of every row of a request, in the order in which they were computed."""
-        found = []
+        computed = []
         for step in self._steps:
             places = (step.request == request).nonzero()[:, 0].tolist()
-            found += [(int(step.position[row]), step.index, row) for row in places]
-        return found
+            computed += [(int(step.position[row]), step.index, row) for row in places]
+        return computed
 
     def _inherited(self, request: RequestInfo, rows: list[tuple[int, int, int]]) -> torch.Tensor:
         """[tokens, 2]: what others with the same tokens computed, in the place of rows that the request left out.
@@ -128,38 +128,38 @@ class _Computed:
         reached = 0
         for position, step, _ in rows:
             if position > reached:
-                found = self._first[self._prefixes.up_to(request.id, position)][reached:]
-                found[found[:, 0] > step] = NOWHERE
+                inherited = self._first[self._prefixes.up_to(request.id, position)][reached:]
+                inherited[inherited[:, 0] > step] = NOWHERE
                 for source in (self._original_of(request), request.draft_of):
                     if source is not None:
-                        self._take_latest(source, range(reached, position), step, found)
-                table[reached:position] = found
+                        self._take_latest(source, range(reached, position), step, inherited)
+                table[reached:position] = inherited
             reached = max(reached, position + 1)
         return table
 
     def _original_of(self, request: RequestInfo) -> int | None:
         """Return the first request with the same tokens, if there is one before this."""
-        own = request.token_ids, request.inputs
-        first = next(item for item in self._recording.manifest.requests if (item.token_ids, item.inputs) == own)
+        content = request.token_ids, request.inputs
+        first = next(item for item in self._recording.manifest.requests if (item.token_ids, item.inputs) == content)
         return first.id if first.id < request.id else None
 
-    def _take_latest(self, request: int, positions: range, step: int, found: torch.Tensor) -> None:
+    def _take_latest(self, request: int, positions: range, step: int, inherited: torch.Tensor) -> None:
         """Put in what a request computed last of some positions: its cache may have computed them more than once."""
         for position, at, row in self._rows_of(request):
             if at <= step and position in positions:
-                found[position - positions.start] = torch.tensor([at, row])
+                inherited[position - positions.start] = torch.tensor([at, row])
 
 
-def _sequence(request: RequestInfo, history: torch.Tensor, own: Mapping[int, tuple[int, int]]) -> RowSequence:
+def _sequence(request: RequestInfo, history: torch.Tensor, computed: Mapping[int, tuple[int, int]]) -> RowSequence:
     """Put rows of a request, by position, into a history and after its end: [tokens, 2] of steps and rows."""
-    length = max(own) + 1
+    length = max(computed) + 1
     sequence = RowSequence(
         request=request,
         step=history[:length, 0].clone(),
         row=history[:length, 1].clone(),
         is_own=torch.zeros(length, dtype=torch.bool),
     )
-    for position, (step, row) in own.items():
+    for position, (step, row) in computed.items():
         sequence.step[position], sequence.row[position] = step, row
         sequence.is_own[position] = True
     return sequence
@@ -320,15 +320,15 @@ def _first_conflict(step: Step, slots: torch.Tensor, prefixes: Prefixes) -> tupl
     order = written[torch.argsort(slots[written], stable=True)]
     first, second = order[:-1], order[1:]
     is_shared = (slots[first] == slots[second]) & (step.request[first] != step.request[second])
-    for one, other in zip(first[is_shared].tolist(), second[is_shared].tolist(), strict=True):
-        tokens = [prefixes.at(int(step.request[row]), int(step.position[row])) for row in (one, other)]
+    for first_row, second_row in zip(first[is_shared].tolist(), second[is_shared].tolist(), strict=True):
+        tokens = [prefixes.at(int(step.request[row]), int(step.position[row])) for row in (first_row, second_row)]
         if tokens[0] != tokens[1]:
-            return one, other
+            return first_row, second_row
     return None
 
 
-def _finding(step: Step, slots: torch.Tensor, one: int, other: int) -> Finding:
-    rows = [f"request {int(step.request[row])}, position {int(step.position[row])}" for row in (one, other)]
-    message = f"step {step.index} writes slot {int(slots[one])} twice: {rows[0]}, and {rows[1]}"
-    request, position = int(step.request[other]), int(step.position[other])
+def _finding(step: Step, slots: torch.Tensor, first_row: int, second_row: int) -> Finding:
+    rows = [f"request {int(step.request[row])}, position {int(step.position[row])}" for row in (first_row, second_row)]
+    message = f"step {step.index} writes slot {int(slots[first_row])} twice: {rows[0]}, and {rows[1]}"
+    request, position = int(step.request[second_row]), int(step.position[second_row])
     return Finding(code=Code.SLOT_WRITTEN_TWICE, message=message, request=request, position=position)

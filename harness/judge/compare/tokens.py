@@ -45,13 +45,13 @@ def compare_tokens(
     pairs = [_choices(step, step.sampled) for step in actual.steps if step.sampled is not None]
     rows = Rows.concat([pair[0] for pair in pairs])
     chosen = torch.cat([torch.empty(0, dtype=torch.int64), *(pair[1] for pair in pairs)])
-    found = expected.find(logits, rows)
-    present = found[:, 0] >= 0
-    rows, chosen, found = rows.select(present), chosen[present], found[present]
+    places = expected.find(logits, rows)
+    present = places[:, 0] >= 0
+    rows, chosen, places = rows.select(present), chosen[present], places[present]
     equal, ties, findings = 0, 0, list[Finding]()
     for at in range(0, len(rows), _BLOCK_ROWS):
         block = torch.arange(at, min(at + _BLOCK_ROWS, len(rows)))
-        values = expected.gather(logits, found[block]).to(torch.float64)
+        values = expected.gather(logits, places[block]).to(torch.float64)
         margin = _margin(values, chosen[block])
         if sound is not None:
             margin = _tied_by_own(margin, threshold, sound, logits, rows.select(block), chosen[block])
@@ -78,11 +78,11 @@ def _tied_by_own(
     margin: torch.Tensor, threshold: float, sound: Locator, logits: str, rows: Rows, chosen: torch.Tensor
 ) -> torch.Tensor:
     """Return the margins, those beyond the threshold as ties where the engine chose the best of its own logits."""
-    found = sound.find(logits, rows)
-    far = ((margin > threshold) & (found[:, 0] >= 0)).nonzero()[:, 0]
+    places = sound.find(logits, rows)
+    far = ((margin > threshold) & (places[:, 0] >= 0)).nonzero()[:, 0]
     if len(far):
-        own = sound.gather(logits, found[far]).to(torch.float64)
-        margin[far[_margin(own, chosen[far]) == 0]] = threshold
+        own_logits = sound.gather(logits, places[far]).to(torch.float64)
+        margin[far[_margin(own_logits, chosen[far]) == 0]] = threshold
     return margin
 
 
@@ -128,8 +128,8 @@ def compare_acceptance(actual: Recording, expected: Locator, logits: str, thresh
 def _verifications(step: Step, requests: Mapping[int, RequestInfo]) -> Iterator[torch.Tensor]:
     """Yield, request by request, the rows of the latest token and its drafts: all choose, and follow the prompt."""
     assert step.sampled is not None
-    own = [requests[number].draft_of for number in step.request.tolist()]
-    request = torch.tensor([at if of is None else of for at, of in zip(step.request.tolist(), own, strict=True)])
+    drafts_of = [requests[number].draft_of for number in step.request.tolist()]
+    request = torch.tensor([at if of is None else of for at, of in zip(step.request.tolist(), drafts_of, strict=True)])
     for number in request.unique().tolist():
         rows = (request == number).nonzero()[:, 0]
         follows = int(step.position[rows[0]]) >= requests[number].prompt_length
@@ -164,11 +164,11 @@ def _by_truth(
     step: Step, rows: torch.Tensor, drafts: torch.Tensor, expected: Locator, logits: str, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [drafts] bool twice: the truth accepts it whatever rounding does, and it may; as far as rows are known."""
-    found = expected.find(logits, all_rows(step).select(rows))
-    found = found[: _leading(found[:, 0] >= 0)]
-    if not len(found):
+    places = expected.find(logits, all_rows(step).select(rows))
+    places = places[: _leading(places[:, 0] >= 0)]
+    if not len(places):
         return (torch.zeros(0, dtype=torch.bool),) * 2
-    values, drafts = expected.gather(logits, found).to(torch.float64), drafts[: len(found)]
+    values, drafts = expected.gather(logits, places).to(torch.float64), drafts[: len(places)]
     best = values.topk(2, dim=1).values
     chosen = values.gather(1, drafts[:, None])[:, 0]
     return (chosen == best[:, 0]) & (best[:, 0] - best[:, 1] > threshold), best[:, 0] - chosen <= threshold

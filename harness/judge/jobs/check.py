@@ -134,8 +134,10 @@ def _run_schedule(
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
             lacking = set() if engine.capabilities.has_decode else {"decode"}
             require = sorted({*schedule.requires, *plan.case.require} - lacking)
-            found = compare_planned(plan, engine.capabilities, actual, golden, hf, require=require, progress=report)
-            result = found.result if plan.case.stops_early else explain_run(found, actual, golden, hf)
+            comparison = compare_planned(
+                plan, engine.capabilities, actual, golden, hf, require=require, progress=report
+            )
+            result = comparison.result if plan.case.stops_early else explain_run(comparison, actual, golden, hf)
             return replace(result, engine_s=engine_s)
 
 
@@ -197,13 +199,13 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "
             "it reaches the cache or the logits"
         )
-    if found := [run.coverage.least_rows_found for run in runs if run.coverage.least_rows_found]:
+    if least_found := [run.coverage.least_rows_found for run in runs if run.coverage.least_rows_found]:
         yield (
             f"products and attention were judged in a sample of rows, as asked (--rows {plan.case.rows}, --rows-seed "
-            f"{plan.case.rows_seed}): what is wrong in {max(found)} rows of a request is judged in one of them with "
-            "95 %; what is wrong in fewer, where they stand out against HF's"
+            f"{plan.case.rows_seed}): an error in {max(least_found)} rows of a request is judged in one of them with "
+            "95 %; an error in fewer rows, where they stand out against HF's"
         )
-    share = min((each for run in runs if (each := run.coverage.judged_compute) is not None), default=1.0)
+    share = min((covered for run in runs if (covered := run.coverage.judged_compute) is not None), default=1.0)
     if share < LEAST_JUDGED and any(run.outcome is Outcome.NOTHING for run in runs):
         yield (
             f"{Code.NOTHING_CHECKED}: judged outputs are {100 * share:.0f} % of the model's multiply-adds, and a pass "
@@ -245,18 +247,18 @@ def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapS
     run = next((run for run in runs if run.findings), None)
     if run is None:
         return None
-    found: Divergence | Finding = run.first_divergence or run.findings[0]
-    explanation = found.explanation
-    is_setting = found.code is Code.SETTING_DIFFERS and isinstance(found, Finding)
-    command = _inspection(plan) if is_setting else _check(plan, run, found.request)
+    divergence: Divergence | Finding = run.first_divergence or run.findings[0]
+    explanation = divergence.explanation
+    is_setting = divergence.code is Code.SETTING_DIFFERS and isinstance(divergence, Finding)
+    command = _inspection(plan) if is_setting else _check(plan, run, divergence.request)
     cause = explanation.cause if explanation is not None and explanation.is_cause else None
-    source = None if found.tap is None else sources.get(found.tap)
+    source = None if divergence.tap is None else sources.get(divergence.tap)
     file, _, line = ("" if source is None else source.code or "").rpartition(":")
     return NextPlace(
         file=file or None,
         line=int(line) if file else None,
-        tap=found.tap,
-        cause=found.message if is_setting and isinstance(found, Finding) else cause,
+        tap=divergence.tap,
+        cause=divergence.message if is_setting and isinstance(divergence, Finding) else cause,
         command=None if command is None or plan.subject is not None else shlex.join(["harness", *command]),
     )
 

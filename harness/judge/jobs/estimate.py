@@ -130,8 +130,8 @@ class _Bytes:
     @classmethod
     def of(cls, recording: Recording, more: float) -> "_Bytes":
         """Count what layers hold `more` times."""
-        found = [(tap, step.tap(tap)) for step in recording.steps for tap in step.tap_names]
-        layers = sum(rows.numel() * rows.itemsize for tap, rows in found if layer_of(tap) is not None)
+        tensors = [(tap, step.tap(tap)) for step in recording.steps for tap in step.tap_names]
+        layers = sum(rows.numel() * rows.itemsize for tap, rows in tensors if layer_of(tap) is not None)
         num_bytes = sum(step.entry.num_bytes for step in recording.steps)
         return cls(num_bytes, num_bytes + round(layers * (more - 1)))
 

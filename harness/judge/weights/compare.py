@@ -26,38 +26,38 @@ class Pair:
 
     whole: str
     """Name of the tensor that is compared as a whole."""
-    other: str
+    container: str
     """Name of the tensor that has it."""
     is_expected: bool
     """Whether `whole` is one of the first weights."""
     columns: Columns | None = None
-    """Where it is in `other`; None for all of it."""
+    """Where it is in `container`; None for all of it."""
     dim: int = 0
     """The dimension that `columns` counts: rows, or columns of a matrix."""
 
     def of(self, first: TensorSource, second: TensorSource) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both tensors, the first weights' first."""
         source, container = (first, second) if self.is_expected else (second, first)
-        whole, other = source[self.whole], container[self.other]
+        whole, counterpart = source[self.whole], container[self.container]
         if self.columns is not None:
-            own = lines_of(other, self.dim)
-            part = self.columns.of(own)
+            lines = lines_of(counterpart, self.dim)
+            part = self.columns.of(lines)
             whole = lines_of(whole, self.dim)
-            other = part.reshape(whole.shape)
-        return (whole, other) if self.is_expected else (other, whole)
+            counterpart = part.reshape(whole.shape)
+        return (whole, counterpart) if self.is_expected else (counterpart, whole)
 
     def __str__(self) -> str:
         if self.columns is None:
-            return self.other
+            return self.container
         kind = "rows" if self.dim == 0 else "columns"
         rest = "" if self.columns.order is None else ", in another order"
-        return f"{self.other}, {kind} {self.columns.start} to {self.columns.stop - 1}{rest}"
+        return f"{self.container}, {kind} {self.columns.start} to {self.columns.stop - 1}{rest}"
 
 
 def match(first: TensorSource, second: TensorSource) -> tuple[list[Pair], list[str], list[str]]:
     """Return the pairs, and the names on either side that have no counterpart."""
     pairs = [
-        Pair(whole=name, other=name, is_expected=True)
+        Pair(whole=name, container=name, is_expected=True)
         for name, shape in first.shapes.items()
         if second.shapes.get(name) == shape
     ]
@@ -67,14 +67,14 @@ def match(first: TensorSource, second: TensorSource) -> tuple[list[Pair], list[s
     pairs += _equal(first, left, second, right)
     named = {pair.whole for pair in pairs}
     left = [name for name in left if name not in named]
-    right = [name for name in right if name not in {pair.other for pair in pairs}]
-    found = [*_search(first, left, second, right, is_expected=True)]
-    left = [name for name in left if name not in {pair.whole for pair in found}]
-    rest = [name for name in right if name not in {pair.other for pair in found}]
+    right = [name for name in right if name not in {pair.container for pair in pairs}]
+    slices = [*_search(first, left, second, right, is_expected=True)]
+    left = [name for name in left if name not in {pair.whole for pair in slices}]
+    rest = [name for name in right if name not in {pair.container for pair in slices}]
     back = [*_search(second, rest, first, left, is_expected=False)]
     rest = [name for name in rest if name not in {pair.whole for pair in back}]
-    left = [name for name in left if name not in {pair.other for pair in back}]
-    return [*pairs, *found, *back], [*left, *_uncovered(back, first)], [*rest, *_uncovered(found, second)]
+    left = [name for name in left if name not in {pair.container for pair in back}]
+    return [*pairs, *slices, *back], [*left, *_uncovered(back, first)], [*rest, *_uncovered(slices, second)]
 
 
 def _equal(first: TensorSource, left: Sequence[str], second: TensorSource, right: Sequence[str]) -> Iterator[Pair]:
@@ -85,7 +85,7 @@ def _equal(first: TensorSource, left: Sequence[str], second: TensorSource, right
     for name in left:
         same = by_content.get(_content(first, name))
         if same:
-            yield Pair(whole=name, other=same.pop(0), is_expected=True)
+            yield Pair(whole=name, container=same.pop(0), is_expected=True)
 
 
 def _content(source: TensorSource, name: str) -> tuple[object, ...]:
@@ -95,17 +95,17 @@ def _content(source: TensorSource, name: str) -> tuple[object, ...]:
 
 def _uncovered(pairs: Sequence[Pair], container: TensorSource) -> Iterator[str]:
     """Yield tensors of which some lines were found nowhere, and are no padding: not all zero."""
-    for name in dict.fromkeys(pair.other for pair in pairs):
-        own = [pair for pair in pairs if pair.other == name and pair.columns is not None]
-        lines = lines_of(container[name], own[0].dim)
+    for name in dict.fromkeys(pair.container for pair in pairs):
+        slices = [pair for pair in pairs if pair.container == name and pair.columns is not None]
+        lines = lines_of(container[name], slices[0].dim)
         is_open = torch.ones(lines.shape[1], dtype=torch.bool)
-        for pair in own:
+        for pair in slices:
             assert pair.columns is not None
             order = pair.columns.order
             is_open[list(order) if order is not None else slice(pair.columns.start, pair.columns.stop)] = False
         num_open = int((is_open & lines.cpu().bool().any(dim=0)).sum())
         if num_open:
-            yield f"{name} ({num_open} of {lines.shape[1]} {'rows' if own[0].dim == 0 else 'columns'})"
+            yield f"{name} ({num_open} of {lines.shape[1]} {'rows' if slices[0].dim == 0 else 'columns'})"
 
 
 def _search(
@@ -115,11 +115,11 @@ def _search(
     open_names = dict.fromkeys(names)
     for dim in (0, 1):
         tables: dict[int, list[str]] = {}
-        for other in others:
-            shape = container.shapes[other]
+        for candidate in others:
+            shape = container.shapes[candidate]
             if len(shape) > dim:
-                tables.setdefault(_width(shape, dim), []).append(other)
-        for width, own in tables.items():
+                tables.setdefault(_width(shape, dim), []).append(candidate)
+        for width, containers in tables.items():
             wanted = [
                 name for name in open_names
                 if len(source.shapes[name]) == (1 if width == 1 else len(source.shapes[name]))
@@ -127,15 +127,15 @@ def _search(
             ]  # fmt: skip
             if not wanted:
                 continue
-            for name, fit in _fits(source, wanted, container, own, dim, width):
+            for name, fit in _fits(source, wanted, container, containers, dim, width):
                 del open_names[name]
-                yield Pair(whole=name, other=fit[0], is_expected=is_expected, columns=fit[1], dim=dim)
+                yield Pair(whole=name, container=fit[0], is_expected=is_expected, columns=fit[1], dim=dim)
 
 
 def _fits(
     source: TensorSource, wanted: Sequence[str], container: TensorSource, others: Sequence[str], dim: int, width: int
 ) -> Iterator[tuple[str, tuple[str, Columns]]]:
-    lines = [lines_of(container[other], dim).float() for other in others]
+    lines = [lines_of(container[candidate], dim).float() for candidate in others]
     index = None if width == 1 else ColumnIndex(lines, rounding=torch.finfo(torch.bfloat16).eps / 4)
     for name in wanted:
         value = lines_of(source[name], dim).float()
@@ -149,14 +149,14 @@ def _fits(
 
 def _vector(value: torch.Tensor, lines: Sequence[torch.Tensor]) -> tuple[int, Columns] | None:
     """Return where a vector is a slice of another one, if that is one place alone; a constant is everywhere."""
-    size, found = len(value), []
+    size, fits = len(value), []
     for at, line in enumerate(lines):
         if len(line) >= size and bool(value.any()) and bool(value.std() > 0):
             errors = (line.unfold(0, size, 1) - value).norm(dim=1) / value.norm()
-            found += [(float(errors[begin]), at, begin) for begin in (errors <= _LOOSE).nonzero()[:, 0].tolist()]
-    if not found:
+            fits += [(float(errors[begin]), at, begin) for begin in (errors <= _LOOSE).nonzero()[:, 0].tolist()]
+    if not fits:
         return None
-    _, at, begin = min(found)
+    _, at, begin = min(fits)
     return at, Columns(start=begin, stop=begin + size)
 
 
@@ -213,8 +213,12 @@ def _drop_tied(one: TensorSource, two: TensorSource, only_first: list[str], only
     """Take a head that one side has, and the other has as its embedding, out of what has no counterpart."""
     for names, source in ((only_first, one), (only_second, two)):
         for name in [name for name in names if name.endswith("lm_head.weight")]:
-            same = (other for other, shape in source.shapes.items() if other != name and shape == source.shapes[name])
-            if any(torch.equal(source[other], source[name]) for other in same):
+            same = (
+                candidate
+                for candidate, shape in source.shapes.items()
+                if candidate != name and shape == source.shapes[name]
+            )
+            if any(torch.equal(source[candidate], source[name]) for candidate in same):
                 names.remove(name)
 
 
@@ -247,7 +251,7 @@ def _difference(
 
 
 def _update(pair: Pair, a: torch.Tensor, b: torch.Tensor, old: TensorSource | None) -> tuple[float, float]:
-    name = pair.whole if pair.is_expected else pair.other
+    name = pair.whole if pair.is_expected else pair.container
     if old is None or name not in old.shapes:
         return 0.0, 0.0
     earlier = old[name].double().cpu()

@@ -88,8 +88,8 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
     dtype = keys.dtype
     if dtype.itemsize >= subject.dtype.itemsize:
         return
-    found = attention_sensitivity(call)
-    amplification = found.amplification.flatten()[subject.rows].to("cpu", torch.float64)
+    sensitivity = attention_sensitivity(call)
+    amplification = sensitivity.amplification.flatten()[subject.rows].to("cpu", torch.float64)
     coarse = rounding_unit(dtype) / rounding_unit(subject.dtype)
     name = dtype_name(dtype)
 
@@ -135,8 +135,8 @@ def formats_read(subject: SuspectRows) -> tuple[CacheFormat | None, CacheFormat 
     return keys, values
 
 
-def _is_finer(form: CacheFormat, other: CacheFormat) -> bool:
-    return form.dtype is not None and other.dtype is not None and form.dtype.itemsize > other.dtype.itemsize
+def _is_finer(form: CacheFormat, coarser: CacheFormat) -> bool:
+    return form.dtype is not None and coarser.dtype is not None and form.dtype.itemsize > coarser.dtype.itemsize
 
 
 def attend(
@@ -274,9 +274,9 @@ def _allowance_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Ope
     keys, key_slack, values, value_slack = wide
     at, moved, norms = 0, [], []
     for p, v in probabilities(call, query.values, key.values, value.values):
-        own = slice(at, at + p.shape[2])
-        at = own.stop
-        q, slack = query.values[:, :, own], query.slack[:, :, own]
+        queries = slice(at, at + p.shape[2])
+        at = queries.stop
+        q, slack = query.values[:, :, queries], query.slack[:, :, queries]
         scores = (q.abs() @ key_slack.transpose(2, 3) + slack @ keys.abs().transpose(2, 3)) * scaling(call)
         context = p @ v
         # d o = sum_j p_j ds_j (v_j - o), and what the values themselves move

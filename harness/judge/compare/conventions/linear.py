@@ -103,8 +103,8 @@ def _parts(subject: SuspectRows, count: int) -> list[torch.Tensor]:
     shares = zip(
         subject.inputs[0].flatten(1).to(torch.float64).chunk(count, dim=1), weight.chunk(count, dim=1), strict=True
     )
-    own = [product(x, w, None if at else bias) for at, (x, w) in enumerate(shares)]
-    return [part.to(subject.dtype).to(torch.float64) for part in own]
+    sums = [product(x, w, None if at else bias) for at, (x, w) in enumerate(shares)]
+    return [part.to(subject.dtype).to(torch.float64) for part in sums]
 
 
 def _allowance_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -234,8 +234,8 @@ def product_of_integers(
     inputs = (integers * step).to(dtype).to(torch.float64)
     expected = product(inputs, weight, bias)
     # The other way to round, as what it changes of the input.
-    other = ((integers + torch.sign(scaled - integers)) * step).to(dtype).to(torch.float64)
-    return _ties_resolved(expected, subject.actual.to(torch.float64), other - inputs, is_tie, weight)
+    flipped = ((integers + torch.sign(scaled - integers)) * step).to(dtype).to(torch.float64)
+    return _ties_resolved(expected, subject.actual.to(torch.float64), flipped - inputs, is_tie, weight)
 
 
 def _ties_resolved(
