@@ -43,8 +43,8 @@ class Plan:
     @property
     def engine_options(self) -> dict[str, str]:
         """Options of the engine, which finds a LoRA adapter as its option `lora`."""
-        own = {name: str(value) for name, value in self.case.engine_options.items()}
-        return own if self.case.lora is None else {**own, "lora": str(self.case.lora)}
+        options = {name: str(value) for name, value in self.case.engine_options.items()}
+        return options if self.case.lora is None else {**options, "lora": str(self.case.lora)}
 
     @property
     def has_default_schedules(self) -> bool:
@@ -229,9 +229,9 @@ def _doubled_begin(case: Case, checkpoint: Checkpoint, prompts: Sequence[Prompt]
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint) -> str:
     """Return the dtype's full name; `auto` is the one that config.json names."""
-    where, own = "--dtype", checkpoint.dtype
+    where, checkpoint_dtype = "--dtype", checkpoint.dtype
     if dtype == "auto":
-        dtype, where = own, f"{checkpoint.folder / CONFIG_NAME}: dtype"
+        dtype, where = checkpoint_dtype, f"{checkpoint.folder / CONFIG_NAME}: dtype"
     if dtype not in DTYPES:
         raise HarnessError(
             Code.BAD_OPTION,

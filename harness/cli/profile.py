@@ -156,7 +156,7 @@ def profile(
     tokens, or of your own, and all arrive at once. Without --model, the embedded qwen3-tiny.
     """
     with progress_bar() as report:
-        from harness.judge.jobs.output_folder import new_output_dir
+        from harness.judge.jobs.opened import new_output_dir
         from harness.plan import plan_engine, plan_request
         from harness.profiling.job import keep_profile
         from harness.profiling.profile import ProfileSpec

@@ -114,7 +114,7 @@ class CaseItem(pytest.Item):
             raise GateFailedError(result, command)
 
     def _check_sketch(self, plan: "Plan") -> None:
-        from harness.judge.jobs.golden import run_golden
+        from harness.judge.jobs.opened import run_golden
         from harness.oracle import sketch
 
         golden = run_golden(plan, keeps_values=False)

@@ -32,9 +32,9 @@ def mapped(monkeypatch):
     """Return the taps that an engine is found to have; tests change them."""
     taps = {"model.norm": TapSource(tensor="norm"), "lm_head": TapSource(tensor="head")}
     wanted = SimpleNamespace(sources=taps, notes=(), all_unsupported_taps=lambda: ())
-    monkeypatch.setattr("harness.judge.jobs.engine_run.match_taps", lambda _plan, engine, _graph: None)
+    monkeypatch.setattr("harness.judge.jobs.opened.match_taps", lambda _plan, engine, _graph: None)
     opened = nullcontext(SimpleNamespace(capabilities=wanted))
-    monkeypatch.setattr("harness.judge.jobs.engine_run.open_planned", lambda _plan: opened)
+    monkeypatch.setattr("harness.judge.jobs.opened.open_planned", lambda _plan: opened)
     return taps
 
 

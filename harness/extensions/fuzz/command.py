@@ -75,7 +75,7 @@ def run(
     with progress_bar() as report:
         from harness.extensions.fuzz.run import run_again, search_workloads
         from harness.extensions.fuzz.workload_file import load_workload
-        from harness.judge.jobs.output_folder import new_output_dir
+        from harness.judge.jobs.opened import new_output_dir
 
         if replay is not None:
             file = load_workload(replay)

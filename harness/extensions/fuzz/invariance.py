@@ -21,9 +21,9 @@ from harness.extensions.fuzz.judge import timed
 from harness.extensions.fuzz.pool import SequencePool
 from harness.formats.recording import Recording
 from harness.judge.compare.bits import ComparedRows, compare_bits, first_changed
-from harness.judge.compare.compute import LEAST_JUDGED
+from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.jobs.check import compare_planned
-from harness.judge.jobs.engine_run import describe_run
+from harness.judge.jobs.opened import describe_run
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan

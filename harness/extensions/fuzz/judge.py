@@ -17,7 +17,7 @@ from harness.formats.recording import Recording
 from harness.formats.taps import site_of
 from harness.judge.explain import explain_run
 from harness.judge.jobs.check import compare_planned
-from harness.judge.jobs.engine_run import describe_run
+from harness.judge.jobs.opened import describe_run
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan

@@ -29,7 +29,7 @@ from harness.formats.schedule import Schedule, parse_schedule
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.bits import rows_differ
 from harness.judge.compare.shapes import engine_dtype
-from harness.judge.jobs.engine_run import describe_run
+from harness.judge.jobs.opened import describe_run
 from harness.plan import Plan
 from harness.results.memory_kinds import Memory
 

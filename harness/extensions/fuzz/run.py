@@ -24,8 +24,7 @@ from harness.extensions.fuzz.strategies import SEARCHED, searched_schedules
 from harness.extensions.fuzz.workload import Translator
 from harness.formats.schedule import ScheduleKind
 from harness.judge.compare.triggers import Traits
-from harness.judge.jobs.engine_run import match_taps
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import match_taps, planned_model
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel

@@ -13,9 +13,7 @@ from harness.extensions.quant.text import Sequences
 from harness.extensions.quant.type_run import TypeRun
 from harness.formats.checkpoint.quantised_source import cache_scales
 from harness.formats.taps.names import prefix_of
-from harness.judge.compare.cache_blocks import FORMATS
-from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.cache_grids import BLOCKS, GRIDS
+from harness.judge.compare.cache_format import BLOCKS, FORMATS, GRIDS, CacheFormat
 from harness.oracle.model import HFModel
 from harness.oracle.watch import AttentionCall, Seeing, run_attention, watching
 

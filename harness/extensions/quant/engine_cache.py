@@ -16,7 +16,7 @@ from harness.extensions.quant.text import Sequences
 from harness.extensions.quant.type_run import TypeRun
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import LOGITS, Operation
-from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
+from harness.judge.jobs.opened import match_taps, open_planned, record_run
 from harness.oracle.model import HFModel
 from harness.plan import Plan
 

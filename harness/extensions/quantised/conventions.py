@@ -22,10 +22,10 @@ from harness.judge.compare.conventions.linear import (
     ADDED_AFTER,
     MODEL,
     product,
+    product_of_integers,
     product_then_bias,
     weight_and_bias,
 )
-from harness.judge.compare.conventions.quantised import product_of_integers
 from harness.oracle.experts import num_experts, reads_slots
 from harness.oracle.model import HFModel
 
@@ -103,11 +103,11 @@ CONVENTIONS = (
     Convention(
         name="inputs of a product quantised as a quantised checkpoint declares, or its weights not rounded",
         kinds=(Kind.LINEAR,),
-        roundings=_as_declared,
+        alternatives=_as_declared,
     ),
     Convention(
         name="inputs of experts quantised as a quantised checkpoint declares",
         kinds=(Kind.OTHER,),
-        roundings=_experts_as_declared,
+        alternatives=_experts_as_declared,
     ),
 )

@@ -16,7 +16,7 @@ from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes
 from harness.extensions.rollout.setting import PutBack, Setting
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.schedule import parse_schedules
-from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
+from harness.judge.jobs.opened import match_taps, open_planned, record_run
 from harness.judge.weights.sources import is_sharded, plain_name
 from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel

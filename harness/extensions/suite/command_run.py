@@ -150,7 +150,7 @@ def _preflight(
 def _folder(out: Path | None, resume: bool) -> Iterator[Path]:
     """Yield the suite's folder: a new one, the one that is resumed, or one that is gone afterwards."""
     from harness.base.scratch import scratch_folder
-    from harness.judge.jobs.output_folder import new_output_dir
+    from harness.judge.jobs.opened import new_output_dir
 
     if out is None:
         with scratch_folder("harness-") as folder:

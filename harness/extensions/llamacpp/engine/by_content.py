@@ -26,7 +26,7 @@ from harness.extensions.llamacpp.gguf.model import GGUFModel
 from harness.extensions.llamacpp.gguf.types import PLAIN
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.taps import Graph, Kind
-from harness.judge.compare.conventions.quantised import INPUT_TYPES
+from harness.judge.compare.conventions.linear import INPUT_TYPES
 
 _NO_VALUES = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "SET_ROWS", "CPY")
 """Operators that make no values, or that write into the memory of sequences."""

@@ -21,7 +21,7 @@ from harness.extensions.server.endpoint.probed import Probed, failure
 from harness.extensions.server.endpoint.result import EndpointResult, ScheduleResult
 from harness.extensions.server.endpoint.schedules import ScheduledRequests, Sent, Way
 from harness.extensions.server.endpoint.truth import Rows
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import planned_model
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan

@@ -68,7 +68,7 @@ def load(
         from harness.extensions.server.endpoint.run import eos_of
         from harness.extensions.server.endpoint.truth import plain_ids
         from harness.extensions.server.load.run import LoadOptions, run_load
-        from harness.judge.jobs.model import planned_model
+        from harness.judge.jobs.opened import planned_model
         from harness.oracle.request_file import Arrivals, drawn_requests, parse_lengths, read_requests
         from harness.plan import plan_engine, tokenize
 

@@ -18,7 +18,7 @@ from harness.extensions.server.endpoint.probed import Probed
 from harness.extensions.server.endpoint.run import eos_of
 from harness.extensions.server.endpoint.truth import plain_ids
 from harness.extensions.server.sampler.settings import DrawRequest, SamplerSetting, draw_requests
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import planned_model
 from harness.oracle.model import HFModel
 from harness.plan import Plan
 

@@ -13,7 +13,7 @@ from harness.errors import Code, HarnessError
 from harness.extensions.server.endpoint.address import Address
 from harness.extensions.server.load.report import load_text
 from harness.extensions.server.load.run import LoadOptions, run_load
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import planned_model
 from harness.oracle.request_file import LoadRequest
 from harness.oracle.requests import Prompt
 from harness.report.document import document as result_document

@@ -11,7 +11,7 @@ from harness.base.metrics import rounding_unit
 from harness.engines import hf_forward
 from harness.errors import Code
 from harness.formats.taps import Kind
-from harness.judge.compare.choices import choice_errors
+from harness.judge.compare.row_judge import choice_errors
 from harness.oracle.watch import Seeing
 from harness.results.check import Outcome, Verdict
 

@@ -1,24 +1,34 @@
-"""Runs of the engine under test that a plan names: it is opened, matched to the model, and recorded."""
+"""What a job opens: the engine and the HF model of its plan, a golden, and the folder that keeps recordings."""
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from harness.base.files import write_text
+from harness.base.progress import Progress
+from harness.base.scratch import scratch_folder
 from harness.engines import Engine, TapMatcher, engine_errors
 from harness.engines.isolated import IsolatedEngine, isolated_engine
 from harness.engines.record import RunDescription, record
 from harness.errors import Code, HarnessError
 from harness.formats.recording import ModelInfo, RequestInfo
+from harness.formats.recording.writer import is_unfinished
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
 from harness.oracle.drafts import draft_requests
 from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
-from harness.oracle.make_golden import cached_golden
+from harness.oracle.lora import load_adapted
+from harness.oracle.make_golden import cached_golden, make_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import duplicate_requests
 from harness.plan import Plan
+from harness.report.page.html import REPORT_NAME, report_html
+from harness.results.check import CheckResult
 
 
 def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
@@ -166,3 +176,88 @@ def record_run(
         engine.record(run)
     else:
         record(engine, run)
+
+
+def planned_model(plan: Plan) -> HFModel:
+    """Load the model that says what is right: in the plan's dtype, on its device, with its adapter.
+
+    Raises:
+        HarnessError: as `load_adapted`.
+    """
+    dtype = getattr(torch, plan.case.dtype)
+    hf = load_adapted(
+        plan.checkpoint,
+        dtype=dtype,
+        device=plan.case.device,
+        lora=plan.case.lora,
+        others=plan.case.other_loras,
+        mtp=plan.case.mtp,
+    )
+    hf.has_images = any(prompt.inputs for prompt in plan.prompts)
+    return hf
+
+
+def keep_page(result: CheckResult, folder: Path) -> None:
+    """Write a check's page beside its recordings; raises HarnessError (CANNOT_WRITE)."""
+    write_text(folder / REPORT_NAME, report_html(result))
+
+
+@contextmanager
+def recording_folder(out: Path | None, name: str) -> Iterator[Path]:
+    """Give the folder of one recording for the block: in `out`, or a scratch folder where that is None."""
+    if out is not None:
+        yield out / name
+        return
+    with scratch_folder("harness-") as folder:
+        yield folder / name
+
+
+@contextmanager
+def new_output_dir(out: Path) -> Iterator[None]:
+    """Make an output folder before the work that fills it; remove it again if the work fails and left nothing in it.
+
+    Raises:
+        HarnessError: OUTPUT_EXISTS, nothing that is there is overwritten; CANNOT_WRITE.
+    """
+    try:
+        is_new = not out.exists()
+        if not is_new and (not out.is_dir() or any(out.iterdir())):
+            what = "the output folder exists and is not empty" if out.is_dir() else "the output path is a file"
+            hint = "name a new folder"
+            if any(is_unfinished(folder) for folder in (out, *out.glob("*/"))):
+                hint = "it holds steps of a recording that was interrupted: remove it, or name a new folder"
+            raise HarnessError(Code.OUTPUT_EXISTS, what, where=out, hint=hint)
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"the output folder cannot be made: {error.strerror}"
+        raise HarnessError(Code.CANNOT_WRITE, what, where=out, hint="name another folder") from error
+    if not os.access(out, os.W_OK):
+        raise HarnessError(Code.CANNOT_WRITE, "the output folder is read-only", where=out, hint="name another folder")
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it is not empty: a recording of its own was finished in it
+            if is_new:
+                out.rmdir()
+        raise
+
+
+def run_golden(
+    plan: Plan, *, out: Path | None = None, progress: Progress | None = None, keeps_values: bool = True
+) -> Golden:
+    """Return what HF computes for a plan's prompts.
+
+    Args:
+        plan: model, prompts, dtype, device and truth.
+        out: folder, new or empty, that the golden is written to; None for the cache, where it may be already.
+        progress: told what is being done.
+        keeps_values: whether the golden is to hold all values; without, one from the cache may hold sketches of them.
+
+    Raises:
+        HarnessError: the input cannot be used, or `out` cannot be written.
+    """
+    with nullcontext() if out is None else new_output_dir(out):
+        hf = planned_model(plan)
+        if out is None:
+            return cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=progress, keeps_values=keeps_values)
+        return make_golden(hf, plan.prompts, out, truth=plan.case.truth, progress=progress)

@@ -1,6 +1,6 @@
-"""Conventions of activations.
+"""Conventions of norms and of activations, which work row by row.
 
-`R` rows, `W` elements of a row.
+`R` rows, `W` elements of a row, `D` elements that are normalised together: a row, or a head of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,51 @@ from torch.nn.functional import gelu, silu
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, ErrorModel, Kind
-from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
+from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows
+
+UNROUNDED_SUM = "the sum that is normalised is not rounded before"
+SUMMED_IN_ORDER = "the squares are summed one after the other in float32"
+_MOST_SIGMAS = 5.0
+"""Of the error of such a sum, which is random from row to row."""
+_NORM = KINDS[Kind.NORM].error_model or ErrorModel(roundings=2)
+
+
+def _unrounded_sum(subject: SuspectRows) -> Iterator[Rounding]:
+    """Add the residual and normalise the sum in float32, as fused kernels do; it is rounded only for the stream."""
+    graph, (source, *_) = subject.hf.graph, subject.operation.inputs or ("",)
+    if subject.dtype not in HALF or source not in graph or graph[source].kind is not Kind.ADD:
+        return
+    addends = [subject.recorded(tap) for tap in graph[source].inputs]
+    known = [addend.flatten(1).to(subject.expected.dtype) for addend in addends if addend is not None]
+    if len(known) < len(addends) or not known:
+        return
+    yield Rounding(name=UNROUNDED_SUM, model=_NORM, expected=lambda: _normalised(subject, torch.stack(known).sum(0)))
+
+
+def _summed_in_order(subject: SuspectRows) -> Iterator[Rounding]:
+    """Sum the squares without blocks, as plain loops do (MLX, ONNX Runtime): each partial sum is rounded."""
+    if subject.dtype == torch.float32 and len(subject.inputs) == 1:
+        allowance = _MOST_SIGMAS * error_of_sum(subject.inputs[0])
+        yield Rounding(
+            name=SUMMED_IN_ORDER, model=_NORM, expected=lambda: subject.expected.double(), allowance=allowance
+        )
+
+
+def error_of_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return [R] float64: the standard error of a norm of [R, ..., D], in roundings, if squares are summed in order.
+
+    Each partial sum S_k is rounded by itself, to a share S_k / S of the whole; the root halves what they add up to.
+    """
+    partial = x.to("cpu", torch.float64).square().cumsum(dim=-1)
+    shares = partial / partial[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
+    return shares.square().sum(dim=-1).flatten(1).mean(dim=1).sqrt() / 2 if x.dim() > 2 else shares.norm(dim=-1) / 2
+
+
+def _normalised(subject: SuspectRows, x: torch.Tensor) -> torch.Tensor:
+    module = subject.hf.module(subject.operation.module)
+    result: torch.Tensor = module.forward(x.view_as(subject.inputs[0]))  # without its hooks: the model is being run
+    return result.flatten(1).to(torch.float64)
+
 
 ABSOLUTE_SIGMOID = "the sigmoid is as exact as one in float32, not as its own value"
 ABSOLUTE_NORMAL = "gelu's share of its input is as exact as one in float32, not as its own value"
@@ -21,7 +65,7 @@ _TABLE_END = 10
 """Where ggml's gelu leaves its table: beyond it, zero or the argument itself."""
 _NEAR_TIE = 2.0**-20
 """Relative error of what was rounded into the table: on a tie of float16 it may lie on the other side."""
-_MODEL = KINDS[Kind.ACTIVATION].error_model or ErrorModel(roundings=2)
+_ACTIVATION = KINDS[Kind.ACTIVATION].error_model or ErrorModel(roundings=2)
 
 
 _SHARES: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor], float], ...] = (
@@ -48,7 +92,7 @@ def _absolute_share(subject: SuspectRows) -> Iterator[Rounding]:
                 allowance = error * (gate * up).norm(dim=1) / (norm * rounding_unit(torch.float32))
                 yield Rounding(
                     name=name,
-                    model=_MODEL,
+                    model=_ACTIVATION,
                     expected=lambda: subject.expected.double(),
                     allowance=allowance.nan_to_num(nan=0.0, posinf=0.0),
                 )
@@ -74,7 +118,7 @@ def _tabulated(subject: SuspectRows) -> Iterator[Rounding]:
         allowance = (slack * up).norm(dim=1) / (result.norm(dim=1) * rounding_unit(torch.float32))
         yield Rounding(
             name=TABULATED.format(name),
-            model=_MODEL,
+            model=_ACTIVATION,
             expected=partial(torch.clone, result),
             allowance=allowance.nan_to_num(nan=0.0, posinf=0.0),
         )
@@ -102,10 +146,12 @@ def _gates(subject: SuspectRows, width: int) -> Iterator[tuple[torch.Tensor, tor
 
 
 CONVENTIONS = (
-    Convention(name="a share with an absolute error", kinds=(Kind.ACTIVATION,), roundings=_absolute_share),
+    Convention(name="norms of a sum that is kept in float32", kinds=(Kind.NORM,), alternatives=_unrounded_sum),
+    Convention(name="squares of a norm summed in order", kinds=(Kind.NORM,), alternatives=_summed_in_order),
+    Convention(name="a share with an absolute error", kinds=(Kind.ACTIVATION,), alternatives=_absolute_share),
     Convention(
         name="gelu from a table in a lower dtype",
         kinds=(Kind.ACTIVATION, Kind.OTHER),  # a module may compute it by other operators
-        roundings=_tabulated,
+        alternatives=_tabulated,
     ),
 )
