@@ -116,12 +116,12 @@ SERVERS = {
 
 EXPECTED = {
     ("check-onnxruntime", "harness check"): 1,
-    ("README", "--fault wrong-block"): 1,
-    ("faults", "--fault wrong-block"): 1,
+    ("README", "--check wrong-block"): 1,
+    ("faults", "--check wrong-block"): 1,
     ("fuzz", "--fault copy-on-write-forgotten"): 1,
-    ("fuzz", "--poison --engine hf"): 1,
+    ("fuzz", "poison --engine hf"): 1,
     ("gates", "--against"): 2,
-    ("rollouts", "harness weights"): 1,
+    ("rollouts", "harness inspect"): 1,
     ("test-your-attention", "my_attention:attend"): 2,
     ("test-your-attention", "my_engine:Engine"): 2,
     ("test-your-engine", "pytest"): 1,
@@ -206,7 +206,7 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
     """Serve until the end of the block, once the server answers."""
     with (folder.parent / "server.txt").open("w") as out:
         process = subprocess.Popen(
-            ["harness", "serve", "--port", str(PORT), *arguments],
+            ["reference-engine", "serve", "--port", str(PORT), *arguments],
             cwd=folder,
             env=environment(folder),
             stdout=out,

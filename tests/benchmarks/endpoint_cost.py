@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or random_model(Path(scratch) / "model")
-        command = [sys.executable, "-c", "from harness.cli import main; main()", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "reference_engine", "serve", "--port", "0"]
         command += ["--model", str(folder), "--dtype", "float32", "--engine-option", "enable_prefix_caching=false"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

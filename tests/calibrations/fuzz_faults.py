@@ -60,7 +60,7 @@ def main() -> None:
 def searched(fault: str, seed: int, seconds: int) -> list[object]:
     command = [
         sys.executable, "-c", "from harness.cli import main; main()",
-        "fuzz", "--fault", fault, "--first", "--seconds", str(seconds), "--seed", str(seed), "--format", "json",
+        "fuzz", "run", "--fault", fault, "--first", "--seconds", str(seconds), "--seed", str(seed), "--format", "json",
     ]  # fmt: skip
     with scratch_folder("harness-") as cache:
         begin, cpu_begin = time.perf_counter(), _cpu_of_children()
