@@ -244,6 +244,7 @@ def work_of(page: Path, options: argparse.Namespace) -> Iterator[tuple[int, str]
             yield from ((number, command) for command in commands(text))
             continue
         name = block["title"] or f"block-{number}.{block['language'].removesuffix('thon')}"
+        (options.clone / name).parent.mkdir(exist_ok=True)
         (options.clone / name).write_text(text, encoding="utf-8")
         shell = f"{'pytest -n0' if name.startswith('test_') else 'python'} {name}"
         yield number, program(page.stem, name, shell)
