@@ -1,4 +1,4 @@
-"""How often `harness audit` claims what is served, nothing, or something else.
+"""How often `harness server audit` claims what is served, nothing, or something else.
 
     python reports/cpu/audit_claims.py [--tokens 600] [--audits 20] [--dtype bfloat16] [--only NAME] [--without-logprobs]
 

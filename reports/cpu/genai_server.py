@@ -1,4 +1,4 @@
-"""onnxruntime-genai's own sampler behind HTTP, one request at a time, so that `harness sampler --endpoint` can judge it.
+"""onnxruntime-genai's own sampler behind HTTP, one request at a time, so that `harness server sampler --endpoint` can judge it.
 
     python -m onnxruntime_genai.models.builder -i FOLDER -o EXPORT -p fp32 -e cpu
     python reports/cpu/genai_server.py EXPORT PORT

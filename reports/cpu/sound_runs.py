@@ -1,4 +1,4 @@
-"""Run `harness sampler` and `harness tokens` on sound servers of the reference engine, with seeds of each run's own.
+"""Run `harness server sampler` and `harness server chat` on sound servers of the reference engine, with seeds of each run's own.
 
     python reports/cpu/sound_runs.py --first-seed 7000 --seconds 600 [--only sampler,schema,conversations,text]
 

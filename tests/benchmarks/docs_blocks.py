@@ -44,10 +44,7 @@ VALUES: dict[str, list[tuple[str, str]]] = {
         ("model.gguf", "{made}/model.gguf"),
         ("models/qwen", "{made}/qwen"),
     ],
-    "README": [
-        ("inspect PATH", "inspect {model}"), ("TAP --row 0:37", "model.layers.0.attention --row 0:12"),
-        ("NAME", "reference"), ("&& pytest", "&& pytest --collect-only -q"),
-    ],
+    "README": [("inspect PATH", "inspect {model}"), ("&& pytest", "&& pytest --collect-only -q")],
     "benchmarks": [("--engine yours", "--engine hf")],
     "endpoints": [
         ("{model}", "qwen3-tiny"), ("--dtype bfloat16", "--dtype float32"), ("served-model NAME", "served-model poems"),
@@ -112,16 +109,16 @@ SERVERS = {
     "sampler": ["--model", "{model}"],
     "tokens": ["--model", "{made}/chat"],
 }
-"""Options of the `harness serve` that a page's commands ask."""
+"""Options of the `reference-engine serve` that a page's commands ask."""
 
 EXPECTED = {
     ("check-onnxruntime", "harness check"): 1,
-    ("README", "--fault wrong-block"): 1,
-    ("faults", "--fault wrong-block"): 1,
+
+    ("faults", "--check wrong-block"): 1,
     ("fuzz", "--fault copy-on-write-forgotten"): 1,
-    ("fuzz", "--poison --engine hf"): 1,
+    ("fuzz", "poison --engine hf"): 1,
     ("gates", "--against"): 2,
-    ("rollouts", "harness weights"): 1,
+    ("rollouts", "harness inspect"): 1,
     ("test-your-attention", "my_attention:attend"): 2,
     ("test-your-attention", "my_engine:Engine"): 2,
     ("test-your-engine", "pytest"): 1,
@@ -206,7 +203,7 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
     """Serve until the end of the block, once the server answers."""
     with (folder.parent / "server.txt").open("w") as out:
         process = subprocess.Popen(
-            ["harness", "serve", "--port", str(PORT), *arguments],
+            ["reference-engine", "serve", "--port", str(PORT), *arguments],
             cwd=folder,
             env=environment(folder),
             stdout=out,
@@ -247,6 +244,7 @@ def work_of(page: Path, options: argparse.Namespace) -> Iterator[tuple[int, str]
             yield from ((number, command) for command in commands(text))
             continue
         name = block["title"] or f"block-{number}.{block['language'].removesuffix('thon')}"
+        (options.clone / name).parent.mkdir(exist_ok=True)
         (options.clone / name).write_text(text, encoding="utf-8")
         shell = f"{'pytest -n0' if name.startswith('test_') else 'python'} {name}"
         yield number, program(page.stem, name, shell)
@@ -286,13 +284,11 @@ def one(page: str, number: int, command: str, running: ExitStack, options: argpa
     for own, part, reason in NOT_RUN:
         if own in ("", page) and (part in command if page != "models" else command.endswith(part)):
             return Ended(page, number, command, None, expected, 0.0, reason, "")
-    if command.startswith("harness serve"):
+    if command.startswith("reference-engine serve"):
         begin = time.monotonic()
         arguments = command.replace(f"--port {PORT}", "").split()[2:]
-        with server(arguments, options.clone) if page == "README" else ExitStack() as _:
-            if page != "README":
-                running.close()
-                running.enter_context(server(arguments, options.clone))
+        running.close()
+        running.enter_context(server(arguments, options.clone))
         return Ended(page, number, command, 0, 0, time.monotonic() - begin, "answered at /health", "")
     if command.startswith("tensorboard"):
         command = f"timeout --preserve-status -s INT 20 {command}"

@@ -1,4 +1,4 @@
-"""How soon `harness fuzz` finds the faults of the catalogue, and how small the workloads are that it reports.
+"""How soon `harness fuzz run` finds the faults of the catalogue, and how small the workloads are that it reports.
 
     python -m tests.calibrations.fuzz_faults [--category cache] [--seconds 60] > reports/cpu/fuzz.md
 

@@ -1,4 +1,4 @@
-"""How often a sound sampler alarms `harness sampler`, at levels so loose that alarms can be counted.
+"""How often a sound sampler alarms `harness server sampler`, at levels so loose that alarms can be counted.
 
     python -m tests.calibrations.sampler_levels [--runs 300] [--draws 80] [--noise 0.02]
 

@@ -119,7 +119,7 @@ def test_the_fixed_attention_passes(project: Path, page: str) -> None:
 def test_the_known_finding_is_accepted_and_written(project: Path, page: str) -> None:
     done = run(project, COMMANDS[page][1])
     assert done.returncode == 0, done.stdout
-    assert "(known, to be mended in May)" in done.stdout
+    assert "(known, to be fixed in May)" in done.stdout
     assert (project / "findings.json").exists()
     assert (project / "junit.xml").exists()
 

@@ -1,4 +1,4 @@
-"""Run a list: `python reports/cpu/strangers/run.py faults|variants OUT.jsonl [part of an id ...]`, from the repository's root."""
+"""Run a list: `python reports/cpu/out_of_sample_families/run.py faults|variants OUT.jsonl [part of an id ...]`, from the repository's root."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
 
 from faults import FAULTS, Fault
-from own_engine import OwnEngine
+from step_engine import StepEngine
 from transformers import AutoModelForCausalLM
 from variants import VARIANTS
 
@@ -51,7 +51,7 @@ def checked(entry, folder: Path) -> dict:
         if entry.plant is not None:
             entry.plant(engine)
     else:
-        engine = OwnEngine(path, dtype, **({"wrong": which} if kind == "own" else {"style": which}))
+        engine = StepEngine(path, dtype, **({"wrong": which} if kind == "own" else {"style": which}))
         engine.every_row = entry.schedule in ("speculative",)
     report = harness.check(engine, model=str(path), prompts=PROMPTS, max_new_tokens=8, schedules=[entry.schedule])
     first = report.first_divergence
@@ -90,7 +90,7 @@ def main() -> None:
     which, out, *parts = sys.argv[1:]
     entries = FAULTS if which == "faults" else VARIANTS
     entries = [each for each in entries if not parts or any(part in each.id for part in parts)]
-    folder = Path(tempfile.mkdtemp(prefix="strangers-"))
+    folder = Path(tempfile.mkdtemp(prefix="out-of-sample-"))
     try:
         with open(out, "a") as lines, quiet():
             for entry in entries:

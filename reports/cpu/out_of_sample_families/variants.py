@@ -577,7 +577,7 @@ way(
     "phi h plain",
 )
 
-# --- the engine by somebody else ---
+# --- the step engine ---
 
 for style, cases in {
     "sdpa": ("f plain", "b chunked:7", "h batched"),

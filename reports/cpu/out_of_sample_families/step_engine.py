@@ -1,4 +1,4 @@
-"""A step engine for GPT-NeoX by somebody else: fused q, k, v by head, partial rotary, parallel residuals, a paged cache.
+"""A step engine for GPT-NeoX: fused q, k, v by head, partial rotary, parallel residuals, a paged cache.
 
 It names no tap and no module as HuggingFace does. `wrong` switches one mistake on; None is the sound engine. `style`
 chooses between equal ways to compute.
@@ -131,7 +131,7 @@ class Layer(nn.Module):
         return x + (attended + self.down(functional.gelu(self.up(h), approximate=approximate)))
 
 
-class OwnEngine:
+class StepEngine:
     rewinds = True
 
     def __init__(self, folder, dtype, wrong=None, style="sdpa", cache_dtype=None):

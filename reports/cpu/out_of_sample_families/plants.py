@@ -204,11 +204,11 @@ def kernel(change: Callable[[Scores], Any] | None = None, *, layer: int | None =
         return (scores.context() if done is None else done), None
 
     def plant(model: nn.Module) -> None:
-        name = f"stranger_{id(attend)}"
+        name = f"attention_{id(attend)}"
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, eager_mask)
         model.set_attn_implementation(name)
-        model._stranger = attend  # its id stays taken
+        model._attend = attend  # its id stays taken
 
     return plant
 
@@ -220,9 +220,9 @@ def cache(**methods: Callable[..., Any]) -> Plant:
     """Replace methods of the cache: `update=lambda inner, k, v, layer: inner(k * 2, v, layer)`."""
 
     def patched(held: Any) -> None:
-        if held is None or getattr(held, "_stranger", False):
+        if held is None or getattr(held, "_is_patched", False):
             return
-        held._stranger = True
+        held._is_patched = True
         for name, change in methods.items():
             inner = getattr(held, name)
             setattr(held, name, lambda *args, _i=inner, _c=change, **named: _c(_i, *args, **named))

@@ -2160,7 +2160,7 @@ fault(
     dtype=BF16,
 )
 
-# --- an engine by somebody else, whose taps are found by content --------------------------------------------------------
+# --- a step engine, whose taps are found by content ----------------------------------------------------------------------
 
 OWN = r"layers\.0\..*"
 
