@@ -55,8 +55,8 @@ def audit(
     Raises:
         HarnessError: an argument cannot be used; the server is not there, or answers nothing that can be judged.
     """
+    from harness.extensions.server.address import Address
     from harness.extensions.server.audit.run import run_audit
-    from harness.extensions.server.endpoint.address import Address
     from harness.plan import plan_engine
 
     with named_as_arguments():

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from harness.base.files import read_text
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf import checkpoint_of_gguf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
@@ -17,8 +18,11 @@ from harness.extensions.quant.hf.types import HF_TYPES
 from harness.extensions.quant.importance import Importance, importance_of
 from harness.extensions.quant.text import sample_text
 from harness.extensions.rollout.alter import rounded
-from harness.extensions.server.endpoint.truth import Rounding
-from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
+from harness.extensions.server.chat.conversations import Conversation, Renderer
+from harness.extensions.server.names import TokenNames
+from harness.extensions.server.sampler.draws import Draws
+from harness.extensions.server.truth import Rounding
+from harness.formats.checkpoint import Checkpoint, HFTokenizer, cache_dir, resolve
 from harness.formats.taps import Kind
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
@@ -178,3 +182,41 @@ def _round_to_fp8(hf: HFModel) -> HFModel:
             scale = weight.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / largest
             weight.copy_((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale)
     return hf
+
+
+def renderer_of(checkpoint: Checkpoint, template: Path | None) -> Renderer:
+    """Return what renders chats by a file of jinja2, or by the checkpoint's own template.
+
+    Raises:
+        HarnessError: as `HFTokenizer.load` and `Renderer`; BAD_OPTION: the file cannot be read.
+    """
+    tokenizer = HFTokenizer.load(checkpoint.folder)
+    if template is not None:
+        try:
+            tokenizer.hf.chat_template = read_text(template)
+        except (OSError, UnicodeDecodeError) as error:
+            what, expected = f"the chat template cannot be read: {error}", "a file of jinja2"
+            raise HarnessError(Code.BAD_OPTION, what, where=template, expected=expected) from None
+    return Renderer(tokenizer)
+
+
+def rendered(draws: Draws, renderer: Renderer, names: TokenNames) -> Draws:
+    """Return the same draws in the same order, each after the tokens that its chat is rendered to.
+
+    Raises:
+        HarnessError: BAD_TEMPLATE: the template refuses a chat.
+    """
+    prompts: dict[int, tuple[int, ...]] = {}
+    found = {}
+    for request, draw in draws.values():
+        if request.number not in prompts:
+            (message,) = request.messages(names)
+            own = renderer.render(Conversation(messages=(message,)))
+            if own is None:
+                what = f"the chat template refuses a chat: {renderer.refusal}"
+                raise HarnessError(Code.BAD_TEMPLATE, what, where="--hypotheses", actual=message["content"])
+            prompts[request.number] = own.token_ids
+        prompt = prompts[request.number]
+        after = replace(draw, past=replace(draw.past, prompt=prompt))
+        found[request.number, len(prompt) + draw.step - 1] = (replace(request, prompt=prompt), after)
+    return found

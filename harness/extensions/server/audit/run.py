@@ -11,23 +11,34 @@ import torch
 from harness.base.progress import Progress, no_progress
 from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
-from harness.extensions.server.audit import logprobs, tokens
-from harness.extensions.server.audit.chats import rendered, renderer_of
+from harness.extensions.server.address import Address
+from harness.extensions.server.audit.evidence import (
+    HypothesisValues,
+    RowLogprobs,
+    ServerLogprobs,
+    View,
+    excluded_after,
+    fit_of,
+    is_excluded,
+    named,
+    num_draws_needed,
+    num_requests_needed,
+    readings_of,
+)
 from harness.extensions.server.audit.hypotheses import (
     ServedHypothesis,
     load_hypothesis,
     parse_hypotheses,
     parse_settings,
+    rendered,
+    renderer_of,
 )
 from harness.extensions.server.audit.result import AuditResult, HypothesisResult
-from harness.extensions.server.audit.views import Given, View, named
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.answer import Completion
-from harness.extensions.server.endpoint.truth import Rounding
-from harness.extensions.server.sampler.ask import AskedSampler, ask_draws
+from harness.extensions.server.completion import Completion
 from harness.extensions.server.sampler.draws import Draws, drawn, read_draws
 from harness.extensions.server.sampler.evidence import Draw
-from harness.extensions.server.sampler.settings import TOKENS, DrawRequest, SamplerSetting
+from harness.extensions.server.sampler.requests import TOKENS, AskedSampler, DrawRequest, SamplerSetting, ask_draws
+from harness.extensions.server.truth import Rounding
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import Plan
 
@@ -101,13 +112,13 @@ def _draws(asked: AskedSampler) -> tuple[Draws, int]:
     return draws, len(errors)
 
 
-def _given(asked: AskedSampler, request: DrawRequest, draw: Draw) -> Given:
+def _given(asked: AskedSampler, request: DrawRequest, draw: Draw) -> RowLogprobs:
     answer = asked.answers[request.number]
     assert isinstance(answer, Completion)
     return dict(answer.logprobs_at(draw.step) or {})
 
 
-def _table(draws: Draws, given: Sequence[Given]) -> logprobs.Given | None:
+def _table(draws: Draws, given: Sequence[RowLogprobs]) -> ServerLogprobs | None:
     """Return all log probabilities in the order of the draws; None if there are none."""
     numbers = {number: at for at, number in enumerate(dict.fromkeys(number for number, _ in draws))}
     entries = [
@@ -118,7 +129,7 @@ def _table(draws: Draws, given: Sequence[Given]) -> logprobs.Given | None:
     if not entries:
         return None
     values, rows, requests = zip(*entries, strict=True)
-    return logprobs.Given(
+    return ServerLogprobs(
         values=torch.tensor(values).double(), rows=torch.tensor(rows), requests=torch.tensor(requests)
     )
 
@@ -127,7 +138,7 @@ def _views(
     plan: Plan,
     hypotheses: Sequence[ServedHypothesis],
     seen: Mapping[Path | None, Draws],
-    given: Sequence[Given],
+    given: Sequence[RowLogprobs],
     *,
     vocab_size: int,
     every: int,
@@ -167,13 +178,13 @@ class _Judged:
 
     hypotheses: Sequence[ServedHypothesis]
     views: Sequence[View]
-    given: logprobs.Given | None
+    given: ServerLogprobs | None
 
     def results(self) -> Iterator[HypothesisResult]:
         """Yield what is found of each."""
         alpha = FALSE_CLAIM / 2  # for the tokens, and for the log probabilities
-        excluded = tokens.excluded_after(self.views, alpha)
-        readings = logprobs.readings_of(self.views) if self.given is not None else []
+        excluded = excluded_after(self.views, alpha)
+        readings = readings_of(self.views) if self.given is not None else []
         for at, own in enumerate(self.hypotheses):
             ours = [reading for reading in readings if reading.at == at]
             others = [reading for reading in readings if reading.at != at]
@@ -182,8 +193,8 @@ class _Judged:
                 log_likelihood=float(self.views[at].own.mean()),
                 excluded_after=excluded[at],
                 is_excluded_by_logprobs=self.given is not None
-                and all(logprobs.is_excluded(our, others, self.given, alpha) for our in ours),
-                readings=() if self.given is None else tuple(logprobs.fit_of(our, self.given) for our in ours),
+                and all(is_excluded(our, others, self.given, alpha) for our in ours),
+                readings=() if self.given is None else tuple(fit_of(our, self.given) for our in ours),
                 needed={
                     other.name: self._needed(at, number, readings, alpha)
                     for number, other in enumerate(self.hypotheses)
@@ -191,14 +202,12 @@ class _Judged:
                 },
             )
 
-    def _needed(
-        self, served: int, other: int, readings: Sequence[logprobs.HypothesisValues], alpha: float
-    ) -> int | None:
+    def _needed(self, served: int, other: int, readings: Sequence[HypothesisValues], alpha: float) -> int | None:
         """Return how many tokens exclude one hypothesis if another one is served, by what tells it sooner."""
-        found = [tokens.num_needed(self.views[served], self.views[other], alpha, len(self.views))]
+        found = [num_draws_needed(self.views[served], self.views[other], alpha, len(self.views))]
         if self.given is not None:
             firsts = {reading.at: reading for reading in reversed(readings)}  # of each hypothesis the raw ones
             num_others = sum(reading.at != other for reading in readings)
-            num = logprobs.num_needed(firsts[served], firsts[other], self.given, alpha, num_others)
+            num = num_requests_needed(firsts[served], firsts[other], self.given, alpha, num_others)
             found.append(None if num is None else num * TOKENS)
         return min((ceil(num) for num in found if num is not None), default=None)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from harness.extensions.server.endpoint.result import ScheduleResult
+from harness.extensions.server.check.result import ScheduleResult
 from harness.results.check import Outcome
 
 

@@ -8,8 +8,7 @@ from enum import StrEnum
 import torch
 
 from harness.errors import Code
-from harness.extensions.server.endpoint.judge import bounds
-from harness.extensions.server.endpoint.logprobs import is_number
+from harness.extensions.server.check.judge import bounds, is_number
 from harness.extensions.server.sampler.evidence import Draw
 from harness.extensions.server.sampler.result import DefinitionResult
 from harness.oracle.sampling import Chain

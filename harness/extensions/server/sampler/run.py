@@ -7,16 +7,14 @@ import torch
 
 from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
-from harness.extensions.server.chat.structured.automaton import Automaton
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.answer import Completion
-from harness.extensions.server.endpoint.client import refused_with
-from harness.extensions.server.endpoint.judge import wrong_length
-from harness.extensions.server.endpoint.probed import failure, words
-from harness.extensions.server.sampler.ask import Answers, AskedSampler, ask_draws
-from harness.extensions.server.sampler.draws import drawn, read_draws
+from harness.extensions.server.address import Address
+from harness.extensions.server.chat.automaton import Automaton
+from harness.extensions.server.check.judge import wrong_length
+from harness.extensions.server.client import refused_with
+from harness.extensions.server.completion import Completion
+from harness.extensions.server.probe import failure, words
+from harness.extensions.server.sampler.draws import drawn, read_draws, within_schemas
 from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
-from harness.extensions.server.sampler.grammar import within_schemas
 from harness.extensions.server.sampler.judge import (
     FALSE_ALARM,
     Levels,
@@ -28,8 +26,16 @@ from harness.extensions.server.sampler.judge import (
     judge_setting,
 )
 from harness.extensions.server.sampler.logprobs import LogprobEvidence
+from harness.extensions.server.sampler.requests import (
+    TOKENS,
+    Answers,
+    AskedSampler,
+    DrawRequest,
+    SamplerSetting,
+    ask_draws,
+    chosen_settings,
+)
 from harness.extensions.server.sampler.result import DefinitionResult, SamplerResult, SeedResult, SettingResult
-from harness.extensions.server.sampler.settings import TOKENS, DrawRequest, SamplerSetting, chosen_settings
 from harness.oracle.sampling import Chain
 from harness.plan import Plan
 from harness.results.check import Finding

@@ -10,7 +10,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.command import forms
 from harness.errors import Code, HarnessError
-from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.address import Address
 from harness.extensions.server.load.report import load_text
 from harness.extensions.server.load.run import LoadOptions, run_load
 from harness.judge.jobs.model import planned_model
@@ -19,7 +19,7 @@ from harness.oracle.requests import Prompt
 from harness.report.document import document as result_document
 from harness.results.check import Outcome
 
-from ..endpoint.conftest import PROMPTS, VICTIM, changed_events, reply
+from ..check.conftest import PROMPTS, VICTIM, changed_events, reply
 
 
 @pytest.fixture(scope="module")

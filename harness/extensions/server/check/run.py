@@ -1,0 +1,205 @@
+"""The job: probe a server, send the prompts in every way, run the truth along its tokens, judge."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.base.progress import Progress
+from harness.errors import Code, HarnessError
+from harness.extensions.server.address import Address
+from harness.extensions.server.check.judge import JudgedCompletion, Promised, is_number, judge
+from harness.extensions.server.check.requests import ScheduledRequests, Sent, Way, ask
+from harness.extensions.server.check.result import EndpointResult, ScheduleResult
+from harness.extensions.server.completion import Completion
+from harness.extensions.server.names import TokenNames
+from harness.extensions.server.probe import Probed, failure, note_ignore_eos
+from harness.extensions.server.truth import BackgroundTruth, Rows
+from harness.judge.jobs.model import planned_model
+from harness.oracle.model import HFModel
+from harness.oracle.requests import Prompt, check_prompt
+from harness.plan import Plan
+
+
+def check_endpoint(
+    plan: Plan,
+    address: Address,
+    *,
+    num_again: int = 4,
+    progress: Progress | None = None,
+) -> EndpointResult:
+    """Check a server against HF.
+
+    The plan says model, adapter, prompts, dtype of the server, and precision of the truth. `num_again` prompts are sent
+    again in other ways.
+
+    Raises:
+        HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
+    """
+    begin, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
+    report("model", 0, 1)
+    hf = planned_model(plan)
+    for index, prompt in enumerate(plan.prompts):
+        check_prompt(hf, prompt, index)
+    eos, loaded = eos_of(hf), time.perf_counter()
+    with BackgroundTruth(hf, truth=plan.case.truth, is_server_here=address.is_loopback) as background:
+        asked = asyncio.run(
+            ask(plan, address, num_again, eos=eos, vocab_size=hf.vocab_size, add_walks=background.add, progress=report)
+        )
+        refuse_silence(asked.runs[0])
+        answered = time.perf_counter()
+        truth = background.finish(lambda done, total: report("truth", done, total))
+    runs, probed = asked.runs, asked.probed
+    note_ignore_eos(probed, (answer for run in runs for answer in run.answers.values()), eos)
+    results = tuple(
+        judged(run, runs[0], plan.prompts, truth, eos, promised(probed, asked.names, run.way)) for run in runs
+    )
+    return EndpointResult(
+        url=address.url,
+        server=probed.server,
+        served_model=probed.dialect.model,
+        model=plan.case.model,
+        dtype=plan.case.dtype,
+        num_requests=len(plan.prompts),
+        capabilities=tuple(probed.capabilities),
+        runs=results,
+        server_s=answered - loaded,
+        truth_s=background.seconds,
+        all_s=time.perf_counter() - begin,
+        notes=(*plan.notes, *_notes(probed, results, asked.num_retries, asked.waited_s)),
+    )
+
+
+def refuse_silence(run: ScheduledRequests) -> None:
+    """Raise the first error where no request at all was answered."""
+    errors = [sent.result for sent in run.sent if isinstance(sent.result, HarnessError)]
+    if len(errors) == len(run.sent):
+        raise errors[0]
+
+
+def eos_of(hf: HFModel) -> frozenset[int]:
+    """Return the tokens that end a text of a model; see `eos_ids`."""
+    return eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
+
+
+def eos_ids(folder: Path, config: object) -> frozenset[int]:
+    """Return the tokens that end a text, those of generation_config.json if it is there.
+
+    `config` is the `eos_token_id` of its config: a number, a list, or None.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except (OSError, ValueError):
+        own = None
+    own = config if own is None else own
+    return frozenset(own if isinstance(own, list) else [] if own is None else [own])
+
+
+def promised(probed: Probed, names: TokenNames, way: Way) -> Promised:
+    """Return what the answers of a way must have."""
+    dialect = probed.dialect
+    are_ids = probed.has("return_tokens_as_token_ids")
+    return Promised(
+        has_logprobs=dialect.num_logprobs > 0,
+        num_top=dialect.num_top,
+        has_prompt=way is Way.PROMPT,
+        counts_prompt=dialect.takes_token_ids,
+        is_named_alone=(lambda _token_id: True) if are_ids else names.is_named_alone,
+    )
+
+
+def judged(
+    run: ScheduledRequests,
+    first: ScheduledRequests,
+    prompts: Sequence[Prompt],
+    truth: Mapping[int, Rows],
+    eos: frozenset[int],
+    promised: Promised,
+) -> ScheduleResult:
+    """Judge the answers of one way.
+
+    The truth goes along the answers of the `first` way; it has rows by the number of the request.
+    """
+    cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos, promised)) is not None]
+    judgement = judge(cases)
+    failures = [failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]
+    return ScheduleResult(
+        schedule=run.way.value,
+        num_requests=len(run.sent),
+        num_failed=len(failures),
+        num_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
+        tokens=judgement.tokens,
+        logprobs=judgement.logprobs,
+        num_parted=judgement.num_parted,
+        max_difference=None if run is first else _difference(run, first, prompts),
+        seconds=run.seconds,
+        findings=(*failures, *judgement.findings),
+    )
+
+
+def _case(
+    sent: Sent,
+    first: ScheduledRequests,
+    prompts: Sequence[Prompt],
+    truth: Mapping[int, Rows],
+    eos: frozenset[int],
+    promised: Promised,
+) -> JudgedCompletion | None:
+    walked = first.answers.get(sent.request)
+    if not isinstance(sent.result, Completion) or walked is None:
+        return None
+    num_before = len(sent.prompt) - len(prompts[sent.request].token_ids)
+    return JudgedCompletion(
+        request=sent.request,
+        prompt=sent.prompt,
+        answer=sent.result,
+        rows=truth[sent.request],
+        walked=walked.token_ids[num_before:],
+        asked_tokens=sent.max_tokens,
+        eos=eos,
+        promised=promised,
+    )
+
+
+def _difference(run: ScheduledRequests, first: ScheduledRequests, prompts: Sequence[Prompt]) -> float | None:
+    """Return the largest difference of a log probability between two runs, over the tokens that they share."""
+    found = [
+        abs(value - theirs[token_id])
+        for sent in run.sent
+        for own, theirs in _shared(sent, first, prompts)
+        for token_id, value in own.items()
+        if is_number(value) and is_number(theirs.get(token_id))
+    ]
+    return max(found, default=None)
+
+
+def _shared(sent: Sent, first: ScheduledRequests, prompts: Sequence[Prompt]) -> Iterator[tuple[Any, Any]]:
+    answer, walked = sent.result, first.answers.get(sent.request)
+    if not isinstance(answer, Completion) or walked is None or answer.logprobs is None or walked.logprobs is None:
+        return
+    begin = len(sent.prompt) - len(prompts[sent.request].token_ids)
+    tokens = zip(answer.token_ids, walked.token_ids[begin:], strict=False)
+    for at, (own, theirs) in enumerate(tokens):
+        if max(at, at + begin) < len(walked.logprobs) and at < len(answer.logprobs):
+            yield answer.logprobs[at], walked.logprobs[begin + at]
+        if own != theirs:
+            return
+
+
+def _is_drawn(result: ScheduleResult) -> bool:
+    has_wrong_tokens = any(finding.code is Code.TOKENS_DIFFER for finding in result.findings)
+    return has_wrong_tokens and bool(result.logprobs) and all(own.is_sound for own in result.logprobs)
+
+
+def _notes(probed: Probed, results: Sequence[ScheduleResult], num_retries: int, waited_s: float) -> Iterator[str]:
+    if not probed.has("logprobs"):
+        yield "the server gives no log probabilities: tokens alone were judged, and a near-tie hides much"
+    elif not any(result.logprobs for result in results):
+        yield f"{Code.NOTHING_CHECKED}: no log probability could be judged"
+    if any(_is_drawn(result) for result in results):
+        yield "log probabilities are sound where tokens are not the likeliest: the server penalises or draws"
+    if num_retries:
+        yield f"{num_retries} requests were sent again, after {waited_s:.1f} s of waiting"
