@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.base.scratch import scratch_folder
 from harness.base.threads import one_thread
-from harness.extensions.server.check.judge import bounds
+from harness.extensions.server.logprobs import bounds
 from harness.extensions.server.truth import TruthRow, Walk, walk_truth
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams

@@ -14,8 +14,8 @@ import httpx
 from harness.base.json_text import parse_json
 from harness.errors import HarnessError
 from harness.extensions.server.check.judge import JudgedCompletion, Promised, judge
-from harness.extensions.server.check.requests import Sent, joined, walk_of
-from harness.extensions.server.completion import Completion, read_answer
+from harness.extensions.server.check.requests import Sent, walk_of
+from harness.extensions.server.completion import Completion, joined, read_answer
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.truth import TruthRow
 from harness.formats.checkpoint import Checkpoint

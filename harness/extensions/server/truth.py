@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -209,6 +210,26 @@ def _keep_rows(
             logit_noise=noise[at],
             resolution=resolution[at],
         )
+
+
+def eos_of(hf: HFModel) -> frozenset[int]:
+    """Return the tokens that end a text of a model; see `eos_ids`."""
+    return eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
+
+
+def eos_ids(folder: Path, config: object) -> frozenset[int]:
+    """Return the tokens that end a text: those of generation_config.json, else those of the model's config.
+
+    `config` is the `eos_token_id` of the model's config: a number, a list, or None.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        token_ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except (OSError, ValueError):
+        token_ids = None
+    token_ids = config if token_ids is None else token_ids
+    return frozenset(token_ids if isinstance(token_ids, list) else [] if token_ids is None else [token_ids])
 
 
 def plain_ids(hf: HFModel, eos: Set[int]) -> list[int]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.extensions.server.check.judge import bounds, is_number
+from harness.extensions.server.logprobs import DefinitionResult
 from harness.extensions.server.sampler.evidence import LEAST, NOISE_MARGIN, RESOLUTION, SHARE, Draw
-from harness.extensions.server.sampler.result import DefinitionResult
 from harness.oracle.sampling import Chain, SamplingSettings
 
 _TEMPERATURES = (0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5)

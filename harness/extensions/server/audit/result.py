@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from harness.extensions.server.sampler.result import DefinitionResult
+from harness.extensions.server.logprobs import DefinitionResult
 from harness.results.check import Outcome
 
 

@@ -13,10 +13,10 @@ from harness.extensions.server.chat.conversations import Conversation, Renderer,
 from harness.extensions.server.chat.result import Difference, TokensResult
 from harness.extensions.server.chat.search import ConversationSearch, find_smallest, texts
 from harness.extensions.server.chat.written import Writing
-from harness.extensions.server.check.run import eos_ids
 from harness.extensions.server.client import Client
 from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice
 from harness.extensions.server.probe import FATAL, probe_server, words
+from harness.extensions.server.truth import eos_ids
 from harness.formats.checkpoint import Checkpoint
 from harness.results.check import Finding
 

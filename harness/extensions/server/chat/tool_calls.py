@@ -25,7 +25,7 @@ from harness.extensions.server.chat.reading import (
 from harness.extensions.server.chat.result import FunctionDifference, FunctionResult
 from harness.extensions.server.chat.search import find_smallest
 from harness.extensions.server.chat.utterances import USER, Utterance, answers, hard_answers, marks_of, samples
-from harness.extensions.server.check.run import eos_ids
+from harness.extensions.server.truth import eos_ids
 from harness.formats.checkpoint import Checkpoint
 
 

@@ -115,11 +115,11 @@ def _facts(result: EndpointResult) -> Iterator[tuple[str, str]]:
         f"{run.schedule} {number(run.max_difference)}" for run in result.runs if run.max_difference is not None
     ]
     if differences:
-        yield "nats apart", f"from the first schedule, at most: {', '.join(differences)}"
+        yield "difference", f"max difference (nats) from the first schedule: {', '.join(differences)}"
     num_parted = sum(run.num_parted for run in result.runs)
     if num_parted:
-        what = f"{count(num_parted, 'answer')} left the first schedule's at a tie"
-        yield "parted", f"{what}; what comes after was not judged"
+        what = f"{count(num_parted, 'answer')} diverged at a tie; the tokens after the tie were not judged"
+        yield "diverged", what
     yield from (("note", note) for note in result.notes)
     seconds = ", ".join(f"{run.schedule} {number(run.seconds)} s" for run in result.runs)
     timings = f"server {number(result.server_s)} s ({seconds}), truth {number(result.truth_s)} s"

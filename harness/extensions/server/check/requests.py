@@ -1,17 +1,16 @@
-"""The ways in which prompts are sent: the same ones together, alone, again, in another order, from the middle on."""
+"""What a server is sent: the probe, all prompts together, and some of them again in other ways."""
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 from harness.base.progress import Progress
 from harness.errors import HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.client import Client
-from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, only_choice, read_answer
+from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, joined, read_answer
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, probe
 from harness.extensions.server.truth import Walk
@@ -119,42 +118,15 @@ class Sender:
         return read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=is_echoed, seconds=seconds)
 
 
-def joined(events: Sequence[Any]) -> dict[str, Any]:
-    """Put the events of a stream together to what the whole answer would have been."""
-    choice: dict[str, Any] = {"text": "", "finish_reason": None}
-    body: dict[str, Any] = {"choices": [choice]}
-    for event in events:
-        if isinstance(event, dict) and event.get("usage"):
-            body["usage"] = event["usage"]
-        if isinstance(event, dict) and event.get("choices") == []:
-            continue
-        part = only_choice(event, where=COMPLETIONS)
-        if isinstance(part.get("text"), str):
-            choice["text"] += part["text"]
-        choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-        if isinstance(part.get("token_ids"), list):
-            _extend(choice, {"token_ids": part["token_ids"]})
-        if isinstance(part.get("logprobs"), dict):
-            _extend(choice.setdefault("logprobs", {}), part["logprobs"])
-    return body
-
-
-def _extend(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    for name, values in part.items():
-        if isinstance(values, list):
-            whole[name] = [*whole.get(name, ()), *values]
-
-
 def continued(prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Completion]) -> list[tuple[int, Prompt]]:
     """Return numbered prompts that begin in the middle of their answers; short answers are left out."""
-    found = []
+    from_the_middle = []
     for number, prompt in prompts:
-        answer = answers.get(number)
-        half = len(answer.token_ids) // 2 if answer is not None else 0
-        if answer is not None and half:
-            ids = (*prompt.token_ids, *answer.token_ids[:half])
-            found.append((number, replace(prompt, token_ids=ids, max_new_tokens=prompt.max_new_tokens - half)))
-    return found
+        half = answers[number].token_ids[: len(answers[number].token_ids) // 2] if number in answers else ()
+        if half:
+            ids, num_left = (*prompt.token_ids, *half), prompt.max_new_tokens - len(half)
+            from_the_middle.append((number, replace(prompt, token_ids=ids, max_new_tokens=num_left)))
+    return from_the_middle
 
 
 def walk_of(prompt: Prompt, all_sent: Sequence[Sent], *, eos: Set[int], num_top: int) -> Walk | None:
@@ -171,14 +143,14 @@ def walk_of(prompt: Prompt, all_sent: Sequence[Sent], *, eos: Set[int], num_top:
         return None
     ids = (*prompt.token_ids, *first.token_ids)
     wanted: dict[int, set[int]] = {}
-    answers = [(sent.prompt, sent.result) for sent in all_sent if isinstance(sent.result, Completion)]
-    for sent_prompt, answer in answers:
-        _want(wanted, ids, sent_prompt, answer)
+    for sent in all_sent:
+        if isinstance(sent.result, Completion):
+            _want(wanted, ids, sent.prompt, sent.result)
     if first.finish_reason == "stop":
         wanted.setdefault(len(ids) - 1, set()).update(eos)
     return Walk(
         token_ids=ids,
-        wanted={at: frozenset(own) for at, own in sorted(wanted.items())},
+        wanted={position: frozenset(token_ids) for position, token_ids in sorted(wanted.items())},
         num_top=1 + num_top,
     )
 
@@ -187,15 +159,12 @@ def _want(wanted: dict[int, set[int]], walk: Sequence[int], prompt: Sequence[int
     """Add the tokens whose probability is asked for, as far as an answer goes along the walk."""
     for at, token_id in enumerate(answer.token_ids):
         position = len(prompt) + at
-        own = wanted.setdefault(position - 1, set())
-        own.add(token_id)
-        if answer.logprobs is not None and at < len(answer.logprobs):
-            own.update(answer.logprobs[at])
+        wanted.setdefault(position - 1, set()).update([token_id], answer.logprobs_at(at) or ())
         if position >= len(walk) or walk[position] != token_id:
             break
-    for position, given in enumerate(answer.prompt_logprobs or ()):
+    for position, logprobs in enumerate(answer.prompt_logprobs or ()):
         if position:
-            wanted.setdefault(position - 1, set()).update(given, [walk[position]])
+            wanted.setdefault(position - 1, set()).update(logprobs, [walk[position]])
 
 
 BLOCK_PROMPTS = 16
@@ -284,8 +253,8 @@ class _Requests:
                 await self._are_firsts_done.wait()
             asked = self._asked_again()
             tasks = {
-                way: group.create_task(self.sender.send(way, own, on_sent=self._is_done))
-                for way, own in asked.items()
+                way: group.create_task(self.sender.send(way, prompts, on_sent=self._is_done))
+                for way, prompts in asked.items()
                 if way is not Way.ALONE
             }
         runs: dict[Way, ScheduledRequests] = {way: task.result() for way, task in tasks.items()}
@@ -314,8 +283,8 @@ class _Requests:
             if way is Way.CONTINUED:
                 asked[way] = continued(again, answers)
             elif way is Way.PROMPT:
-                asked[way] = [(number, Prompt(token_ids=own.token_ids, max_new_tokens=1)) for number, own in again]
-        return {way: own for way, own in asked.items() if own}
+                asked[way] = [(number, replace(prompt, max_new_tokens=1)) for number, prompt in again]
+        return {way: prompts for way, prompts in asked.items() if prompts}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -344,15 +313,11 @@ class _Blocks:
 
     def add(self, numbers: range, all_sent: Sequence[Sent]) -> None:
         """Give the walks of some prompts to the truth; those that were never answered have none."""
-        walks = {
-            number: walk_of(
-                self.prompts[number],
-                [sent for sent in all_sent if sent.request == number],
-                eos=self.eos,
-                num_top=self.num_top,
-            )
-            for number in numbers
-        }
-        found = {number: walk for number, walk in walks.items() if walk is not None}
-        if found:
-            self.add_walks(found)
+        walks = dict[int, Walk]()
+        for number in numbers:
+            of_prompt = [sent for sent in all_sent if sent.request == number]
+            walk = walk_of(self.prompts[number], of_prompt, eos=self.eos, num_top=self.num_top)
+            if walk is not None:
+                walks[number] = walk
+        if walks:
+            self.add_walks(walks)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from harness.extensions.server.logprobs import ratio
 from harness.results.check import Finding, Outcome, TokenResult
 
 
@@ -46,16 +47,12 @@ class LogprobResult:
     @property
     def rms_ratio(self) -> float:
         """Error over noise; 0 if both vanish."""
-        return _ratio(self.rms, self.rms_noise)
+        return ratio(self.rms, self.rms_noise)
 
     @property
     def max_ratio(self) -> float:
         """Largest error over largest noise; 0 if both vanish."""
-        return _ratio(self.max, self.max_noise)
-
-
-def _ratio(error: float, noise: float) -> float:
-    return error / noise if noise else (0.0 if error == 0 else float("inf"))
+        return ratio(self.max, self.max_noise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ class ScheduleResult:
     tokens: TokenResult
     logprobs: tuple[LogprobResult, ...]
     num_parted: int = 0
-    """Requests that part from the first schedule at a tie; what comes after it is not judged."""
+    """Answers that diverge from the first schedule's at a tie; the tokens after the tie are not judged."""
     max_difference: float | None = None
     """Largest difference of a log probability to the first schedule's, nats; None if nothing is shared."""
     seconds: float = 0.0

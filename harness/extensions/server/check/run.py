@@ -3,10 +3,9 @@
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from harness.base.progress import Progress
+from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.check.judge import JudgedCompletion, Promised, is_number, judge
@@ -15,9 +14,8 @@ from harness.extensions.server.check.result import EndpointResult, ScheduleResul
 from harness.extensions.server.completion import Completion
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, failure, note_ignore_eos
-from harness.extensions.server.truth import BackgroundTruth, Rows
+from harness.extensions.server.truth import BackgroundTruth, Rows, eos_of
 from harness.judge.jobs.model import planned_model
-from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 
@@ -37,7 +35,7 @@ def check_endpoint(
     Raises:
         HarnessError: the input cannot be used; the server is not there, or answers nothing that can be judged.
     """
-    begin, report = time.perf_counter(), progress or (lambda _label, _done, _total: None)
+    begin, report = time.perf_counter(), progress or no_progress
     report("model", 0, 1)
     hf = planned_model(plan)
     for index, prompt in enumerate(plan.prompts):
@@ -47,7 +45,7 @@ def check_endpoint(
         asked = asyncio.run(
             ask(plan, address, num_again, eos=eos, vocab_size=hf.vocab_size, add_walks=background.add, progress=report)
         )
-        refuse_silence(asked.runs[0])
+        require_an_answer(asked.runs[0])
         answered = time.perf_counter()
         truth = background.finish(lambda done, total: report("truth", done, total))
     runs, probed = asked.runs, asked.probed
@@ -71,31 +69,11 @@ def check_endpoint(
     )
 
 
-def refuse_silence(run: ScheduledRequests) -> None:
-    """Raise the first error where no request at all was answered."""
+def require_an_answer(run: ScheduledRequests) -> None:
+    """Raise the first error if no request was answered."""
     errors = [sent.result for sent in run.sent if isinstance(sent.result, HarnessError)]
     if len(errors) == len(run.sent):
         raise errors[0]
-
-
-def eos_of(hf: HFModel) -> frozenset[int]:
-    """Return the tokens that end a text of a model; see `eos_ids`."""
-    return eos_ids(hf.folder, getattr(hf.config, "eos_token_id", None))
-
-
-def eos_ids(folder: Path, config: object) -> frozenset[int]:
-    """Return the tokens that end a text, those of generation_config.json if it is there.
-
-    `config` is the `eos_token_id` of its config: a number, a list, or None.
-    """
-    from transformers import GenerationConfig
-
-    try:
-        own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    except (OSError, ValueError):
-        own = None
-    own = config if own is None else own
-    return frozenset(own if isinstance(own, list) else [] if own is None else [own])
 
 
 def promised(probed: Probed, names: TokenNames, way: Way) -> Promised:
@@ -123,8 +101,8 @@ def judged(
 
     The truth goes along the answers of the `first` way; it has rows by the number of the request.
     """
-    cases = [case for sent in run.sent if (case := _case(sent, first, prompts, truth, eos, promised)) is not None]
-    judgement = judge(cases)
+    cases = (_case(sent, first, prompts, truth, eos, promised) for sent in run.sent)
+    judgement = judge([case for case in cases if case is not None])
     failures = [failure(sent.request, sent.result) for sent in run.sent if isinstance(sent.result, HarnessError)]
     return ScheduleResult(
         schedule=run.way.value,
@@ -133,7 +111,7 @@ def judged(
         num_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
         tokens=judgement.tokens,
         logprobs=judgement.logprobs,
-        num_parted=judgement.num_parted,
+        num_parted=judgement.num_diverged,
         max_difference=None if run is first else _difference(run, first, prompts),
         seconds=run.seconds,
         findings=(*failures, *judgement.findings),
@@ -166,32 +144,34 @@ def _case(
 
 def _difference(run: ScheduledRequests, first: ScheduledRequests, prompts: Sequence[Prompt]) -> float | None:
     """Return the largest difference of a log probability between two runs, over the tokens that they share."""
-    found = [
-        abs(value - theirs[token_id])
+    differences = (
+        abs(value - first_logprobs[token_id])
         for sent in run.sent
-        for own, theirs in _shared(sent, first, prompts)
-        for token_id, value in own.items()
-        if is_number(value) and is_number(theirs.get(token_id))
-    ]
-    return max(found, default=None)
+        for logprobs, first_logprobs in _shared(sent, first, prompts)
+        for token_id, value in logprobs.items()
+        if is_number(value) and is_number(first_logprobs.get(token_id))
+    )
+    return max(differences, default=None)
 
 
 def _shared(sent: Sent, first: ScheduledRequests, prompts: Sequence[Prompt]) -> Iterator[tuple[Any, Any]]:
+    """Yield the log probabilities of the tokens that an answer and the first one have in common, of both."""
     answer, walked = sent.result, first.answers.get(sent.request)
-    if not isinstance(answer, Completion) or walked is None or answer.logprobs is None or walked.logprobs is None:
+    if not isinstance(answer, Completion) or walked is None:
         return
     begin = len(sent.prompt) - len(prompts[sent.request].token_ids)
     tokens = zip(answer.token_ids, walked.token_ids[begin:], strict=False)
-    for at, (own, theirs) in enumerate(tokens):
-        if max(at, at + begin) < len(walked.logprobs) and at < len(answer.logprobs):
-            yield answer.logprobs[at], walked.logprobs[begin + at]
-        if own != theirs:
+    for at, (token_id, walked_id) in enumerate(tokens):
+        logprobs, first_logprobs = answer.logprobs_at(at), walked.logprobs_at(begin + at)
+        if logprobs is not None and first_logprobs is not None:
+            yield logprobs, first_logprobs
+        if token_id != walked_id:
             return
 
 
 def _is_drawn(result: ScheduleResult) -> bool:
     has_wrong_tokens = any(finding.code is Code.TOKENS_DIFFER for finding in result.findings)
-    return has_wrong_tokens and bool(result.logprobs) and all(own.is_sound for own in result.logprobs)
+    return has_wrong_tokens and bool(result.logprobs) and all(logprobs.is_sound for logprobs in result.logprobs)
 
 
 def _notes(probed: Probed, results: Sequence[ScheduleResult], num_retries: int, waited_s: float) -> Iterator[str]:

@@ -14,7 +14,7 @@ from harness.command.grouped import grouped
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.extensions.server.check.command import AddressOptions
+from harness.extensions.server.address import AddressOptions
 
 LOAD = Forms(human="harness.extensions.server.load.report:load_text", json=DOCUMENT, is_fenced=True)
 
@@ -65,9 +65,8 @@ def load(
     if not rate > 0:
         raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)
     with progress_bar() as report:
-        from harness.extensions.server.check.run import eos_of
         from harness.extensions.server.load.run import LoadOptions, run_load
-        from harness.extensions.server.truth import plain_ids
+        from harness.extensions.server.truth import eos_of, plain_ids
         from harness.judge.jobs.model import planned_model
         from harness.oracle.request_file import Arrivals, drawn_requests, parse_lengths, read_requests
         from harness.plan import plan_engine, tokenize

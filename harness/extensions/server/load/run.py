@@ -12,14 +12,14 @@ from typing import Any
 from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
-from harness.extensions.server.check.requests import BLOCK_PROMPTS, ScheduledRequests, Sent, Way, joined, walk_of
-from harness.extensions.server.check.run import eos_of, judged, promised, refuse_silence
+from harness.extensions.server.check.requests import BLOCK_PROMPTS, ScheduledRequests, Sent, Way, walk_of
+from harness.extensions.server.check.run import judged, promised, require_an_answer
 from harness.extensions.server.client import Client, refused_with
-from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, only_choice, read_answer
+from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, joined, only_choice, read_answer
 from harness.extensions.server.load.result import LoadResult, Quantiles
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, probe
-from harness.extensions.server.truth import Rows, Walk, walk_truth
+from harness.extensions.server.truth import Rows, Walk, eos_of, walk_truth
 from harness.oracle.model import HFModel
 from harness.oracle.request_file import LoadRequest
 from harness.oracle.requests import Prompt, check_prompt
@@ -137,7 +137,7 @@ def run_load(
     run = ScheduledRequests(
         way=Way.STREAMED, sent=tuple(item.sent for item in answers), seconds=max(item.end_s for item in answers)
     )
-    refuse_silence(run)
+    require_an_answer(run)
     begin = time.perf_counter()
     eos, prompts = eos_of(hf), [request.prompt for request in requests]
     truth = _truth(hf, _walks(run, prompts, _chosen(run, options), eos), plan.case.truth, report)

@@ -9,7 +9,7 @@ from harness.command.forms import DOCUMENT, Forms
 from harness.command.grouped import grouped
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
-from harness.extensions.server.check.command import AddressOptions
+from harness.extensions.server.address import AddressOptions
 
 SAMPLER = Forms(human="harness.extensions.server.sampler.report:sampler_text", json=DOCUMENT, is_fenced=True)
 

@@ -10,12 +10,11 @@ from typing import Any
 from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
-from harness.extensions.server.check.run import eos_of
 from harness.extensions.server.client import Client
 from harness.extensions.server.completion import CHAT, COMPLETIONS, Completion, Dialect, read_answer
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import ALL_TOKENS, Probed, probe
-from harness.extensions.server.truth import plain_ids
+from harness.extensions.server.truth import eos_of, plain_ids
 from harness.judge.jobs.model import planned_model
 from harness.oracle.model import HFModel
 from harness.oracle.sampling import SamplingSettings

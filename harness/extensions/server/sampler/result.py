@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from harness.extensions.server.logprobs import DefinitionResult
 from harness.results.check import Finding, Outcome
 
 
@@ -46,28 +47,6 @@ class SettingResult:
         if self.findings:
             return Outcome.MISMATCH
         return Outcome.PASS if self.num_draws else Outcome.NOTHING
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefinitionResult:
-    """Log probabilities under one reading of what they are of."""
-
-    IN_DOCUMENT: ClassVar = ("fits",)
-    name: str
-    num_values: int
-    num_misfits: int
-    """Values where this distribution has none, and none where it has one."""
-    rms_ratio: float
-    """Error over the error that HF makes in the server's dtype."""
-    max_ratio: float
-    rms_bound: float
-    max_bound: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether rounding explains all values: of tokens at the edge of a set, some may be on the other side."""
-        is_near = self.rms_ratio <= self.rms_bound and self.max_ratio <= self.max_bound
-        return is_near and self.num_misfits <= 0.01 * self.num_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

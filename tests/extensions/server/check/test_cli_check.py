@@ -13,7 +13,9 @@ FOLDER = Path(__file__).parents[4] / "cases" / "checkpoints" / "qwen3-tiny"
 
 
 def test_the_embedded_model_is_checked_without_more_options(harness, url):
-    ran = harness("server", "check", "--endpoint", f"{url}/v1", "--max-new-tokens", 4, "--again", 1, "--dtype", "float32")
+    ran = harness(
+        "server", "check", "--endpoint", f"{url}/v1", "--max-new-tokens", 4, "--again", 1, "--dtype", "float32"
+    )
     assert (ran.status, ran.err) == (0, ""), ran.out
     assert ran.out.startswith(f"PASS  reference_engine at {url} · qwen3-tiny · float32 · 4 prompts\n")
 

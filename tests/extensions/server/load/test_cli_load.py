@@ -29,7 +29,9 @@ def url():
 
 @pytest.fixture
 def load(harness, url):
-    return lambda *options: harness("server", "load", "--endpoint", url, "--model", "qwen3-tiny", "--dtype", "float32", *options)
+    return lambda *options: harness(
+        "server", "load", "--endpoint", url, "--model", "qwen3-tiny", "--dtype", "float32", *options
+    )
 
 
 def test_a_sound_server_passes(load):
