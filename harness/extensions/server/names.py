@@ -44,11 +44,11 @@ class TokenNames:
     @cached_property
     def _by_text(self) -> dict[str, int | None]:
         """Ids by text; None if several tokens have it."""
-        found: dict[str, int | None] = {}
+        by_text: dict[str, int | None] = {}
         for token_id, texts in enumerate(self._texts):
             for text in set(texts):
-                found[text] = None if text in found else token_id
-        return found
+                by_text[text] = None if text in by_text else token_id
+        return by_text
 
     @cached_property
     def _ids(self) -> dict[str, int | None]:
@@ -89,9 +89,9 @@ class TokenNames:
 
         None if no text ends in these tokens.
         """
-        found = tuple(self.encode(self.decode(token_ids)))
-        is_same = found[-len(token_ids) :] == tuple(token_ids)
-        return found if is_same and self.text_of(found) is not None else None
+        respelled = tuple(self.encode(self.decode(token_ids)))
+        is_same = respelled[-len(token_ids) :] == tuple(token_ids)
+        return respelled if is_same and self.text_of(respelled) is not None else None
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""

@@ -79,15 +79,15 @@ def walk_truth(
 
     There is at least one walk. `truth` and `check` are those of `walk_logits`.
     """
-    found: list[Rows] = [{} for _ in walks]
+    rows_of_walks: list[Rows] = [{} for _ in walks]
 
     def read(rows: WalkRows, logits: torch.Tensor, control: torch.Tensor) -> None:
-        _keep_rows(walks, found, rows, logits, control)
+        _keep_rows(walks, rows_of_walks, rows, logits, control)
 
     walk_logits(
         hf, {at: (walk.token_ids, walk.wanted) for at, walk in enumerate(walks)}, read, truth=truth, check=check
     )
-    return found
+    return rows_of_walks
 
 
 def walk_logits(
@@ -122,13 +122,13 @@ def walk_logits(
         reader = _Reader(
             tap=hf.graph.logits,
             longest=max(len(request.token_ids) for request in group),
-            members=[(number, frozenset(own)) for number, own in positions.items()],
+            members=[(number, frozenset(wanted)) for number, wanted in positions.items()],
             read=read,
             check=check or (lambda: None),
             cached=frozenset(operation.inputs[0] for operation in operations if operation.kind is Kind.CACHE),
             cache=cache,
         )
-        wanted = sorted({position for own in positions.values() for position in own})
+        wanted = sorted(set().union(*positions.values()))
         run_pair(hf, padded(group), reader, truth_dtype=truth_dtype(truth, hf.dtype), logit_positions=wanted)
 
 
@@ -193,17 +193,17 @@ class _Reader:
 
 
 def _keep_rows(
-    walks: Sequence[Walk], found: list[Rows], rows: WalkRows, logits: torch.Tensor, own: torch.Tensor
+    walks: Sequence[Walk], rows_of_walks: list[Rows], rows: WalkRows, logits: torch.Tensor, control: torch.Tensor
 ) -> None:
-    noise = (own - logits).abs().amax(dim=-1).tolist()
+    noise = (control - logits).abs().amax(dim=-1).tolist()
     resolution = (torch.finfo(torch.float32).eps * logits.abs().amax(dim=-1)).tolist()
     num_top = max(walks[walk].num_top for walk, _ in rows)
     top = logits.topk(min(num_top, logits.shape[-1]), dim=-1).indices.tolist()
-    logprobs, controls = logits.log_softmax(dim=-1), own.log_softmax(dim=-1)
+    logprobs, controls = logits.log_softmax(dim=-1), control.log_softmax(dim=-1)
     for at, (walk, position) in enumerate(rows):
         ids = sorted(walks[walk].wanted[position].union(top[at]))
         columns = torch.tensor(ids, device=logits.device)
-        found[walk][position] = TruthRow(
+        rows_of_walks[walk][position] = TruthRow(
             top=tuple(top[at]),
             logprobs=dict(zip(ids, logprobs[at, columns].tolist(), strict=True)),
             control=dict(zip(ids, controls[at, columns].tolist(), strict=True)),
@@ -284,12 +284,12 @@ class BackgroundTruth:
     def finish(self, progress: Progress | None = None) -> dict[int, Rows]:
         """Wait for all that was added, and return the rows by prompt and position; raises what a forward raised."""
         self._is_alone.set()
-        found: dict[int, Rows] = {}
+        rows: dict[int, Rows] = {}
         for block in self._blocks:
-            found |= block.result()
+            rows |= block.result()
             if progress is not None:
-                progress(len(found), self._num_added)
-        return found
+                progress(len(rows), self._num_added)
+        return rows
 
     def _run(self, walks: Mapping[int, Walk]) -> dict[int, Rows]:
         begin = time.perf_counter()

@@ -60,8 +60,8 @@ def audit(
     from harness.plan import plan_engine
 
     with named_as_arguments():
-        own = {} if model is None else {"model": str(model)}
-        plan = plan_engine(dtype=dtype_name(dtype), truth=truth, local_files_only=local_files_only, **own)
+        chosen_model = {} if model is None else {"model": str(model)}
+        plan = plan_engine(dtype=dtype_name(dtype), truth=truth, local_files_only=local_files_only, **chosen_model)
         address = Address(url=endpoint, served_model=served_model)
         asked = [f"{name}={value}" for name, value in (ask or {}).items()]
         result = run_audit(plan, address, hypotheses, num_tokens=tokens, ask=asked, seed=seed, progress=progress)

@@ -1,6 +1,16 @@
-"""What one hypothesis says of the server's draws: how likely each is, and the log probabilities of named tokens.
+"""How a server's tokens and log probabilities exclude hypotheses.
 
-Shapes: N draws, V vocab, T temperatures.
+Tokens: if a hypothesis is true, the ratio of any rival distribution's likelihood to its own has a mean of one, draw
+after draw. The ratio ever exceeds 1/a with a probability of a at most (Ville 1939), and so does the mean of several
+ratios. A hypothesis is excluded at the first draw where the mean over its rivals exceeds 1/a: the rest of the
+hypotheses, and itself at different temperatures.
+
+Log probabilities: if a hypothesis is true, the server's values are its own and a rounding error. The error does not
+point to a rival: along the difference of the two, summed over a request, positive and negative errors are equally
+likely. For such sums S of independent requests, sum(S) / sqrt(sum(S^2)) exceeds t with a probability of at most
+exp(-t^2 / 2) (Efron 1969). A hypothesis is excluded where that happens and the values are nearer to the rival.
+
+Shapes: H hypotheses, N draws, T temperatures, K kept rows, V vocab, M values, R requests.
 """
 
 import math
@@ -9,14 +19,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.extensions.server.check.judge import bounds, is_number
-from harness.extensions.server.logprobs import DefinitionResult
+from harness.extensions.server.logprobs import DefinitionResult, LogprobErrors, is_number
 from harness.extensions.server.sampler.evidence import LEAST, NOISE_MARGIN, RESOLUTION, SHARE, Draw
+from harness.extensions.server.sampler.logprobs import Definition
 from harness.oracle.sampling import Chain, SamplingSettings
 
 _TEMPERATURES = (0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5)
-"""A hypothesis is held against itself at these, relative to its own: what is served may be none of the list."""
-RAW, PROCESSED = "raw", "of the distribution that is drawn from"
+"""A hypothesis is compared with itself at these, relative to its own: what is served may be none of the list."""
+DEVIATIONS = 2.33
+"""In 99 of 100 audits a sum of log ratios is at least its mean, less so many standard deviations."""
 
 RowLogprobs = dict[int, float | None]
 """Log probabilities of one row by token."""
@@ -24,7 +35,7 @@ RowLogprobs = dict[int, float | None]
 
 @dataclass(slots=True)
 class Values:
-    """Log probabilities of the tokens that the server named, under one reading of what they are of."""
+    """Log probabilities of the tokens that the server named, under one definition of what they are of."""
 
     exact: dict[int, list[float]] = field(default_factory=dict)
     """Of each draw, by the truth."""
@@ -33,27 +44,27 @@ class Values:
 
 
 class View:
-    """One hypothesis before all draws."""
+    """What one hypothesis says of all draws: how likely each is, and the log probabilities of named tokens."""
 
     def __init__(self, settings: SamplingSettings, num_draws: int, *, every: int) -> None:
-        """Take what is drawn with, and keep every so-manieth row whole."""
+        """Draw with these settings, and keep each `every`-th row whole."""
         self.settings, self.every = settings, every
         self.most = torch.zeros(num_draws).double()
         """[N] Logarithm of the largest probability that rounding leaves a draw: no single one excludes."""
-        self.own = torch.zeros_like(self.most)
+        self.log_p = torch.zeros_like(self.most)
         """[N] The same of the probability, a share of it spread over all tokens."""
         self.tempered = torch.zeros(len(_TEMPERATURES), num_draws).double()
-        """[T, N] as `own`, at the other temperatures."""
+        """[T, N] as `log_p`, at the other temperatures."""
         self.noise = torch.zeros_like(self.most)
         """[N] KL between the model's distributions by the truth and by HF in the server's dtype, in nats."""
         self.readings: dict[str, Values] = {}
         self.whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Of some draws all probabilities, and logarithms of the largest ones, [V] float32."""
 
-    def add(self, at: int, draw: Draw, given: RowLogprobs, logits: torch.Tensor, control: torch.Tensor) -> None:
+    def add(self, at: int, draw: Draw, logprobs: RowLogprobs, logits: torch.Tensor, control: torch.Tensor) -> None:
         """Add one draw.
 
-        `given` is what the server says of its row; `logits` are the truth's and `control` those of HF in the server's
+        `logprobs` are the server's of this row. `logits` are the truth's and `control` those of HF in the server's
         dtype, both [V] float64.
         """
         chain, ids = Chain(), list(draw.token_ids)
@@ -66,33 +77,29 @@ class View:
         most = torch.maximum(torch.maximum(p, possible), SHARE * plain).clamp(min=LEAST)
         tempered_TV = torch.stack([(p.log() / temperature).softmax(dim=-1) for temperature in _TEMPERATURES])
         self.most[at] = most[ids].sum().log()
-        self.own[at] = _spread(p, plain)[ids].sum().log()
+        self.log_p[at] = _spread(p, plain)[ids].sum().log()
         self.tempered[:, at] = _spread(tempered_TV, plain)[:, ids].sum(dim=-1).log()
         self.noise[at] = (plain * (exact - noisy)).sum()
         if at % self.every == 0:
             self.whole[at] = (p.float(), most.log().float())
-        self._add_values(at, given, RAW, exact, noisy)
+        self._add_values(at, logprobs, Definition.RAW, exact, noisy)
         if self.settings.changed:
-            self._add_values(at, given, PROCESSED, p.log(), rounded.log())
+            self._add_values(at, logprobs, Definition.PROCESSED, p.log(), rounded.log())
 
     def _add_values(
-        self, at: int, given: RowLogprobs, reading: str, exact: torch.Tensor, rounded: torch.Tensor
+        self, at: int, logprobs: RowLogprobs, reading: Definition, exact: torch.Tensor, rounded: torch.Tensor
     ) -> None:
-        values, ids = self.readings.setdefault(reading, Values()), named(given)
+        values, ids = self.readings.setdefault(reading.value, Values()), named(logprobs)
         values.exact[at], values.rounded[at] = exact[ids].tolist(), rounded[ids].tolist()
 
 
-def named(given: RowLogprobs) -> list[int]:
+def named(logprobs: RowLogprobs) -> list[int]:
     """Return the tokens with a log probability that can be compared."""
-    return [token_id for token_id, value in sorted(given.items()) if is_number(value)]
+    return [token_id for token_id, value in sorted(logprobs.items()) if is_number(value)]
 
 
 def _spread(p: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return (1 - SHARE) * p + SHARE * plain
-
-
-DEVIATIONS = 2.33
-"""In 99 of 100 audits a sum of log ratios is at least its mean, less so many standard deviations."""
 
 
 def excluded_after(views: Sequence[View], alpha: float) -> list[int | None]:
@@ -101,45 +108,45 @@ def excluded_after(views: Sequence[View], alpha: float) -> list[int | None]:
     A rival that is within rounding of a hypothesis is none: it would be evidence of rounding. The views are of the same
     draws. A true hypothesis is excluded with a probability of at most `alpha`.
     """
-    own_HN = torch.stack([view.own for view in views]).cumsum(dim=-1)
-    found: list[int | None] = []
+    log_p_HN = torch.stack([view.log_p for view in views]).cumsum(dim=-1)
+    exclusions: list[int | None] = []
     for at, view in enumerate(views):
-        rivals = [other for other in range(len(views)) if other != at and is_told(views[other], view)]
+        rivals = [rival for rival in range(len(views)) if rival != at and is_told(views[rival], view)]
         most_N = view.most.cumsum(dim=-1)
         parts = [_mean_of_ratios(view.tempered.cumsum(dim=-1) - most_N)]
         if rivals:
-            parts.append(_mean_of_ratios(own_HN[rivals] - most_N))
+            parts.append(_mean_of_ratios(log_p_HN[rivals] - most_N))
         evidence_N = _mean_of_ratios(torch.stack(parts))
         beyond = (evidence_N >= -math.log(alpha)).nonzero()
-        found.append(int(beyond[0]) + 1 if len(beyond) else None)
-    return found
+        exclusions.append(int(beyond[0]) + 1 if len(beyond) else None)
+    return exclusions
 
 
 def _mean_of_ratios(logs: torch.Tensor) -> torch.Tensor:
     return logs.logsumexp(dim=0) - math.log(len(logs))
 
 
-def is_told(served: View, other: View) -> bool:
+def is_told(served: View, rival: View) -> bool:
     """Whether two hypotheses differ by more than rounding does, as the first one's draws see it."""
-    mean, _ = _moments(served, other)
-    noise = max(float(view.noise.mean()) for view in (served, other))
+    mean, _ = _moments(served, rival)
+    noise = max(float(view.noise.mean()) for view in (served, rival))
     return mean > NOISE_MARGIN**2 * noise
 
 
-def num_draws_needed(served: View, other: View, alpha: float, num_hypotheses: int) -> float | None:
+def num_draws_needed(served: View, rival: View, alpha: float, num_hypotheses: int) -> float | None:
     """Return how many draws of one hypothesis exclude another one in 99 of 100 audits; None: no number does."""
-    if not is_told(served, other):
+    if not is_told(served, rival):
         return None
-    mean, variance = _moments(served, other)
+    mean, variance = _moments(served, rival)
     threshold = math.log(2 * max(1, num_hypotheses - 1) / alpha)
     root = DEVIATIONS * math.sqrt(variance)
     return ((root + math.sqrt(root**2 + 4 * mean * threshold)) / (2 * mean)) ** 2
 
 
-def _moments(served: View, other: View) -> tuple[float, float]:
+def _moments(served: View, rival: View) -> tuple[float, float]:
     """Return mean and variance of the log ratio of a draw, over the rows that are kept whole."""
     p_KV = torch.stack([served.whole[at][0] for at in sorted(served.whole)]).double()
-    most_KV = torch.stack([other.whole[at][1] for at in sorted(other.whole)]).double()
+    most_KV = torch.stack([rival.whole[at][1] for at in sorted(rival.whole)]).double()
     ratios_KV = p_KV.clamp(min=torch.finfo(torch.float64).tiny).log() - most_KV
     mean_K = (p_KV * ratios_KV).sum(dim=-1)
     variance_K = (p_KV * ratios_KV**2).sum(dim=-1) - mean_K**2
@@ -174,9 +181,9 @@ class HypothesisValues:
 def readings_of(views: Sequence[View]) -> list[HypothesisValues]:
     """Return all readings of all hypotheses."""
     return [
-        HypothesisValues(at=at, name=name, exact=_flat(own.exact), rounded=_flat(own.rounded))
+        HypothesisValues(at=at, name=name, exact=_flat(values.exact), rounded=_flat(values.rounded))
         for at, view in enumerate(views)
-        for name, own in view.readings.items()
+        for name, values in view.readings.items()
     ]
 
 
@@ -184,27 +191,29 @@ def _flat(values: Mapping[int, list[float]]) -> torch.Tensor:
     return torch.tensor([value for at in sorted(values) for value in values[at]], dtype=torch.float64)
 
 
-def is_excluded(own: HypothesisValues, others: Sequence[HypothesisValues], given: ServerLogprobs, alpha: float) -> bool:
+def is_excluded(
+    reading: HypothesisValues, rivals: Sequence[HypothesisValues], logprobs: ServerLogprobs, alpha: float
+) -> bool:
     """Whether the values are another hypothesis's rather than those of one reading.
 
-    `others` are readings of other hypotheses. A true one is excluded with a probability of at most `alpha`.
+    The `rivals` are readings of different hypotheses. A true one is excluded with a probability of at most `alpha`.
     """
-    threshold = _threshold(alpha, len(others))
-    for other in others:
-        toward, distance, _ = _sums(own, other, given)
+    threshold = _threshold(alpha, len(rivals))
+    for rival in rivals:
+        toward, distance, _ = _sums(reading, rival, logprobs)
         if 2 * toward.sum() > distance.sum() and toward.sum() > threshold * toward.square().sum().sqrt():
             return True
     return False
 
 
 def num_requests_needed(
-    served: HypothesisValues, other: HypothesisValues, given: ServerLogprobs, alpha: float, num_readings: int
+    served: HypothesisValues, rival: HypothesisValues, logprobs: ServerLogprobs, alpha: float, num_readings: int
 ) -> float | None:
     """Return how many requests exclude a reading in 99 of 100 audits if another one is served; None: no number does.
 
     The error is taken to be as large as HF's own.
     """
-    _, distance, noise = _sums(other, served, given)
+    _, distance, noise = _sums(rival, served, logprobs)
     if not distance.sum() > 0:
         return None
     share = float((distance + noise).square().mean().sqrt() / distance.mean())
@@ -217,41 +226,36 @@ def _threshold(alpha: float, num_directions: int) -> float:
 
 
 def _sums(
-    own: HypothesisValues, other: HypothesisValues, given: ServerLogprobs
+    reading: HypothesisValues, rival: HypothesisValues, logprobs: ServerLogprobs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return [R] three times: the error along the difference, the difference's own square, and HF's error along it.
 
     Rows in which HF errs more count less.
     """
-    usable = own.exact.isfinite() & other.exact.isfinite()
-    difference = torch.where(usable, other.exact - own.exact, 0.0)
-    error = torch.where(usable, given.values - own.exact, 0.0)
-    noises = [torch.where(usable & item.rounded.isfinite(), item.rounded - item.exact, 0.0) for item in (own, other)]
-    least = torch.finfo(torch.float32).eps * own.exact.masked_fill(~usable, 0.0)
+    usable = reading.exact.isfinite() & rival.exact.isfinite()
+    difference = torch.where(usable, rival.exact - reading.exact, 0.0)
+    error = torch.where(usable, logprobs.values - reading.exact, 0.0)
+    noises = [
+        torch.where(usable & item.rounded.isfinite(), item.rounded - item.exact, 0.0) for item in (reading, rival)
+    ]
+    least = torch.finfo(torch.float32).eps * reading.exact.masked_fill(~usable, 0.0)
     squares = torch.stack([*noises, least]).square().sum(dim=0)
-    squares = torch.zeros(int(given.rows.max()) + 1).double().index_add(0, given.rows, squares)
-    weight = 1 / (squares + squares.mean()).clamp(min=1e-24)[given.rows]
-    zeros = torch.zeros(int(given.requests.max()) + 1).double()
+    squares = torch.zeros(int(logprobs.rows.max()) + 1).double().index_add(0, logprobs.rows, squares)
+    weight = 1 / (squares + squares.mean()).clamp(min=1e-24)[logprobs.rows]
+    zeros = torch.zeros(int(logprobs.requests.max()) + 1).double()
     return (
-        zeros.index_add(0, given.requests, weight * error * difference),
-        zeros.index_add(0, given.requests, weight * difference.square()),
-        zeros.index_add(0, given.requests, weight * noises[0] * difference),
+        zeros.index_add(0, logprobs.requests, weight * error * difference),
+        zeros.index_add(0, logprobs.requests, weight * difference.square()),
+        zeros.index_add(0, logprobs.requests, weight * noises[0] * difference),
     )
 
 
-def fit_of(own: HypothesisValues, given: ServerLogprobs) -> DefinitionResult:
+def fit_of(reading: HypothesisValues, logprobs: ServerLogprobs) -> DefinitionResult:
     """Return how well a reading fits: by the error over the error that HF makes in the server's dtype."""
-    is_there = own.exact.isfinite()
-    rms_bound, max_bound = bounds(int(given.rows.max()) + 1)
-    error = (given.values - own.exact)[is_there]
-    least = torch.finfo(torch.float32).eps * own.exact[is_there].abs().clamp(min=1.0)
-    noise = torch.maximum((own.rounded - own.exact)[is_there].nan_to_num(posinf=0.0, neginf=0.0).abs(), least)
-    return DefinitionResult(
-        name=own.name,
-        num_values=len(error),
-        num_misfits=int((~is_there & ~own.rounded.isfinite()).sum()),
-        rms_ratio=float(error.square().mean().sqrt() / noise.square().mean().sqrt()),
-        max_ratio=float(error.abs().max() / noise.max()),
-        rms_bound=rms_bound,
-        max_bound=max_bound,
-    )
+    is_there = reading.exact.isfinite()
+    error = (logprobs.values - reading.exact)[is_there]
+    least = torch.finfo(torch.float32).eps * reading.exact[is_there].abs().clamp(min=1.0)
+    noise = torch.maximum((reading.rounded - reading.exact)[is_there].nan_to_num(posinf=0.0, neginf=0.0).abs(), least)
+    num_misfits = int((~is_there & ~reading.rounded.isfinite()).sum())
+    errors = LogprobErrors(error.tolist(), noise.tolist())
+    return DefinitionResult.of(reading.name, errors, num_misfits, num_rows=int(logprobs.rows.max()) + 1)

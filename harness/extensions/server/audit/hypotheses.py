@@ -74,7 +74,7 @@ def parse_settings(parts: Sequence[str], settings: SamplingSettings, *, where: s
         HarnessError: BAD_OPTION.
     """
     fields = SamplingSettings.__dataclass_fields__
-    known = [name for name, own in fields.items() if isinstance(own.default, int | float)]
+    known = [name for name, field in fields.items() if isinstance(field.default, int | float)]
     for part in parts:
         name, _, value = part.partition("=")
         try:
@@ -101,7 +101,7 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Ser
     if len(names) < 2 or len(set(names)) < len(names) or not all(names):
         what = "at least two different hypotheses are needed"
         raise HarnessError(Code.BAD_OPTION, what, where=where, expected=_EXPECTED, actual=",".join(names))
-    found = []
+    hypotheses = []
     for name in names:
         weights, *parts = name.split("+")
         pairs = [(key, value) for key, _, value in (part.partition("=") for part in parts)]
@@ -113,10 +113,10 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Ser
             raise HarnessError(Code.BAD_OPTION, what, where=where, expected=", ".join(_CACHES), actual=models["kv"])
         cache = _CACHES.get(models.get("kv", ""))
         lora, template = (Path(models[key]) if key in models else None for key in ("lora", "template"))
-        found.append(
+        hypotheses.append(
             ServedHypothesis(name=name, weights=weights, lora=lora, cache=cache, template=template, settings=settings)
         )
-    return tuple(found)
+    return tuple(hypotheses)
 
 
 def load_hypothesis(hypothesis: ServedHypothesis, plan: Plan, scratch: Path, *, vocab_size: int | None) -> HFModel:
@@ -207,16 +207,16 @@ def rendered(draws: Draws, renderer: Renderer, names: TokenNames) -> Draws:
         HarnessError: BAD_TEMPLATE: the template refuses a chat.
     """
     prompts: dict[int, tuple[int, ...]] = {}
-    found = {}
+    rendered_draws = {}
     for request, draw in draws.values():
         if request.number not in prompts:
             (message,) = request.messages(names)
-            own = renderer.render(Conversation(messages=(message,)))
-            if own is None:
+            rendering = renderer.render(Conversation(messages=(message,)))
+            if rendering is None:
                 what = f"the chat template refuses a chat: {renderer.refusal}"
                 raise HarnessError(Code.BAD_TEMPLATE, what, where="--hypotheses", actual=message["content"])
-            prompts[request.number] = own.token_ids
+            prompts[request.number] = rendering.token_ids
         prompt = prompts[request.number]
         after = replace(draw, past=replace(draw.past, prompt=prompt))
-        found[request.number, len(prompt) + draw.step - 1] = (replace(request, prompt=prompt), after)
-    return found
+        rendered_draws[request.number, len(prompt) + draw.step - 1] = (replace(request, prompt=prompt), after)
+    return rendered_draws

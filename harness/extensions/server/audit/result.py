@@ -63,8 +63,8 @@ class AuditResult:
     @property
     def claim(self) -> str | None:
         """What is served, of the hypotheses: the only one that remains, if it fits."""
-        found = [hypothesis for hypothesis in self.hypotheses if not hypothesis.is_excluded]
-        return found[0].name if len(found) == 1 and found[0].fits else None
+        remaining = [hypothesis for hypothesis in self.hypotheses if not hypothesis.is_excluded]
+        return remaining[0].name if len(remaining) == 1 and remaining[0].fits else None
 
     @property
     def outcome(self) -> Outcome:

@@ -58,7 +58,7 @@ class Automaton:
 
     def num_taken(self, schema: Mapping[str, Any], spacing: str, token_ids: Sequence[int]) -> int:
         """Return how many of the tokens follow the schema; raises HarnessError as `allowed`."""
-        known = list(takewhile(lambda own: own < self._tokens.vocab_size, token_ids))
+        known = list(takewhile(lambda token_id: token_id < self._tokens.vocab_size, token_ids))
         taken: int = self._opened(json.dumps(schema), spacing).deep_copy().validate_tokens(known)
         return taken
 

@@ -109,8 +109,8 @@ def _by_parts(
 
     def shows(seen: Seen, expected: Rendered, renderer: Renderer) -> bool:
         known: Sequence[object] | None = seen.text if seen.token_ids is None else seen.token_ids
-        own: Sequence[object] = expected.text if seen.token_ids is None else expected.token_ids
-        return bool(known) and known is not None and is_so(own, known)
+        rendered: Sequence[object] = expected.text if seen.token_ids is None else expected.token_ids
+        return bool(known) and known is not None and is_so(rendered, known)
 
     return shows
 
@@ -123,7 +123,7 @@ def _by_tokens(is_so: Callable[[int, bool], bool]) -> Callable[[Seen, Rendered, 
         if seen.token_ids is None or texts is None or texts[0] != texts[1]:
             return False
         num_seen, num_expected = (
-            sum(own in renderer.special for own in ids) for ids in (seen.token_ids, expected.token_ids)
+            sum(token_id in renderer.special for token_id in ids) for ids in (seen.token_ids, expected.token_ids)
         )
         names = renderer.tokenizer.hf.convert_ids_to_tokens(list(seen.token_ids))
         return is_so(num_seen - num_expected, any(_BYTE.fullmatch(str(name)) for name in names))
@@ -137,8 +137,8 @@ def _contents(change: Callable[[str], str], *roles: str) -> Change:
     def changed(conversation: Conversation) -> Conversation:
         return conversation.changed(
             *(
-                {**own, "content": change(own["content"])} if not roles or own["role"] in roles else own
-                for own in conversation.messages
+                {**message, "content": change(message["content"])} if not roles or message["role"] in roles else message
+                for message in conversation.messages
             )
         )
 
@@ -149,14 +149,14 @@ def _fields(change: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> 
     """Return what changes or drops messages."""
 
     def changed(conversation: Conversation) -> Conversation:
-        found = [change(own) for own in conversation.messages]
-        return conversation.changed(*(own for own in found if own is not None))
+        messages = [change(message) for message in conversation.messages]
+        return conversation.changed(*(message for message in messages if message is not None))
 
     return changed
 
 
 def _without(name: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    return lambda own: {key: value for key, value in own.items() if key != name}
+    return lambda message: {key: value for key, value in message.items() if key != name}
 
 
 def _merged_system(conversation: Conversation) -> Conversation:
@@ -166,25 +166,25 @@ def _merged_system(conversation: Conversation) -> Conversation:
     return conversation.changed({**rest[0], "content": f"{first['content']}\n\n{rest[0]['content']}"}, *rest[1:])
 
 
-def _text_arguments(own: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = own.get("tool_calls")
-    return own if calls is None else {**own, "tool_calls": [with_arguments(call, json.dumps) for call in calls]}
+def _text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    return message if calls is None else {**message, "tool_calls": [with_arguments(call, json.dumps) for call in calls]}
 
 
 def _without_thinking(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
-def _inlined_reasoning(own: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "reasoning_content" not in own:
-        return own
-    inlined = f"<think>\n{own['reasoning_content']}\n</think>\n\n{own['content']}"
-    return {**_without("reasoning_content")(own), "content": inlined}
+def _inlined_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "reasoning_content" not in message:
+        return message
+    inlined = f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"
+    return {**_without("reasoning_content")(message), "content": inlined}
 
 
 _CHANGES: dict[str, Change] = {
-    "tools dropped": lambda own: replace(own, tools=()),
-    "system message dropped": _fields(lambda own: None if own["role"] == "system" else own),
+    "tools dropped": lambda conversation: replace(conversation, tools=()),
+    "system message dropped": _fields(lambda message: None if message["role"] == "system" else message),
     "system message put into the user's": _merged_system,
     "whitespace stripped": _contents(str.strip),
     "whitespace stripped at the beginning": _contents(str.lstrip),
@@ -202,12 +202,16 @@ _CHANGES: dict[str, Change] = {
     "thinking of the assistant cut out of the content": _contents(_without_thinking, "assistant"),
     "thinking and the line ends after it cut out": _contents(lambda text: _without_thinking(text).lstrip("\n")),
     "tool calls dropped": _fields(_without("tool_calls")),
-    "tool results dropped": _fields(lambda own: None if own["role"] == "tool" else own),
-    "tool results taken for the user's": _fields(lambda own: {**own, "role": "user"} if own["role"] == "tool" else own),
+    "tool results dropped": _fields(lambda message: None if message["role"] == "tool" else message),
+    "tool results taken for the user's": _fields(
+        lambda message: {**message, "role": "user"} if message["role"] == "tool" else message
+    ),
     "arguments of tool calls as text": _fields(_text_arguments),
-    "empty messages dropped": _fields(lambda own: own if own["content"].strip() or "tool_calls" in own else None),
-    "earlier turns dropped": lambda own: own.changed(own.messages[-1]),
-    "the first message dropped": lambda own: own.changed(*own.messages[1:]),
+    "empty messages dropped": _fields(
+        lambda message: message if message["content"].strip() or "tool_calls" in message else None
+    ),
+    "earlier turns dropped": lambda conversation: conversation.changed(conversation.messages[-1]),
+    "the first message dropped": lambda conversation: conversation.changed(*conversation.messages[1:]),
     "normalisation to NFC": _contents(lambda text: unicodedata.normalize("NFC", text)),
     "normalisation to NFD": _contents(lambda text: unicodedata.normalize("NFD", text)),
     "normalisation to NFKC": _contents(lambda text: unicodedata.normalize("NFKC", text)),
@@ -233,18 +237,24 @@ CAUSES = (
     Cause("BOS twice", render=_with_bos),
     Cause("no BOS", render=_without_bos),
     Cause("EOS at the end", render=_with_eos),
-    Cause("no generation prompt", render=lambda own, _expected, renderer: renderer.render(own, has_prompt=False)),
+    Cause(
+        "no generation prompt",
+        render=lambda conversation, _expected, renderer: renderer.render(conversation, has_prompt=False),
+    ),
     *(Cause(name, render=_changed(change)) for name, change in _CHANGES.items()),
     Cause("special tokens in the text taken for text", shows=_by_tokens(lambda more, _: more < 0)),
     Cause("text taken for special tokens", shows=_by_tokens(lambda more, _: more > 0)),
     Cause("byte fallback", shows=_by_tokens(lambda more, is_byte: more == 0 and is_byte)),
     Cause("the same text in other tokens", shows=_by_tokens(lambda more, is_byte: more == 0 and not is_byte)),
-    Cause("another date", shows=_by_text(lambda own, text: _DATE.sub("", own) == _DATE.sub("", text))),
+    Cause("another date", shows=_by_text(lambda expected, text: _DATE.sub("", expected) == _DATE.sub("", text))),
     Cause("a date is inserted", shows=_by_text(_date_inserted)),
-    Cause("something is put before the conversation", shows=_by_parts(lambda own, seen: _ends(seen, own))),
-    Cause("something is put after the conversation", shows=_by_parts(lambda own, seen: seen[: len(own)] == own)),
-    Cause("the beginning is cut off", shows=_by_parts(lambda own, seen: _ends(own, seen))),
-    Cause("the end is cut off", shows=_by_parts(lambda own, seen: own[: len(seen)] == seen)),
+    Cause("something is put before the conversation", shows=_by_parts(lambda expected, seen: _ends(seen, expected))),
+    Cause(
+        "something is put after the conversation",
+        shows=_by_parts(lambda expected, seen: seen[: len(expected)] == expected),
+    ),
+    Cause("the beginning is cut off", shows=_by_parts(lambda expected, seen: _ends(expected, seen))),
+    Cause("the end is cut off", shows=_by_parts(lambda expected, seen: expected[: len(seen)] == seen)),
 )
 """All mistakes that have a name."""
 UNKNOWN = "other tokens, for no reason that is known"
@@ -257,17 +267,18 @@ def show_difference(seen: Seen, expected: Rendered, renderer: Renderer) -> tuple
     if seen.token_ids is None and seen.text is None:
         return f"{len(expected.token_ids)} tokens", f"{seen.count} tokens"
     text = renderer.decode(seen.token_ids) if seen.token_ids is not None else str(seen.text)
-    own = renderer.decode(expected.token_ids) if seen.token_ids is not None else expected.text
-    if text == own:
+    expected_text = renderer.decode(expected.token_ids) if seen.token_ids is not None else expected.text
+    if text == expected_text:
         assert seen.token_ids is not None
         return repr(list(expected.token_ids))[:200], repr(list(seen.token_ids))[:200]
-    return around_difference(own, text)
+    return around_difference(expected_text, text)
 
 
-def around_difference(own: str, text: str) -> tuple[str, str]:
+def around_difference(expected: str, text: str) -> tuple[str, str]:
     """Return what was expected and seen around the first character that differs."""
     at = next(
-        (at for at, pair in enumerate(zip(own, text, strict=False)) if pair[0] != pair[1]), min(len(own), len(text))
+        (at for at, pair in enumerate(zip(expected, text, strict=False)) if pair[0] != pair[1]),
+        min(len(expected), len(text)),
     )
     begin = max(0, at - _CONTEXT)
-    return tuple(f"{'...' if begin else ''}{item[begin : at + _CONTEXT]!r}" for item in (own, text))  # type: ignore[return-value]
+    return tuple(f"{'...' if begin else ''}{item[begin : at + _CONTEXT]!r}" for item in (expected, text))  # type: ignore[return-value]

@@ -53,10 +53,10 @@ class Conversation:
 
 
 def _on_wire(message: Mapping[str, Any]) -> dict[str, Any]:
-    own = dict(message)
-    if "tool_calls" in own:
-        own["tool_calls"] = [with_arguments(call, json.dumps) for call in own["tool_calls"]]
-    return own
+    on_wire = dict(message)
+    if "tool_calls" in on_wire:
+        on_wire["tool_calls"] = [with_arguments(call, json.dumps) for call in on_wire["tool_calls"]]
+    return on_wire
 
 
 def with_arguments(call: Mapping[str, Any], change: Any) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def samples() -> dict[Feature, Conversation]:
 
 def _call(number: str, city: str) -> dict[str, Any]:
     function = {"name": "weather", "arguments": {"city": city}}
-    own = {"id": f"call_{number}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [own]}
+    call = {"id": f"call_{number}", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _result(number: str, content: str) -> dict[str, Any]:
@@ -121,14 +121,14 @@ def _result(number: str, content: str) -> dict[str, Any]:
 
 def hard_conversations(features: Set[Feature], special: Sequence[str]) -> Iterator[Conversation]:
     """Yield a conversation with each hard text, of a user, and of an assistant where there are earlier turns."""
-    for text in (*WORST, *(f"x{own}y" for own in special)):
+    for text in (*WORST, *(f"x{token}y" for token in special)):
         if Feature.EMPTY not in features and not text.strip():
             continue
-        own = {"role": "user", "content": text}
-        yield Conversation(messages=(own,))
+        message = {"role": "user", "content": text}
+        yield Conversation(messages=(message,))
         if Feature.HISTORY in features:
             yield Conversation(
-                messages=({**own, "content": "x"}, {**own, "role": "assistant"}, {**own, "content": "x"})
+                messages=({**message, "content": "x"}, {**message, "role": "assistant"}, {**message, "content": "x"})
             )
 
 
@@ -142,7 +142,7 @@ def conversations(features: Set[Feature], special: Sequence[str]) -> SearchStrat
 
 @st.composite
 def _conversations(draw: DrawFn, features: frozenset[Feature], special: tuple[str, ...]) -> Conversation:
-    texts = st.text(max_size=8) | st.sampled_from((*WORST, *special, *(f"x{own}y" for own in special)))
+    texts = st.text(max_size=8) | st.sampled_from((*WORST, *special, *(f"x{token}y" for token in special)))
     if Feature.EMPTY not in features:
         texts = texts.filter(str.strip)
     messages: list[dict[str, Any]] = []

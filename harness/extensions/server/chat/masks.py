@@ -27,18 +27,20 @@ _CONSTANTS = ("", "a", "a b", "\u00e9", 0, -1, 10, True, None)
 def schemas() -> SearchStrategy[dict[str, Any]]:
     """Return a strategy for schemas of objects: all properties required, no others."""
     leaves: SearchStrategy[dict[str, Any]] = st.sampled_from(
-        [{"type": own} for own in ("string", "integer", "number", "boolean", "null")]
-    ) | st.lists(st.sampled_from(_CONSTANTS), min_size=1, max_size=3, unique_by=repr).map(lambda own: {"enum": own})
+        [{"type": kind} for kind in ("string", "integer", "number", "boolean", "null")]
+    ) | st.lists(st.sampled_from(_CONSTANTS), min_size=1, max_size=3, unique_by=repr).map(
+        lambda constants: {"enum": constants}
+    )
     nested = st.recursive(leaves, _nested, max_leaves=4)
     return st.dictionaries(st.sampled_from(_KEYS), nested, min_size=1, max_size=3).map(object_of)
 
 
 def _nested(inner: SearchStrategy[dict[str, Any]]) -> SearchStrategy[dict[str, Any]]:
     arrays = st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
-        lambda own: {"type": "array", "items": own[0], "minItems": own[1], "maxItems": own[1] + own[2]}
+        lambda drawn: {"type": "array", "items": drawn[0], "minItems": drawn[1], "maxItems": drawn[1] + drawn[2]}
     )
     objects = st.dictionaries(st.sampled_from(_KEYS), inner, min_size=1, max_size=2).map(object_of)
-    return arrays | objects | st.lists(inner, min_size=2, max_size=2).map(lambda own: {"anyOf": own})
+    return arrays | objects | st.lists(inner, min_size=2, max_size=2).map(lambda options: {"anyOf": options})
 
 
 def object_of(properties: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def name_token(before: str, token: str, *, is_end: bool, is_special: bool, is_al
 def _in_string(token: str) -> str:
     if "\ufffd" in token:
         return "a part of a character"
-    if any(ord(own) < 32 for own in token):
+    if any(ord(character) < 32 for character in token):
         return "a control character in a string"
     if "\\" in token:
         return "an escape"
@@ -121,28 +123,28 @@ class MaskCheck:
         self._hf, self._mask, self._limit_s, self._progress = hf, mask, limit_s, progress
         self._automaton, self._size = Automaton(hf), len(hf)
         self._hang: FunctionDifference | None = None
-        self._texts = [hf.decode([own]) for own in range(self._size)]
-        self._special = {own for own, token in hf.added_tokens_decoder.items() if token.special}
+        self._texts = [hf.decode([token_id]) for token_id in range(self._size)]
+        self._special = {token_id for token_id, token in hf.added_tokens_decoder.items() if token.special}
         self._walked: dict[tuple[str, str], list[FunctionDifference]] = {}
         self._num_masks = 0
 
-    def result(self, model: str, num: int, seed: int, given: Sequence[Mapping[str, Any]]) -> FunctionResult:
+    def result(self, model: str, num: int, seed: int, user_schemas: Sequence[Mapping[str, Any]]) -> FunctionResult:
         """Run the check, on so many generated schemas if none are given; raises HarnessError (BAD_SCHEMA)."""
-        examples: list[Mapping[str, Any]] = list(given)
-        if not given:
+        examples: list[Mapping[str, Any]] = list(user_schemas)
+        if not user_schemas:
             find_smallest(schemas().map(examples.append), bool, num, seed)
-        spacing = min(SPACING, key=lambda own: self._misfit(examples[:_TRIALS], own))
+        spacing = min(SPACING, key=lambda convention: self._misfit(examples[:_TRIALS], convention))
         names: dict[str, list[FunctionDifference]] = {}
         for at, schema in enumerate(examples):
             self._progress("schemas", at, len(examples))
-            for own in self._walk(schema, spacing):
-                names.setdefault(own.name, []).append(own)
-        ordered = sorted(names, key=lambda own: -len(names[own]))[:_MOST_NAMES] if self._hang is None else []
-        smallest = [self._smallest(names[own], spacing, 0 if given else num, seed) for own in ordered]
+            for difference in self._walk(schema, spacing):
+                names.setdefault(difference.name, []).append(difference)
+        ordered = sorted(names, key=lambda name: -len(names[name]))[:_MOST_NAMES] if self._hang is None else []
+        smallest = [self._smallest(names[name], spacing, 0 if user_schemas else num, seed) for name in ordered]
         return FunctionResult(
             subject=getattr(self._mask, "__name__", type(self._mask).__name__),
             model=model,
-            counts={"mask": self._num_masks, "schema": len({repr(own) for own in examples})},
+            counts={"mask": self._num_masks, "schema": len({repr(schema) for schema in examples})},
             differences=smallest if self._hang is None else [self._hang],
             not_judged={"the distribution inside of the mask": "a mask has none: harness sampler --only json_schema"},
             notes=(f"whitespace: {spacing}, the convention that fits best",),
@@ -151,17 +153,19 @@ class MaskCheck:
     def _misfit(self, examples: Sequence[Mapping[str, Any]], spacing: str) -> float:
         """Return how many tokens of a mask differ; all of them where a walk cannot go on."""
         before = self._num_masks
-        found = [own for schema in examples for own in self._walk(schema, spacing)]
-        num: int = sum(own.data["num_tokens"] for own in found)
+        differences = [difference for schema in examples for difference in self._walk(schema, spacing)]
+        num: int = sum(difference.data["num_tokens"] for difference in differences)
         return num / max(1, self._num_masks - before)
 
-    def _smallest(self, found: Sequence[FunctionDifference], spacing: str, num: int, seed: int) -> FunctionDifference:
+    def _smallest(
+        self, differences: Sequence[FunctionDifference], spacing: str, num: int, seed: int
+    ) -> FunctionDifference:
         def shown(schema: Mapping[str, Any]) -> list[FunctionDifference]:
-            return [own for own in self._walk(schema, spacing) if own.name == found[0].name]
+            return [difference for difference in self._walk(schema, spacing) if difference.name == differences[0].name]
 
-        smaller = find_smallest(schemas(), lambda own: bool(shown(own)), num, seed) if num else None
-        candidates: list[FunctionDifference] = [*found, *(shown(smaller) if smaller else ())]
-        return min(candidates, key=lambda own: len(repr(own.shown)))
+        smaller = find_smallest(schemas(), lambda schema: bool(shown(schema)), num, seed) if num else None
+        candidates: list[FunctionDifference] = [*differences, *(shown(smaller) if smaller else ())]
+        return min(candidates, key=lambda difference: len(repr(difference.shown)))
 
     def _walk(self, schema: Mapping[str, Any], spacing: str) -> list[FunctionDifference]:
         """Return the differences along a walk: of each mask and each name one token."""
@@ -171,18 +175,18 @@ class MaskCheck:
         return self._walked[key]
 
     def _steps(self, schema: Mapping[str, Any], spacing: str) -> list[FunctionDifference]:
-        chance, ids, found = random.Random(repr(schema)), list[int](), list[FunctionDifference]()
+        chance, ids, differences = random.Random(repr(schema)), list[int](), list[FunctionDifference]()
         while len(ids) < _MOST_STEPS and self._hf.eos_token_id not in ids:
             expected = self._automaton.allowed(schema, spacing, ids)
             actual, wrong = self._asked(schema, ids)
             if actual is None:
-                return [*found, self._difference(schema, ids, wrong, None, 1)] if wrong else found
+                return [*differences, self._difference(schema, ids, wrong, None, 1)] if wrong else differences
             both = np.flatnonzero(expected & actual)
-            found += self._compared(schema, ids, expected, actual, is_last=not len(both))
+            differences += self._compared(schema, ids, expected, actual, is_last=not len(both))
             if not len(both):
-                return found
+                return differences
             ids.append(self._next(both, chance))
-        return found
+        return differences
 
     def _asked(self, schema: Mapping[str, Any], ids: Sequence[int]) -> tuple[NDArray[np.bool_] | None, str]:
         """Return a mask, or None and what is wrong; nothing is wrong after a mask that did not end."""
@@ -199,15 +203,15 @@ class MaskCheck:
             return None, f"the mask raises {type(error).__name__}: {error}"[:200]
 
     def _booleans(self, returned: Any) -> NDArray[np.bool_]:
-        own = np.asarray(
+        array = np.asarray(
             returned if hasattr(returned, "__array__") or not isinstance(returned, Iterable) else [*returned]
         )
-        if own.dtype == np.bool_ and own.ndim == 1 and len(own) >= self._size:
-            return own[: self._size]
-        if own.ndim != 1 or (own.size and (own.dtype.kind not in "iu" or own.min() < 0)):
+        if array.dtype == np.bool_ and array.ndim == 1 and len(array) >= self._size:
+            return array[: self._size]
+        if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or array.min() < 0)):
             raise TypeError(f"neither ids nor a boolean for each of {self._size} tokens: {returned!r:.80}")
-        mask = np.zeros(max(self._size, int(own.max(initial=0)) + 1), dtype=bool)
-        mask[own.astype(int)] = True
+        mask = np.zeros(max(self._size, int(array.max(initial=0)) + 1), dtype=bool)
+        mask[array.astype(int)] = True
         return mask[: self._size]
 
     def _compared(
@@ -221,19 +225,25 @@ class MaskCheck:
     ) -> list[FunctionDifference]:
         before, names = self._hf.decode(list(ids)), dict[str, int]()
         differing = [
-            int(own)
-            for own in np.flatnonzero(expected != actual)
-            if not is_open(before, self._texts[own], is_allowed=bool(actual[own]))
+            int(token_id)
+            for token_id in np.flatnonzero(expected != actual)
+            if not is_open(before, self._texts[token_id], is_allowed=bool(actual[token_id]))
         ]
         counts = Counter[str]()
-        for own in differing:
+        for token_id in differing:
             name = name_token(
-                before, self._texts[own], is_end=own == self._hf.eos_token_id, is_special=own in self._special,
-                is_allowed=bool(actual[own]),
-            )  # fmt: skip
-            names.setdefault(name, own)
+                before,
+                self._texts[token_id],
+                is_end=token_id == self._hf.eos_token_id,
+                is_special=token_id in self._special,
+                is_allowed=bool(actual[token_id]),
+            )
+            names.setdefault(name, token_id)
             counts[name] += 1
-        return [self._difference(schema, ids, name, own, counts[name], is_last=is_last) for name, own in names.items()]
+        return [
+            self._difference(schema, ids, name, token_id, counts[name], is_last=is_last)
+            for name, token_id in names.items()
+        ]
 
     def _difference(
         self,
@@ -259,5 +269,9 @@ class MaskCheck:
 
     def _next(self, allowed: NDArray[np.int64], chance: random.Random) -> int:
         """Return a token at random: every second one ends something, if any does."""
-        ends = [int(own) for own in allowed if own == self._hf.eos_token_id or set(self._texts[own]) & set('"}],:')]
+        ends = [
+            int(token_id)
+            for token_id in allowed
+            if token_id == self._hf.eos_token_id or set(self._texts[token_id]) & set('"}],:')
+        ]
         return chance.choice(ends if ends and chance.random() < 0.5 else allowed.tolist())  # type: ignore[no-any-return]

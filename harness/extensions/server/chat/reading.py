@@ -29,21 +29,21 @@ class FormError(Exception):
 
 def read_message(returned: Any) -> Reading:
     """Return a reading of a message in OpenAI's form, or of a list of calls; raises FormError."""
-    own = _plain(returned)
-    if isinstance(own, list | tuple):
-        return Reading(tuple(map(_call, own)))
-    if not isinstance(own, Mapping) or not {"content", "tool_calls"} & set(own):
-        raise FormError("the parser returns no message and no list of calls", own)
-    calls, content = own.get("tool_calls") or [], own.get("content")
+    message = _plain(returned)
+    if isinstance(message, list | tuple):
+        return Reading(tuple(map(_call, message)))
+    if not isinstance(message, Mapping) or not {"content", "tool_calls"} & set(message):
+        raise FormError("the parser returns no message and no list of calls", message)
+    calls, content = message.get("tool_calls") or [], message.get("content")
     if not isinstance(calls, list | tuple) or not isinstance(content, str | None):
-        raise FormError("the message has another form than OpenAI's", own)
+        raise FormError("the message has another form than OpenAI's", message)
     return Reading(tuple(map(_call, calls)), content or "")
 
 
 def read_stream(deltas: Iterable[Any]) -> Reading:
     """Return a reading of deltas in OpenAI's form, joined as OpenAI's client joins them; raises FormError."""
     content, calls = "", dict[int, dict[str, str]]()
-    for delta in (_plain(own) for own in deltas if own is not None):
+    for delta in (_plain(returned) for returned in deltas if returned is not None):
         if not isinstance(delta, Mapping) or not isinstance(delta.get("content"), str | None):
             raise FormError("a delta has another form than OpenAI's", delta)
         content += delta.get("content") or ""
@@ -57,12 +57,12 @@ def _join(calls: dict[int, dict[str, str]], part: Any) -> None:
     function = _plain(part.get("function") or {}) if isinstance(part, Mapping) else None
     if not isinstance(at, int) or not isinstance(function, Mapping):
         raise FormError("a call's delta has no index", part)
-    own = calls.setdefault(at, {"name": "", "arguments": ""})
-    for field in own:
+    call = calls.setdefault(at, {"name": "", "arguments": ""})
+    for field in call:
         piece = function.get(field)
         if not isinstance(piece, str | None):
             raise FormError(f"a piece of the {field} is no text", part)
-        own[field] += piece or ""
+        call[field] += piece or ""
 
 
 def _plain(value: Any) -> Any:
@@ -71,11 +71,11 @@ def _plain(value: Any) -> Any:
 
 
 def _call(value: Any) -> ToolCall:
-    own = _plain(value)
-    own = _plain(own.get("function") or own) if isinstance(own, Mapping) else own
-    if not isinstance(own, Mapping) or not isinstance(own.get("name"), str) or "arguments" not in own:
+    call = _plain(value)
+    call = _plain(call.get("function") or call) if isinstance(call, Mapping) else call
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
         raise FormError("a call has no name or no arguments", value)
-    arguments = own["arguments"]
+    arguments = call["arguments"]
     if isinstance(arguments, str):
         arguments = _decoded(arguments)
     try:
@@ -83,8 +83,8 @@ def _call(value: Any) -> ToolCall:
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise FormError("the arguments of a call are no JSON object", own["arguments"])
-    return ToolCall(own["name"], arguments)
+        raise FormError("the arguments of a call are no JSON object", call["arguments"])
+    return ToolCall(call["name"], arguments)
 
 
 def _decoded(text: str) -> Any:
@@ -106,11 +106,11 @@ def pieces_of(text: str, size: int, at: int, whole: Sequence[str]) -> tuple[str,
     Pieces have `size` characters; 0: there are two, and the first ends `at` a place. Tokens in `whole` stay whole.
     """
     ends = {at % (len(text) + 1)} if not size else set(range(at % size, len(text), size))
-    for own in whole:
-        begin = text.find(own)
-        while own and begin >= 0:
-            ends -= set(range(begin + 1, begin + len(own)))
-            begin = text.find(own, begin + 1)
+    for token in whole:
+        begin = text.find(token)
+        while token and begin >= 0:
+            ends -= set(range(begin + 1, begin + len(token)))
+            begin = text.find(token, begin + 1)
     return tuple(text[first:last] for first, last in pairwise(sorted(ends | {0, len(text)})))
 
 
@@ -126,25 +126,27 @@ _CHANGES: dict[str, Callable[[str], str]] = {
     "whitespace around a string is stripped": str.strip,
     "whitespace before a string is stripped": str.lstrip,
     "whitespace behind a string is stripped": str.rstrip,
-    "a line end around a string is stripped": lambda own: own.strip("\r\n"),
-    "whitespace in a string is run together": lambda own: " ".join(own.split()),
-    "line ends in a string are changed": lambda own: own.replace("\r\n", "\n").replace("\r", "\n"),
-    "an escape is not undone": lambda own: json.dumps(own, ensure_ascii=False)[1:-1],
-    "a Unicode escape is not undone": lambda own: json.dumps(own)[1:-1],
-    "an escape of a quote is not undone": lambda own: own.replace('"', '\\"'),
-    "an escape is undone twice": lambda own: str(json.loads(f'"{own}"', strict=False)),
-    "escapes are undone that are none": lambda own: own.encode("latin-1", "backslashreplace").decode("unicode_escape"),
+    "a line end around a string is stripped": lambda text: text.strip("\r\n"),
+    "whitespace in a string is run together": lambda text: " ".join(text.split()),
+    "line ends in a string are changed": lambda text: text.replace("\r\n", "\n").replace("\r", "\n"),
+    "an escape is not undone": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "a Unicode escape is not undone": lambda text: json.dumps(text)[1:-1],
+    "an escape of a quote is not undone": lambda text: text.replace('"', '\\"'),
+    "an escape is undone twice": lambda text: str(json.loads(f'"{text}"', strict=False)),
+    "escapes are undone that are none": lambda text: text.encode("latin-1", "backslashreplace").decode(
+        "unicode_escape"
+    ),
     "entities of HTML are undone": html.unescape,
     "entities of HTML are written": html.escape,
-    "UTF-8 is read as Latin-1": lambda own: _bytes_read_as(own, "latin-1"),
-    "UTF-8 is read as ASCII": lambda own: _bytes_read_as(own, "ascii"),
-    "normalisation to NFC": lambda own: unicodedata.normalize("NFC", own),
-    "normalisation to NFD": lambda own: unicodedata.normalize("NFD", own),
-    "normalisation to NFKC": lambda own: unicodedata.normalize("NFKC", own),
-    "characters outside of ASCII are lost": lambda own: own.encode("ascii", "ignore").decode(),
-    "characters outside of ASCII are replaced": lambda own: own.encode("ascii", "replace").decode(),
-    "control characters are lost": lambda own: "".join(item for item in own if unicodedata.category(item) != "Cc"),
-    "quotes are changed": lambda own: own.replace("'", '"'),
+    "UTF-8 is read as Latin-1": lambda text: _bytes_read_as(text, "latin-1"),
+    "UTF-8 is read as ASCII": lambda text: _bytes_read_as(text, "ascii"),
+    "normalisation to NFC": lambda text: unicodedata.normalize("NFC", text),
+    "normalisation to NFD": lambda text: unicodedata.normalize("NFD", text),
+    "normalisation to NFKC": lambda text: unicodedata.normalize("NFKC", text),
+    "characters outside of ASCII are lost": lambda text: text.encode("ascii", "ignore").decode(),
+    "characters outside of ASCII are replaced": lambda text: text.encode("ascii", "replace").decode(),
+    "control characters are lost": lambda text: "".join(item for item in text if unicodedata.category(item) != "Cc"),
+    "quotes are changed": lambda text: text.replace("'", '"'),
     "a string is in lower case": str.lower,
 }
 
@@ -156,32 +158,34 @@ def name_difference(expected: Utterance, actual: Reading, marks: Sequence[str] |
     """
     if actual.wrong:
         return actual.wrong, _shown(expected.calls), actual.shown
-    found = _calls(expected.calls, actual)
-    if found is not None:
-        return found, _shown(expected.calls), _shown(actual.calls)
-    for own, read in zip(expected.calls, actual.calls, strict=True):
-        for name, first, second in _values(own, read, marks):
+    wrong_calls = _calls(expected.calls, actual)
+    if wrong_calls is not None:
+        return wrong_calls, _shown(expected.calls), _shown(actual.calls)
+    for written, read in zip(expected.calls, actual.calls, strict=True):
+        for name, first, second in _values(written, read, marks):
             return name, first, second
     return _content(expected, actual, marks)
 
 
 def _calls(expected: Sequence[ToolCall], actual: Reading) -> str | None:
     """Return what is wrong about the number and the order of calls."""
-    places = [[at for at, own in enumerate(expected) if not any(_values(own, call, ()))] for call in actual.calls]
+    places = [
+        [at for at, written in enumerate(expected) if not any(_values(written, call, ()))] for call in actual.calls
+    ]
     if len(places) < len(expected):
-        is_content = any(own.name in (actual.content or "") for own in expected)
+        is_content = any(written.name in (actual.content or "") for written in expected)
         return "a call is left in the content" if is_content else "a call is missing"
     if len(places) > len(expected):
         is_twice = bool(expected) and all(places)
         return "a call comes twice" if is_twice else "a call is invented"
-    is_same = all(at in own for at, own in enumerate(places))
+    is_same = all(at in possible for at, possible in enumerate(places))
     return None if is_same or not all(places) else "the order of calls is changed"
 
 
 def held_mark(expected: Utterance, marks: Sequence[str]) -> str | None:
     """Return a mark of the format that stands in an argument, which explains much."""
-    text = json.dumps([dict(own.arguments) for own in expected.calls], ensure_ascii=False)
-    return next((own for own in marks if own in text), None)
+    text = json.dumps([dict(call.arguments) for call in expected.calls], ensure_ascii=False)
+    return next((mark for mark in marks if mark in text), None)
 
 
 def _values(expected: ToolCall, actual: ToolCall, marks: Sequence[str] | None) -> Iterator[Named]:
@@ -200,7 +204,7 @@ def _walk(expected: Any, actual: Any, what: str, marks: Sequence[str] | None) ->
     if kinds[0] != kinds[1]:
         yield f"{kinds[0]} turned to {kinds[1]}", *shown
     elif isinstance(expected, Mapping):
-        lost, more = [own for own in expected if own not in actual], [own for own in actual if own not in expected]
+        lost, more = [key for key in expected if key not in actual], [key for key in actual if key not in expected]
         if lost and len(lost) == len(more):
             yield _string(lost[0], more[0], marks) + ("" if marks is None else f", which names {what}"), *shown
         elif lost or more:
@@ -236,7 +240,7 @@ def _string(expected: str, actual: str, marks: Sequence[str] | None) -> str:
             continue
     if marks is not None and expected.startswith(actual):
         rest = expected[len(actual) :].lstrip()
-        held = next((own for own in marks if rest.startswith(own)), None)
+        held = next((mark for mark in marks if rest.startswith(mark)), None)
         return "the end of a string is lost" if held is None else f"a string ends where it holds {held}"
     if marks is not None and expected.endswith(actual):
         return "the beginning of a string is lost"
@@ -252,17 +256,18 @@ def _content(expected: Utterance, actual: Reading, marks: Sequence[str] | None) 
     """Return what is wrong about the content; whitespace around it is anybody's."""
     if actual.content is None or actual.content.strip() == expected.content.strip():
         return None
-    own, read = expected.content.strip(), actual.content.strip()
+    written, read = expected.content.strip(), actual.content.strip()
     if not read:
         name = "the content is lost"
-    elif own in read and (any(mark in read.replace(own, "") for mark in marks or ()) or not own):
+    elif written in read and (any(mark in read.replace(written, "") for mark in marks or ()) or not written):
         name = "parts of a call are left in the content"
     else:
-        name = _string(own, read, marks and ())
+        name = _string(written, read, marks and ())
         name += "" if marks is None else ", which is the content"
     name += " beside calls" if expected.calls and marks is not None else ""
-    return name, repr(own)[:200], repr(read)[:200]
+    return name, repr(written)[:200], repr(read)[:200]
 
 
 def _shown(calls: Sequence[ToolCall]) -> str:
-    return json.dumps([{"name": own.name, "arguments": dict(own.arguments)} for own in calls], ensure_ascii=False)[:300]
+    plain = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    return json.dumps(plain, ensure_ascii=False)[:300]

@@ -63,11 +63,11 @@ def function_text(result: FunctionResult, *, width: int) -> str:
     head = [headline(VERDICTS[result.outcome], result.subject, model_name(result.model), *extent)]
     head += fact_lines([not_judged(result)], width)
     notes = fact_lines((("note", note) for note in result.notes), width)
-    return blocks_text([head, *(_function_difference(own, width) for own in result.differences), notes])
+    return blocks_text([head, *(_function_difference(difference, width) for difference in result.differences), notes])
 
 
-def _function_difference(own: FunctionDifference, width: int) -> Iterator[str]:
-    yield from wrapped(f"  {own.code}", printable(own.name), width, indent=8)
-    for name, words in own.shown.items():
+def _function_difference(difference: FunctionDifference, width: int) -> Iterator[str]:
+    yield from wrapped(f"  {difference.code}", printable(difference.name), width, indent=8)
+    for name, words in difference.shown.items():
         cut = words if len(words) <= _MOST_FUNCTION_WORDS else f"{words[:_MOST_FUNCTION_WORDS]}..."
         yield from wrapped(f"        {name}", printable(cut), width, indent=18)

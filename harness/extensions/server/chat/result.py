@@ -31,7 +31,7 @@ class Difference:
     @property
     def sentence(self) -> str:
         """What is different, in one line."""
-        turns = " / ".join(f"{own['role']}: {own['content']!r:.60}" for own in self.messages)
+        turns = " / ".join(f"{message['role']}: {message['content']!r:.60}" for message in self.messages)
         tools = f" with {len(self.tools)} tool" if self.tools else ""
         return f"{self.name}: of {turns}{tools} the model should see {self.expected}, and sees {self.actual}"
 

@@ -40,29 +40,29 @@ class Sight:
         """Return the body of a chat."""
         return {"model": self.model, **conversation.wire, "max_tokens": 1, "temperature": 0, **fields}
 
-    def ids(self, given: object, where: str) -> tuple[int, ...] | None:
+    def ids(self, token_ids: object, where: str) -> tuple[int, ...] | None:
         """Return token ids that a server gives; raises HarnessError (ENDPOINT_UNREADABLE) if they are none."""
-        if not isinstance(given, list):
+        if not isinstance(token_ids, list):
             return None
-        if not all(self._has_token(item) for item in given):
+        if not all(self._has_token(item) for item in token_ids):
             what = "the prompt's tokens are not tokens of the model"
-            raise HarnessError(Code.ENDPOINT_UNREADABLE, what, where=where, actual=repr(given)[:200])
-        return tuple(given)
+            raise HarnessError(Code.ENDPOINT_UNREADABLE, what, where=where, actual=repr(token_ids)[:200])
+        return tuple(token_ids)
 
 
 async def _chat_ids(sight: Sight, conversation: Conversation) -> Seen:
     answer = _mapping(await sight.client.post(CHAT, sight.body(conversation, return_token_ids=True)))
     choice = (_list(answer.get("choices")) or [{}])[0]
-    given = answer.get("prompt_token_ids") or _mapping(choice).get("prompt_token_ids")
-    return Seen(token_ids=sight.ids(given, CHAT), count=_count(answer))
+    token_ids = answer.get("prompt_token_ids") or _mapping(choice).get("prompt_token_ids")
+    return Seen(token_ids=sight.ids(token_ids, CHAT), count=_count(answer))
 
 
 async def _chat_logprobs(sight: Sight, conversation: Conversation) -> Seen:
     """Read vLLM's `prompt_logprobs`, which name the prompt's own tokens; the first of them has none."""
     answer = _mapping(await sight.client.post(CHAT, sight.body(conversation, prompt_logprobs=0)))
-    given = _list(answer.get("prompt_logprobs"))
-    names = [next(iter(item), "") for item in given[1:] if isinstance(item, dict)]
-    if not given or len(names) < len(given) - 1 or not all(name.isdecimal() for name in names):
+    logprobs = _list(answer.get("prompt_logprobs"))
+    names = [next(iter(item), "") for item in logprobs[1:] if isinstance(item, dict)]
+    if not logprobs or len(names) < len(logprobs) - 1 or not all(name.isdecimal() for name in names):
         return Seen(count=_count(answer))
     return Seen(token_ids=sight.ids([int(name) for name in names], CHAT), is_first_hidden=True)
 
@@ -185,7 +185,7 @@ def compare_renderings(
     renderer = Renderer(checkpoint.tokenizer)
 
     def seen(conversation: Conversation) -> Seen:
-        messages, tools = [dict(own) for own in conversation.messages], [dict(own) for own in conversation.tools]
+        messages, tools = [dict(item) for item in conversation.messages], [dict(item) for item in conversation.tools]
         try:
             return Seen(token_ids=tuple(int(token_id) for token_id in render(messages, tools or None)))
         except Exception as error:
@@ -257,9 +257,9 @@ class _Job:
             findings: list[Finding] = []
 
             def seen(conversation: Conversation) -> Seen:
-                own = run(see(way, sight, conversation))
-                findings.extend(_miscounted(own) if not findings else ())
-                return own
+                seen_now = run(see(way, sight, conversation))
+                findings.extend(_miscounted(seen_now) if not findings else ())
+                return seen_now
 
             search = ConversationSearch(
                 renderer=self._renderer, see=seen, num=num, seed=seed, body_of=sight.body, progress=progress
@@ -347,7 +347,7 @@ class _Job:
         prompt = self._renderer.render(_USER)
         assert prompt is not None
         ends = sorted(eos_ids(self._checkpoint.folder, self._checkpoint.config.get("eos_token_id")))
-        plain = next(own for own in range(self._size) if own not in {*ends, *self._renderer.special})
+        plain = next(token_id for token_id in range(self._size) if token_id not in {*ends, *self._renderer.special})
         base = {"model": model, "prompt": list(prompt.token_ids), "max_tokens": 3, "temperature": 0}
         reasons = {}
         try:

@@ -89,9 +89,9 @@ class ConversationSearch:
 
         find_smallest(strategy, compare, self.num, self.seed)
         causes = self._causes()
-        known = [cause for own in causes.values() for cause in own]
-        found = {name: self._smallest(strategy, own, known) for name, own in causes.items()}
-        return [self._difference(name, conversation) for name, conversation in found.items()]
+        known = [cause for causes_of_name in causes.values() for cause in causes_of_name]
+        smallest = {name: self._smallest(strategy, causes_of_name, known) for name, causes_of_name in causes.items()}
+        return [self._difference(name, conversation) for name, conversation in smallest.items()]
 
     def _seen(self, conversation: Conversation) -> Seen | None:
         """Return what is seen of a conversation, asked once; None if the template refuses it."""
@@ -113,29 +113,33 @@ class ConversationSearch:
         Each round takes the cause that explains the most of what is left.
         """
         compared = list(self._compared.values())
-        left = [own for own in compared if _differs(*own[1:])]
-        found: dict[str, list[Cause]] = {}
-        while left and len(found) < _MOST_DIFFERENCES:
-            explained = {cause: [own for own in left if self._explains(cause, own)] for cause in CAUSES}
+        left = [comparison for comparison in compared if _differs(*comparison[1:])]
+        causes: dict[str, list[Cause]] = {}
+        while left and len(causes) < _MOST_DIFFERENCES:
+            explained = {
+                cause: [comparison for comparison in left if self._explains(cause, comparison)] for cause in CAUSES
+            }
             sizes = {
-                cause: len(own)
-                for cause, own in explained.items()
-                if own and not (cause.is_general and self._is_refuted(cause, compared))
+                cause: len(comparisons)
+                for cause, comparisons in explained.items()
+                if comparisons and not (cause.is_general and self._is_refuted(cause, compared))
             }
             if not sizes:
-                return found | {UNKNOWN: []}
+                return causes | {UNKNOWN: []}
             best = [cause for cause, size in sizes.items() if size == max(sizes.values())]
             chosen = best if self._are_counts(left) else best[:1]
-            found[" or ".join(cause.name for cause in chosen[:3])] = chosen
-            left = [own for own in left if own not in explained[chosen[0]]]
-        return found
+            causes[" or ".join(cause.name for cause in chosen[:3])] = chosen
+            left = [comparison for comparison in left if comparison not in explained[chosen[0]]]
+        return causes
 
-    def _explains(self, cause: Cause, own: tuple[Conversation, Rendered, Seen]) -> bool | None:
-        return cause.explains(own[0], own[2], own[1], self.renderer)
+    def _explains(self, cause: Cause, comparison: tuple[Conversation, Rendered, Seen]) -> bool | None:
+        return cause.explains(comparison[0], comparison[2], comparison[1], self.renderer)
 
     def _is_refuted(self, cause: Cause, compared: Sequence[tuple[Conversation, Rendered, Seen]]) -> bool:
         """Whether a conversation is seen as HF renders it, where the cause would have changed it."""
-        return any(not _differs(*own[1:]) and self._explains(cause, own) is False for own in compared)
+        return any(
+            not _differs(*comparison[1:]) and self._explains(cause, comparison) is False for comparison in compared
+        )
 
     def _are_counts(self, left: Sequence[tuple[Conversation, Rendered, Seen]]) -> bool:
         """Whether no more than numbers of tokens are known, by which several causes may fit."""
@@ -147,15 +151,18 @@ class ConversationSearch:
         def shows(conversation: Conversation) -> bool:
             if self._seen(conversation) is None:
                 return False
-            own = self._compared[repr(conversation)]
-            if not _differs(*own[1:]):
+            comparison = self._compared[repr(conversation)]
+            if not _differs(*comparison[1:]):
                 return False
-            return any(self._explains(cause, own) is True for cause in causes or known) == bool(causes)
+            return any(self._explains(cause, comparison) is True for cause in causes or known) == bool(causes)
 
-        found = find_smallest(strategy, shows, self.num, self.seed)
-        if found is None:  # a hard conversation alone shows it
-            found = min((own for own, _, _ in self._compared.values() if shows(own)), key=lambda own: len(repr(own)))
-        return found  # type: ignore[no-any-return]
+        smallest = find_smallest(strategy, shows, self.num, self.seed)
+        if smallest is None:  # a hard conversation alone shows it
+            smallest = min(
+                (conversation for conversation, _, _ in self._compared.values() if shows(conversation)),
+                key=lambda conversation: len(repr(conversation)),
+            )
+        return smallest  # type: ignore[no-any-return]
 
     def _difference(self, name: str, conversation: Conversation) -> Difference:
         _, expected, seen = self._compared[repr(conversation)]

@@ -42,12 +42,14 @@ class Writer:
         self._writers: dict[str, Utterance] = {}
         self.ambiguous: dict[str, tuple[Utterance, Utterance]] = {}
         """Texts that the template makes of two answers."""
-        ends = [renderer.decode([own]) for own in eos_ids(checkpoint.folder, renderer.tokenizer.hf.eos_token_id)]
+        ends = [
+            renderer.decode([token_id]) for token_id in eos_ids(checkpoint.folder, renderer.tokenizer.hf.eos_token_id)
+        ]
         self._end = re.compile(rf"(?:{'|'.join(map(re.escape, ends))})\s*\Z") if ends else re.compile(r"\Z")
         self.parts, self.refused = self._look()
         self.marks = marks_of(self.text(samples()["a call"]) or "")
         added = renderer.tokenizer.hf.added_tokens_decoder.values()
-        self.whole = sorted({str(own) for own in added}, key=len, reverse=True)
+        self.whole = sorted({str(token) for token in added}, key=len, reverse=True)
         """Tokens of their own, which no piece of a stream can hold half of."""
 
     def _look(self) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -81,9 +83,9 @@ class Writer:
         if key not in self._texts:
             text = self._texts[key] = self._written(answer)
             if text is not None:
-                other = self._writers.setdefault(repr((text, answer.tools)), answer)
-                if other != answer:
-                    self.ambiguous.setdefault(text, (other, answer))
+                first = self._writers.setdefault(repr((text, answer.tools)), answer)
+                if first != answer:
+                    self.ambiguous.setdefault(text, (first, answer))
         return self._texts[key]
 
     def _written(self, answer: Utterance) -> str | None:
@@ -145,11 +147,11 @@ class ParserCheck:
         cuts = st.none() if self._stream is None else st.none() | st.tuples(st.integers(0, 4), st.integers(0, 120))
         strategy, names = st.tuples(answers(parts, marks), cuts), Counter[str]()
 
-        def look(own: tuple[Utterance, Cut]) -> bool:
-            named = self._wrong(*own)
+        def look(example: tuple[Utterance, Cut]) -> bool:
+            named = self._wrong(*example)
             if named is not None:
                 names[named[0]] += 1
-                self._found[named[0]] = min(self._found.get(named[0], own), own, key=self._size)
+                self._found[named[0]] = min(self._found.get(named[0], example), example, key=self._size)
             self._progress("answers", len(self._readings), max(num, len(self._readings)))
             return False
 
@@ -160,11 +162,11 @@ class ParserCheck:
         return [self._misreading(strategy, name, num, seed) for name in _chosen(names)]
 
     def _misreading(self, strategy: Any, name: str, num: int, seed: int) -> FunctionDifference:
-        def shows(own: tuple[Utterance, Cut]) -> bool:
-            return (self._wrong(*own) or ("",))[0] == name
+        def shows(example: tuple[Utterance, Cut]) -> bool:
+            return (self._wrong(*example) or ("",))[0] == name
 
-        found = find_smallest(strategy, shows, num, seed) or self._found[name]
-        answer, cut = min(found, self._found[name], key=self._size)
+        smallest = find_smallest(strategy, shows, num, seed) or self._found[name]
+        answer, cut = min(smallest, self._found[name], key=self._size)
         text, named = self._writer.text(answer), self._wrong(answer, cut)
         assert text is not None
         assert named is not None
@@ -183,9 +185,9 @@ class ParserCheck:
             data={"message": answer.message, "tools": answer.tools, "text": text, "pieces": pieces},
         )
 
-    def _size(self, own: tuple[Utterance, Cut]) -> tuple[int, int]:
-        text = self._writer.text(own[0]) or ""
-        return 0 if own[1] is None else len(self._pieces(text, own[1])), len(text)
+    def _size(self, example: tuple[Utterance, Cut]) -> tuple[int, int]:
+        text = self._writer.text(example[0]) or ""
+        return 0 if example[1] is None else len(self._pieces(text, example[1])), len(text)
 
     def _pieces(self, text: str, cut: tuple[int, int]) -> tuple[str, ...]:
         return pieces_of(text, *cut, self._writer.whole)
@@ -199,9 +201,9 @@ class ParserCheck:
         if text is None or reading is None or named is None:
             return None
         content = answer.content if reading.content is None else reading.content
-        other = Utterance(calls=reading.calls, content=content, tools=answer.tools)
-        is_like = not reading.wrong and len(other.calls) == len(answer.calls) and other.fits()
-        if is_like and not any(own in content for own in marks) and self._writer.text(other) == text:
+        read_again = Utterance(calls=reading.calls, content=content, tools=answer.tools)
+        is_like = not reading.wrong and len(read_again.calls) == len(answer.calls) and read_again.fits()
+        if is_like and not any(mark in content for mark in marks) and self._writer.text(read_again) == text:
             return None
         held, where = held_mark(answer, marks), ""
         if cut is not None:
@@ -220,7 +222,7 @@ class ParserCheck:
             return self._readings[key]
         if self._hangs:
             return None
-        tools = copy.deepcopy([dict(own) for own in answer.tools])
+        tools = copy.deepcopy([dict(tool) for tool in answer.tools])
         try:
             with deadline(self._limit_s):
                 if cut is None or self._stream is None:
@@ -251,8 +253,8 @@ def _chosen(names: Counter[str]) -> list[str]:
 def _notes(writer: Writer) -> Iterator[str]:
     """Yield what the template writes alike: one pair of each name."""
     seen = set()
-    for text, pair in sorted(writer.ambiguous.items(), key=lambda own: len(repr(own[1]))):
-        second, first = sorted(pair, key=lambda own: len(repr(own)))
+    for text, pair in sorted(writer.ambiguous.items(), key=lambda item: len(repr(item[1]))):
+        second, first = sorted(pair, key=lambda answer: len(repr(answer)))
         named = name_difference(first, Reading(second.calls, second.content), ())
         if named is not None and named[0] not in seen:
             seen.add(named[0])

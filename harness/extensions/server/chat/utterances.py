@@ -47,8 +47,8 @@ class Utterance:
     def message(self) -> dict[str, Any]:
         """The message in HF's form."""
         calls = [  # Mistral's templates refuse an id that has not nine letters or digits
-            {"id": f"call{at:05}", "type": "function", "function": {"name": own.name, "arguments": own.arguments}}
-            for at, own in enumerate(self.calls)
+            {"id": f"call{at:05}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for at, call in enumerate(self.calls)
         ]
         return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
 
@@ -59,13 +59,13 @@ class Utterance:
 
     def fits(self) -> bool:
         """Whether the tools have such calls: their names, arguments and types."""
-        schemas = {own["function"]["name"]: own["function"]["parameters"] for own in self.tools}
-        return all(own.name in schemas and _fits(own.arguments, schemas[own.name]) for own in self.calls)
+        schemas = {description["function"]["name"]: description["function"]["parameters"] for description in self.tools}
+        return all(call.name in schemas and _fits(call.arguments, schemas[call.name]) for call in self.calls)
 
 
 def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
     has_type = (
-        name in schema["properties"] and any(_is_of(value, own) for own in _types(schema["properties"][name]))
+        name in schema["properties"] and any(_is_of(value, kind) for kind in _types(schema["properties"][name]))
         for name, value in arguments.items()
     )
     return all(has_type) and set(schema["required"]) <= set(arguments)
@@ -81,8 +81,9 @@ def _is_of(value: object, name: str) -> bool:
 
 def tool(name: str, properties: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
     """Return a tool in HF's form; properties are types by name."""
-    schema = {"type": "object", "properties": {own: {"type": kind} for own, kind in properties.items()}}
-    function = {"name": name, "description": "Do it.", "parameters": schema | {"required": list(required)}}
+    types = {property_name: {"type": kind} for property_name, kind in properties.items()}
+    schema = {"type": "object", "properties": types, "required": list(required)}
+    function = {"name": name, "description": "Do it.", "parameters": schema}
     return {"type": "function", "function": function}
 
 
@@ -107,7 +108,7 @@ def samples() -> dict[str, Utterance]:
 def hard_answers(marks: Sequence[str]) -> Iterator[Utterance]:
     """Yield an answer with each hard text: as an argument, inside of an object, and as content."""
     tools = samples()["a call"].tools
-    for text in (*_HARD, *marks, *(f"x{own}y" for own in marks)):
+    for text in (*_HARD, *marks, *(f"x{mark}y" for mark in marks)):
         yield Utterance(calls=(ToolCall("weather", {"text": text}),), tools=tools)
         yield Utterance(calls=(ToolCall("weather", {"more": {text: [text]}, "n": 2**53 + 1}),), tools=tools)
     for text in (*_CONTENTS, "[1]", '{"a": 1}'):
@@ -115,7 +116,7 @@ def hard_answers(marks: Sequence[str]) -> Iterator[Utterance]:
         yield Utterance(calls=(ToolCall("weather", {}),), content=text, tools=tools)
 
 
-_CONTENTS = tuple(own for own in WORST if "think" not in own)
+_CONTENTS = tuple(text for text in WORST if "think" not in text)
 """Reasoning is cut out by other parsers."""
 
 
@@ -124,7 +125,7 @@ def answers(parts: Sequence[str], marks: Sequence[str]) -> SearchStrategy[Uttera
 
     The `parts` are those of `samples`; arguments may hold the format's `marks`.
     """
-    return _answers(frozenset(parts), (*_HARD, *marks, *(f"x{own}y" for own in marks)))
+    return _answers(frozenset(parts), (*_HARD, *marks, *(f"x{mark}y" for mark in marks)))
 
 
 @st.composite
@@ -134,17 +135,17 @@ def _answers(draw: DrawFn, parts: frozenset[str], hard: tuple[str, ...]) -> Utte
         st.sampled_from(_PROPERTIES), st.sampled_from(tuple(values)), min_size=least, max_size=3
     )
     names = draw(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=2, unique=True))
-    own = {name: draw(properties) for name in names}
+    kinds = {name: draw(properties) for name in names}
     tools = tuple(
-        tool(name, {key: _UNIONS.get(kind, kind) for key, kind in own[name].items()}, list(own[name])[:least])
+        tool(name, {key: _UNIONS.get(kind, kind) for key, kind in kinds[name].items()}, list(kinds[name])[:least])
         for name in names
     )
     fewest = 0 if "answers without calls" in parts else 1
     calls = []
     for _ in range(draw(st.integers(fewest, 3 if "several calls" in parts else 1))):
         name = draw(st.sampled_from(names))
-        chosen = [item for at, item in enumerate(own[name]) if at < least or draw(st.booleans())]
-        calls.append(ToolCall(name, {item: draw(values[own[name][item]]) for item in chosen}))
+        chosen = [item for at, item in enumerate(kinds[name]) if at < least or draw(st.booleans())]
+        calls.append(ToolCall(name, {item: draw(values[kinds[name][item]]) for item in chosen}))
     content = draw(_TEXTS | st.sampled_from(_CONTENTS)) if not calls or "content beside calls" in parts else ""
     return Utterance(calls=tuple(calls), content=content, tools=tools)
 
@@ -161,7 +162,9 @@ def _values(hard: tuple[str, ...]) -> Mapping[str, SearchStrategy[Any]]:
     floats = st.sampled_from((0.5, 1e-7, 1e22)) | st.floats(allow_nan=False, allow_infinity=False)
     scalars = texts | integers | floats | st.booleans() | st.none()
     inner = st.recursive(
-        scalars, lambda own: st.lists(own, max_size=2) | st.dictionaries(texts, own, max_size=2), max_leaves=4
+        scalars,
+        lambda strategy: st.lists(strategy, max_size=2) | st.dictionaries(texts, strategy, max_size=2),
+        max_leaves=4,
     )
     return {
         "string": texts, "integer": integers, "number": floats, "boolean": st.booleans(), "null": st.none(),

@@ -18,8 +18,8 @@ from harness.extensions.server.probe import FATAL, words
 
 _TOKENS = 48
 _PROMPTS = tuple(
-    4 * own
-    for own in (
+    4 * pattern
+    for pattern in (
         "one two three four five six seven eight ",
         "🙂👩\u200d👩\u200d👧 é日本 \U0001d518 ",
         '{"a": [1, "b\\n"], "c": null}\n',
@@ -120,13 +120,13 @@ class Writing:
         name = f"streams of {path}" if check.is_streamed else check.of
         if name in self.not_judged:
             return
-        own = {key: value for key, value in {**body, **check.fields}.items() if value is not None}
+        sent = {key: value for key, value in {**body, **check.fields}.items() if value is not None}
         try:
-            answer = await self._ask(path, own, is_streamed=check.is_streamed)
+            answer = await self._ask(path, sent, is_streamed=check.is_streamed)
             wrong = self._wrong(prompt, plain, answer, check)
             is_sure = wrong is None or [plain, answer] == [
                 await self._ask(path, body),
-                await self._ask(path, own, is_streamed=check.is_streamed),
+                await self._ask(path, sent, is_streamed=check.is_streamed),
             ]
         except HarnessError as error:
             if error.code in FATAL and not (check.is_streamed and error.code is Code.ENDPOINT_HUNG_UP):
@@ -134,7 +134,7 @@ class Writing:
             self.not_judged.setdefault(name, words(error))
             return
         if is_sure or check.of == "n":  # which is drawn anew each time
-            self._keep(path, prompt, {**own, "stream": True} if check.is_streamed else own, wrong)
+            self._keep(path, prompt, {**sent, "stream": True} if check.is_streamed else sent, wrong)
 
     def _keep(self, path: str, prompt: str, body: Mapping[str, Any], wrong: tuple[str, str, str] | None) -> None:
         self.num_answers += 1
@@ -183,7 +183,7 @@ class Writing:
         wrong = None if num is None else wrong_length(num, num_asked, answer.finish_reason)
         if wrong is not None:
             return "the number of tokens, or finish_reason", f"max_tokens {num_asked}", wrong
-        if ids is None or _whole(answer.text) in (known := [_whole(own) for own in self._texts(prompt, ids)]):
+        if ids is None or _whole(answer.text) in (known := [_whole(text) for text in self._texts(prompt, ids)]):
             return None
         name = "the text is not that of its tokens"
         name = f"{name}: special tokens are written" if _whole(answer.text) in self._with_special(ids) else name
@@ -195,11 +195,13 @@ class Writing:
         for start in (before, before[:0]):
             for cleans in (False, None):
                 options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": cleans}
-                own = self._tokenizer.decode(start, **options)
-                yield self._tokenizer.decode([*start, *ids], **options)[len(own) :]
+                start_text = self._tokenizer.decode(start, **options)
+                yield self._tokenizer.decode([*start, *ids], **options)[len(start_text) :]
 
     def _with_special(self, ids: Sequence[int]) -> list[str]:
-        return [_whole(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=own)) for own in (False, None)]
+        return [
+            _whole(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=cleans)) for cleans in (False, None)
+        ]
 
 
 def _joined(events: Sequence[Any], path: str) -> WrittenAnswer:
@@ -219,12 +221,12 @@ def _joined(events: Sequence[Any], path: str) -> WrittenAnswer:
         if not isinstance(text, str | None) or not isinstance(at, int):
             raise unreadable("a choice has another form", where=path, actual=choice)
         texts[at] = texts.get(at, "") + (text or "")
-        given = choice.get("token_ids")
-        ids += given if isinstance(given, list) and not at else []
+        token_ids = choice.get("token_ids")
+        ids += token_ids if isinstance(token_ids, list) and not at else []
         reason = choice.get("finish_reason") or reason
     if not texts:
         raise unreadable("the answer has no choices", where=path, actual=events[:1])
-    is_named = bool(ids) and all(isinstance(own, int) and 0 <= own < 2**31 for own in ids)
+    is_named = bool(ids) and all(isinstance(token_id, int) and 0 <= token_id < 2**31 for token_id in ids)
     return WrittenAnswer(
         text=texts[min(texts)],
         token_ids=tuple(ids) if is_named else None,
@@ -246,7 +248,7 @@ def _checks(prompt: str | None, plain: WrittenAnswer, hot: float) -> Iterator[Ch
     if stops is None:
         return
     for fields in ({"stop": [stops[1]]}, {"stop": [stops[1], stops[0]]}):
-        cut = text[: min(text.find(own) for own in fields["stop"])]
+        cut = text[: min(text.find(stop) for stop in fields["stop"])]
         for is_streamed in (False, True):
             yield Check(of="stop", fields=fields, is_streamed=is_streamed, expected=cut, finish_reason="stop")
     almost = {"stop": [text[-2:] + _NEVER]}
@@ -258,11 +260,11 @@ def _stops(text: str) -> tuple[str, str] | None:
     """Return two parts of a text, the second of which begins after the first; None if there are none."""
     for length in _STOP_LENGTHS:
         parts = [text[at : at + length] for at in range(len(text) // 4, len(text) - length)]
-        own = [part for part in parts if _BROKEN not in part and not part.isspace()]
-        own = [part for part in own if text.find(part) > 0]
-        pairs = [part for part in own if text.find(part) > text.find(own[0])]
+        candidates = [part for part in parts if _BROKEN not in part and not part.isspace()]
+        candidates = [part for part in candidates if text.find(part) > 0]
+        pairs = [part for part in candidates if text.find(part) > text.find(candidates[0])]
         if pairs:
-            return own[0], pairs[len(pairs) // 2]
+            return candidates[0], pairs[len(pairs) // 2]
     return None
 
 
@@ -273,21 +275,21 @@ def _whole(text: str) -> str:
 
 def _named(check: Check, plain: WrittenAnswer, answer: WrittenAnswer) -> str:
     """Return the name of a text that is not the expected one."""
-    own, expected = answer.text, check.expected or ""
+    text, expected = answer.text, check.expected or ""
     if check.of == "echo":
-        return "echo is ignored" if own == plain.text else "the echo is not the prompt and its answer"
-    more = own.count(_BROKEN) > expected.count(_BROKEN) and len(own.replace(_BROKEN, "")) <= len(expected)
+        return "echo is ignored" if text == plain.text else "the echo is not the prompt and its answer"
+    more = text.count(_BROKEN) > expected.count(_BROKEN) and len(text.replace(_BROKEN, "")) <= len(expected)
     if check.of == "streaming":
-        is_cut = bool(own) and expected.startswith(_whole(own))
+        is_cut = bool(text) and expected.startswith(_whole(text))
         name = "the end of a streamed text is lost" if is_cut else "the pieces of a stream are not the whole text"
         return "characters are broken in pieces" if more else name
     how = " in a stream" if check.is_streamed else ""
-    if any(_whole(own) == _whole(expected + item) for item in check.fields["stop"]):
+    if any(_whole(text) == _whole(expected + item) for item in check.fields["stop"]):
         return f"the stop string is written{how}"
-    if _whole(own) == _whole(plain.text):
+    if _whole(text) == _whole(plain.text):
         return f"a stop string is ignored{how}"
-    if expected.startswith(_whole(own)):
+    if expected.startswith(_whole(text)):
         return f"text is lost before a stop string{how}, or where none comes"
-    if own.startswith(expected):
+    if text.startswith(expected):
         return f"text beyond a stop string is written{how}"
     return "characters are broken in pieces" if more else f"a stop string changes text{how}"

@@ -25,7 +25,7 @@ _OF_A_SERVER = ("model", "hf", "dtype", "device", "truth", "requests", "max_new_
 @grouped
 def check(
     server: AddressOptions,
-    given: Annotated[opt.Given, opt.CaseOptions(*_OF_A_SERVER)],
+    arguments: Annotated[opt.Given, opt.CaseOptions(*_OF_A_SERVER)],
     *,
     again: Annotated[
         int,
@@ -45,9 +45,9 @@ def check(
         from harness.extensions.server.check.run import check_endpoint
         from harness.plan import plan_request
 
-        if not {"model", "requests"} & given.keys():
-            given["requests"] = [RequestSpec(prompt=text) for text in _DEFAULT_PROMPTS]
-        plan = plan_request(**given, local_files_only=local_files_only)
+        if not {"model", "requests"} & arguments.keys():
+            arguments["requests"] = [RequestSpec(prompt=text) for text in _DEFAULT_PROMPTS]
+        plan = plan_request(**arguments, local_files_only=local_files_only)
         result = check_endpoint(plan, address, num_again=again, progress=report)
     ENDPOINT.show(result, format)
     return STATUS[result.outcome]

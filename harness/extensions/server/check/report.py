@@ -135,5 +135,5 @@ def endpoint_json(result: EndpointResult) -> dict[str, Any]:
     whole = document(result)
     seconds = {"server": whole.pop("server_s"), "truth": whole.pop("truth_s"), "all": whole.pop("all_s")}
     whole |= {"verdict": result.outcome, "endpoint": whole.pop("url"), "timings_s": seconds}
-    found = [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings]
-    return whole | {"schedules": [run.schedule for run in result.runs], "findings": found}
+    findings = [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings]
+    return whole | {"schedules": [run.schedule for run in result.runs], "findings": findings}

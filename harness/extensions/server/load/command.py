@@ -22,7 +22,7 @@ LOAD = Forms(human="harness.extensions.server.load.report:load_text", json=DOCUM
 @grouped
 def load(
     server: AddressOptions,
-    given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    arguments: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
     num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, metavar="N", help="Requests to draw.")] = 64,
@@ -72,7 +72,7 @@ def load(
         from harness.plan import plan_engine, tokenize
 
         lengths = parse_lengths(prompt_tokens, "--prompt-tokens"), parse_lengths(new_tokens, "--new-tokens")
-        plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
+        plan = plan_engine(**arguments, dtype=dtype, local_files_only=local_files_only)
         report("model", 0, 1)
         hf = planned_model(plan)
         ids, arrivals = plain_ids(hf, eos_of(hf)), Arrivals(rate=rate, burst=burst)

@@ -142,9 +142,9 @@ def run_load(
     eos, prompts = eos_of(hf), [request.prompt for request in requests]
     truth = _truth(hf, _walks(run, prompts, _chosen(run, options), eos), plan.case.truth, report)
     kept = tuple(sent for sent in run.sent if sent.request in truth or _is_failure(sent.result))
-    found = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
+    judgement = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
     truth_s = time.perf_counter() - begin
-    wrong = {finding.request for finding in found.findings}
+    wrong = {finding.request for finding in judgement.findings}
     done = [item for item in answers if item.is_answered]
     return LoadResult(
         url=address.url,
@@ -164,7 +164,7 @@ def run_load(
         limits_ms=options.limits_ms,
         num_good=sum(item.sent.request not in wrong and _is_within(item, options.limits_ms) for item in done),
         num_judged=len(truth),
-        answers=found,
+        answers=judgement,
         truth_s=truth_s,
         notes=tuple(_notes(probed, answers, len(truth), len(done))),
     )
@@ -218,12 +218,12 @@ def _walks(
 def _truth(hf: HFModel, walks: Iterable[tuple[int, Walk]], precision: str, report: Progress) -> dict[int, Rows]:
     """Run the truth along the answers, once the load is over: it takes the same machine's cores."""
     numbered = list(walks)
-    found = dict[int, Rows]()
+    rows = dict[int, Rows]()
     for begin in range(0, len(numbered), BLOCK_PROMPTS):
         report("truth", begin, len(numbered))
         numbers, block = zip(*numbered[begin : begin + BLOCK_PROMPTS], strict=True)
-        found.update(zip(numbers, walk_truth(hf, block, truth=precision), strict=True))
-    return found
+        rows.update(zip(numbers, walk_truth(hf, block, truth=precision), strict=True))
+    return rows
 
 
 def _is_failure(result: Completion | HarnessError) -> bool:
@@ -247,12 +247,12 @@ def _times_of(answer: TimedAnswer) -> dict[str, float]:
 
 
 def _times(answers: Sequence[TimedAnswer]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in ("ttft", "tpot", "itl", "e2e")}
+    times: dict[str, list[float]] = {name: [] for name in ("ttft", "tpot", "itl", "e2e")}
     for answer in answers:
         for name, seconds in _times_of(answer).items():
-            found[name].append(seconds)
-        found["itl"] += [after - before for before, after in pairwise(answer.part_s)]
-    return found
+            times[name].append(seconds)
+        times["itl"] += [after - before for before, after in pairwise(answer.part_s)]
+    return times
 
 
 def _is_within(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
@@ -261,13 +261,13 @@ def _is_within(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
 
 
 def _quantiles(seconds: Sequence[float]) -> Quantiles:
-    found = percentiles_ms(seconds)
+    quantiles = percentiles_ms(seconds)
     return Quantiles(
-        num_values=found.num_samples,
+        num_values=quantiles.num_samples,
         mean=1e3 * fmean(seconds),
-        p50=found.median,
-        p90=found.p90,
-        p99=found.p99,
+        p50=quantiles.median,
+        p90=quantiles.p90,
+        p99=quantiles.p99,
         max=1e3 * max(seconds),
     )
 

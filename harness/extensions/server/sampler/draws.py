@@ -88,8 +88,8 @@ def within_schemas(draws: Draws, automaton: Automaton) -> Draws:
         HarnessError: BAD_SCHEMA.
     """
     answers: dict[SamplerSetting, list[_Answer]] = {}
-    for (setting, _), own in groupby(draws.items(), key=lambda item: (item[1][0].setting, item[1][0].number)):
-        answers.setdefault(setting, []).append(list(own))
+    for (setting, _), items in groupby(draws.items(), key=lambda item: (item[1][0].setting, item[1][0].number)):
+        answers.setdefault(setting, []).append(list(items))
     bound: dict[tuple[int, int], tuple[DrawRequest, Draw]] = {}
     for setting, of_setting in answers.items():
         schema = setting.schema
@@ -103,14 +103,14 @@ def _bound_draws(answers: Sequence[_Answer], schema: Mapping[str, Any], automato
     A draw outside of the schema is the last one of its answer: nothing says what may follow. Where whitespace may
     stand is the server's to choose; the strictest convention that fits most answers is taken.
     """
-    tokens = [[draw.token_ids[0] for _, (_, draw) in own] for own in answers]
+    tokens = [[draw.token_ids[0] for _, (_, draw) in answer] for answer in answers]
 
     def misfit(spacing: str) -> int:
-        return sum(automaton.num_taken(schema, spacing, own) < len(own) for own in tokens)
+        return sum(automaton.num_taken(schema, spacing, token_ids) < len(token_ids) for token_ids in tokens)
 
     spacing = min([*SPACING][::-1], key=misfit)
-    for own, ids in zip(answers, tokens, strict=True):
-        for place, (request, draw) in own[: automaton.num_taken(schema, spacing, ids) + 1]:
+    for answer, ids in zip(answers, tokens, strict=True):
+        for place, (request, draw) in answer[: automaton.num_taken(schema, spacing, ids) + 1]:
             yield place, (request, _bound(draw, schema, spacing, automaton))
 
 

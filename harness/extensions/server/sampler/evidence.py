@@ -85,9 +85,9 @@ class Power:
         """Whether the alternative changes the distribution at all."""
         return self.mean > 1e-3 or self.log_unseen < -1e-3
 
-    def plus(self, other: "Power") -> "Power":
+    def plus(self, more: "Power") -> "Power":
         """Return the power of both sets of rows."""
-        return Power(self.mean + other.mean, self.variance + other.variance, self.log_unseen + other.log_unseen)
+        return Power(self.mean + more.mean, self.variance + more.variance, self.log_unseen + more.log_unseen)
 
     def chance(self, threshold: float) -> float:
         """Return the probability that so many draws find it."""
@@ -113,7 +113,7 @@ class SamplerEvidence:
     @property
     def powers(self) -> dict[str, Power]:
         """What the rows could say of each alternative."""
-        return {name: Power(*own) for name, own in zip(self.names, self._moments.T.tolist(), strict=True)}
+        return {name: Power(*moments) for name, moments in zip(self.names, self._moments.T.tolist(), strict=True)}
 
     def add(self, draw: Draw, logits: torch.Tensor, control: torch.Tensor) -> None:
         """Add one draw.
@@ -122,13 +122,15 @@ class SamplerEvidence:
         """
         slack = max(NOISE_MARGIN * float((logits - control).abs().max()), RESOLUTION)
         p = self.chain.probabilities(logits, draw.settings, draw.past)
-        own = self.chain.probabilities(control, draw.settings, draw.past)
+        p_rounded = self.chain.probabilities(control, draw.settings, draw.past)
         possible = self.chain.probabilities(logits, draw.settings, draw.past, slack=slack)
         shares = random.Random(f"{self.seed}/{draw.request}/{draw.step}")
         token_id = self._token(draw, p, shares)
-        others = alternatives(self.chain, draw.settings, tuple(self.eos))
-        self.names = tuple(other.name for other in others)
-        q_AV = torch.stack([other.chain.probabilities(logits, other.settings, draw.past) for other in others])
+        rivals = alternatives(self.chain, draw.settings, tuple(self.eos))
+        self.names = tuple(alternative.name for alternative in rivals)
+        q_AV = torch.stack(
+            [alternative.chain.probabilities(logits, alternative.settings, draw.past) for alternative in rivals]
+        )
         q_AV = (1 - SHARE) * q_AV + SHARE * logits.softmax(dim=-1)
         ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=LEAST)).log()
         self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
@@ -149,8 +151,8 @@ class SamplerEvidence:
                 by_id=starts[1] + share * own_p,
                 spans=tuple((start, start + own_p) for start in starts),
                 ratios=(0.0, *ratios_AV[:, token_id].tolist()),
-                noise=0.5 * float((p - own).abs().sum()),
-                flips=_flips(p, own),
+                noise=0.5 * float((p - p_rounded).abs().sum()),
+                flips=_flips(p, p_rounded),
             )
         )
 
@@ -162,10 +164,10 @@ class SamplerEvidence:
         return shares.choices(draw.token_ids, weights)[0]
 
 
-def _flips(p: torch.Tensor, own: torch.Tensor) -> float:
+def _flips(p: torch.Tensor, p_rounded: torch.Tensor) -> float:
     """Return for which share of all random numbers the inverted sums of two distributions [V] differ."""
-    ends, own_ends = p.cumsum(dim=-1), own.cumsum(dim=-1)
-    same = torch.minimum(ends, own_ends) - torch.maximum(ends - p, own_ends - own)
+    ends, rounded_ends = p.cumsum(dim=-1), p_rounded.cumsum(dim=-1)
+    same = torch.minimum(ends, rounded_ends) - torch.maximum(ends - p, rounded_ends - p_rounded)
     return max(0.0, 1 - float(same.clamp(min=0).sum()))
 
 
@@ -220,16 +222,15 @@ class Alternative:
 @lru_cache(maxsize=1024)
 def alternatives(chain: Chain, settings: SamplingSettings, eos: tuple[int, ...]) -> list[Alternative]:
     """Return what the server may do in the place of a chain: one difference each."""
-    found = [
+    masked = (*settings.logit_bias, *((token_id, _NEVER) for token_id in eos))
+    return [
         *_ignored(chain, settings),
         *_otherwise(chain, settings),
         *_moved(chain, settings),
         *_over_others(chain, settings),
         *_not_asked(chain, settings),
+        _with("end tokens are never drawn", chain, settings, logit_bias=masked),
     ]
-    masked = (*settings.logit_bias, *((token_id, _NEVER) for token_id in eos))
-    found.append(_with("end tokens are never drawn", chain, settings, logit_bias=masked))
-    return found
 
 
 def _with(name: str, chain: Chain, settings: SamplingSettings, **changes: Any) -> Alternative:
@@ -268,9 +269,9 @@ def _otherwise(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative
     if settings.repetition_penalty != 1:
         inverse = 1 / settings.repetition_penalty
         yield _with("repetition_penalty the wrong way round", chain, settings, repetition_penalty=inverse)
-    for (step, parameter), (other, name) in _MISTAKEN_STEPS.items():
+    for (step, parameter), (mistaken, name) in _MISTAKEN_STEPS.items():
         if parameter in settings.changed and step in chain.steps:
-            steps = tuple(other if own == step else own for own in chain.steps)
+            steps = tuple(mistaken if claimed == step else claimed for claimed in chain.steps)
             yield Alternative(name=name, chain=replace(chain, steps=steps), settings=settings)
 
 
@@ -298,12 +299,12 @@ def _over_others(chain: Chain, settings: SamplingSettings) -> Iterator[Alternati
     """Yield penalties that count other tokens."""
     for over in Over:
         if settings.repetition_penalty != 1 and over is not chain.repetition_over:
-            own = replace(chain, repetition_over=over)
-            yield Alternative(name=f"repetition_penalty over {over}", chain=own, settings=settings)
+            counting = replace(chain, repetition_over=over)
+            yield Alternative(name=f"repetition_penalty over {over}", chain=counting, settings=settings)
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(settings, name) and over is not chain.presence_over:
-                own = replace(chain, presence_over=over)
-                yield Alternative(name=f"{name} over {over}", chain=own, settings=settings)
+                counting = replace(chain, presence_over=over)
+                yield Alternative(name=f"{name} over {over}", chain=counting, settings=settings)
 
 
 def _not_asked(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:

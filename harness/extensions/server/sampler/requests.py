@@ -163,15 +163,15 @@ def draw_requests(
     for turn in range(-(-num_draws // TOKENS)):
         for setting in settings:
             draw = random.Random(f"{seed}/{turn}/{setting.name}")
-            own = setting.settings
-            repeats = _REPEATS if _PENALTIES & own.changed.keys() else 1
+            sampling = setting.settings
+            repeats = _REPEATS if _PENALTIES & sampling.changed.keys() else 1
             prompt = _prompt(
                 draw, names, ids, repeats, takes_text=not (setting.is_chat or probed.dialect.takes_token_ids)
             )
             if setting.is_biased:
-                own = replace(own, logit_bias=((prompt[1], _BIAS), (prompt[2], _BIAS), (prompt[3], -_BIAS)))
+                sampling = replace(sampling, logit_bias=((prompt[1], _BIAS), (prompt[2], _BIAS), (prompt[3], -_BIAS)))
             request_seed = draw.randrange(2**31 - 1) if probed.has("seed") else None
-            yield DrawRequest(number=number, setting=setting, settings=own, prompt=prompt, seed=request_seed)
+            yield DrawRequest(number=number, setting=setting, settings=sampling, prompt=prompt, seed=request_seed)
             number += 1
 
 
@@ -276,8 +276,8 @@ async def _ask(
                 progress("server", num_done, len(requests))
 
         async def all_at_once(chosen: Sequence[DrawRequest]) -> Answers:
-            found = await asyncio.gather(*(answer(request) for request in chosen))
-            return {request.number: own for request, own in zip(chosen, found, strict=True)}
+            answers = await asyncio.gather(*(answer(request) for request in chosen))
+            return {request.number: answered for request, answered in zip(chosen, answers, strict=True)}
 
         answers = await all_at_once(requests)
         chosen = [request for request in requests if isinstance(answers[request.number], Completion)]

@@ -103,14 +103,14 @@ class SamplerResult:
     @property
     def not_judged(self) -> dict[str, str]:
         """What was not judged, and why."""
-        found = {setting.name: setting.not_judged for setting in self.settings if setting.not_judged}
+        reasons = {setting.name: setting.not_judged for setting in self.settings if setting.not_judged}
         if self.seeds is None:
-            found["seeds"] = "the server takes none, or does not follow them"
+            reasons["seeds"] = "the server takes none, or does not follow them"
         elif self.seeds.num_excused >= self.seeds.num_requests:
-            found["seeds"] = "rounding may change the draws of every request that was sent again"
+            reasons["seeds"] = "rounding may change the draws of every request that was sent again"
         if not self.definitions:
-            found["log probabilities"] = "the server gives none"
-        return found
+            reasons["log probabilities"] = "the server gives none"
+        return reasons
 
     @property
     def outcome(self) -> Outcome:

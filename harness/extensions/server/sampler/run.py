@@ -116,26 +116,26 @@ class _Judged:
         assert isinstance(answer, Completion)
         if request.setting.schema is not None:  # servers differ in whether they show what a mask has left
             return
-        given, position = answer.logprobs_at(draw.step), len(request.prompt) + draw.step
-        if draw.step < len(answer.token_ids) and draw.token_ids[0] not in (given or {}):
+        logprobs, position = answer.logprobs_at(draw.step), len(request.prompt) + draw.step
+        if draw.step < len(answer.token_ids) and draw.token_ids[0] not in (logprobs or {}):
             self._num_without += 1
-        if given is None:
+        if logprobs is None:
             return
-        self._logprobs.add(draw, given, logits, control, position)
+        self._logprobs.add(draw, logprobs, logits, control, position)
         for others in (self._asked.alone, self._asked.again):
-            other = others.get(request.number)
-            if isinstance(other, Completion) and other.token_ids == answer.token_ids:
-                own = other.logprobs_at(draw.step)
-                own = {answer.token_ids[draw.step]: None} if own is None else own
-                self._repeated.add(draw, own, logits, control, position)
+            repeated = others.get(request.number)
+            if isinstance(repeated, Completion) and repeated.token_ids == answer.token_ids:
+                again = repeated.logprobs_at(draw.step)
+                again = {answer.token_ids[draw.step]: None} if again is None else again
+                self._repeated.add(draw, again, logits, control, position)
 
     def result(
         self, plan: Plan, address: Address, settings: Sequence[SamplerSetting], *, truth_s: float
     ) -> SamplerResult:
         """Judge everything."""
-        evidence = {name: own for name, own in self._evidence.items() if own.draws}
+        evidence = {name: setting for name, setting in self._evidence.items() if setting.draws}
         bare = {setting.name for setting in settings if setting.is_bare}
-        claimed = {name: own for name, own in evidence.items() if name not in bare}
+        claimed = {name: setting for name, setting in evidence.items() if name not in bare}
         levels, over_all = Levels.of(evidence), all_totals(claimed)
         results = tuple(self._setting(setting, levels, over_all) for setting in settings)
         definitions = self._logprobs.results()
@@ -218,7 +218,7 @@ class _Judged:
         fitting = {definition.name for definition in definitions if definition.fits}
         again = [result for result in self._repeated.results() if result.name in fitting]
         if again and not any(item.fits for item in again):
-            best = min(again, key=lambda each: (each.num_misfits, each.rms_ratio))
+            best = min(again, key=lambda result: (result.num_misfits, result.rms_ratio))
             message = (
                 "the log probabilities of requests that were sent again are wrong, and were right before: they are "
                 f"stale, or of other rows ({best.rms_ratio:.3g} times HF's noise, {best.num_misfits} misfits)"
@@ -227,7 +227,7 @@ class _Judged:
 
     def _unpromised(self) -> Iterator[Finding]:
         if self._num_without and self._asked.probed.has("logprobs"):
-            num = sum(len(own.draws) for own in self._evidence.values())
+            num = sum(len(evidence.draws) for evidence in self._evidence.values())
             message = f"{self._num_without} of {num} tokens have no log probability; the probe's tokens had one"
             yield Finding(code=Code.ENDPOINT_LOGPROBS, message=message)
 
@@ -242,13 +242,13 @@ class _Judged:
             message = "the server takes a seed and does not follow it: {}"
             return None, [Finding(code=Code.SEED_DIFFERS, message=message.format(item.detail)) for item in ignored]
         flips: dict[int, list[float]] = {}
-        for draw in (draw for own in self._evidence.values() for draw in own.draws if draw.request in chosen):
+        for draw in (draw for evidence in self._evidence.values() for draw in evidence.draws if draw.request in chosen):
             flips.setdefault(draw.request, []).append(draw.flips)
         counts = {
             "alone than among others": self._num_other(chosen, self._asked.alone),
             "a second time": self._num_other(chosen, self._asked.again),
         }
-        excused, findings = judge_seeds(counts, [sum(own) for own in flips.values()], levels)
+        excused, findings = judge_seeds(counts, [sum(chances) for chances in flips.values()], levels)
         num_alone, num_again = counts.values()
         return SeedResult(
             num_requests=len(chosen),

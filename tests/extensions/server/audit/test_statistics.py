@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from harness.extensions.server.audit import evidence
-from harness.extensions.server.audit.evidence import RAW, View
+from harness.extensions.server.audit.evidence import View
 from harness.extensions.server.sampler.evidence import Draw
+from harness.extensions.server.sampler.logprobs import Definition
 from harness.oracle.sampling import Chain, Past, SamplingSettings
 
 ALPHA = 5e-4
@@ -50,7 +51,7 @@ def _excluded(views, table):
     return [
         evidence.is_excluded(own, [reading for reading in readings if reading.at != own.at], table, ALPHA)
         for own in readings
-        if own.name == RAW
+        if own.name == Definition.RAW
     ]
 
 
