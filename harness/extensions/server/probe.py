@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.errors import Code, HarnessError
+from harness.extensions.server.address import Address
 from harness.extensions.server.check.result import Capability
 from harness.extensions.server.client import Client, refused_with
 from harness.extensions.server.completion import (
@@ -17,6 +18,7 @@ from harness.extensions.server.completion import (
     usage_count,
 )
 from harness.extensions.server.names import TokenNames
+from harness.plan import Plan
 from harness.results.check import Finding
 
 _PROMPT_TOKENS = 16
@@ -78,6 +80,16 @@ class Probed:
     def ignores(self, name: str, detail: str) -> None:
         """Record that the server takes a field and does not follow it."""
         self.capabilities.append(Capability(name=name, is_there=False, is_ignored=True, detail=detail))
+
+    def about(self, address: Address, plan: Plan) -> dict[str, Any]:
+        """Return the fields of `ServerResult`."""
+        return {
+            "url": address.url,
+            "server": self.server,
+            "served_model": self.dialect.model,
+            "model": plan.case.model,
+            "dtype": plan.case.dtype,
+        }
 
 
 def words(error: HarnessError) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.extensions.server.logprobs import DefinitionResult
+from harness.extensions.server.result import ServerResult
 from harness.results.check import Outcome
 
 
@@ -36,15 +37,10 @@ class HypothesisResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuditResult:
+class AuditResult(ServerResult):
     """What the answers of a server say of some hypotheses. The first is the one that is said to be served."""
 
     IN_DOCUMENT: ClassVar = ("outcome", "claim", "remaining")
-    url: str
-    server: str
-    served_model: str
-    model: str
-    dtype: str
     num_tokens: int
     num_requests: int
     num_logprobs: int

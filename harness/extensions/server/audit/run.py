@@ -79,11 +79,7 @@ def run_audit(
     views = _views(plan, hypotheses, seen, logprobs, vocab_size=vocab_size, every=every, progress=report)
     judged = _Judged(hypotheses=hypotheses, views=views, logprobs=_table(draws, logprobs))
     return AuditResult(
-        url=address.url,
-        server=answers.probed.server,
-        served_model=answers.probed.dialect.model,
-        model=plan.case.model,
-        dtype=plan.case.dtype,
+        **answers.probed.about(address, plan),
         num_tokens=len(draws),
         num_requests=len({number for number, _ in draws}),
         num_logprobs=sum(map(len, map(named, logprobs))),

@@ -14,8 +14,9 @@ from harness.extensions.server.chat.result import Difference, TokensResult
 from harness.extensions.server.chat.search import ConversationSearch, find_smallest, texts
 from harness.extensions.server.chat.written import Writing
 from harness.extensions.server.client import Client
-from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice
-from harness.extensions.server.probe import FATAL, probe_server, words
+from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable, usage_count
+from harness.extensions.server.names import TokenNames
+from harness.extensions.server.probe import probe_server, refusal, tokenized, words
 from harness.extensions.server.truth import eos_ids
 from harness.formats.checkpoint import Checkpoint
 from harness.results.check import Finding
@@ -28,13 +29,15 @@ class SeeingWay:
     name: str
     proves: str
     see: Callable[["Sight", Conversation], Awaitable[Seen]]
+    shows: str = "token_ids"
+    """The field of `Seen` that this way is for."""
 
 
 class Sight:
     """Asks one server."""
 
-    def __init__(self, client: Client, model: str, has_token: Callable[[object], bool]) -> None:
-        self.client, self.model, self._has_token = client, model, has_token
+    def __init__(self, client: Client, model: str, names: TokenNames) -> None:
+        self.client, self.model, self._names = client, model, names
 
     def body(self, conversation: Conversation, **fields: Any) -> dict[str, Any]:
         """Return the body of a chat."""
@@ -44,9 +47,8 @@ class Sight:
         """Return token ids that a server gives; raises HarnessError (ENDPOINT_UNREADABLE) if they are none."""
         if not isinstance(token_ids, list):
             return None
-        if not all(self._has_token(item) for item in token_ids):
-            what = "the prompt's tokens are not tokens of the model"
-            raise HarnessError(Code.ENDPOINT_UNREADABLE, what, where=where, actual=repr(token_ids)[:200])
+        if not all(map(self._names.has, token_ids)):
+            raise unreadable("the prompt's tokens are not tokens of the model", where=where, actual=token_ids)
         return tuple(token_ids)
 
 
@@ -80,7 +82,7 @@ async def _template(sight: Sight, conversation: Conversation) -> Seen:
 
 
 async def _usage(sight: Sight, conversation: Conversation) -> Seen:
-    return Seen(count=_count(_mapping(await sight.client.post(CHAT, sight.body(conversation)))))
+    return Seen(count=_count(await sight.client.post(CHAT, sight.body(conversation))))
 
 
 WAYS = (
@@ -92,18 +94,14 @@ WAYS = (
         _tokenize,
     ),
     SeeingWay(
-        "/apply-template", "the text that the server's own page makes of a conversation, not its tokens", _template
+        "/apply-template",
+        "the text that the server's own page makes of a conversation, not its tokens",
+        _template,
+        shows="text",
     ),
-    SeeingWay("usage.prompt_tokens", "the number of tokens, not which they are", _usage),
+    SeeingWay("usage.prompt_tokens", "the number of tokens, not which they are", _usage, shows="count"),
 )
 """The strongest first."""
-
-
-def knows(way: SeeingWay, seen: Seen) -> bool:
-    """Whether an answer has what the way is for."""
-    if way.name == "usage.prompt_tokens":
-        return seen.count is not None
-    return (seen.text if way.name == "/apply-template" else seen.token_ids) is not None
 
 
 async def see(way: SeeingWay, sight: Sight, conversation: Conversation) -> Seen:
@@ -131,10 +129,8 @@ async def strongest(sight: Sight, conversation: Conversation) -> SeeingWay:
         try:
             seen = await see(way, sight, conversation)
         except HarnessError as error:
-            if error.code in FATAL:
-                raise
-            seen = Seen(refusal=words(error))
-        if knows(way, seen):
+            seen = Seen(refusal=refusal(error))
+        if getattr(seen, way.shows) is not None:
             return way
         refusals.append(f"{way.name}: {seen.refusal or 'not in the answer'}")
     raise HarnessError(
@@ -154,9 +150,9 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _count(answer: Mapping[str, Any]) -> int | None:
-    value = _mapping(answer.get("usage")).get("prompt_tokens")
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def _count(answer: Any) -> int | None:
+    count = usage_count(answer, "prompt_tokens")
+    return count if count is not None and count >= 0 else None
 
 
 _USER = Conversation(messages=({"role": "user", "content": "x"},))
@@ -243,6 +239,7 @@ class _Job:
         self._client = Client(address)
         size = checkpoint.config.get("vocab_size")
         self._size = max(len(renderer.tokenizer.hf), size if isinstance(size, int) else 0)
+        self._names = TokenNames(checkpoint, vocab_size=self._size)
         self._not_judged: dict[str, str] = {}
 
     def result(self, model: str, num: int, seed: int, progress: Progress) -> TokensResult:
@@ -252,7 +249,7 @@ class _Job:
         try:
             progress("probe", 0, 1)
             probed = run(probe_server(client, model))
-            sight = Sight(client, probed.dialect.model, self._has_token)
+            sight = Sight(client, probed.dialect.model, self._names)
             way = run(strongest(sight, _USER))
             findings: list[Finding] = []
 
@@ -291,9 +288,6 @@ class _Job:
         finally:
             run(client.__aexit__(None, None, None))
 
-    def _has_token(self, token_id: object) -> bool:
-        return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._size
-
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._runner.run(self._client.post(path, body))
 
@@ -302,9 +296,7 @@ class _Job:
         try:
             self._tokens_of("x")
         except HarnessError as error:
-            if error.code in FATAL:
-                raise
-            self._not_judged["plain text"] = words(error)
+            self._not_judged["plain text"] = refusal(error)
             return 0, []
         asked: dict[str, str | None] = {}
 
@@ -329,11 +321,9 @@ class _Job:
         return len(asked), [difference]
 
     def _tokens_of(self, text: str) -> list[int]:
-        page = self._post("/tokenize", {"prompt": text, "content": text})
-        tokens = page.get("tokens") if isinstance(page, dict) else None
-        if not isinstance(tokens, list) or not all(self._has_token(token) for token in tokens):
-            what = "the answer has no tokens of the model"
-            raise HarnessError(Code.ENDPOINT_UNREADABLE, what, where="/tokenize", actual=repr(page)[:200])
+        tokens = self._runner.run(tokenized(self._client, text))
+        if not all(map(self._names.has, tokens)):
+            raise unreadable("the answer has tokens that the model does not have", where="/tokenize", actual=tokens)
         return tokens
 
     def _wrong_text(self, text: str) -> str | None:
@@ -357,9 +347,7 @@ class _Job:
             unbiased = only_choice(self._post(COMPLETIONS, base), where=COMPLETIONS)
             biased = only_choice(self._post(COMPLETIONS, base | {"logit_bias": {str(plain): _BIAS}}), where=COMPLETIONS)
         except HarnessError as error:
-            if error.code in FATAL:
-                raise
-            self._not_judged["end tokens"] = words(error)
+            self._not_judged["end tokens"] = refusal(error)
             return 0, []
         if not ends or unbiased.get("text") == biased.get("text") or reasons[plain] != "length":
             self._not_judged["end tokens"] = "no logit_bias makes a token certain" if ends else "the model names none"

@@ -14,7 +14,7 @@ from harness.extensions.server.chat.result import Difference
 from harness.extensions.server.check.judge import wrong_length
 from harness.extensions.server.client import Client
 from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable
-from harness.extensions.server.probe import FATAL, words
+from harness.extensions.server.probe import refusal, words
 
 _TOKENS = 48
 _PROMPTS = tuple(
@@ -80,9 +80,7 @@ class Writing:
                 try:
                     await self._judge(path, prompt)
                 except HarnessError as error:
-                    if error.code in FATAL:
-                        raise
-                    self.not_judged.setdefault(f"text of {path}", words(error))
+                    self.not_judged.setdefault(f"text of {path}", refusal(error))
 
     async def _judge(self, path: str, prompt: str) -> None:
         asked = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
@@ -129,9 +127,8 @@ class Writing:
                 await self._ask(path, sent, is_streamed=check.is_streamed),
             ]
         except HarnessError as error:
-            if error.code in FATAL and not (check.is_streamed and error.code is Code.ENDPOINT_HUNG_UP):
-                raise
-            self.not_judged.setdefault(name, words(error))
+            is_unfinished = check.is_streamed and error.code is Code.ENDPOINT_HUNG_UP
+            self.not_judged.setdefault(name, words(error) if is_unfinished else refusal(error))
             return
         if is_sure or check.of == "n":  # which is drawn anew each time
             self._keep(path, prompt, {**sent, "stream": True} if check.is_streamed else sent, wrong)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.extensions.server.logprobs import ratio
+from harness.extensions.server.result import ServerResult
 from harness.results.check import Finding, Outcome, TokenResult
 
 
@@ -86,16 +87,9 @@ class ScheduleResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointResult:
+class EndpointResult(ServerResult):
     """A whole check of a server."""
 
-    url: str
-    server: str
-    """The server's own name and version; empty if it names none."""
-    served_model: str
-    """The name that it serves the model under."""
-    model: str
-    dtype: str
     num_requests: int
     capabilities: tuple[Capability, ...]
     runs: tuple[ScheduleResult, ...]

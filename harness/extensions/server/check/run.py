@@ -54,11 +54,7 @@ def check_endpoint(
         judged(run, runs[0], plan.prompts, truth, eos, promised(probed, asked.names, run.way)) for run in runs
     )
     return EndpointResult(
-        url=address.url,
-        server=probed.server,
-        served_model=probed.dialect.model,
-        model=plan.case.model,
-        dtype=plan.case.dtype,
+        **probed.about(address, plan),
         num_requests=len(plan.prompts),
         capabilities=tuple(probed.capabilities),
         runs=results,

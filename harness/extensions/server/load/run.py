@@ -147,11 +147,7 @@ def run_load(
     wrong = {finding.request for finding in judgement.findings}
     done = [item for item in answers if item.is_answered]
     return LoadResult(
-        url=address.url,
-        server=probed.server,
-        served_model=probed.dialect.model,
-        model=plan.case.model,
-        dtype=plan.case.dtype,
+        **probed.about(address, plan),
         arrivals=options.arrivals,
         num_requests=len(requests),
         num_answered=len(done),

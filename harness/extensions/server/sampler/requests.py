@@ -235,53 +235,62 @@ def ask_draws(
         HarnessError: as `planned_model`, `probe` and `draw_requests`.
     """
     progress("model", 0, 1)
-    hf, begin = planned_model(plan), time.perf_counter()
+    hf = planned_model(plan)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    eos = sorted(filter(names.has, eos_of(hf)))
+    eos = tuple(sorted(filter(names.has, eos_of(hf))))
     ids = plain_ids(hf, frozenset(eos))
+    prompt = (names.spelled(ids[:8]) if names.is_there else None) or ids[:8]
 
-    def requests(probed: Probed) -> list[DrawRequest]:
-        return list(draw_requests(settings, num_draws, names, ids, probed, seed=seed))
+    async def ask() -> AskedSampler:
+        progress("probe", 0, 1)
+        begin = time.perf_counter()
+        async with Client(address) as client:
+            probed = await probe(client, prompt, names, fallback_model=plan.case.model)
+            requests = tuple(draw_requests(settings, num_draws, names, ids, probed, seed=seed))
+            sender = _Sender(client, probed, names, lambda num_done: progress("server", num_done, len(requests)))
+            answers = await sender.send(requests)
+            chosen = [request for request in requests if isinstance(answers[request.number], Completion)]
+            chosen = chosen[:num_again] if probed.has("seed") else []
+            alone = {request.number: await sender.answer(request) for request in chosen}
+            again = await sender.send(chosen[::-1])
+        return AskedSampler(
+            hf=hf,
+            probed=probed,
+            names=names,
+            eos=eos,
+            requests=requests,
+            answers=answers,
+            alone=alone,
+            again=again,
+            seconds=time.perf_counter() - begin,
+        )
 
-    answered = asyncio.run(_ask(address, names, ids[:8], requests, plan.case.model, num_again, progress))
-    return AskedSampler(hf=hf, names=names, eos=tuple(eos), seconds=time.perf_counter() - begin, **answered)
+    return asyncio.run(ask())
 
 
-async def _ask(
-    address: Address,
-    names: TokenNames,
-    prompt: Sequence[int],
-    make_requests: Callable[[Probed], Sequence[DrawRequest]],
-    fallback_model: str,
-    num_again: int,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Probe a server, and send it all requests; return the fields of `AskedSampler` that follow from its answers."""
-    progress("probe", 0, 1)
-    async with Client(address) as client:
-        spelled = names.spelled(prompt) if names.is_there else None
-        probed = await probe(client, spelled or prompt, names, fallback_model=fallback_model)
-        requests = tuple(make_requests(probed))
-        num_done = 0
+@dataclass(slots=True)
+class _Sender:
+    """Sends draw requests to a server whose dialect is known."""
 
-        async def answer(request: DrawRequest) -> Completion | HarnessError:
-            nonlocal num_done
-            try:
-                body = await client.post(request.path, request.body(probed, names))
-                return read_answer(body, request.prompt, names, where=request.path)
-            except HarnessError as error:
-                return error
-            finally:
-                num_done += 1
-                progress("server", num_done, len(requests))
+    client: Client
+    probed: Probed
+    names: TokenNames
+    on_done: Callable[[int], None]
+    """Is called with the number of requests that are done."""
+    num_done: int = 0
 
-        async def all_at_once(chosen: Sequence[DrawRequest]) -> Answers:
-            answers = await asyncio.gather(*(answer(request) for request in chosen))
-            return {request.number: answered for request, answered in zip(chosen, answers, strict=True)}
+    async def send(self, requests: Sequence[DrawRequest]) -> Answers:
+        """Send requests all at once."""
+        answers = await asyncio.gather(*map(self.answer, requests))
+        return {request.number: answer for request, answer in zip(requests, answers, strict=True)}
 
-        answers = await all_at_once(requests)
-        chosen = [request for request in requests if isinstance(answers[request.number], Completion)]
-        chosen = chosen[:num_again] if probed.has("seed") else []
-        alone = {request.number: await answer(request) for request in chosen}
-        again = await all_at_once(chosen[::-1])
-    return {"probed": probed, "requests": requests, "answers": answers, "alone": alone, "again": again}
+    async def answer(self, request: DrawRequest) -> Completion | HarnessError:
+        """Send one request; a failure is an answer, too."""
+        try:
+            body = await self.client.post(request.path, request.body(self.probed, self.names))
+            return read_answer(body, request.prompt, self.names, where=request.path)
+        except HarnessError as error:
+            return error
+        finally:
+            self.num_done += 1
+            self.on_done(self.num_done)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from harness.extensions.server.logprobs import DefinitionResult
+from harness.extensions.server.result import ServerResult
 from harness.results.check import Finding, Outcome
 
 
@@ -64,15 +65,10 @@ class SeedResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerResult:
+class SamplerResult(ServerResult):
     """A whole check of a server's sampler."""
 
     IN_DOCUMENT: ClassVar = ("outcome", "num_draws", "not_judged")
-    url: str
-    server: str
-    served_model: str
-    model: str
-    dtype: str
     order: tuple[str, ...]
     """The steps that are claimed."""
     false_alarm: float

@@ -154,11 +154,7 @@ class _Judged:
             findings.insert(0, Finding(code=Code.ENDPOINT_LOGPROBS, message=message))
         probed = self._asked.probed
         return SamplerResult(
-            url=address.url,
-            server=probed.server,
-            served_model=probed.dialect.model,
-            model=plan.case.model,
-            dtype=plan.case.dtype,
+            **probed.about(address, plan),
             order=self._chain.steps,
             false_alarm=FALSE_ALARM,
             num_tests=levels.num_tests,
