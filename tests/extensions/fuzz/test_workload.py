@@ -4,7 +4,8 @@ import pytest
 
 from harness.engines import LIMITS
 from harness.extensions.fuzz.pool import SEGMENT, SequencePool
-from harness.extensions.fuzz.workload import Searched, SearchedRequest, SentWorkload, Translator, engine_workload
+from harness.extensions.fuzz.result import SentWorkload
+from harness.extensions.fuzz.workload import Searched, SearchedRequest, Translator, engine_workload
 
 
 def workload(*requests, **limits):
