@@ -1,4 +1,4 @@
-"""`harness suite`: many checks as one, on this machine or on a cluster; what changed since; who broke it."""
+"""`harness suite`: many checks as one, on this machine or on a cluster; what changed since."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,11 +6,10 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from harness.command.forms import DOCUMENT, Forms
+from harness.command.forms import Forms
 from harness.command.output import refuse_existing
-from harness.command.progress import progress_bar
 from harness.command.strict import StrictCommand
-from harness.errors import Code, ExitStatus, HarnessError
+from harness.errors import ExitStatus
 from harness.extensions.suite.command_run import run
 
 SUITE_DIFF = Forms(
@@ -21,7 +20,6 @@ SUITE_HISTORY = Forms(
     json="harness.extensions.suite.report.history:history_json",
     is_fenced=True,
 )
-BISECTION = Forms(human="harness.extensions.suite.report.bisection:bisection_text", json=DOCUMENT)
 
 _RUN = "run"
 
@@ -77,8 +75,7 @@ def history(
 ) -> int:
     """Show since when cases fail, in which runs the engine's numbers changed, and what each check cost.
 
-    The exit status is 1 where a case of the newest run does not pass. `harness suite bisect --history RUNS` looks for
-    the commit.
+    The exit status is 1 where a case of the newest run does not pass.
     """
     from harness.base.files import write_text
     from harness.extensions.suite.history import read_history
@@ -91,50 +88,3 @@ def history(
     SUITE_HISTORY.show(found, format)
     is_failing = any(trend.first_failure is not None for trend in found.trends)
     return ExitStatus.MISMATCH if is_failing else ExitStatus.PASS
-
-
-@app.command(cls=StrictCommand)
-def bisect(
-    case: Annotated[Path, typer.Option(metavar="FILE", help="Case (TOML) that judges.")],
-    good: Annotated[str | None, typer.Option(metavar="REV", help="Revision at which the case passes.")] = None,
-    bad: Annotated[str | None, typer.Option(metavar="REV", help="Revision at which it fails.")] = None,
-    history: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="RUNS", help="Runs of a suite that were labelled with revisions: what was good and bad."),
-    ] = None,
-    repo: Annotated[
-        Path, typer.Option(metavar="DIR", help="Git repository of the engine; it is not touched.")
-    ] = Path(),
-    build: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Builds the engine, run in a checkout of each revision.")
-    ] = None,
-    import_from: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder of the checkout that the engine is imported from.")
-    ] = ".",
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for one check.")] = 3600.0,
-    format: Annotated[str, BISECTION.option()] = "human",
-) -> int:
-    """Find the commit that broke an engine.
-
-    Git bisects; each revision is built, and judged by the harness that runs now on a golden that is made once. A
-    revision that cannot be built or checked is skipped.
-    """
-    from harness.extensions.suite.bisect import Bisector
-    from harness.formats.case import load_case
-
-    load_case(case)
-    if history:
-        from harness.extensions.suite.history import read_history, revisions_around
-
-        passed, failed = revisions_around(read_history(history), case.stem)
-        good, bad = good or passed, bad or failed
-    if good is None or bad is None:
-        what, hint = "a bisection begins with a good and a bad revision", "name --good and --bad, or --history RUNS"
-        raise HarnessError(Code.BAD_OPTION, what, where="--good" if good is None else "--bad", hint=hint)
-    with progress_bar() as report:
-        bisector = Bisector(
-            case=case, build=build, import_from=import_from, limit_s=time_limit, report=lambda what: report(what, 0, 1)
-        )
-        found = bisector.run(repo, good=good, bad=bad)
-    BISECTION.show(found, format)
-    return ExitStatus.PASS

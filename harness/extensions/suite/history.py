@@ -30,33 +30,6 @@ def history_of(runs: Sequence[SuiteResult]) -> SuiteHistory:
     return SuiteHistory(runs=tuple(runs), trends=tuple(trends))
 
 
-def revisions_around(history: SuiteHistory, case: str) -> tuple[str, str]:
-    """Return the labels of the last run in which a case passed and the first since which it fails.
-
-    Labels of the runs are revisions of the engine. `case` is the stem of the case's file; of several cases that were
-    made of it, the one counts that fails since the latest run.
-
-    Raises:
-        HarnessError: BAD_BISECTION: no such case fails, none passed before, or a run has no label.
-    """
-    own = [trend for trend in history.trends if any(r and r.labels.get("case", r.name) == case for r in trend.results)]
-    failing = [(item.first_failure, item.last_pass) for item in own if item.first_failure is not None]
-    pairs = [(first, last) for first, last in failing if last is not None]
-    if not pairs:
-        what = "it failed in all runs" if failing else "it does not fail in the newest run"
-        raise _no_bisection(f"the history does not say which commit broke the case: {what}", case)
-    first, last = max(pairs)
-    good, bad = history.runs[last].label, history.runs[first].label
-    if good is None or bad is None:
-        raise _no_bisection("a run of the history does not say which commit it tested", case)
-    return good, bad
-
-
-def _no_bisection(what: str, case: str) -> HarnessError:
-    hint = "name --good and --bad; runs that are begun with --label REVISION say what they tested"
-    return HarnessError(Code.BAD_BISECTION, what, where=case, hint=hint)
-
-
 def _runs(path: Path) -> list[Path]:
     if not path.is_dir() or (path / SUITE_NAME).exists():
         return [path]
