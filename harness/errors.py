@@ -19,7 +19,7 @@ class ExitStatus(IntEnum):
 
 
 class Code(StrEnum):
-    """Stable codes. A code is never reused for another meaning (H008 and H139 were some); docs/errors/<code>.md explains it."""
+    """Stable codes. A code is never reused for another meaning (H008 and H139 were two); `docs/errors/` explains it."""
 
     # Checkpoints
     NOT_A_CHECKPOINT = "H001"
