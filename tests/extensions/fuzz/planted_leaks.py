@@ -9,7 +9,7 @@ import torch
 import reference_engine.model_runner
 from harness.extensions.faults.drafts import FAULTS
 from harness.extensions.faults.injection import replaced, replacing
-from harness.extensions.fuzz.poison_result import Memory
+from harness.extensions.fuzz.result import Memory
 from harness.formats.recording import RequestInfo
 from reference_engine.attention.paged import PagedAttention, SingleBlocks
 from reference_engine.block_pool import BlockPool

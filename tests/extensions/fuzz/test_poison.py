@@ -7,7 +7,7 @@ import torch
 
 from harness.engines import open_engine
 from harness.extensions.fuzz.poison import Poisoner
-from harness.extensions.fuzz.poison_result import Memory
+from harness.extensions.fuzz.result import Memory
 from harness.formats.schedule import parse_schedule
 from harness.oracle.model import load_model
 from harness.plan import plan_engine

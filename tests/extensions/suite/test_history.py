@@ -6,9 +6,8 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.history import history_of, read_history
-from harness.extensions.suite.report.history import history_json, history_text
-from harness.extensions.suite.report.html import history_html
-from harness.extensions.suite.report.json import suite_json
+from harness.extensions.suite.history_report import history_json, history_text
+from harness.extensions.suite.report import history_html, suite_json
 from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 
 PLACE = {"tap": "model.norm", "request": 0, "position": 1}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.base.progress import Progress
 from harness.errors import Code
-from harness.extensions.fuzz.deadline import DeadlineError, deadline
+from harness.extensions.fuzz.judge import DeadlineError, deadline
 from harness.extensions.server.chat.result import FunctionDifference, FunctionResult
 from harness.extensions.server.chat.tokens.search import find_smallest
 from harness.extensions.server.chat.tool_calls.answers import Utterance, answers, hard_answers, samples

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.errors import Code, HarnessError
 from harness.extensions.estimate.meta_model import MetaModel, read_config
-from harness.extensions.estimate.result import (
+from harness.extensions.estimate.report import (
     CachePart,
     Estimate,
     GpuEstimate,

@@ -1,6 +1,9 @@
 """The benchmark: build the model, open the engines, see that they agree, and time them."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -8,22 +11,69 @@ import torch
 
 from harness.base.environment import describe_machine
 from harness.base.progress import Progress
+from harness.base.quiet import quiet_transformers
 from harness.base.scratch import scratch_folder
 from harness.engines.adapter import engine_module, refuse_unknown_options
 from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_threads import engine_threads
 from harness.errors import Code, HarnessError
 from harness.extensions.bench.agreement import Agreement, find_divergences, judge_divergences
-from harness.extensions.bench.bandwidth import copy_bandwidth
-from harness.extensions.bench.hf_generate import load_hf_model
-from harness.extensions.bench.peer import OURS, BenchConfig, Generation, Peer
+from harness.extensions.bench.hf import load_hf_model
+from harness.extensions.bench.peer import (
+    OURS,
+    BenchConfig,
+    BenchWorkload,
+    Generation,
+    Peer,
+    even_workload,
+    uneven_workload,
+)
 from harness.extensions.bench.peers import PEERS, OpenPeers, check_peer_names, open_peers, peer_groups
-from harness.extensions.bench.quiet import quiet_peers
-from harness.extensions.bench.results import BandwidthShare, BenchResult, Measure
+from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure
 from harness.extensions.bench.shape import Shape, Sizes, build_checkpoint, find_shape, sizes_of
-from harness.extensions.bench.workload import BenchWorkload, even_workload, uneven_workload
 from harness.formats.case import DTYPES
 from harness.formats.checkpoint import Checkpoint
+
+CONTINUOUS_BATCHING_LOGGER = "ContinuousBatchingLogger"
+
+
+@contextmanager
+def quiet_peers() -> Iterator[None]:
+    """Silence transformers, with its continuous batching, which warns of its memory at every start."""
+    logger = logging.getLogger(CONTINUOUS_BATCHING_LOGGER)
+    was_disabled = logger.disabled
+    logger.disabled = True
+    try:
+        with quiet_transformers():
+            yield
+    finally:
+        logger.disabled = was_disabled
+
+
+NUM_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+NUM_COPIES = 5
+
+
+def copy_bandwidth(device: str) -> float:
+    """Return bytes read plus bytes written a second, of the fastest of a few copies far larger than any cache."""
+    kind = torch.device(device).type
+    source = torch.zeros(NUM_BYTES[kind], dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * NUM_BYTES[kind] / min(_seconds(source, target) for _ in range(NUM_COPIES))
+
+
+def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    _synchronize(source)
+    start = time.perf_counter()
+    target.copy_(source)
+    _synchronize(source)
+    return time.perf_counter() - start
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
 
 BATCH_SIZES = (1, 16)
 Tokens = dict[str, Sequence[Sequence[int]]]
