@@ -16,9 +16,9 @@ from harness.extensions.llamacpp.gguf.architecture import hf_name
 from harness.extensions.llamacpp.gguf.folder import begin_as_the_file_says, write_tokenizer
 from harness.extensions.llamacpp.gguf.model import open_gguf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
-from harness.extensions.quantised import read_quantised_source
 from harness.formats import checkpoint
 from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.quantised_source import read_quantised_source
 from harness.formats.inspect import inspect_path
 from harness.plan import tokenize
 
