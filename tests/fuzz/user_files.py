@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.extensions.suite.report.json import SUITE_NAME, suite_json
+from harness.extensions.suite.report import SUITE_NAME, suite_json
 from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 
 from ..extensions.llamacpp.gguf.bytes_of import gguf_bytes

@@ -20,10 +20,10 @@ from harness.engines import Engine
 from harness.engines.poison import VALUES, Poison, scratch_filled
 from harness.engines.record import RunDescription, open_writer
 from harness.errors import Code, HarnessError
-from harness.extensions.fuzz.changes import draw_prompts
+from harness.extensions.fuzz.invariance import draw_prompts
 from harness.extensions.fuzz.judge import timed
-from harness.extensions.fuzz.poison_result import FailedRun, Leak, PoisonedMemory
-from harness.extensions.fuzz.pool import SequencePool
+from harness.extensions.fuzz.result import FailedRun, Leak, PoisonedMemory
+from harness.extensions.fuzz.workload import SequencePool
 from harness.formats.recording import Recording, RequestInfo, Step
 from harness.formats.schedule import Schedule, parse_schedule
 from harness.formats.taps import Graph, Operation

@@ -10,8 +10,7 @@ from harness.base.scratch import scratch_folder
 from harness.engines import engine_errors
 from harness.engines.module.values import evaluating
 from harness.errors import Code, HarnessError
-from harness.extensions.rollout.alter import Altered
-from harness.extensions.rollout.forward import grouped
+from harness.extensions.rollout.forward import Altered, grouped
 from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes, packs
 from harness.extensions.rollout.setting import PutBack, Setting
 from harness.formats.recording import Recording, RequestInfo

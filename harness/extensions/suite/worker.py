@@ -12,9 +12,8 @@ from typing import Any
 
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.fingerprint import fingerprint
-from harness.extensions.suite.shared_golden import fetch_goldens, share_golden
-from harness.extensions.suite.store import DamagedBlobError, Store
+from harness.extensions.suite.preflight import fingerprint
+from harness.extensions.suite.store import DamagedBlobError, Store, fetch_goldens, share_golden
 from harness.extensions.suite.task import FOUND, Found, Loss, Task, TaskResult
 from harness.report.check.json import check_json_text
 from harness.report.check.merge import merge_taps, sum_tokens

@@ -6,7 +6,8 @@ import pytest
 
 from harness.engines import hf
 from harness.errors import Code, HarnessError
-from harness.extensions.fuzz import changes, invariance, poison, search
+from harness.extensions.fuzz import invariance, poison, search
+from harness.extensions.fuzz import invariance as changes
 
 from ...integration.commands import ENGINE
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.extensions.fuzz.poison_report import poison_text
-from harness.extensions.fuzz.poison_result import FailedRun, Leak, PoisonedMemory, PoisonResult
+from harness.extensions.fuzz.report import poison_text
+from harness.extensions.fuzz.result import FailedRun, Leak, PoisonedMemory, PoisonResult
 from harness.report.document import document as result_document
 from harness.results.check import Outcome
 from harness.results.memory_kinds import Memory

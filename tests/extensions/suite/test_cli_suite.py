@@ -165,22 +165,6 @@ def test_a_suite_over_time(harness, tmp_path):
     assert harness("suite", "history", tmp_path / "none").err.startswith("H138: ")
 
 
-def test_a_bisection_says_what_it_begins_with(harness, case, tmp_path):
-    ran = harness("suite", "bisect", "--good", "a", "--case", case)
-    assert ran.err.startswith("H013: a bisection begins with a good and a bad revision\n  where:    --bad\n")
-    suite_file(tmp_path / "1", llama=("pass", 1.0))
-    ran = harness("suite", "bisect", "--history", tmp_path, "--case", case)
-    assert ran.err.startswith(
-        "H139: the history does not say which commit broke the case: it does not fail in the newest"
-    )
-
-
-def test_a_bisection_needs_a_repository(harness, case, tmp_path):
-    ran = harness("suite", "bisect", "--good", "a", "--bad", "b", "--case", case, "--repo", tmp_path)
-    assert ran.status == 2
-    assert ran.err.startswith("H139: the folder is no git repository")
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_every_worker_and_keeps_what_is_finished(case, tmp_path):
     text = matrix(tmp_path, f"schedule = {[f'chunked:{size}' for size in (2, 3)]}")

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.expand import expand
-from harness.extensions.suite.matrix import load_matrix
+from harness.extensions.suite.matrix import expand, load_matrix
 
 CASE = """
 schema_version = 1

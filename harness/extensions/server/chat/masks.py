@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from harness.base.progress import Progress
 from harness.errors import Code
-from harness.extensions.fuzz.deadline import DeadlineError, deadline
+from harness.extensions.fuzz.judge import DeadlineError, deadline
 from harness.extensions.server.chat.automaton import SPACING, Automaton
 from harness.extensions.server.chat.result import FunctionDifference, FunctionResult
 from harness.extensions.server.chat.search import find_smallest

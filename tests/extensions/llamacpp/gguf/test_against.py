@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.extensions.llamacpp.gguf import open_gguf
-from harness.extensions.llamacpp.gguf.weights import rows_of_gguf, rows_of_hf
+from harness.extensions.llamacpp.gguf.model import open_gguf, rows_of_gguf, rows_of_hf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 from harness.formats import checkpoint
 

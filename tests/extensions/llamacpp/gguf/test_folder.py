@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf import read_source
+from harness.extensions.llamacpp.gguf.architecture import hf_name
+from harness.extensions.llamacpp.gguf.folder import begin_as_the_file_says, write_tokenizer
 from harness.extensions.llamacpp.gguf.model import open_gguf
-from harness.extensions.llamacpp.gguf.names import hf_name
-from harness.extensions.llamacpp.gguf.tokenizer import begin_as_the_file_says, write_tokenizer
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 from harness.formats import checkpoint
 from harness.formats.checkpoint import Checkpoint
