@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.table import read_table
+from harness.formats.checkpoint.checkpoint import read_table
 
 
 def continue_prompt(

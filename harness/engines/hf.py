@@ -17,7 +17,7 @@ from harness.engines.hf_session import HFSession
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.quantised_form import served_model
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.quantised_source import read_quantised_source
+from harness.formats.checkpoint.converted import read_quantised_source
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph
 from harness.oracle.decode import HFDecoder, Snapshot

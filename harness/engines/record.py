@@ -14,7 +14,7 @@ from harness.base.environment import environment
 from harness.base.numerics import Numerics
 from harness.engines.adapter import Engine, Workload, engine_errors
 from harness.formats.recording.arguments import validated
-from harness.formats.recording.run_info import RunInfo
+from harness.formats.recording.format import RunInfo
 from harness.formats.recording.writer import RecordingWriter, plain
 from harness.formats.schedule import Schedule, ScheduleKind
 from harness.version import __version__

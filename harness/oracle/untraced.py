@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.quantised_source import QuantisedSource, read_quantised_source
+from harness.formats.checkpoint.converted import QuantisedSource, read_quantised_source
 from harness.oracle.failures import hf_failures
 from harness.oracle.weights import ResidentWeights, StreamedWeights
 

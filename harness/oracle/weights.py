@@ -17,7 +17,7 @@ from torch import nn
 from harness.base.quiet import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.shards import reading_shard
+from harness.formats.checkpoint.checkpoint import reading_shard
 from harness.formats.safetensors_header import TensorEntry
 
 Key = str

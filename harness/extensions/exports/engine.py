@@ -11,7 +11,7 @@ from harness.engines.adapter import refuse_unknown_options
 from harness.engines.by_content.sites import RETURNED, See, Site
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import exported_folder
-from harness.formats.checkpoint.quantised_source import served_folder
+from harness.formats.checkpoint.converted import served_folder
 
 
 def export_folder(engine: str, folder: Path, options: Mapping[str, str], *, graph: str, command: str) -> Path:

@@ -5,9 +5,9 @@ from pathlib import Path
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import checkpoint_of_export, is_export
 from harness.extensions.quantised.folder import checkpoint_of_quantised
+from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.locations import cache_dir
-from harness.formats.checkpoint.readers import Reader
+from harness.formats.checkpoint.locate import Reader
 
 
 class ExportReader(Reader):

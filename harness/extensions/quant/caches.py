@@ -11,8 +11,8 @@ from harness.errors import Code, HarnessError
 from harness.extensions.quant.forward import log_probabilities
 from harness.extensions.quant.text import Sequences
 from harness.extensions.quant.type_run import TypeRun
-from harness.formats.checkpoint.quantised_source import cache_scales
-from harness.formats.taps.names import prefix_of
+from harness.formats.checkpoint.converted import cache_scales
+from harness.formats.taps import prefix_of
 from harness.judge.compare.cache_blocks import FORMATS
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.cache_grids import BLOCKS, GRIDS

@@ -28,7 +28,7 @@ from harness.extensions.quant.result import ENGINE_FIGURES, PartCost, PhaseDiver
 from harness.extensions.quant.text import Sequences, sample_text
 from harness.extensions.quant.type_run import TypeRun, shares
 from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
-from harness.formats.checkpoint.quantised_source import read_quantised_source, served_folder
+from harness.formats.checkpoint.converted import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
 

@@ -13,12 +13,12 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import Checkpoint
 from harness.formats.checkpoint.converted import (
     QUANTISED_INFO,
+    QuantisedSource,
     folder_name,
     made_once,
     write_settings,
     write_shards,
 )
-from harness.formats.checkpoint.quantised_source import QuantisedSource
 
 if TYPE_CHECKING:
     from harness.extensions.quantised.checkpoint import QuantisedCheckpoint

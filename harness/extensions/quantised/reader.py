@@ -4,10 +4,10 @@ from pathlib import Path
 
 from harness.extensions.quantised.checkpoint import QuantisedCheckpoint
 from harness.extensions.quantised.folder import checkpoint_of_quantised, is_quantised, open_source
+from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.locations import cache_dir
-from harness.formats.checkpoint.quantised_source import QuantisedSource
-from harness.formats.checkpoint.readers import Reader
+from harness.formats.checkpoint.converted import QuantisedSource
+from harness.formats.checkpoint.locate import Reader
 
 
 class QuantisedReader(Reader):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from harness.base.json_text import json_digest
 from harness.engines.adapter import engine_module, engine_names
 from harness.errors import HarnessError
-from harness.formats.checkpoint.digest import folder_digest
+from harness.formats.checkpoint.cache import folder_digest
 from harness.version import __version__
 
 _PACKAGES = ("torch", "transformers", "safetensors")

@@ -11,7 +11,7 @@ from harness.extensions.suite.fingerprint import Installation, installed_digest
 from harness.extensions.suite.preflight import installed_in
 from harness.extensions.suite.task import Environment, SuiteCase
 from harness.formats.checkpoint import resolve
-from harness.formats.checkpoint.digest import folder_digest
+from harness.formats.checkpoint.cache import folder_digest
 
 
 def with_inputs(

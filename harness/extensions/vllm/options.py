@@ -11,7 +11,7 @@ from harness.engines.adapter import Workload, engine_refusals, refuse_unknown_op
 from harness.engines.option_values import parse_value
 from harness.errors import Code, HarnessError
 from harness.extensions.vllm.ranks import EXTENSION
-from harness.formats.checkpoint.quantised_source import served_folder
+from harness.formats.checkpoint.converted import served_folder
 
 SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted", "tensor-parallel")
 _SAID_ELSEWHERE = {"model": "--model", "dtype": "--dtype", "tensor_parallel_size": "--schedule tensor-parallel:N"}

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from harness.base.numerics import Numerics
 from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.quantised_source import cache_scales
+from harness.formats.checkpoint.converted import cache_scales
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, layer_of, prefix_of
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording.format import PHASES
-from harness.formats.recording.rows import RequestLengths, first_invalid_index
+from harness.formats.recording.format import PHASES, RequestLengths, first_invalid_index
 
 if TYPE_CHECKING:
     import torch
@@ -78,37 +77,37 @@ def known_phase(where: str, phase: str) -> str:
 def column(where: str, values: Ints, length: int | None = None, *, at_least: int | None = None) -> Array:
     """Return integers as int64[length] on the CPU."""
     try:
-        found = _as_array(values)
+        array = _as_array(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         refuse(f"the values are not integers: {str(error).splitlines()[0]}", where=where)
-    if found.ndim != 1 or (len(found) and not _is_integral(found)):
-        refuse("the values are not a list of integers", where=where, actual=f"{found.dtype} {list(found.shape)}")
-    if length is not None and len(found) != length:
-        refuse("the number of values is wrong", where=where, expected=length, actual=len(found))
-    found = found.astype(np.int64)
-    if at_least is not None and len(found) and int(found.min()) < at_least:
-        refuse("a value is too small", where=where, expected=f"at least {at_least}", actual=int(found.min()))
-    return found
+    if array.ndim != 1 or (len(array) and not _is_integral(array)):
+        refuse("the values are not a list of integers", where=where, actual=f"{array.dtype} {list(array.shape)}")
+    if length is not None and len(array) != length:
+        refuse("the number of values is wrong", where=where, expected=length, actual=len(array))
+    array = array.astype(np.int64)
+    if at_least is not None and len(array) and int(array.min()) < at_least:
+        refuse("a value is too small", where=where, expected=f"at least {at_least}", actual=int(array.min()))
+    return array
 
 
 def _as_array(values: Ints) -> Array:
     if isinstance(values, np.ndarray):
         return values
     on_cpu = getattr(values, "cpu", None)  # a torch tensor, on any device
-    found = np.asarray(list(values) if on_cpu is None else on_cpu())
-    if found.dtype.kind not in "iufcb":
-        raise TypeError(f"some are of another type, or too large ({found.dtype})")
-    return found
+    array = np.asarray(list(values) if on_cpu is None else on_cpu())
+    if array.dtype.kind not in "iufcb":
+        raise TypeError(f"some are of another type, or too large ({array.dtype})")
+    return array
 
 
 def indices(where: str, values: Ints, num_rows: int) -> Array:
     """Return different indices into `num_rows` rows as int64."""
-    found = column(where, values)
-    place = first_invalid_index(found, num_rows)
+    array = column(where, values)
+    place = first_invalid_index(array, num_rows)
     if place is not None:
         expected = f"different indices from 0 to {num_rows - 1}"
-        refuse("an index names no row, or one twice", where=where, expected=expected, actual=int(found[place]))
-    return found
+        refuse("an index names no row, or one twice", where=where, expected=expected, actual=int(array[place]))
+    return array
 
 
 def rows(where: str, tokens: RequestLengths, request: Ints, position: Ints) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ import torch
 
 from harness.base.metrics import row_metrics
 from harness.errors import Code, HarnessError
-from harness.formats.inspect.sources import open_source
+from harness.formats.values import open_source
 from harness.oracle.make_golden import cached_golden, make_golden, open_cached_golden
 from harness.oracle.requests import Prompt
 from harness.oracle.sketch import make_sketch

@@ -14,9 +14,7 @@ from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf.model import GGUFModel
 from harness.extensions.llamacpp.gguf.names import gguf_name, is_query_or_key
 from harness.extensions.llamacpp.gguf.weights import rows_of_gguf, rows_of_hf
-from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.shards import read_shard
-from harness.formats.checkpoint.table import read_table
+from harness.formats.checkpoint.checkpoint import Checkpoint, read_shard, read_table
 from harness.formats.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:

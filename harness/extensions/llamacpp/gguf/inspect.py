@@ -10,7 +10,7 @@ from harness.extensions.llamacpp.gguf import GGUFHeader, GGUFModel, GGUFTensor, 
 from harness.extensions.llamacpp.gguf.folder import gguf_config
 from harness.extensions.llamacpp.gguf.names import ROPE_FACTORS, hf_name
 from harness.formats.checkpoint.against_config import against_config
-from harness.formats.inspect.tables import tensor_table, totals
+from harness.formats.inspect import tensor_table, totals
 from harness.formats.safetensors_header import TensorEntry
 
 _LONGEST_SHOWN = 8

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.extensions.llamacpp.gguf.model import is_gguf
+from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.locations import cache_dir
-from harness.formats.checkpoint.readers import Reader
+from harness.formats.checkpoint.locate import Reader
 
 if TYPE_CHECKING:
     import torch

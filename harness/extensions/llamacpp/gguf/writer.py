@@ -14,8 +14,7 @@ from harness.extensions.llamacpp.gguf.architecture import FAMILIES, llama3_facto
 from harness.extensions.llamacpp.gguf.names import ROPE_FACTORS, gguf_name, is_query_or_key
 from harness.extensions.llamacpp.gguf.types import BY_NAME, PLAIN
 from harness.extensions.llamacpp.gguf.weights import gguf_package, rows_of_gguf
-from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.shards import read_shard
+from harness.formats.checkpoint.checkpoint import Checkpoint, read_shard
 
 if TYPE_CHECKING:
     import torch

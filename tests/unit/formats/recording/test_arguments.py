@@ -15,7 +15,7 @@ from harness.formats.recording.arguments import (
     step_rows,
     validated,
 )
-from harness.formats.recording.rows import RequestLengths
+from harness.formats.recording.format import RequestLengths
 
 TOKENS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in {9: 3, 2: 1}.items())
 
