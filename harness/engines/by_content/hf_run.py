@@ -35,10 +35,10 @@ class _Choosing:
         if operation is None:
             return None
         rows = as_rows(value.detach(), operation.token_dim, *self._shape)
-        other = self._choose(operation, rows.reshape(len(rows), -1).cpu())
-        if other is None:
+        replacement = self._choose(operation, rows.reshape(len(rows), -1).cpu())
+        if replacement is None:
             return None
-        return from_rows(other.to(value).reshape(rows.shape), value, operation.token_dim)
+        return from_rows(replacement.to(value).reshape(rows.shape), value, operation.token_dim)
 
     def attend(self, call: AttentionCall, function: Callable[..., object]) -> object:
         return run_attention(call, function)

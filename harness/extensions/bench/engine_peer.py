@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from harness.engines import open_engine
-from harness.engines.continuation import Continuation
 from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
+from harness.engines.stepping import Continuation
 from harness.extensions.bench.peer import OURS, BenchConfig, Generation
 from harness.extensions.bench.workload import BenchWorkload
 from reference_engine import EngineConfig

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from harness.engines.adapter import refuse_unknown_options
-from harness.engines.by_content.sites import RETURNED, See, Site
+from harness.engines.by_content.steps import RETURNED, See, Site
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import exported_folder
 from harness.formats.checkpoint.converted import served_folder

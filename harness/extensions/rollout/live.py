@@ -8,7 +8,7 @@ from torch import nn
 
 from harness.base.scratch import scratch_folder
 from harness.engines import engine_errors
-from harness.engines.module.values import evaluating
+from harness.engines.module.forward import evaluating
 from harness.errors import Code, HarnessError
 from harness.extensions.rollout.alter import Altered
 from harness.extensions.rollout.forward import grouped

@@ -7,8 +7,7 @@ from typing import Any
 
 from vllm import EngineArgs
 
-from harness.engines.adapter import Workload, engine_refusals, refuse_unknown_options
-from harness.engines.option_values import parse_value
+from harness.engines.adapter import Workload, engine_refusals, parse_value, refuse_unknown_options
 from harness.errors import Code, HarnessError
 from harness.extensions.vllm.ranks import EXTENSION
 from harness.formats.checkpoint.converted import served_folder

@@ -10,8 +10,8 @@ from typing import Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from harness.base.scratch import scratch_folder
+from harness.engines.process import watched_processes
 from harness.engines.torch_modules import Calls
-from harness.engines.worker_processes import watched_processes
 from harness.extensions.vllm.steps import VllmWatcher
 from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.recording.merge import merge_ranks

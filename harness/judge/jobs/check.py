@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.base.progress import Progress
 from harness.base.threads import limit_threads
 from harness.engines import Capabilities, Engine
-from harness.engines.isolated import IsolatedEngine
+from harness.engines.record import IsolatedEngine
 from harness.errors import Code
 from harness.formats.recording import Recording
 from harness.formats.schedule import Schedule

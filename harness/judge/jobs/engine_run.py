@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.engines import Engine, TapMatcher, engine_errors
-from harness.engines.isolated import IsolatedEngine, isolated_engine
-from harness.engines.record import RunDescription, record
+from harness.engines.record import IsolatedEngine, RunDescription, isolated_engine, record
 from harness.errors import Code, HarnessError
 from harness.formats.recording import ModelInfo, RequestInfo
 from harness.formats.schedule import Schedule
