@@ -31,8 +31,7 @@ from harness.oracle.caches import cache_argument
 from harness.oracle.decode import HFDecoder, Snapshot
 from harness.oracle.images import decoder_inputs
 from harness.oracle.lora import add_adapter
-from harness.oracle.model import HFModel, load_model
-from harness.oracle.mtp import add_mtp_layers
+from harness.oracle.model import HFModel, add_mtp_layers, load_model
 from harness.results.profile import StepShape
 from harness.results.settings import ModelSettings
 

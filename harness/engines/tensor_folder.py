@@ -348,6 +348,3 @@ def _difference(expected: Sequence[int], actual: Sequence[int]) -> tuple[str, st
         return f"{', '.join(map(str, ids[first : at + 3])) or 'none'} from position {first} on"
 
     return shown(expected), shown(actual)
-
-
-__all__ = ["FolderEngine"]

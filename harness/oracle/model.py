@@ -14,7 +14,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.against_config import against_config, auto_class
 from harness.formats.taps import Graph
-from harness.oracle.mtp import add_mtp_layers
+from harness.oracle.mtp import MtpLayers
 from harness.oracle.patches import check_is_unpatched
 from harness.oracle.untraced import UntracedModel
 from harness.oracle.weights import StreamedWeights, parameters_on_meta
@@ -73,6 +73,26 @@ def load_model(
     if mtp:
         add_mtp_layers(hf)
     return hf
+
+
+def add_mtp_layers(hf: HFModel) -> None:
+    """Let every forward of a model, whose weights are in memory, run the layers that predict further tokens.
+
+    Raises:
+        HarnessError: UNSUPPORTED_ARCHITECTURE: the checkpoint has none, or transformers does not run them.
+    """
+    try:
+        hf.mtp = MtpLayers(hf.model, hf.device)
+    except Exception as error:  # transformers raises ImportError, ValueError, KeyError, RuntimeError, ...
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HarnessError(
+            Code.UNSUPPORTED_ARCHITECTURE,
+            f"transformers runs no layers that predict further tokens (MTP) of this checkpoint: {what}",
+            where=hf.folder,
+            expected="a checkpoint with such layers, of a family whose configuration has num_mtp_layers",
+            actual=type(hf.model).__name__,
+            hint="check it without --mtp",
+        ) from error
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +14,8 @@ from torch import nn
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.checkpoint.converted import QuantisedSource, read_quantised_source
 from harness.oracle.failures import hf_failures
+from harness.oracle.mtp import MtpLayers
 from harness.oracle.weights import ResidentWeights, StreamedWeights
-
-if TYPE_CHECKING:
-    from harness.oracle.mtp import MtpLayers
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,7 +31,7 @@ class UntracedModel:
     weights: ResidentWeights | StreamedWeights = field(default_factory=ResidentWeights)
     has_images: bool = False
     """Whether requests have images: then what the first decoder layer is given is an operation of its own."""
-    mtp: "MtpLayers | None" = None
+    mtp: MtpLayers | None = None
     """The layers that predict further tokens, if they are run, too."""
     lora_hash: str | None = None
     """Digest of the LoRA adapter that was put into the model; None without one."""
