@@ -21,8 +21,7 @@ from harness.oracle.caches import new_cache
 from harness.oracle.decode import HFDecoder, Snapshot
 from harness.oracle.images import DecoderInputs, handing
 from harness.oracle.model import HFModel
-from harness.oracle.rows import as_rows, chosen_positions
-from harness.oracle.watch import Seeing, watching
+from harness.oracle.watch import Seeing, as_rows, chosen_positions, watching
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import torch
 
 from harness.formats.taps import Operation
 from harness.oracle.model import HFModel
-from harness.oracle.rows import as_rows, from_rows
-from harness.oracle.watch import AttentionCall, run_attention, watching
+from harness.oracle.watch import AttentionCall, as_rows, from_rows, run_attention, watching
 
 Choose = Callable[[Operation, torch.Tensor], torch.Tensor | None]
 """Is given an operation and its value [rows, W]; returns what to go on with in its place, [rows, W] or None."""

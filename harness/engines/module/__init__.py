@@ -24,9 +24,8 @@ from harness.formats.checkpoint import Checkpoint
 from harness.formats.recording import RecordingWriter
 from harness.formats.taps import Graph
 from harness.oracle.model import HFModel
-from harness.oracle.rows import as_rows, token_dim
 from harness.oracle.trace import unmistakable_sizes
-from harness.oracle.watch import Seeing, watching
+from harness.oracle.watch import Seeing, as_rows, token_dim, watching
 
 __all__ = ["TorchEngine", "check_has_values", "module_device", "module_dtype", "module_engine"]
 

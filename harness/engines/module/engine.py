@@ -20,7 +20,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.caches import held_states
-from harness.oracle.rows import as_rows, token_dim
+from harness.oracle.watch import as_rows, token_dim
 from harness.results.settings import ModelSettings
 
 _ANY = "*"

@@ -14,8 +14,7 @@ from harness.extensions.rollout.lanes import LaneBatch, Places
 from harness.extensions.rollout.setting import Setting
 from harness.formats.taps import Graph
 from harness.oracle.model import HFModel
-from harness.oracle.rows import as_rows, from_rows
-from harness.oracle.watch import CHOICE, AttentionCall, run_attention
+from harness.oracle.watch import CHOICE, AttentionCall, as_rows, from_rows, run_attention
 
 
 class Altered:

@@ -11,9 +11,9 @@ from harness.base.quiet import quiet_transformers
 from harness.extensions.rollout.alter import Altered, router_choices
 from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes
 from harness.extensions.rollout.setting import Meaning, OtherWeights, Setting, token_logprobs
-from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.precision import PreservePrecision, eager_experts, truth_dtype, upcast, without_tf32
+from harness.oracle.requests import batch_tokens
 from harness.oracle.watch import watching
 
 _BLOCK_VALUES = 1 << 22

@@ -18,8 +18,8 @@ from harness.formats.recording import Recording, RequestInfo
 from harness.formats.schedule import parse_schedules
 from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
 from harness.judge.weights.sources import is_sharded, plain_name
-from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
+from harness.oracle.requests import batch_tokens
 from harness.oracle.watch import watching
 from harness.plan import Plan
 

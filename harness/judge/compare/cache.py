@@ -16,7 +16,7 @@ from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.propagated import RATIO_BOUND
 from harness.judge.compare.shapes import cache_format, engine_dtype
-from harness.oracle.sketch.rows import estimated_metrics
+from harness.oracle.sketch_rows import estimated_metrics
 
 KEPT_AS_DECLARED = "kept in {}, as declared"
 _KEYS = "k_cache"

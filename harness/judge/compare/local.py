@@ -22,12 +22,11 @@ from harness.judge.compare.replay import DecidedError, Replay
 from harness.judge.compare.row_sample import RowSample, SampledRows
 from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
-from harness.oracle.batching import batch_tokens
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
-from harness.oracle.precision import truth_dtype
-from harness.oracle.softplus import SoftplusByLog
+from harness.oracle.precision import SoftplusByLog, truth_dtype
+from harness.oracle.requests import batch_tokens
 
 
 def local_errors(

@@ -11,12 +11,10 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import ModelInfo, RequestInfo
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
-from harness.oracle.drafts import draft_requests
-from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel
-from harness.oracle.requests import duplicate_requests
+from harness.oracle.requests import draft_requests, duplicate_requests, forked_prompts
 from harness.plan import Plan
 
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.taps import Kind
-from harness.oracle.flow import Origin
 from harness.oracle.model import HFModel
 from harness.oracle.trace import (
     _SAME,
     _SAME_ROUNDINGS,
     ForwardTrace,
+    Origin,
     Shown,
     _bridged,
     _is_causal,
