@@ -16,8 +16,7 @@ from harness.base.environment import environment
 from harness.base.numerics import Numerics
 from harness.engines.adapter import Capabilities, Engine, Workload, engine_errors, own_adapter
 from harness.engines.process import EngineProcess
-from harness.formats.recording.arguments import validated
-from harness.formats.recording.format import RunInfo
+from harness.formats.recording.arguments import RunInfo, validated
 from harness.formats.recording.writer import RecordingWriter, discard_unfinished, plain
 from harness.formats.schedule import Schedule, ScheduleKind
 from harness.formats.taps import Graph

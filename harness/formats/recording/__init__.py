@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.formats.recording.format import SCHEMA_VERSION
 
 if TYPE_CHECKING:
-    from harness.formats.recording.format import RankInfo, RunInfo
+    from harness.formats.recording.arguments import RankInfo, RunInfo
     from harness.formats.recording.manifest import (
         Concat,
         Manifest,
@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Recording": "reader", "Step": "reader", "RecordingWriter": "writer", "RankInfo": "format", "RunInfo": "format"
+    "Recording": "reader", "Step": "reader", "RecordingWriter": "writer",
+    "RankInfo": "arguments", "RunInfo": "arguments",
 }  # fmt: skip
 """Modules of those that are not the manifest's."""
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording.format import RequestLengths, first_invalid_index
+from harness.formats.recording.arguments import RequestLengths, first_invalid_index
 from harness.formats.recording.manifest import Manifest, StepEntry
 from harness.formats.safetensors_header import TensorEntry
 

@@ -29,17 +29,9 @@ import numpy as np
 from harness.base.files import writing
 from harness.errors import Code, HarnessError
 from harness.formats.recording import arguments
-from harness.formats.recording.arguments import Ints, StepArguments, refuse
+from harness.formats.recording.arguments import Ints, RankInfo, RequestLengths, RunInfo, StepArguments, refuse
 from harness.formats.recording.format import DTYPES as KNOWN_DTYPES
-from harness.formats.recording.format import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    RankInfo,
-    RequestLengths,
-    RunInfo,
-    as_bytes,
-    dtype_name,
-)
+from harness.formats.recording.format import MANIFEST_NAME, SCHEMA_VERSION, as_bytes, dtype_name
 from harness.formats.safetensors_header import LENGTH_BYTES
 
 if TYPE_CHECKING:
