@@ -12,7 +12,7 @@ from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
-from harness.formats.checkpoint.quantised_source import read_quantised_source
+from harness.formats.checkpoint.converted import read_quantised_source
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.images import keep_inputs
 from harness.oracle.requests import Prompt

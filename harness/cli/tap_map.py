@@ -10,7 +10,7 @@ from harness.command import forms
 from harness.command import options as opt
 from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.formats.checkpoint.table import read_table
+from harness.formats.checkpoint.checkpoint import read_table
 
 
 def show_tap_map(given: opt.Given, against: Path | None, local_files_only: bool, format: str) -> int:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from harness.engines import engine_names, installed_engine_names, open_engine
-from harness.engines.continuation import Continuation
 from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
+from harness.engines.stepping import Continuation
 from harness.errors import Code, HarnessError
 from harness.extensions.bench.peer import OURS, BenchConfig, BenchWorkload, Generation, Peer, PeerMissingError
 from reference_engine import EngineConfig

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from harness.engines.adapter import refuse_unknown_options
-from harness.engines.by_content.sites import RETURNED, See, Site
+from harness.engines.by_content.steps import RETURNED, See, Site
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import checkpoint_of_export, exported_folder, is_export
 from harness.extensions.quantised.folder import checkpoint_of_quantised
+from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.locations import cache_dir
-from harness.formats.checkpoint.quantised_source import served_folder
-from harness.formats.checkpoint.readers import Reader
+from harness.formats.checkpoint.converted import served_folder
+from harness.formats.checkpoint.locate import Reader
 
 
 def export_folder(engine: str, folder: Path, options: Mapping[str, str], *, graph: str, command: str) -> Path:

@@ -13,7 +13,7 @@ from torch import nn
 from harness.errors import Code, HarnessError
 from harness.extensions.quant.forward import Sequences, kl, log_probabilities
 from harness.extensions.quant.result import PartCost
-from harness.formats.taps.names import layer_of, prefix_of, site_of
+from harness.formats.taps import layer_of, prefix_of, site_of
 from harness.oracle.model import HFModel
 
 

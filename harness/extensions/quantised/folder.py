@@ -13,17 +13,17 @@ from harness.errors import Code, HarnessError
 from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, check_disk
 from harness.extensions.quantised.config import misfit
 from harness.formats.checkpoint.against_config import against_config
+from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.converted import (
     QUANTISED_INFO,
+    QuantisedSource,
     folder_name,
     made_once,
     write_settings,
     write_shards,
 )
-from harness.formats.checkpoint.locations import cache_dir
-from harness.formats.checkpoint.quantised_source import QuantisedSource
-from harness.formats.checkpoint.readers import Reader
+from harness.formats.checkpoint.locate import Reader
 
 VERSION = 1
 """Part of a folder's name: raise it with every change of what is written."""

@@ -18,11 +18,10 @@ from harness.base.quiet import quiet_transformers
 from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes
 from harness.extensions.rollout.setting import Meaning, OtherWeights, Setting, token_logprobs
 from harness.formats.taps import Graph
-from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
 from harness.oracle.precision import PreservePrecision, eager_experts, truth_dtype, upcast, without_tf32
-from harness.oracle.rows import as_rows, from_rows
-from harness.oracle.watch import CHOICE, AttentionCall, run_attention, watching
+from harness.oracle.requests import batch_tokens
+from harness.oracle.watch import CHOICE, AttentionCall, as_rows, from_rows, run_attention, watching
 
 
 class Altered:

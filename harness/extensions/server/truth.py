@@ -18,10 +18,10 @@ import torch
 from harness.base.threads import limit_threads, one_thread
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Kind
-from harness.oracle.batching import batch_requests, padded
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
 from harness.oracle.precision import truth_dtype
+from harness.oracle.requests import batch_requests, padded
 
 _BLOCK_ROWS = 32
 """Rows whose logits are in memory in float64 at a time."""

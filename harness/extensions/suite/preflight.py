@@ -22,7 +22,7 @@ from harness.engines.adapter import engine_module, engine_names
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.task import Environment, SuiteCase
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.checkpoint.digest import folder_digest
+from harness.formats.checkpoint.cache import folder_digest
 from harness.version import __version__
 
 _PACKAGES = ("torch", "transformers", "safetensors")

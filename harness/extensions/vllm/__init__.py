@@ -4,9 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness.engines.adapter import Engine
+from harness.engines.adapter import Engine, parse_flag
 from harness.engines.installed import EnginePackage
-from harness.engines.option_values import parse_flag
 
 PACKAGE = EnginePackage(
     name="vLLM",

@@ -12,11 +12,10 @@ from vllm import EngineArgs, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from harness.engines.adapter import Workload, engine_refusals, refuse_unknown_options
-from harness.engines.option_values import parse_value
+from harness.engines.adapter import Workload, engine_refusals, parse_value, refuse_unknown_options
 from harness.errors import Code, HarnessError
 from harness.extensions.vllm.steps import EXTENSION, watched_workers
-from harness.formats.checkpoint.quantised_source import served_folder
+from harness.formats.checkpoint.converted import served_folder
 
 SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted", "tensor-parallel")
 _SAID_ELSEWHERE = {"model": "--model", "dtype": "--dtype", "tensor_parallel_size": "--schedule tensor-parallel:N"}

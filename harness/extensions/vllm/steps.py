@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from harness.base.numerics import Numerics
 from harness.base.scratch import scratch_folder
+from harness.engines.process import watched_processes
 from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
-from harness.engines.worker_processes import watched_processes
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.quantised_source import cache_scales
+from harness.formats.checkpoint.converted import cache_scales
 from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.recording.merge import merge_ranks
 from harness.formats.taps import Graph, Kind, layer_of, prefix_of

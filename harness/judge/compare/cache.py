@@ -15,7 +15,7 @@ from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.propagated import RATIO_BOUND
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.shapes import cache_format, engine_dtype
-from harness.oracle.sketch.rows import estimated_metrics
+from harness.oracle.sketch_rows import estimated_metrics
 
 KEPT_AS_DECLARED = "kept in {}, as declared"
 _KEYS = "k_cache"

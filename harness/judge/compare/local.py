@@ -28,12 +28,11 @@ from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.systematic import Effects, beyond_control
 from harness.oracle.attention import score_slope
-from harness.oracle.batching import batch_tokens
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
-from harness.oracle.precision import truth_dtype
-from harness.oracle.softplus import SoftplusByLog
+from harness.oracle.precision import SoftplusByLog, truth_dtype
+from harness.oracle.requests import batch_tokens
 from harness.results.check import Effect
 
 

@@ -14,7 +14,7 @@ from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Rows, chunks, joined, step_rows
 from harness.judge.compare.shapes import engine_dtype
-from harness.oracle.sketch.rows import estimated_metrics
+from harness.oracle.sketch_rows import estimated_metrics
 from harness.results.check import LogitResult, PositionError
 
 RATIO_BOUND = 10.0

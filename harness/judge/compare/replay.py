@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
-from harness.oracle.paired import PartCall, Value
-from harness.oracle.sample import Sample
+from harness.oracle.paired import PartCall, Sample, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,10 @@ from harness.judge.compare.replay import Judge, Replay
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 from harness.judge.compare.shapes import engine_dtype, keeps_one_less
-from harness.oracle.batching import batch_tokens
 from harness.oracle.caches import held_states
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
+from harness.oracle.requests import batch_tokens
 
 _MOST_PASSES, _LEAST_TOKENS = 4, 2048
 """Tokens that the truth may run for states: so many times those of the recording, and no fewer than so many."""

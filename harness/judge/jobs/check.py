@@ -15,7 +15,7 @@ from typing import Any
 from harness.base.progress import Progress
 from harness.base.threads import limit_threads
 from harness.engines import Capabilities, Engine
-from harness.engines.isolated import IsolatedEngine
+from harness.engines.record import IsolatedEngine
 from harness.errors import Code
 from harness.formats.case import Case
 from harness.formats.recording import Recording

@@ -10,10 +10,10 @@ from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, TAP_PRESETS
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.inspect.sources import open_source
 from harness.formats.recording import Manifest, Recording
 from harness.formats.schedule import TRIGGERS
 from harness.formats.taps import Graph, Kind
+from harness.formats.values import open_source
 from harness.judge.compare import TOKENS, Requirements, compare_run
 from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.explain import explain_run

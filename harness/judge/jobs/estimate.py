@@ -26,7 +26,7 @@ from harness.judge.jobs.opened import describe_run, planned_model
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.make_golden import make_golden, open_cached_golden
 from harness.oracle.model import HFModel
-from harness.oracle.parts import keeps_parts, parts_kept
+from harness.oracle.untraced import keeps_parts, parts_kept
 from harness.oracle.weights import ResidentWeights
 from harness.plan import Plan
 from harness.results.check_cost import CheckCost, PhaseCost

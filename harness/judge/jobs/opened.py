@@ -12,20 +12,17 @@ from harness.base.files import write_text
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
 from harness.engines import Engine, TapMatcher, engine_errors
-from harness.engines.isolated import IsolatedEngine, isolated_engine
-from harness.engines.record import RunDescription, record
+from harness.engines.record import IsolatedEngine, RunDescription, isolated_engine, record
 from harness.errors import Code, HarnessError
 from harness.formats.recording import ModelInfo, RequestInfo
 from harness.formats.recording.writer import is_unfinished
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
-from harness.oracle.drafts import draft_requests
-from harness.oracle.forks import forked_prompts
 from harness.oracle.golden import Golden
 from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden, make_golden
 from harness.oracle.model import HFModel
-from harness.oracle.requests import duplicate_requests
+from harness.oracle.requests import draft_requests, duplicate_requests, forked_prompts
 from harness.plan import Plan
 from harness.report.page.html import REPORT_NAME, report_html
 from harness.results.check import CheckResult

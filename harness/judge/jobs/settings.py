@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from harness.engines import Engine, shown_settings
-from harness.engines.isolated import IsolatedEngine
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.record import IsolatedEngine
 from harness.errors import Code
 from harness.formats.taps import Kind
 from harness.judge.jobs.opened import open_planned, planned_model

@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.checkpoint.shards import read_shard
+from harness.formats.checkpoint.checkpoint import read_shard
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of names that torch.compile, FSDP and gradient checkpointing add."""

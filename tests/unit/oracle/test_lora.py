@@ -9,8 +9,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from harness.errors import Code, HarnessError
-from harness.oracle.lora import WEIGHTS_FILE, LoraLinear, _check_shapes, add_adapter, load_adapted, read_adapter
-from harness.oracle.lora_config import CONFIG_FILE
+from harness.oracle.lora import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoraLinear,
+    _check_shapes,
+    add_adapter,
+    load_adapted,
+    read_adapter,
+)
 from harness.oracle.model import load_model
 
 from ..lora_adapter import FOLDER, write_adapter

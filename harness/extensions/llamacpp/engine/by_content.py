@@ -16,8 +16,7 @@ import torch
 from harness.base.numerics import Numerics
 from harness.base.scratch import scratch_folder
 from harness.engines.by_content import StepEngine
-from harness.engines.by_content.sites import RETURNED, See, Site
-from harness.engines.by_content.steps import Work, with_following
+from harness.engines.by_content.steps import RETURNED, See, Site, Work, with_following
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.engine.cache import SavedRows
 from harness.extensions.llamacpp.engine.context import Context, Model

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.extensions.llamacpp.gguf.model import is_gguf
+from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.locations import cache_dir
-from harness.formats.checkpoint.readers import Reader
+from harness.formats.checkpoint.locate import Reader
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ from harness.extensions.llamacpp.gguf import GGUFHeader, GGUFModel, GGUFTensor, 
 from harness.extensions.llamacpp.gguf.architecture import ROPE_FACTORS, hf_name
 from harness.extensions.llamacpp.gguf.folder import gguf_config
 from harness.formats.checkpoint.against_config import against_config
-from harness.formats.inspect.tables import tensor_table, totals
+from harness.formats.inspect import tensor_table, totals
 from harness.formats.safetensors_header import TensorEntry
 
 

@@ -18,8 +18,7 @@ from harness.extensions.llamacpp.gguf.architecture import (
 )
 from harness.extensions.llamacpp.gguf.header import BY_NAME, PLAIN
 from harness.extensions.llamacpp.gguf.model import gguf_package, rows_of_gguf
-from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.shards import read_shard
+from harness.formats.checkpoint.checkpoint import Checkpoint, read_shard
 
 if TYPE_CHECKING:
     import torch

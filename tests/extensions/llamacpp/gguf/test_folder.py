@@ -18,7 +18,7 @@ from harness.extensions.llamacpp.gguf.model import open_gguf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 from harness.formats import checkpoint
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.quantised_source import read_quantised_source
+from harness.formats.checkpoint.converted import read_quantised_source
 from harness.formats.inspect import inspect_path
 from harness.plan import tokenize
 

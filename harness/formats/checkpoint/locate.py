@@ -1,14 +1,58 @@
-"""Finds the folder of a checkpoint by the name that a user gives it."""
+"""Finds the folder of a checkpoint by the name that a user gives, and the reader of one in another layout.
+
+Extensions and other packages bring readers of checkpoints that are not in HuggingFace's layout.
+"""
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from harness.base import plugins
 from harness.base.files import exists
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.locations import embedded_cases
-from harness.formats.checkpoint.readers import reader_of
-from harness.formats.checkpoint.refusals import not_a_checkpoint
+from harness.formats.checkpoint.cache import embedded_cases
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, not_a_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Reader:
+    """A reader; an entry point of the group `inference_harness.readers` names an instance."""
+
+    takes_origin = False
+    """Whether `--hf` can name the checkpoint in HuggingFace's layout that such a one was made from."""
+
+    def reads(self, path: Path) -> bool:
+        """Return whether a file or folder is a checkpoint of this kind."""
+        raise NotImplementedError
+
+    def convert(self, path: Path, origin: Checkpoint | None = None) -> Path:
+        """Return a folder in HuggingFace's layout with the same weights, made first where the cache lacks it.
+
+        `origin` is what `--hf` names.
+        """
+        raise NotImplementedError
+
+    def describe(self, path: Path) -> dict[str, Any] | None:
+        """Return what `harness inspect` shows of a file; None where its own tables of HuggingFace's layout do."""
+        return None
+
+    def tensors(self, path: Path) -> "Mapping[str, Callable[[], torch.Tensor]] | None":
+        """Return how each tensor of a file is read, by its name; None where safetensors files hold them."""
+        return None
+
+
+def reader_of(path: Path) -> Reader | None:
+    """Return the reader of a path; None for HuggingFace's layout, and for what nobody reads.
+
+    Raises:
+        HarnessError: EXTENSION_FAILED.
+    """
+    readers: list[Reader] = plugins.load_all(plugins.READERS)
+    return next((reader for reader in readers if reader.reads(path)), None)
+
 
 _DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -57,6 +101,12 @@ def embedded_folder(model: str) -> Path | None:
         return None
     folder = embedded_cases() / "checkpoints" / model
     return folder if exists(folder / CONFIG_NAME) else None
+
+
+def at_hand(path: Path) -> Path:
+    """Return the folder of an embedded checkpoint where a path is its name, and else the path."""
+    embedded = None if path.exists() else embedded_folder(str(path))
+    return path if embedded is None else embedded
 
 
 def _local_path(model: str) -> Path | None:

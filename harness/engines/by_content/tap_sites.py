@@ -1,4 +1,8 @@
-"""A prompt and one token more: they tell apart what is the same at position 0, and show where the rows are."""
+"""Finds the places of taps in three steps: many requests of one token each, then a prompt and one token more.
+
+At position 0 rotary turns nothing and attention sees one value, so a mistake in rotary, mask or cache does not hide the
+map. The prompt and the token after it tell apart what is the same at position 0, and show where the rows are.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +11,45 @@ from math import inf, prod
 
 import torch
 
-from harness.engines.by_content.columns import Columns, limit_of_same, relative_error
-from harness.engines.by_content.first_step import FirstTap
+from harness.engines.by_content.columns import (
+    Columns,
+    RowLayout,
+    layouts_with_rows,
+    limit_of_same,
+    relative_error,
+    tables_of,
+)
+from harness.engines.by_content.finder import TapFinder, TapNames
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
-from harness.engines.by_content.sites import MODULE, RETURNED, Site
-from harness.engines.by_content.tables import RowLayout, layouts_with_rows
+from harness.engines.by_content.steps import MODULE, RETURNED, Site
 from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTap:
+    """A tap of the first step."""
+
+    places: Sequence[tuple[Site, Columns]]
+    """Where it is; several places may hold the same value at position 0, and others later."""
+    evidence: TapEvidence
+
+
+def find_first(
+    hf: HFModel, ids: Sequence[int], seen: Mapping[Site, torch.Tensor], *, rounding: float
+) -> dict[str, FirstTap]:
+    """Return the taps among the tensors of a step of many requests of one token; `hf` is in float32."""
+    sites = {site.name: site for site in seen}
+    tables = tables_of({site.name: tensor for site, tensor in seen.items()}, len(ids))
+    names = TapNames(hf.graph, [site.name for site in seen if site.what == MODULE])
+    finder = TapFinder(hf, torch.tensor(ids)[:, None], tables, names, rounding=rounding)
+    finder.find()
+    return {
+        tap: FirstTap([(sites[tables[fit.index].name], fit.columns) for fit in finder.holding(tap)], chosen.evidence)
+        for tap, chosen in finder.chosen.items()
+    }
+
 
 _NO_VALUES = (Kind.CACHE, Kind.STATE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
@@ -95,16 +130,16 @@ class LaterSteps:
         if tap is None:
             return None
         reads = [self._long(site, columns, operation) for site, columns in tap.places]
-        found = [read for read in reads if read is not None]
-        if not found:
+        candidates = [read for read in reads if read is not None]
+        if not candidates:
             self.uncertain[operation.tap] = "no tensor that holds it at position 0 has a row for each token of a prompt"
             return None
-        errors = [relative_error(read.rows, value[-len(read.rows) :]) for read in found]
+        errors = [relative_error(read.rows, value[-len(read.rows) :]) for read in candidates]
         nearest = min(errors)
         limit = limit_of_same(nearest, self._rounding)
-        holding = [read for read, error in zip(found, errors, strict=True) if error <= limit]
+        holding = [read for read, error in zip(candidates, errors, strict=True) if error <= limit]
         if nearest > self._held:  # the engine has another value, or this tensor is another one at later positions
-            self._pending[operation.tap] = left = [read for read in found if read.source not in self._taken]
+            self._pending[operation.tap] = left = [read for read in candidates if read.source not in self._taken]
             return self._in_place_of(value, left[-1]) if left else None
         self._taken |= {read.source for read in holding}
         is_by_consumers = tap.evidence is TapEvidence.CONSUMERS
@@ -142,9 +177,9 @@ class LaterSteps:
         """Yield the ways to read what was taken."""
         yield read.source
         if read.is_sampled_only:
-            for other in self._of_one_row(read.source.site, read.source.columns):
-                if other.source != read.source and torch.equal(other.rows, read.rows):
-                    yield other.source
+            for same_row in self._of_one_row(read.source.site, read.source.columns):
+                if same_row.source != read.source and torch.equal(same_row.rows, read.rows):
+                    yield same_row.source
 
     def _long(self, site: Site, columns: Columns, operation: Operation) -> _Read | None:
         """Return the rows of a site, in whatever dimension they are; None if it has not as many."""
@@ -199,8 +234,8 @@ class LaterSteps:
     def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
         """Whether HF computes from tensors what the engine has, and would not if one of them were zero."""
 
-        def error_of(given: Mapping[str, _Read]) -> float:
-            return self._errors_with(reader, given).get(reader.tap, inf)
+        def error_of(inputs: Mapping[str, _Read]) -> float:
+            return self._errors_with(reader, inputs).get(reader.tap, inf)
 
         without = ({**taken, tap: replace(read, rows=torch.zeros_like(read.rows))} for tap, read in taken.items())
         return error_of(taken) <= self._held and all(error_of(item) > self._held for item in without)
@@ -211,12 +246,12 @@ class LaterSteps:
             return taken
         best, least = taken, inf
         for order in permutations(taken.values()):
-            other = dict(zip(taken, order, strict=True))
-            if any(other[tap].rows.shape != read.rows.shape for tap, read in taken.items()):
+            exchanged = dict(zip(taken, order, strict=True))
+            if any(exchanged[tap].rows.shape != read.rows.shape for tap, read in taken.items()):
                 continue
-            errors = self._errors_with(reader, other)
-            if errors.get(reader.tap, inf) <= self._held and (error := sum(errors[tap] for tap in other)) < least:
-                best, least = other, error
+            errors = self._errors_with(reader, exchanged)
+            if errors.get(reader.tap, inf) <= self._held and (error := sum(errors[tap] for tap in exchanged)) < least:
+                best, least = exchanged, error
         return best
 
     def _errors_with(self, reader: Operation, taken: Mapping[str, _Read]) -> dict[str, float]:
@@ -257,16 +292,16 @@ class LaterSteps:
         taken, needed = dict[str, list[_Read]](), set[str]()
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
-            tap, own = operation.tap, self._found.get(operation.tap)
-            if own is None:
+            tap, current = operation.tap, self._found.get(operation.tap)
+            if current is None:
                 return None
-            if not self._holds(own, value) and self.taps[tap].evidence is not TapEvidence.DEFINITION:
+            if not self._holds(current, value) and self.taps[tap].evidence is not TapEvidence.DEFINITION:
                 holding = [read for read in self._whole(operation, self._prefill) if self._holds(read, value)]
                 if not holding:
                     needed.update(taken.keys() & self._by_consumers & {*operation.inputs})
                 elif tap not in kept:
                     taken[tap] = holding
-            return self._in_place_of(value, taken.get(tap, [own])[0])
+            return self._in_place_of(value, taken.get(tap, [current])[0])
 
         run_hf(self._hf, self._ids, look)
         if not needed:
@@ -305,7 +340,7 @@ class LaterSteps:
             others = (*self._pending.get(operation.tap, ()), *self._whole(operation, reversed(between)))
         reads: list[_Read] = []
         for read in (*map(self._read, self._like(operation)), *others):
-            if read is not None and not any(torch.equal(read.rows, other.rows) for other in reads):
+            if read is not None and not any(torch.equal(read.rows, earlier.rows) for earlier in reads):
                 reads.append(read)
         return reads[:_MOST_CANDIDATES]
 
@@ -318,10 +353,14 @@ class LaterSteps:
     def _like(self, operation: Operation) -> Iterator[ShownSite]:
         """Yield what is to the operation's layer what sources are to other layers, for the same site of HF's."""
         for tap, mapped in self.taps.items():
-            other = self._hf.graph[tap]
-            if other.site == operation.site and other.layer is not None and operation.layer is not None:
+            mapped_operation = self._hf.graph[tap]
+            if (
+                mapped_operation.site == operation.site
+                and mapped_operation.layer is not None
+                and operation.layer is not None
+            ):
                 for source in mapped.sources[:4]:
-                    for site in source.site.elsewhere(other.layer, operation.layer):
+                    for site in source.site.elsewhere(mapped_operation.layer, operation.layer):
                         yield replace(source, site=site)
 
     def _returned(self, logits: str) -> ShownSite:

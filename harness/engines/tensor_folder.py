@@ -1,7 +1,11 @@
-"""A folder of dumped tensors in the place of an engine: it has computed one prefill, and computes nothing more."""
+"""A folder of dumped tensors in the place of an engine: it has computed one prefill, and computes nothing more.
+
+The content of a tensor and its name say which tap it is. Parts that the ranks of a tensor-parallel engine hold are put
+side by side, or added up. Where the tokens are not those that the user named, the rows of the embedding tell them.
+"""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,19 +13,104 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.engines.adapter import Capabilities, Workload
-from harness.engines.by_content.finder import TapFinder
-from harness.engines.by_content.names import TapNames
-from harness.engines.by_content.tables import Table, tables_of
+from harness.engines.by_content.columns import Table, tables_of
+from harness.engines.by_content.finder import TapFinder, TapNames
+from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.tap_map import TapEvidence
-from harness.engines.tensor_folder.prompt import embedded_tokens
-from harness.engines.tensor_folder.ranks import together
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.recording import RecordingWriter
-from harness.formats.taps import Graph, Kind
+from harness.formats.taps import Graph, Kind, Operation
 from harness.formats.tensors import NamedTensor, TensorFiles, read_tensors
 from harness.oracle.model import HFModel, load_model
 from harness.results.tap_source import TapSource
+
+_RANK = re.compile(r"(?i)(?<![a-z])((?:tp|rank)[_=-]?)(\d+)")
+_PROCESS = re.compile(r"(?i)(?<![a-z])(pid|proc)[_=-]?\d+")
+
+
+def together(tensors: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
+    """Yield what the tensors of ranks are together, where names differ in the numbers of ranks and processes alone.
+
+    Columns of a product that is split by its outputs lie side by side, in the order of the ranks; products that are
+    split by their inputs are added up, in float32. Tensors that are the same on all ranks are left as they are.
+    """
+    groups: dict[str, dict[tuple[int, ...], NamedTensor]] = defaultdict(dict)
+    for tensor in tensors:
+        ranks = tuple(int(number) for _word, number in _RANK.findall(tensor.name))
+        if ranks:
+            name = _PROCESS.sub(r"\1*", _RANK.sub(r"\1*", tensor.name))
+            groups[name].setdefault(ranks, tensor)
+    for name, group in groups.items():
+        parts = [group[ranks].tensor for ranks in sorted(group)]
+        first = parts[0]
+        if len(parts) < 2 or not first.dim() or any(part.dtype != first.dtype for part in parts):
+            continue
+        if all(part.shape[:-1] == first.shape[:-1] for part in parts) and not _are_equal(parts):
+            yield NamedTensor(f"{name}, {len(parts)} ranks side by side", torch.cat(parts, dim=-1))
+            if all(part.shape == first.shape for part in parts):
+                added = sum(part.float() for part in parts)
+                assert isinstance(added, torch.Tensor)
+                yield NamedTensor(f"{name}, {len(parts)} ranks added up", added.to(first.dtype))
+
+
+def _are_equal(parts: Sequence[torch.Tensor]) -> bool:
+    return all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts[1:])
+
+
+_CHUNK = 16384
+_NUM_PROJECTIONS = 3
+_FIRST_ROWS = 4
+"""Rows that are looked at first: a tensor with no token among them is no embedding."""
+_SHARE = 0.9
+"""Rows of a tensor that must be a token's for the tensor to be an embedding."""
+
+
+def embedded_tokens(hf: HFModel, tensors: Sequence[NamedTensor], tolerance: float) -> tuple[str, list[int]] | None:
+    """Return the name of a tensor whose rows are embeddings, and their tokens, -1 for a row that is none.
+
+    Args:
+        hf: the model.
+        tensors: of the dump.
+        tolerance: relative error of a row.
+    """
+    operation = next((op for op in hf.graph if op.kind is Kind.EMBEDDING), None)
+    if operation is None:
+        return None
+    (width,) = operation.shape
+    probes = torch.randn(width, _NUM_PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    known, norms = _vocabulary(hf, operation, probes)
+    for tensor in tensors:
+        if tensor.tensor.dim() < 2 or tensor.tensor.shape[-1] != width:
+            continue
+        rows = tensor.tensor.reshape(-1, width).double() @ probes  # [rows, projections]
+        told = [_token(row, known, norms, tolerance) for row in rows[:_FIRST_ROWS]]
+        if any(token >= 0 for token in told):
+            told += [_token(row, known, norms, tolerance) for row in rows[_FIRST_ROWS:]]
+        if sum(token >= 0 for token in told) >= _SHARE * len(told):
+            return tensor.name, told
+    return None
+
+
+def _token(row: torch.Tensor, known: torch.Tensor, norms: torch.Tensor, tolerance: float) -> int:
+    gap, token = ((row - known).abs().amax(dim=1) / norms).min(dim=0)
+    return int(token) if float(gap) <= 4 * tolerance else -1
+
+
+def _vocabulary(hf: HFModel, operation: Operation, probes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return projections [tokens, projections] and norms [tokens] of the embedding of each token."""
+    values: list[torch.Tensor] = []
+
+    def look(op: Operation, value: torch.Tensor) -> None:
+        if op.tap == operation.tap:
+            values.append(torch.cat([value.double() @ probes, value.double().norm(dim=1, keepdim=True)], dim=1))
+            raise EndOfRun
+
+    for first in range(0, hf.vocab_size, _CHUNK):
+        run_hf(hf, torch.arange(first, min(first + _CHUNK, hf.vocab_size))[None], look)
+    whole = torch.cat(values)
+    return whole[:, :-1], whole[:, -1].clamp_min(1e-30)
+
 
 _LEAST_TOKENS = 4
 _MOST_SHOWN = 3
@@ -62,15 +151,15 @@ class FolderEngine:
         self._refuse_other_tokens(hf, files, rounding)
         self._refuse_several_prefills(hf)
         self._graph = graph
-        own_rows = tuple(tap for tap, found in finder.found.items() if found.is_last_row and tap not in graph.head)
-        lacking = graph.not_shown(finder.found)
+        own_rows = tuple(tap for tap, tensor in finder.chosen.items() if tensor.is_last_row and tap not in graph.head)
+        lacking = graph.not_shown(finder.chosen)
         self.capabilities = Capabilities(
             schedules=("plain",),
             keeps_cache=False,
             has_decode=False,
-            unsupported_taps=lacking if graph.logits in finder.found else (*lacking, "tokens"),
+            unsupported_taps=lacking if graph.logits in finder.chosen else (*lacking, "tokens"),
             sampled_only=own_rows,
-            sources={tap: self._source(tap) for tap in finder.found},
+            sources={tap: self._source(tap) for tap in finder.chosen},
             notes=tuple(self._notes(files)),
         )
 
@@ -79,10 +168,10 @@ class FolderEngine:
         assert self._finder is not None, "match_taps comes first"
         assert self._graph is not None
         (request,) = workload.requests
-        found, graph = self._finder.found, self._graph
+        tensors, graph = self._finder.chosen, self._graph
         last = [len(self._ids) - 1]
-        sampled = last if graph.logits in found else []
-        of_last = {tap for tap in found if found[tap].is_last_row or tap in graph.head}
+        sampled = last if graph.logits in tensors else []
+        of_last = {tap for tap in tensors if tensors[tap].is_last_row or tap in graph.head}
         writer.begin_step(
             phase="prefill",
             request=[request.id] * len(self._ids),
@@ -90,7 +179,7 @@ class FolderEngine:
             sampled_rows=sampled,
             partial_rows=dict.fromkeys(of_last, last),
         )
-        for tap in found:
+        for tap in tensors:
             rows = self._finder.rows(tap).reshape(-1, *graph[tap].shape)
             writer.tap(tap, self._in_dtype(rows[-1:] if tap in of_last else rows))
         choices = self._finder.rows(graph.logits)[-1:].float().argmax(dim=-1).tolist() if sampled else []
@@ -98,16 +187,16 @@ class FolderEngine:
 
     def _in_dtype(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows in the engine's dtype if a file of another dtype holds them: numpy has no bfloat16."""
-        own = rows.to(self._dtype)
-        return own if torch.equal(own.to(rows.dtype).nan_to_num(), rows.nan_to_num()) else rows
+        rounded = rows.to(self._dtype)
+        return rounded if torch.equal(rounded.to(rows.dtype).nan_to_num(), rows.nan_to_num()) else rows
 
     def _source(self, tap: str) -> TapSource:
         assert self._finder is not None
-        found = self._finder.found[tap]
-        tables = self._finder.last_rows if found.is_last_row else self._finder.tables
-        is_whole = found.columns.order is None and tables[found.table].rows.shape[1] == found.columns.stop
-        columns = "" if is_whole and not found.columns.start else f", {found.columns}"
-        return TapSource(tensor=self._finder.name(tap) + columns, evidence=found.evidence.help)
+        chosen = self._finder.chosen[tap]
+        tables = self._finder.last_rows if chosen.is_last_row else self._finder.tables
+        is_whole = chosen.columns.order is None and tables[chosen.table].rows.shape[1] == chosen.columns.stop
+        columns = "" if is_whole and not chosen.columns.start else f", {chosen.columns}"
+        return TapSource(tensor=self._finder.name(tap) + columns, evidence=chosen.evidence.help)
 
     def _told(self, tap: str) -> str:
         return f"{tap} from {self._source(tap).tensor}"
@@ -116,19 +205,19 @@ class FolderEngine:
         """Yield what a reader of the verdict should know of the tensors."""
         assert self._finder is not None
         assert self._graph is not None
-        found, names = self._finder.found, {table.name for table in self._finder.tables}
+        chosen, names = self._finder.chosen, {table.name for table in self._finder.tables}
         yield (
-            f"{len(found)} of {sum(bool(op.source) for op in self._graph)} taps were found in {self._folder}: "
+            f"{len(chosen)} of {sum(bool(op.source) for op in self._graph)} taps were found in {self._folder}: "
             f"{len(files.tensors)} tensors, {len(names)} of them with a row for each token"
         )
         yield "only the prefill of the tokens was judged: neither decode steps nor the KV cache"
-        shown = [tap for tap in found if self._graph[tap].layer in (None, self._graph.layers[0])]
+        shown = [tap for tap in chosen if self._graph[tap].layer in (None, self._graph.layers[0])]
         yield "taken: " + "; ".join(self._told(tap) for tap in shown) + "; other layers: --format json"
-        guessed = [tap for tap in found if found[tap].evidence is not TapEvidence.CONTENT]
+        guessed = [tap for tap in chosen if chosen[tap].evidence is not TapEvidence.CONTENT]
         for tap in guessed[:_MOST_SHOWN]:
-            why = found[tap].evidence.help
+            why = chosen[tap].evidence.help
             yield f"{self._told(tap)}: it holds another value than HF computes, and was taken because {why}"
-        finer = [tap for tap in found if self._is_finer(self._finder.rows(tap))]
+        finer = [tap for tap in chosen if self._is_finer(self._finder.rows(tap))]
         if finer:
             name = str(self._dtype).removeprefix("torch.")
             yield f"{len(finer)} of the tensors have more digits than {name}: --dtype float32 judges them as such"
@@ -153,10 +242,10 @@ class FolderEngine:
     def _refuse_other_tokens(self, hf: HFModel, files: TensorFiles, rounding: float) -> None:
         """Refuse tensors whose embedding is that of other tokens, or that hold nothing of these."""
         assert self._finder is not None
-        found = self._finder.found
-        embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in found), None)
-        is_empty = all(item.evidence is not TapEvidence.CONTENT or item.is_last_row for item in found.values())
-        if not is_empty and (embedding is None or found[embedding].evidence is TapEvidence.CONTENT):
+        chosen = self._finder.chosen
+        embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in chosen), None)
+        is_empty = all(item.evidence is not TapEvidence.CONTENT or item.is_last_row for item in chosen.values())
+        if not is_empty and (embedding is None or chosen[embedding].evidence is TapEvidence.CONTENT):
             return
         hint = (
             "give the tokens that the engine computed, one request alone and not in chunks, and the model that it ran"
@@ -188,15 +277,15 @@ class FolderEngine:
         Its embedding's name is the first one's but for numbers (of processes, steps, calls), and no other tap's is so.
         """
         assert self._finder is not None
-        found, name = self._finder.found, self._finder.name
-        embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in found), None)
+        chosen, name = self._finder.chosen, self._finder.name
+        embedding = next((op.tap for op in hf.graph if op.kind is Kind.EMBEDDING and op.tap in chosen), None)
         if embedding is None:
             return
-        own, alike = name(embedding), _without_numbers(name(embedding))
-        if any(_without_numbers(name(tap)) == alike for tap in found if tap != embedding):
+        embedding_name, alike = name(embedding), _without_numbers(name(embedding))
+        if any(_without_numbers(name(tap)) == alike for tap in chosen if tap != embedding):
             return  # the names are numbers
         rows, tables = self._finder.rows(embedding), self._finder.tables
-        named = [table for table in tables if table.name != own and _without_numbers(table.name) == alike]
+        named = [table for table in tables if table.name != embedding_name and _without_numbers(table.name) == alike]
         others = [item.name for item in named if torch.equal(item.rows, rows)]
         if others:
             raise HarnessError(
@@ -204,7 +293,7 @@ class FolderEngine:
                 "the tensors are of several prefills of these tokens",
                 where=self._folder,
                 expected="one prefill",
-                actual=f"{len(others) + 1}: {own}; {'; '.join(others[:_MOST_SHOWN])}",
+                actual=f"{len(others) + 1}: {embedding_name}; {'; '.join(others[:_MOST_SHOWN])}",
                 hint="leave the files of one process and one step in the folder",
             )
 
@@ -232,13 +321,13 @@ def finder_of(tensors: Sequence[NamedTensor], hf: HFModel, ids: Sequence[int], r
         rounding: RMS relative error of one rounding in the engine.
     """
     # where names decide, what ranks hold together comes before the part of one of them
-    given = {tensor.name: tensor.tensor for tensor in [*together(tensors), *tensors]}
-    one_row = {name: item for name, item in given.items() if item.dim() >= 1 and item.numel() == item.shape[-1]}
+    by_name = {tensor.name: tensor.tensor for tensor in [*together(tensors), *tensors]}
+    one_row = {name: item for name, item in by_name.items() if item.dim() >= 1 and item.numel() == item.shape[-1]}
     return TapFinder(
         hf,
         torch.tensor([list(ids)]),
-        tables_of(given, len(ids)),
-        TapNames(hf.graph, given),
+        tables_of(by_name, len(ids)),
+        TapNames(hf.graph, by_name),
         last_rows=[Table(name, item.reshape(1, -1)) for name, item in one_row.items()],
         rounding=rounding,
     )

@@ -1,7 +1,11 @@
-"""The digest of files. Hashing gigabytes takes seconds, so files that did not change are hashed once."""
+"""The harness's own folders: its cache, with the digests of files, and the cases that come with it.
+
+To hash gigabytes takes seconds, so files that did not change are hashed once.
+"""
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -11,8 +15,28 @@ from typing import NamedTuple
 
 from harness.base.files import write_text
 from harness.base.json_text import json_digest
-from harness.errors import HarnessError
-from harness.formats.checkpoint.locations import cache_dir
+from harness.errors import Code, HarnessError
+
+
+def cache_dir() -> Path:
+    """Return the folder for goldens and hashes: `$HARNESS_CACHE`, or `~/.cache/inference-harness`."""
+    chosen = os.environ.get("HARNESS_CACHE")
+    return Path(chosen) if chosen else Path("~/.cache/inference-harness").expanduser()
+
+
+def embedded_cases() -> Path:
+    """Return the folder of the cases that come with the harness, in a wheel and in a checkout."""
+    package = Path(__file__).parents[2]
+    for folder in (package / "embedded", package.parent / "cases"):
+        if folder.is_dir():
+            return folder
+    raise HarnessError(
+        Code.BAD_CASE,
+        "this installation lacks the embedded cases",
+        where=package,
+        hint="install inference-harness again, or name a checkpoint with --model",
+    )
+
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SETTLED_NS = 2_000_000_000

@@ -78,9 +78,9 @@ def estimated_metrics(actual: torch.Tensor, expected: torch.Tensor) -> RowMetric
         actual: [R, ...] of any floating dtype.
         expected: [R, 129], of `sketch_rows`.
     """
-    own, theirs = sketch_rows(actual, expected.dtype).to(torch.float64), expected.to(torch.float64)
-    error_norm = torch.linalg.vector_norm(own[:, :-1] - theirs[:, :-1], dim=1)
-    actual_norm, expected_norm = own[:, -1], theirs[:, -1]
+    sketches, theirs = sketch_rows(actual, expected.dtype).to(torch.float64), expected.to(torch.float64)
+    error_norm = torch.linalg.vector_norm(sketches[:, :-1] - theirs[:, :-1], dim=1)
+    actual_norm, expected_norm = sketches[:, -1], theirs[:, -1]
     is_finite, num_nan, num_inf = torch.ones_like(error_norm, dtype=torch.bool), 0, 0
     if not bool(torch.isfinite(error_norm).all()):
         is_finite = torch.isfinite(actual).flatten(1).all(dim=1)

@@ -1,18 +1,193 @@
-"""The operations of one model in the order of its run, each named by the tap it produces.
+"""Intermediate tensors of a model: their names, what computes them, and how each kind of operation is judged.
 
-No graph is written by hand: the oracle traces HF's own forward (harness/oracle/graph.py). Here is what it finds, as
-plain data: for every tap what computes it and which taps it is computed from, so that one operation can be judged by
-itself and its causes can be looked for.
+No graph is written by hand: the oracle traces HF's own forward (harness/oracle/graph.py). What it finds is plain data
+here: for every tap what computes it and which taps it is computed from, so that one operation can be judged by itself
+and its causes can be looked for. `KINDS` is the one table to change when a kind is added or judged otherwise; its
+numbers were measured (docs/how-verdicts-work.md and reports/cpu/noise-floors.md).
+
+Names of taps are HF's dotted module paths, and the shorter names of schema 1 for what has no module of its own.
+
+A tap is named by the path of the module whose output it is (`model.layers.3.self_attn.q_proj`), or by `PATH.input` for
+what is computed between modules. Under a decoder layer some have a name of their own, in every family where they occur:
+`.q_rope`, `.k_rope`, `.attention` (the context before the output projection), `.attn_residual`, `.mlp.act`
+(act(gate) * up), `.output`, and the cache read back, `.k_cache` and `.v_cache`. The head is always `lm_head`.
 """
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
 
-from harness.formats.taps.kinds import Kind
-from harness.formats.taps.names import FINAL_LOGITS, FINAL_NORM, LOGITS, layer_of, site_of
+EMBEDDING = "model.embed_tokens"
+FINAL_NORM = "model.norm"
+LOGITS = "lm_head"
+FINAL_LOGITS = "logits"
+"""The head's output after a soft cap or a scale, if the model has one."""
+
+_IN_LAYER = re.compile(r"(?P<prefix>[A-Za-z_][\w.]*?\.(?P<layer>\d{1,4})\.)(?P<site>.+)", re.DOTALL | re.ASCII)
+
+
+def layer_of(tap: str) -> int | None:
+    """Return the number of the decoder layer that a tap belongs to; None outside of the layers."""
+    match = _IN_LAYER.fullmatch(tap)
+    return int(match["layer"]) if match else None
+
+
+def site_of(tap: str) -> str:
+    """Return the tap's name without its layer: `self_attn.q_proj` of `model.layers.3.self_attn.q_proj`."""
+    match = _IN_LAYER.fullmatch(tap)
+    return match["site"] if match else tap
+
+
+def prefix_of(tap: str) -> str:
+    """Return the prefix of the tap's layer, with its final dot; empty outside of the layers."""
+    match = _IN_LAYER.fullmatch(tap)
+    return match["prefix"] if match else ""
+
+
+def layer_prefix(layer: int) -> str:
+    """Return the prefix of the taps of a decoder layer in most of HF's families, with its final dot."""
+    return f"model.layers.{layer}."
+
+
+class Kind(StrEnum):
+    """The kind of an operation, as far as the operators that HF's code ran tell it."""
+
+    EMBEDDING = "embedding"
+    COPY = "copy"
+    """Part of another tap, or all of it, moved and not computed with."""
+    NORM = "norm"
+    LINEAR = "linear"
+    ROTARY = "rotary"
+    CACHE = "cache"
+    STATE = "state"
+    """What a recurrence or a convolution goes on from, as a cache holds it after a position."""
+    ATTENTION = "attention"
+    ADD = "add"
+    ACTIVATION = "activation"
+    CHOICE = "choice"
+    """Indices that a router chose."""
+    OTHER = "other"
+    """Anything else: a scan, a block of experts, several operations in one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorModel:
+    """The roundings in an operation of one kind (harness/judge/compare/bounds.py)."""
+
+    roundings: float
+    """Roundings of the whole row to the engine's dtype, the worst case adding up."""
+    accumulation: float = 0.0
+    """Errors of a float32 sum, in roundings of the accumulator."""
+    products: float = 0.0
+    """Roundings of the summed products to the engine's dtype (attention's probabilities)."""
+    scores: float = 0.0
+    """Errors of the attention scores, in roundings of the accumulator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindTraits:
+    """The properties of one kind."""
+
+    error_model: ErrorModel | None
+    """Its derived bound; None if the control alone says what rounding may do."""
+    causes: tuple[str, ...] = ("any_kind.generic",)
+    """Modules of `harness.judge.explain` with the ways to get it wrong, the likelier first."""
+    least_effect: float = 0.05
+    """Smallest gain or trend, in roundings to a 16-bit dtype, that is held against an engine."""
+    has_heads: bool = False
+    """Whether a row is made of heads, each of which may be off by itself."""
+    repeats_by_position: bool = False
+    """Whether errors repeat for rows of one position, rather than for rows of one content."""
+
+
+KINDS: Mapping[Kind, KindTraits] = {
+    Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0), causes=("layer.embedding", "any_kind.generic")),
+    Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0), causes=("layer.joined", "any_kind.generic")),
+    Kind.NORM: KindTraits(
+        error_model=ErrorModel(roundings=2, accumulation=8),
+        causes=("norms.norm", "layer.wiring", "any_kind.settings", "any_kind.generic"),
+    ),
+    Kind.LINEAR: KindTraits(
+        error_model=ErrorModel(roundings=1, accumulation=25),
+        causes=(
+            "products.linear",
+            "products.rows",
+            "products.block_scales",
+            "any_kind.elementwise",
+            "layer.wiring",
+            "any_kind.settings",
+            "any_kind.generic",
+        ),
+    ),
+    Kind.ROTARY: KindTraits(
+        error_model=ErrorModel(roundings=3),
+        causes=(
+            "rotary.axes",
+            "rotary.frequencies",
+            "rotary.positions",
+            "rotary.pairs",
+            "cache.quantised",
+            "any_kind.settings",
+            "any_kind.generic",
+        ),
+        has_heads=True,
+        repeats_by_position=True,
+    ),
+    Kind.ADD: KindTraits(
+        error_model=ErrorModel(roundings=1),
+        causes=("layer.residual", "any_kind.elementwise", "any_kind.settings", "any_kind.generic"),
+    ),
+    Kind.ACTIVATION: KindTraits(
+        error_model=ErrorModel(roundings=2, accumulation=4),
+        causes=("layer.mlp", "any_kind.elementwise", "any_kind.settings", "any_kind.generic"),
+    ),
+    Kind.ATTENTION: KindTraits(
+        error_model=ErrorModel(roundings=1, accumulation=25, products=4, scores=6),
+        causes=(
+            "attention.history",
+            "attention.rotary",
+            "attention.scores",
+            "attention.order",
+            "attention.splits",
+            "attention.heads",
+            "attention.caps",
+            "any_kind.settings",
+            "any_kind.generic",
+        ),
+        # Flash kernels round the probabilities and not their sum, which is a gain of up to 0.2 roundings in float16.
+        least_effect=0.5,
+        has_heads=True,
+    ),
+    Kind.CACHE: KindTraits(
+        error_model=ErrorModel(roundings=0),
+        causes=("cache.entries", "cache.declared", "cache.quantised", "cache.content"),
+    ),
+    Kind.STATE: KindTraits(error_model=None, causes=("states.kept",)),
+    Kind.CHOICE: KindTraits(error_model=None, causes=("attention.chosen_tokens", "experts.choice")),
+    # A linear layer with an adapter is one; the experts of a layer are, and scans.
+    Kind.OTHER: KindTraits(
+        error_model=None,
+        causes=(
+            "products.lora",
+            "layer.embedding",
+            "layer.images",
+            "experts.router",
+            "experts.experts",
+            "experts.shared_expert",
+            "states.state",
+            "norms.gated",
+            "layer.wiring",
+            "any_kind.elementwise",
+            "any_kind.biases",
+            "any_kind.settings",
+            "any_kind.generic",
+        ),
+    ),
+}
+
 
 _STATE = re.compile(r"(conv|recurrent)_state(\.\d+)?", re.ASCII)
 
@@ -200,3 +375,21 @@ def _unknown(name: str) -> Operation:
     if site.endswith(".topk"):
         return Operation(tap=name, kind=Kind.CHOICE)
     return Operation(tap=name, kind=Kind.OTHER, sampled_only=name in (FINAL_NORM, LOGITS))
+
+
+__all__ = [
+    "EMBEDDING",
+    "FINAL_NORM",
+    "KINDS",
+    "LOGITS",
+    "ErrorModel",
+    "Graph",
+    "Kind",
+    "KindTraits",
+    "Operation",
+    "graph_of_taps",
+    "layer_of",
+    "layer_prefix",
+    "prefix_of",
+    "site_of",
+]
