@@ -32,6 +32,17 @@ class Allocation:
         return self.time_us <= time_us and (self.freed_us is None or self.freed_us > time_us)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistentBlock:
+    """A block that was there before the capture began, and stays."""
+
+    address: int
+    num_bytes: int
+    category: MemoryCategory
+    name: str
+    """The parameter, or what else it is."""
+
+
 def match(
     events: Iterable[MemoryEvent], *, names: Collection[str], frames: Callable[[MemoryEvent], tuple[Frame, ...]]
 ) -> list[Allocation]:

@@ -17,9 +17,9 @@ from torch.profiler import profile, record_function
 from harness.base.scratch import scratch_folder
 from harness.engines.stepping import Session
 from harness.profiling.cost.storage import storages
-from harness.profiling.memory.allocations import categorize, match, stack
+from harness.profiling.memory.allocations import PersistentBlock, categorize, match, stack
 from harness.profiling.memory.history import EARLIER_US, read_history
-from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot, write_snapshot
+from harness.profiling.memory.snapshot import build_snapshot, write_snapshot
 from harness.profiling.memory.snapshot_file import devices_of
 from harness.profiling.memory.timeline import build_timeline
 from harness.profiling.passes.load import Window, run_steps

@@ -6,25 +6,13 @@ A snapshot holds what is alive at the end of the captured steps (`segments`) and
 
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.profiling.memory.allocations import Allocation
+from harness.profiling.memory.allocations import Allocation, PersistentBlock
 from harness.results.profile import Frame, MemoryCategory
 
 PICKLE_PROTOCOL = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PersistentBlock:
-    """A block that was there before the capture began, and stays."""
-
-    address: int
-    num_bytes: int
-    category: MemoryCategory
-    name: str
-    """The parameter, or what else it is."""
 
 
 def build_snapshot(

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from harness.profiling.memory.allocations import Allocation
-from harness.profiling.memory.snapshot import PersistentBlock
+from harness.profiling.memory.allocations import Allocation, PersistentBlock
 from harness.results.profile import Frame, MemoryCategory, MemoryPoint, MemoryTimeline
 
 MAX_POINTS = 2000

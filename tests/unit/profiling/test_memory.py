@@ -12,7 +12,8 @@ from harness.errors import Code, HarnessError
 from harness.profiling.cost.formulas import kv_bytes
 from harness.profiling.memory.allocations import Allocation
 from harness.profiling.memory.capture import capture_memory
-from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot
+from harness.profiling.memory.allocations import PersistentBlock
+from harness.profiling.memory.snapshot import build_snapshot
 from harness.profiling.memory.summary import summarize_memory
 from harness.profiling.memory.timeline import build_timeline
 from harness.results.profile import Frame, MemoryCategory
