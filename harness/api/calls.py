@@ -11,21 +11,22 @@ from harness.api.arguments import (
     Model,
     Prompts,
     checkpoint,
+    choose,
     dtype_name,
     engine_option_texts,
+    model_or_own,
     named_as_arguments,
     requests_of,
 )
 from harness.api.reports import CheckReport, ProfileReport
-from harness.api.subject import choose, model_or_own
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from harness.api.subject import Chosen, Subject
+    from harness.api.arguments import Chosen, Subject
     from harness.oracle.golden import Golden
     from harness.results.weights import WeightsResult
 
@@ -238,9 +239,8 @@ def profile(
     """
     from harness.judge.jobs.output_folder import new_output_dir
     from harness.plan import plan_engine
-    from harness.profiling.job import keep_profile
-    from harness.profiling.passes.workload import ProfileWorkload
-    from harness.profiling.profile import ProfileSpec
+    from harness.profiling.load import ProfileWorkload
+    from harness.profiling.profile import ProfileSpec, keep_profile
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=None) as chosen:
         workload = ProfileWorkload(

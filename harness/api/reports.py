@@ -8,10 +8,9 @@ from rich.console import RenderableType
 from harness.report.check.json import check_json
 from harness.report.check.sentences import extent, subject
 from harness.report.check.terminal import check_text
-from harness.report.notebook import AnsiText, pre_html
 from harness.report.page.html import report_html
-from harness.report.profile.json import profile_json
-from harness.report.profile.text import profile_text
+from harness.report.profile import profile_json, profile_text
+from harness.report.terminal import AnsiText, pre_html
 from harness.results.check import CheckResult, Outcome
 from harness.results.profile import ProfileResult
 

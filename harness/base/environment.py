@@ -1,6 +1,6 @@
-"""The conditions that figures depend on besides inputs: the machine, threads, versions, the revision of the code.
+"""The conditions that figures depend on besides inputs: the machine, threads, versions, the revision of the code, CI.
 
-The light recorder imports this module, where nothing but numpy need be installed.
+The light recorder imports this module, where only numpy may be installed.
 """
 
 import os
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from harness.errors import Code, HarnessError
 from harness.version import __version__
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
@@ -133,3 +134,20 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def refuse_update(option: str) -> None:
+    """Refuse an option that rewrites expectations where the environment variable `CI` is set.
+
+    Raises:
+        HarnessError: UPDATE_REFUSED.
+    """
+    value = os.environ.get("CI", "")
+    if value.lower() not in ("", "0", "false"):
+        raise HarnessError(
+            Code.UPDATE_REFUSED,
+            f"{option} is refused where CI is set",
+            where="environment variable CI",
+            actual=value,
+            hint="update on your machine and commit the change",
+        )

@@ -1,5 +1,9 @@
-"""Memory that this process may still take: the machine's, within the limit of the container that it runs in."""
+"""Memory that this process may still take, and a garbage collector that pauses.
 
+The machine's memory counts within the limit of the container that it runs in.
+"""
+
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -52,3 +56,15 @@ def _machine_bytes() -> int:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """Keep Python from searching millions of new objects for garbage, of which there is none: a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

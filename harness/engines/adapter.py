@@ -19,8 +19,8 @@ from harness.base.numerics import Numerics
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
+from harness.results.check import TapSource
 from harness.results.settings import ModelSettings
-from harness.results.tap_source import TapSource
 
 if TYPE_CHECKING:
     from harness.engines.poison import Poison

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json
 from harness.errors import Code, HarnessError
 
 _PYTHON = {"True": True, "False": False, "None": None}

@@ -1,5 +1,9 @@
-"""A whole profile: the four passes over each phase of an engine, one after another, so that none distorts another."""
+"""A whole profile: the four passes over each phase of an engine run one after another, so that none distorts another.
 
+`keep_profile` keeps it in a folder: captures, `profile.json` and one page.
+"""
+
+import json
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -9,22 +13,33 @@ from pathlib import Path
 import torch
 
 from harness.base.environment import describe_environment
+from harness.base.files import write_text
 from harness.base.progress import Progress, no_progress
 from harness.base.threads import limit_threads
 from harness.engines.stepping import ClosableSession, open_session
 from harness.errors import Code, HarnessError
+from harness.formats.case import ProfileSection
 from harness.plan import Plan
-from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
-from harness.profiling.cost.roofline import best_of, bound_by, fold, measure_ceilings, point
-from harness.profiling.estimate import ProfileProgress, plan_parts
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.formulas import Cost, kv_bytes, operation_costs
+from harness.profiling.gate.baseline import PROFILE_NAME
+from harness.profiling.load import (
+    CaptureSchedule,
+    PlannedStep,
+    ProfileRequests,
+    ProfileWorkload,
+    Window,
+    dry_run,
+    window,
+)
 from harness.profiling.memory.capture import MemoryCapture, capture_memory
-from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, PlannedStep, ProfileRequests, Window, dry_run, window
-from harness.profiling.passes.tables import PhaseTables, tables
-from harness.profiling.passes.timing import Latencies, measure, percentiles_ms
-from harness.profiling.passes.tracing import trace
-from harness.profiling.passes.workload import ProfileWorkload
-from harness.profiling.trace.nodes import read_events
+from harness.profiling.roofline import best_of, bound_by, fold, measure_ceilings, point
+from harness.profiling.timing import Latencies, ProfileProgress, measure, percentiles_ms, plan_parts
+from harness.profiling.trace.tables import PhaseTables, read_events, tables
+from harness.profiling.tracing import trace
+from harness.report.page.html import REPORT_NAME, report_html
+from harness.report.profile import profile_document
+from harness.results.check import CheckResult
 from harness.results.profile import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
 
 MIN_ATTRIBUTED_SHARE = 0.95
@@ -308,3 +323,37 @@ def _notes(found: _Pass, wall_s: float, fastest_s: float, slowest_s: float, cpu_
             "machine, or too few runs"
         )
     return tuple(notes)
+
+
+def planned_profile(plan: Plan) -> ProfileSpec:
+    """Return the profile of a plan's engine: of the case's own `[profile]`, or of the default workload."""
+    section = plan.case.profile or ProfileSection()
+    workload = ProfileWorkload(
+        batch_size=section.batch_size,
+        num_prompt_tokens=section.prompt_tokens,
+        max_new_tokens=section.max_new_tokens,
+    )
+    return ProfileSpec(plan=plan, workload=workload, phases=tuple(section.phases))
+
+
+def keep_profile(
+    spec: ProfileSpec, out: Path, *, check: CheckResult | None = None, progress: Progress | None = None
+) -> ProfileResult:
+    """Profile an engine into a folder that exists.
+
+    Raises:
+        HarnessError: as `run_profile`; what was captured before stays.
+        ProfileInterrupted: Ctrl-C; the phases that were finished are written.
+    """
+    try:
+        result = replace(run_profile(spec, out, progress), report=REPORT_NAME)
+    except ProfileInterrupted as interrupted:
+        _write(replace(interrupted.result, report=REPORT_NAME), out, check)
+        raise
+    _write(result, out, check)
+    return result
+
+
+def _write(result: ProfileResult, out: Path, check: CheckResult | None) -> None:
+    write_text(out / REPORT_NAME, report_html(check, result))
+    write_text(out / PROFILE_NAME, json.dumps(profile_document(result), allow_nan=False))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base.ci_guard import refuse_update
+from harness.base.environment import refuse_update
 from harness.errors import HarnessError
 from harness.pytest_plugin.failure import (
     pytest_configure_node,

@@ -22,7 +22,7 @@ def harness_check(request: pytest.FixtureRequest) -> "Callable[..., CheckReport]
     def check(engine: Any = "reference", **arguments: Any) -> "CheckReport":
         """Check an engine as `harness.check` does, assert the report, and return it."""
         __tracebackhide__ = True
-        from harness.report.check.junit import check_properties
+        from harness.report.check.json import check_properties
 
         found = _checked(engine, arguments)
         if isinstance(found, HarnessError):

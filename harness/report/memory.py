@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from harness.errors import printable
-from harness.report.fitted_table import fitted_table
+from harness.report.terminal import fitted_table
 from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
 
 _MOST_ROWS = 12

@@ -1,12 +1,12 @@
-"""Results of a check, as plain data for the reports and the pytest plugin. Nothing here imports torch.
+"""Results of a check, and what one would cost, as plain data for the reports and the pytest plugin.
 
-Numbers that could not be measured are None, never 0. NaN is a measurement: the engine produced it.
+Nothing here imports torch.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from harness.errors import Code
 from harness.results.merging import (
@@ -20,7 +20,64 @@ from harness.results.merging import (
     WORST,
     mergeable,
 )
-from harness.results.tap_source import TapSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """One phase of a check."""
+
+    name: str
+    seconds: float
+    read_bytes: int
+    """Weights, golden and recordings that are read from files, of which the system may hold some in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCost:
+    """The cost of a check that was not made."""
+
+    kind: ClassVar = "check-cost"
+    IN_DOCUMENT: ClassVar = ("kind", "seconds", "read_bytes")
+    model: str
+    dtype: str
+    num_requests: int
+    num_tokens: int
+    """Of all requests: prompts and what follows them."""
+    num_layers: int
+    num_measured: int
+    """The first layers of the model, which were run."""
+    has_golden: bool
+    """Whether the golden is in the cache."""
+    phases: tuple[PhaseCost, ...]
+    golden_bytes: int
+    """On disk, kept."""
+    recording_bytes: int
+    """On disk while a schedule is judged."""
+    peak_bytes: int | None
+    """Memory of the process beside mapped files; None where the system does not say."""
+    available_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of all phases; without the engine's own."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that all phases read."""
+        return sum(phase.read_bytes for phase in self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapSource:
+    """The tensor of an engine that is a tap."""
+
+    tensor: str
+    """For people: the module or operator that makes it, and which columns."""
+    code: str | None = None
+    """Line of the engine's code that makes it, `path/to/file.py:12`; None where that is not known."""
+    evidence: str = "named by the adapter"
+    """Why it is taken for the tap."""
 
 
 class Verdict(StrEnum):
@@ -384,3 +441,20 @@ class CheckResult:
     def first_divergence(self) -> Divergence | None:
         """The first divergence of the first run that has one."""
         return next((run.first_divergence for run in self.runs if run.first_divergence), None)
+
+
+class Memory(StrEnum):
+    """Memory that no live row may depend on."""
+
+    UNUSED = "unused cache", "blocks of no request, and places after a request's last token"
+    PADDING = "padded rows", "rows of a step that are no request's"
+    OTHERS = "another request", "keys, values and states of another request"
+    SCRATCH = "scratch", "what torch allocates without setting it"
+
+    help: str
+
+    def __new__(cls, word: str, text: str) -> "Memory":
+        """Make a member whose value is its name."""
+        member = str.__new__(cls, word)
+        member._value_, member.help = word, text
+        return member

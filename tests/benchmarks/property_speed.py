@@ -35,7 +35,7 @@ from harness.properties.attention.suite import check_definition
 from harness.properties.blocks.suite import BlockManagerMachine
 from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError, Violation
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
 from harness.properties.reference.attention import PagedSubject

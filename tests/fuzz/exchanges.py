@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json
 from harness.errors import HarnessError
 from harness.extensions.server.endpoint.answer import Completion
 from harness.extensions.server.endpoint.case import JudgedCompletion, Promised

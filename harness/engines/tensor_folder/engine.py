@@ -21,7 +21,7 @@ from harness.formats.recording import RecordingWriter
 from harness.formats.taps import Graph, Kind
 from harness.formats.tensors import NamedTensor, TensorFiles, read_tensors
 from harness.oracle.model import HFModel, load_model
-from harness.results.tap_source import TapSource
+from harness.results.check import TapSource
 
 _LEAST_TOKENS = 4
 _MOST_SHOWN = 3

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 
 CONTINUOUS_BATCHING_LOGGER = "ContinuousBatchingLogger"
 

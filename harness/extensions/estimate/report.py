@@ -2,7 +2,7 @@
 
 from harness.errors import printable
 from harness.extensions.estimate.result import Estimate, GpuEstimate, MeasuredProfile, ModelSize
-from harness.report.fitted_table import fitted_table
+from harness.report.terminal import fitted_table
 
 _GPU_HEADER = (
     "GPU", "GB", "needed", "requests that fit", "prefill ms", "bound by", "decode ms", "bound by", "tokens/s",

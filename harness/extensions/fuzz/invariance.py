@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.engines import Engine
 from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from harness.extensions.fuzz.invariance_result import Invariance, InvarianceResult, ScheduleChange
 from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
-from harness.report.lines import blocks_text, headline, table_lines
+from harness.report.terminal import blocks_text, headline, table_lines
 from harness.results.check import Outcome
 
 _HEADLINES = {Outcome.MISMATCH: "BEYOND ROUNDING", Outcome.NOTHING: "NOTHING CHECKED"}

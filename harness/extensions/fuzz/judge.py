@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import Engine, engine_errors
 from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from harness.extensions.fuzz.poison_result import Leak, PoisonedMemory, PoisonResult
 from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
-from harness.report.lines import blocks_text, headline, table_lines
-from harness.results.check import Outcome
-from harness.results.memory_kinds import Memory
+from harness.report.terminal import blocks_text, headline, table_lines
+from harness.results.check import Memory, Outcome
 
 _HEADLINES = {Outcome.MISMATCH: "POISON LET IN", Outcome.NOTHING: "NOTHING CHECKED", Outcome.PASS: "NOTHING LET IN"}
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.errors import Code
-from harness.results.check import Outcome
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

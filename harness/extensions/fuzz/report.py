@@ -8,7 +8,7 @@ from harness.report.check.json import run_json
 from harness.report.check.sentences import divergence_lines, model_name, number, printable
 from harness.report.check.table import count
 from harness.report.document import document, plain
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
 from harness.results.check import Outcome
 
 INDENT = 18

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.extensions.rollout.alter import Altered, router_choices
 from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes
 from harness.extensions.rollout.setting import Meaning, OtherWeights, Setting, token_logprobs

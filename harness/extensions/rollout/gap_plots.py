@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from harness.extensions.rollout.result import GapStep, GapTerm
 from harness.report.check.sentences import number, printable
-from harness.report.page.growth import power
-from harness.report.page.plot import Dot, Line, Plot, polyline
-from harness.report.page.scale import Scale, log_scale
+from harness.report.page.check_view import power
+from harness.report.page.plot import Dot, Line, Plot, Scale, log_scale, polyline
 
 _NUM_STYLES = 8
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from harness.extensions.rollout.result import GapFigures, GapHistory, GapStep, GapTerm, RolloutResult, SideFigures
 from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines
+from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines
 
 _HEADERS = ("term", "side", "mean", "abs mean", "rms", "floor", "explains", "verdict")
 STEP_HEADERS = ("step", "verdict", "gap", "k3", "effective", "outside of their floor", "seconds", "share")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import Code, HarnessError
 
 _OURS = "harness"

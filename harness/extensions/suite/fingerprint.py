@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest
 from harness.engines.adapter import engine_module, engine_names
 from harness.errors import HarnessError
 from harness.formats.checkpoint.digest import folder_digest

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest
 from harness.errors import HarnessError
 from harness.extensions.suite.fingerprint import Installation, installed_digest
 from harness.extensions.suite.preflight import installed_in

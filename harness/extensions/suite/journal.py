@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from harness.base.files import writing
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, writing
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.fingerprint import fingerprint
 from harness.extensions.suite.result import CaseResult, CaseVerdict

@@ -5,7 +5,7 @@ import tempfile
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from harness.base.scratch import sweep
+from harness.base.files import sweep
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.fingerprint import node_name
 from harness.extensions.suite.pool import Ended

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import HarnessError
 from harness.extensions.suite.fingerprint import Installation, installation, node_name
 from harness.extensions.suite.preflight import installed_in, missing_models

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.fingerprint import fingerprint
 from harness.extensions.suite.node_checks import connected, refuse_differences, refuse_missing, refuse_store

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.store import DamagedBlobError, Store
 from harness.extensions.suite.task import StoredGolden

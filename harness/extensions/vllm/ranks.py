@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines.torch_modules import Calls
 from harness.engines.worker_processes import watched_processes
 from harness.extensions.vllm.steps import VllmWatcher

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.json_text import json_digest
-from harness.base.scratch import scratch_folder
+from harness.base.files import json_digest, scratch_folder
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME
 from harness.formats.checkpoint.digest import FileStamp

@@ -4,8 +4,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from harness.base.files import read_bytes
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_bytes
 from harness.formats.checkpoint.refusals import bad_config
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from harness.base.files import read_bytes
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_bytes
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.names import embedded_folder

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from harness.base.progress import Progress
-from harness.base.workers import Workers, num_spare_threads
+from harness.base.threads import Workers, num_spare_threads
 from harness.formats.recording import Recording
 from harness.judge.compare.batch import PaddedBatch, make_batches
 from harness.judge.compare.local_judge import LocalJudge, LocalJudgement, Measured

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from harness.base.numerics import Numerics
-from harness.base.workers import Workers
+from harness.base.threads import Workers
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.choices import choice_errors

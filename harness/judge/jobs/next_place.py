@@ -9,8 +9,7 @@ from harness.formats.case import Case
 from harness.formats.schedule import parse_schedule
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
-from harness.results.check import Divergence, Finding, NextPlace, RunResult
-from harness.results.tap_source import TapSource
+from harness.results.check import Divergence, Finding, NextPlace, RunResult, TapSource
 
 _OWN = (
     "schedules",

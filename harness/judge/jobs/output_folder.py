@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.base.files import write_text
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder, write_text
 from harness.errors import Code, HarnessError
 from harness.formats.recording.writer import is_unfinished
 from harness.report.page.html import REPORT_NAME, report_html

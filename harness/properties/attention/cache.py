@@ -12,7 +12,7 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.properties.attention.batches import Served
+from harness.properties.attention.case import Served
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections

@@ -5,11 +5,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from harness.properties.attention.batches import FOCUSES
 from harness.properties.attention.cache import check_read_back, check_store
-from harness.properties.attention.parts import check_merge, check_padded
+from harness.properties.attention.case import FOCUSES
 from harness.properties.attention.subject import AttentionUnderTest, not_checked
-from harness.properties.attention.suite import check_batching, check_definition, check_placement
+from harness.properties.attention.suite import (
+    check_batching,
+    check_definition,
+    check_merge,
+    check_padded,
+    check_placement,
+)
 
 SHARE = 4
 """Each single kind of batch gets so many times fewer examples than all kinds together."""

@@ -1,4 +1,7 @@
-"""Requests on a cache of blocks or of states: they come, are computed and go, in any order."""
+"""Requests on a cache of blocks or of states: they come, are computed and go, in any order.
+
+Prompts suit small blocks and large ones: lengths around the boundaries of blocks, beginnings in common.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -6,13 +9,54 @@ from typing import Any, ClassVar, TypeVar
 from hypothesis import strategies as st
 
 from harness.properties.blocks.tables import RequestRecord
-from harness.properties.blocks.tokens import prompts, similar_prompts, stretch_of
-from harness.properties.core.adapter import NamedAdapter
-from harness.properties.core.findings import Violation
-from harness.properties.core.invariants import Invariant
-from harness.properties.core.machine import Drawn, Machine, NotApplicable, action, one_of
+from harness.properties.core.falsify import NamedAdapter
+from harness.properties.core.findings import Invariant, Violation
+from harness.properties.core.machine import CHOICES, Drawn, Machine, NotApplicable, action, chosen, one_of
 from harness.properties.core.search import Hits
 from harness.properties.core.subject import Subject
+
+SMALL_BLOCK = 4
+"""Lists are drawn as for blocks of at most this size, and stretched for larger ones."""
+
+
+def token_lists(max_size: int, *, min_size: int = 1) -> st.SearchStrategy[list[int]]:
+    """Return lists of zeros and ones, by two draws; `st.lists` takes two for each element."""
+
+    def spell(size_and_bits: tuple[int, int]) -> list[int]:
+        size, bits = size_and_bits
+        return [bits >> index & 1 for index in range(size)]
+
+    return st.tuples(st.integers(min_size, max_size), st.integers(0, 2**max_size - 1)).map(spell)
+
+
+def stretch_of(block_size: int) -> int:
+    """Return how often each token of a drawn list is repeated, so that it fills blocks of this size."""
+    return -(-block_size // SMALL_BLOCK)
+
+
+def prompts(max_size: int) -> Drawn:
+    """Draw lists of up to `max_size` tokens; for large blocks as many times longer, and cut at or before a boundary."""
+
+    def resolve(machine: Any, drawn: tuple[list[int], int]) -> list[int]:
+        tokens, cut = drawn
+        stretch = stretch_of(machine.block_size)
+        stretched = [token for token in tokens for _ in range(stretch)]
+        return stretched[: len(stretched) - (0, 1, stretch - 1)[cut] % stretch]
+
+    return Drawn(st.tuples(token_lists(max_size), st.integers(0, 2)), resolve)
+
+
+def similar_prompts(max_size: int, of: str = "history") -> Drawn:
+    """Draw lists that begin as one of a machine's lists `of` that name does, and go on by up to three tokens."""
+
+    def resolve(machine: Any, drawn: tuple[int, int, list[int]]) -> list[int]:
+        choice, kept, more = drawn
+        earlier: Sequence[list[int]] = getattr(machine, of)
+        return [*chosen(earlier, choice)[: kept * stretch_of(machine.block_size)], *more]
+
+    drawn = st.tuples(CHOICES, st.integers(1, max_size), token_lists(3, min_size=0))
+    return Drawn(drawn, resolve, lambda machine: getattr(machine, of))
+
 
 Record = TypeVar("Record", bound=RequestRecord)
 MAX_TOKENS = 14

@@ -1,21 +1,25 @@
-"""Searching for calls after which an invariant does not hold: every broken invariant once, each told by itself."""
+"""Search for calls that break an invariant, with the effort of a profile, and report each broken invariant once."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from hypothesis import given, reject, seed
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, StopTest, Unsatisfiable
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.determinism import AnsweredExample, difference
-from harness.properties.core.findings import PropertyError, PropertyFinding, RejectedError, Rejections, Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.findings import (
+    Invariant,
+    PropertyError,
+    PropertyFinding,
+    RejectedError,
+    Rejections,
+    Violation,
+)
 from harness.properties.core.machine import Machine, Step
-from harness.properties.core.minimize import minimize
-from harness.properties.core.subject import Subject
-from harness.properties.core.watchdog import CALL_LIMIT_S, SHRINKING_LIMIT_S, time_limit
+from harness.properties.core.minimize import AnsweredExample, difference, minimize
+from harness.properties.core.subject import CALL_LIMIT_S, SHRINKING_LIMIT_S, Subject, time_limit
 
 SAMPLE_EVERY = 8
 """One of so many examples is run a second time, to see whether it does the same."""
@@ -214,3 +218,40 @@ def not_offered(
     if not subject.takes(starts, "salt"):
         lines.append(f"{kind}: {starts} has no keyword salt ({equal})")
     return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One set of settings."""
+
+    max_examples: int
+    """Examples of each property."""
+    num_steps: int
+    """Rules that a state machine runs in one example."""
+    derandomize: bool
+    """Whether every run tries the same examples; otherwise `--hypothesis-seed` chooses.
+
+    Among them are numbers that stand in the loaded modules: with other code, a few examples are others.
+    """
+
+    def settings(self) -> settings:
+        """Return what Hypothesis understands. No deadline: an engine's first call may compile."""
+        return settings(
+            max_examples=self.max_examples,
+            stateful_step_count=self.num_steps,
+            derandomize=self.derandomize,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate,),  # making it smaller is `minimize`
+            print_blob=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+
+
+PROFILES = {
+    "dev": Profile(max_examples=100, num_steps=30, derandomize=True),
+    "ci": Profile(max_examples=1_000, num_steps=40, derandomize=True),
+    "thorough": Profile(max_examples=20_000, num_steps=50, derandomize=False),
+}
+"""By the name that `--properties-profile` takes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import Engine, Timeline, Workload, engine_errors, open_engine
 from harness.engines.adapter import TapMatcher
 from harness.engines.record import RunDescription, open_writer

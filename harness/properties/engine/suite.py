@@ -9,12 +9,10 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import NamedAdapter
-from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.falsify import NamedAdapter, calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.engine.adapter import OPTIONAL, OPTIONS, Taps
-from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases
-from harness.properties.engine.program import tap_program, token_program
+from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases, tap_program, token_program
 
 TAP_BOUNDS = {torch.float32: 3000.0, torch.bfloat16: 300.0, torch.float16: 300.0}
 """Roundings by which a row of a tap may differ between two ways to compute it, where the adapter says nothing. On three

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save_file
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.formats.safetensors_header import LENGTH_BYTES, read_header
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all

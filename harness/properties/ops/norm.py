@@ -16,8 +16,7 @@ from hypothesis.strategies import DrawFn
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
-from harness.properties.ops.adapter import OpsUnderTest
-from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
+from harness.properties.ops.adapter import OpsUnderTest, RandomRows, closeness_lines, worst_row
 
 _LEVELS = {"float32": 40, "bfloat16": 40, "float16": 13}
 """Powers of two up to which channels go: in float16 their squares are beyond 65504."""

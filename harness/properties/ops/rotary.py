@@ -19,8 +19,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
-from harness.properties.ops.adapter import OpsUnderTest
-from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
+from harness.properties.ops.adapter import OpsUnderTest, RandomRows, closeness_lines, worst_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,18 +7,14 @@ then, too, and reported later: the scheduler learns it from `update`.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from harness.properties.blocks.cache_entries import CacheEntries
+from harness.properties.blocks.prefix_cache import CacheEntries
 from harness.properties.blocks.tables import Tables
-from harness.properties.core.adapter import NamedAdapter
-from harness.properties.core.findings import Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.falsify import NamedAdapter
+from harness.properties.core.findings import Invariant, Violation
 from harness.properties.core.machine import Machine, NotApplicable
 from harness.properties.core.subject import Subject
-from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
-from harness.properties.scheduler.capabilities import SchedulerCapabilities
-from harness.properties.scheduler.limits import SchedulerLimits
-from harness.properties.scheduler.requests import Chunk, ScheduledRequest, ScheduledStep
-from harness.properties.scheduler.reuse import Reuse
+from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED, SchedulerCapabilities
+from harness.properties.scheduler.requests import Chunk, Reuse, ScheduledRequest, ScheduledStep, SchedulerLimits
 
 MAX_EMPTY_STEPS = 2
 """Steps in a row that may schedule nothing while requests wait."""

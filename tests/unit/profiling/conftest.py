@@ -7,7 +7,7 @@ import pytest
 
 from harness.engines import open_engine
 from harness.engines.stepping import Session, open_session
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, Window, dry_run, window
+from harness.profiling.load import CaptureSchedule, ProfileRequests, Window, dry_run, window
 
 PROMPTS = (tuple(range(10, 34)), tuple(range(30, 54)))
 

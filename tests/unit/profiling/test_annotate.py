@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from harness.profiling.passes.tracing import trace
-from harness.profiling.span_names import SPAN
 from harness.profiling.trace.summary import summarize
+from harness.profiling.trace.tables import SPAN
+from harness.profiling.tracing import trace
 
 
 @pytest.fixture(scope="module")

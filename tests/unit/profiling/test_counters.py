@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from harness.profiling.cost.formulas import kv_bytes
-from harness.profiling.passes.counters import PhaseCounts, count
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.formulas import kv_bytes
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import MLP
 from reference_engine.rotary import RotaryEmbedding

@@ -7,11 +7,10 @@ import re
 import pytest
 
 from harness.profiling.trace.device import device_activity
-from harness.profiling.trace.diff import diff_traces
 from harness.profiling.trace.file import read_trace, trace_files
-from harness.profiling.trace.flame import flame
-from harness.profiling.trace.summary import summarize
-from harness.report.trace.flame_html import flame_html
+from harness.profiling.trace.nesting import flame
+from harness.profiling.trace.summary import diff_traces, summarize
+from harness.report.trace import flame_html
 
 from .cuda_trace import KERNELS, cuda_trace, write_ranks
 

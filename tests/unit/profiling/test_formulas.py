@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from harness.engines.hf_session import HFSession
-from harness.profiling.cost.formulas import kv_bytes, operation_costs
-from harness.profiling.cost.roofline import fold
-from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.formulas import kv_bytes, operation_costs
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.roofline import fold
 
 EVERYTHING = CaptureSchedule(wait=0, warmup=0, active=100)
 LINEARS = ("self_attn.o_proj", "mlp.down_proj")

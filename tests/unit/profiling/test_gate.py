@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.gate.compare import run_gate
-from harness.report.profile.json import profile_document
+from harness.profiling.gate.baseline import run_gate
+from harness.report.profile import profile_document
 from harness.results.gate import GateVerdict
 from harness.results.profile import ProfileResult
 

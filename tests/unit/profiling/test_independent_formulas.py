@@ -8,9 +8,9 @@ import struct
 
 import pytest
 
-from harness.profiling.cost.formulas import operation_costs
-from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.counters import count
+from harness.profiling.formulas import operation_costs
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 PROMPTS = (tuple(range(10, 27)), tuple(range(30, 47)))
 NUM_PROMPT, NUM_NEW = 17, 5

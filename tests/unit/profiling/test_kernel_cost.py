@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from harness.profiling.cost.formulas import kv_bytes, operation_costs
-from harness.profiling.cost.kernel_cost import KERNELS
-from harness.profiling.cost.operator_cost import written_bytes
-from harness.profiling.passes import counters
-from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import ProfileRequests
+from harness.profiling import counters
+from harness.profiling.counters import count
+from harness.profiling.formulas import kv_bytes, operation_costs
+from harness.profiling.load import ProfileRequests
+from harness.profiling.operator_cost import KERNELS, written_bytes
 from reference_engine.fast.cpp_operators import find_compiler
 
 from ..reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on

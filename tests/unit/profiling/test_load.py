@@ -3,8 +3,7 @@
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, run_steps, window
-from harness.profiling.passes.workload import ProfileWorkload
+from harness.profiling.load import CaptureSchedule, ProfileRequests, ProfileWorkload, dry_run, run_steps, window
 
 
 def labels(steps):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.profiling.memory.history import EARLIER_US, history_timeline, read_history
 from harness.profiling.memory.snapshot_file import devices_of
+from harness.profiling.memory.timeline import EARLIER_US, history_timeline, read_history
 from harness.results.profile import Frame
 
 FRAMES = [{"filename": "a.py", "line": 3, "name": "f"}, {"filename": "b.py", "line": 4, "name": "g"}]

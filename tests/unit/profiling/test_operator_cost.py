@@ -5,8 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.profiling.cost.operator_cost import bind, bytes_moved, elementwise_flops, flops
-from harness.profiling.cost.storage import storages
+from harness.profiling.operator_cost import bind, bytes_moved, elementwise_flops, flops, storages
 
 
 class Costs(TorchDispatchMode):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from harness.profiling.gate.paired_timing import paired_ratio, time_pairs
+from harness.profiling.gate.against import paired_ratio, time_pairs
 from harness.results.gate import PairedRatio, TimeVerdict
 
 

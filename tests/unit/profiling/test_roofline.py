@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from harness.profiling import profile
-from harness.profiling.cost.formulas import Cost
-from harness.profiling.cost.roofline import best_of, bound_by, fold, measure_ceilings, point
-from harness.profiling.passes.tables import PhaseTables
+from harness.profiling.formulas import Cost
+from harness.profiling.roofline import best_of, bound_by, fold, measure_ceilings, point
+from harness.profiling.trace.tables import PhaseTables
 from harness.results.profile import BoundBy, Ceilings, TableRow
 
 CEILINGS = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12)

@@ -8,10 +8,10 @@ from harness.engines.reference_session import ReferenceSession
 from harness.engines.stepping import PREPARE, SAMPLE
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
-from harness.profiling.cost.formulas import operation_costs
-from harness.profiling.cost.roofline import fold
-from harness.profiling.passes.load import ProfileRequests, dry_run
-from harness.profiling.span_names import site_of
+from harness.profiling.formulas import operation_costs
+from harness.profiling.load import ProfileRequests, dry_run
+from harness.profiling.roofline import fold
+from harness.profiling.trace.tables import site_of
 from reference_engine import EngineConfig, LLMEngine
 
 from ..reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
-from harness.profiling.passes.timing import measure, percentiles_ms
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.timing import measure, percentiles_ms
 
 
 def test_each_request_and_each_gap_is_a_sample(session, load):

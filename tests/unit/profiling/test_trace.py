@@ -11,10 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import dry_run, run_steps
-from harness.profiling.passes.tables import tables
-from harness.profiling.passes.tracing import trace
-from harness.profiling.trace.nodes import read_events
+from harness.profiling.load import dry_run, run_steps
+from harness.profiling.trace.tables import read_events, tables
+from harness.profiling.tracing import trace
 
 ABOUT = {"revision": "abc", "config": {"path": 'a\\b "c"'}}
 

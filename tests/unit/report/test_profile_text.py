@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.report.page.html import report_html
-from harness.report.profile.json import profile_document
-from harness.report.profile.text import profile_text
+from harness.report.profile import profile_document, profile_text
 from harness.results.profile import ProfileResult, TableRow
 
 from .profile_examples import phase, profile

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
-from harness.base.scratch import scratch_folder
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.sites import RETURNED, See, Site
 from harness.engines.by_content.steps import Work, with_following

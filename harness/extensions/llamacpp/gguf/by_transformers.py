@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf.model import GGUFModel
 from harness.extensions.llamacpp.gguf.weights import gguf_package

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf import GGUFHeader, GGUFModel, GGUFTensor, open_gguf
 from harness.extensions.llamacpp.gguf.folder import gguf_config

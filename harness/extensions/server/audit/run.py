@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress, no_progress
-from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.extensions.server.audit import logprobs, tokens
 from harness.extensions.server.audit.chats import rendered, renderer_of

@@ -6,7 +6,7 @@ from harness.extensions.server.chat.result import FunctionDifference, FunctionRe
 from harness.extensions.server.endpoint.report import not_judged
 from harness.report.check.sentences import model_name, printable
 from harness.report.check.table import count
-from harness.report.lines import VERDICTS, blocks_text, fact_lines, headline, wrapped
+from harness.report.terminal import VERDICTS, blocks_text, fact_lines, headline, wrapped
 
 _MOST_WORDS = 400
 

@@ -28,7 +28,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.request_file import LoadRequest
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
-from harness.profiling.passes.timing import percentiles_ms
+from harness.profiling.timing import percentiles_ms
 
 TIMES = ("ttft", "tpot", "e2e")
 """Times of one request, which may have a limit."""

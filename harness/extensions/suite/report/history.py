@@ -9,7 +9,7 @@ from harness.extensions.suite.result import CaseResult, CaseTrend, CaseVerdict, 
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
 from harness.report.document import SCHEMA_VERSION, plain
-from harness.report.fitted_table import fitted_table
+from harness.report.terminal import fitted_table
 
 LETTERS = {CaseVerdict.PASS: ".", CaseVerdict.MISMATCH: "M", CaseVerdict.ERROR: "E", CaseVerdict.LOST: "L", None: " "}
 LEGEND = "one letter a run: . pass, M mismatch, E error, L lost, blank: not there"

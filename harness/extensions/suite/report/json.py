@@ -5,8 +5,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from harness.base.files import read_text
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_text
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.result import CaseResult, SuiteResult
 from harness.report.document import plain

@@ -7,7 +7,7 @@ from harness.extensions.suite.report.matrix import MatrixCell, matrix_lines
 from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, blocks_text
+from harness.report.terminal import MIN_WIDTH, blocks_text
 
 MOST_SHOWN = 20
 """Cases that did not pass; the JSON has all."""

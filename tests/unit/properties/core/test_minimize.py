@@ -7,8 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.findings import PropertyError, PropertyFinding, Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.findings import Invariant, PropertyError, PropertyFinding, Violation
 from harness.properties.core.machine import Machine, NotApplicable, action
 from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject

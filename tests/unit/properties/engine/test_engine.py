@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.engine.case import RELATIONS
 from harness.properties.engine.suite import check_engine, not_checked, refusal
 from harness.properties.reference.engine import EngineSubject, LlamaEngine, Qwen2Engine

@@ -9,15 +9,12 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from harness.properties.core.findings import Counterexample, PropertyError
-from harness.properties.core.profiles import PROFILES
-from harness.properties.ops.adapter import OpsUnderTest, not_checked
+from harness.properties.core.search import PROFILES
+from harness.properties.ops.adapter import OpsUnderTest, RandomRows, not_checked
 from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import Norm, NormCase, check_norms
 from harness.properties.ops.rotary import check_rotary
-from harness.properties.ops.rows import RandomRows
-from harness.properties.ops.sampling import SampledRow, check_frequency, check_sampling
-from harness.properties.ops.stopping import check_stopping
-from harness.properties.ops.tokenizer import check_tokenizer
+from harness.properties.ops.tokens import SampledRow, check_frequency, check_sampling, check_stopping, check_tokenizer
 from harness.properties.reference.ops import Ops
 from reference_engine.requests.detokenizer import Detokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.scheduler.suite import search_scheduler
 
 from ..blocks.chained import Held

@@ -3,6 +3,6 @@
 `conversations` generates, `rendering` is the truth, `seen` asks a server what it saw, `causes` names a difference.
 """
 
-from harness.base.packages import require_hypothesis
+from harness.base.plugins import require_hypothesis
 
 require_hypothesis("generating conversations", __name__)

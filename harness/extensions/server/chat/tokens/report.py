@@ -7,7 +7,7 @@ from harness.extensions.server.chat.tokens.result import Difference, TokensResul
 from harness.extensions.server.endpoint.report import at_server, curl, not_judged
 from harness.report.check.sentences import model_name, printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
+from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
 
 _MOST_WORDS = 200
 
