@@ -320,7 +320,7 @@ def _chosen_stepper(engine: Any, dtype: str, device: str | None) -> Chosen:
     name = type(engine).__name__
     return Chosen(
         name=name,
-        dtype=next((own for own in dtypes if own is not None), None if dtype == "auto" else dtype),
+        dtype=next((known for known in dtypes if known is not None), None if dtype == "auto" else dtype),
         device=device,
         open=lambda folder, dtype, _device: StepEngine(lambda: engine, name=name, folder=folder, dtype=dtype),
     )

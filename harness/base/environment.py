@@ -30,23 +30,23 @@ PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
 
 def environment() -> dict[str, str | int]:
     """Return what is written into a recording: versions, and of torch if it is imported, how it runs."""
-    found: dict[str, str | int] = {"python": platform.python_version(), "cores": os.cpu_count() or 0}
-    found |= _versions(("torch", "transformers"))
+    conditions: dict[str, str | int] = {"python": platform.python_version(), "cores": os.cpu_count() or 0}
+    conditions |= _versions(("torch", "transformers"))
     torch = sys.modules.get("torch")
     if torch is not None:
-        found |= {
+        conditions |= {
             "threads": torch.get_num_threads(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }
-    return found
+    return conditions
 
 
 def describe_environment() -> dict[str, str]:
     """Return the same as text, with machine and revision: written into every trace, compared before any gate."""
-    found = {name: str(value) for name, value in environment().items()}
-    found |= {"machine": platform.machine(), "harness": __version__}
-    return found | {"revision": _described(Path.cwd()) or "unknown"}
+    conditions = {name: str(value) for name, value in environment().items()}
+    conditions |= {"machine": platform.machine(), "harness": __version__}
+    return conditions | {"revision": _described(Path.cwd()) or "unknown"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,10 @@ def describe_machine(device: str) -> MachineInfo:
     name = (
         torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu.get("model name", platform.machine())
     )
-    own = cpu.get("flags", "").split()
+    flags = cpu.get("flags", "").split()
     return MachineInfo(
         device=name,
-        cpu_flags=tuple(flag for flag in FLAGS if flag in own),
+        cpu_flags=tuple(flag for flag in FLAGS if flag in flags),
         num_threads=torch.get_num_threads(),
         versions={"python": platform.python_version(), **_versions(PACKAGES)},
         switches={name: os.environ[name] for name in SWITCHES if name in os.environ},
@@ -127,13 +127,13 @@ def _cpu_info() -> dict[str, str]:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def refuse_update(option: str) -> None:

@@ -169,7 +169,7 @@ def json_digest(value: Any) -> str:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MOST_NESTED):
-        level = [member for own in level for member in _members(own) if isinstance(member, dict | list)]
+        level = [member for container in level for member in _members(container) if isinstance(member, dict | list)]
         if not level:
             return
     raise _too_deep()

@@ -20,13 +20,13 @@ CONTROL_GROUPS = (
 
 def available_bytes() -> int:
     """Return the bytes that can be had without swapping; all of the machine's where the system does not say."""
-    found = [_machine_bytes()]
+    limits = [_machine_bytes()]
     for limit, used in CONTROL_GROUPS:
         try:
-            found.append(max(0, int(limit.read_text()) - int(used.read_text())))
+            limits.append(max(0, int(limit.read_text()) - int(used.read_text())))
         except (OSError, ValueError):  # no such group, or one without a limit
             continue
-    return min(found)
+    return min(limits)
 
 
 @contextmanager

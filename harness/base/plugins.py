@@ -28,17 +28,17 @@ def entries(group: str) -> dict[str, EntryPoint]:
     Raises:
         HarnessError: EXTENSION_FAILED: two packages use one name.
     """
-    found: dict[str, EntryPoint] = {}
+    by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        if entry.value != found.setdefault(entry.name, entry).value:
+        if entry.value != by_name.setdefault(entry.name, entry).value:
             raise HarnessError(
                 Code.EXTENSION_FAILED,
                 f"several packages bring {entry.name!r}",
                 where=f"entry points of the group {group!r}",
-                actual=f"{found[entry.name].value}, {entry.value}",
+                actual=f"{by_name[entry.name].value}, {entry.value}",
                 hint="uninstall one of the packages",
             )
-    return found
+    return by_name
 
 
 def load(group: str, name: str) -> Any:

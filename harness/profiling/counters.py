@@ -41,9 +41,9 @@ class _Count:
     numbers: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: "_Count") -> None:
-        self.numbers.update(other.numbers)
-        self.places.update(other.places)
+    def add(self, addend: "_Count") -> None:
+        self.numbers.update(addend.numbers)
+        self.places.update(addend.places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +209,9 @@ def _bytes(held: Sequence[torch.Tensor]) -> int:
 
 def _rows(charged: Mapping[str, Mapping[str, _Count]]) -> Iterator[OperatorCount]:
     for operation, operators in charged.items():
-        for operator, found in sorted(operators.items()):
-            numbers = {name: found.numbers[name] for name in _NUMBERS}
-            places = tuple(sorted(found.places.items()))
+        for operator, count in sorted(operators.items()):
+            numbers = {name: count.numbers[name] for name in _NUMBERS}
+            places = tuple(sorted(count.places.items()))
             yield OperatorCount(operation=operation, operator=operator, places=places, **numbers)
 
 

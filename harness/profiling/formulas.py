@@ -52,13 +52,13 @@ class Cost:
     elementwise_flops: int = 0
     bytes_moved: int = 0
 
-    def __add__(self, other: "Cost") -> "Cost":
+    def __add__(self, addend: "Cost") -> "Cost":
         """Sum up; the name stays."""
         return Cost(
             site=self.site,
-            flops=self.flops + other.flops,
-            elementwise_flops=self.elementwise_flops + other.elementwise_flops,
-            bytes_moved=self.bytes_moved + other.bytes_moved,
+            flops=self.flops + addend.flops,
+            elementwise_flops=self.elementwise_flops + addend.elementwise_flops,
+            bytes_moved=self.bytes_moved + addend.bytes_moved,
         )
 
 

@@ -112,11 +112,11 @@ def run_steps(session: Session, load: ProfileRequests, take: Take, *, num_steps:
         while num_steps is None or index < num_steps:
             num_tokens.update(take(index))
             index += 1
-            own = [num_tokens[request] for request in requests]
-            _refuse_overrun(own, load)
-            if load.late is not None and late is None and all(own):
+            num_generated = [num_tokens[request] for request in requests]
+            _refuse_overrun(num_generated, load)
+            if load.late is not None and late is None and all(num_generated):
                 late = session.add(load.late, longest + 1)
-            if _is_done(load, own, num_tokens[late] if late else None):
+            if _is_done(load, num_generated, num_tokens[late] if late else None):
                 break
     finally:
         session.stop()
@@ -182,8 +182,8 @@ def window(phase: str, load: ProfileRequests, steps: Sequence[PlannedStep], sche
     Raises:
         HarnessError: PHASE_WITHOUT_STEP.
     """
-    own = [step.index for step in steps if step.shape.phase == phase]
-    if not own:
+    phase_steps = [step.index for step in steps if step.shape.phase == phase]
+    if not phase_steps:
         seen = ", ".join(sorted({step.shape.phase for step in steps}))
         hint = "--max-new-tokens 2 or more: the first token comes from prefill" if phase == "decode" else None
         raise HarnessError(
@@ -193,21 +193,23 @@ def window(phase: str, load: ProfileRequests, steps: Sequence[PlannedStep], sche
             actual=f"{len(steps)} step{'s' * (len(steps) != 1)}: {seen}",
             hint=hint,
         )
-    num_skipped = min(schedule.wait + schedule.warmup, len(own) - 1) if phase == "decode" else 0
-    first = own[num_skipped]
-    captured = [index for offset, index in enumerate(own[num_skipped:]) if index == first + offset][: schedule.active]
+    num_skipped = min(schedule.wait + schedule.warmup, len(phase_steps) - 1) if phase == "decode" else 0
+    first = phase_steps[num_skipped]
+    captured = [index for offset, index in enumerate(phase_steps[num_skipped:]) if index == first + offset][
+        : schedule.active
+    ]
     return Window(
         phase=phase,
         load=load,
         steps=tuple(steps[index] for index in captured),
         before=tuple(steps[:first]),
         schedule=schedule,
-        runs=_decode_runs(own, num_skipped, captured) if phase == "decode" else _whole_runs(captured, schedule),
+        runs=_decode_runs(phase_steps, num_skipped, captured) if phase == "decode" else _whole_runs(captured, schedule),
     )
 
 
-def _decode_runs(own: list[int], num_skipped: int, captured: list[int]) -> tuple[tuple[range, ...], ...]:
-    return (tuple(range(index, index + 1) for index in (*own[:num_skipped], *captured)),)
+def _decode_runs(phase_steps: list[int], num_skipped: int, captured: list[int]) -> tuple[tuple[range, ...], ...]:
+    return (tuple(range(index, index + 1) for index in (*phase_steps[:num_skipped], *captured)),)
 
 
 def _whole_runs(captured: list[int], schedule: CaptureSchedule) -> tuple[tuple[range, ...], ...]:

@@ -91,40 +91,40 @@ def _nbytes(*tensors: torch.Tensor) -> int:
 
 _KERNELS: Mapping[str, KernelCost] = {
     "store_kv": KernelCost(
-        bytes_moved=lambda own: (
-            _nbytes(own["k"], own["v"], own["slots"])
-            + (own["k"].numel() + own["v"].numel()) * own["k_cache"].element_size()
+        bytes_moved=lambda arguments: (
+            _nbytes(arguments["k"], arguments["v"], arguments["slots"])
+            + (arguments["k"].numel() + arguments["v"].numel()) * arguments["k_cache"].element_size()
         ),
         written_from={"k_cache": "k", "v_cache": "v"},
     ),
     "paged_decode": _attention(_decoded),
     "paged_prefill": _attention(_prefilled),
     "rms_norm": KernelCost(
-        elementwise_flops=lambda own: 4 * own["x"].numel() + 2 * len(own["x"]),
-        bytes_moved=lambda own: 2 * _nbytes(own["x"]) + _nbytes(own["weight"]),
+        elementwise_flops=lambda arguments: 4 * arguments["x"].numel() + 2 * len(arguments["x"]),
+        bytes_moved=lambda arguments: 2 * _nbytes(arguments["x"]) + _nbytes(arguments["weight"]),
     ),
     "add_norm": KernelCost(
-        elementwise_flops=lambda own: 5 * own["x"].numel() + 2 * len(own["x"]),
-        bytes_moved=lambda own: 4 * _nbytes(own["x"]) + _nbytes(own["weight"]),
+        elementwise_flops=lambda arguments: 5 * arguments["x"].numel() + 2 * len(arguments["x"]),
+        bytes_moved=lambda arguments: 4 * _nbytes(arguments["x"]) + _nbytes(arguments["weight"]),
     ),
     "norm_rotate": KernelCost(
         elementwise_flops=_rotation_flops,
-        bytes_moved=lambda own: (
-            (2 + own.get("keeps_normed", False)) * _rotated(own) * own["qkv"].element_size()
-            + _nbytes(own["cos"], own["sin"])
+        bytes_moved=lambda arguments: (
+            (2 + arguments.get("keeps_normed", False)) * _rotated(arguments) * arguments["qkv"].element_size()
+            + _nbytes(arguments["cos"], arguments["sin"])
         ),
     ),
     "linear": KernelCost(
-        flops=lambda own: 2 * len(own["x"]) * own["weight"].numel(),
-        bytes_moved=lambda own: (
-            _nbytes(own["x"], own["weight"])
-            + len(own["x"]) * len(own["weight"]) * own["weight"].element_size()
-            + (0 if own.get("bias") is None else _nbytes(own["bias"]))
+        flops=lambda arguments: 2 * len(arguments["x"]) * arguments["weight"].numel(),
+        bytes_moved=lambda arguments: (
+            _nbytes(arguments["x"], arguments["weight"])
+            + len(arguments["x"]) * len(arguments["weight"]) * arguments["weight"].element_size()
+            + (0 if arguments.get("bias") is None else _nbytes(arguments["bias"]))
         ),
     ),
     "silu_mul": KernelCost(
-        elementwise_flops=lambda own: own["gate_up"].numel(),
-        bytes_moved=lambda own: _nbytes(own["gate_up"]) * 3 // 2,
+        elementwise_flops=lambda arguments: arguments["gate_up"].numel(),
+        bytes_moved=lambda arguments: _nbytes(arguments["gate_up"]) * 3 // 2,
     ),
 }
 

@@ -145,7 +145,7 @@ class _Profile:
                 raise
             is_interrupted = True
         ceilings = best_of(ceilings, measure_ceilings(getattr(torch, spec.plan.case.dtype), spec.plan.case.device))
-        phases = [self._phase(found, latencies[found.window.load], ceilings) for found in passes]
+        phases = [self._phase(phase_pass, latencies[phase_pass.window.load], ceilings) for phase_pass in passes]
         result = self._result(latencies[self._main_load()], phases, passes, ceilings)
         if is_interrupted:
             left_out = ", ".join(window.phase for window in windows[len(passes) :])
@@ -154,17 +154,17 @@ class _Profile:
 
     def _latencies(self, seconds: Mapping[ProfileRequests, float]) -> dict[ProfileRequests, Latencies]:
         """Run each load with nothing attached."""
-        found = {}
+        latencies = {}
         for number, load in enumerate(seconds):
             self._estimate.begin(f"timing {number}")
-            found[load] = measure(
+            latencies[load] = measure(
                 self._session,
                 load,
                 num_runs=self._spec.num_runs,
                 device=self._spec.plan.case.device,
                 ran=lambda done: self._estimate.part_done(done / self._spec.num_runs),
             )
-        return found
+        return latencies
 
     def _main_load(self) -> ProfileRequests:
         return self._spec.workload.load(self._session.model.vocab_size)
@@ -199,7 +199,7 @@ class _Profile:
         worker = f"{spec.plan.case.engine}-{window.phase}-r0"
         (self._out / "trace").mkdir(exist_ok=True)
         self._estimate.begin(f"{window.phase}, trace")
-        paths, found = self._trace(window, worker)
+        paths, phase_tables = self._trace(window, worker)
         self._estimate.begin(f"{window.phase}, memory")
         memory = snapshot = None
         if self._session.shows_memory:
@@ -208,7 +208,7 @@ class _Profile:
             memory = capture_memory(self._session, window, snapshot, device=spec.plan.case.device)
         self._estimate.begin(f"{window.phase}, counters")
         counts = count(self._session, window, device=spec.plan.case.device)
-        return _Pass(window=window, paths=paths, tables=found, memory=memory, snapshot=snapshot, counts=counts)
+        return _Pass(window=window, paths=paths, tables=phase_tables, memory=memory, snapshot=snapshot, counts=counts)
 
     def _trace(self, window: Window, worker: str) -> tuple[tuple[Path, ...], PhaseTables]:
         """Trace a window, again where the system took the thread away so that too little is attributed."""
@@ -217,15 +217,15 @@ class _Profile:
         about = {**self._about, "config": self._spec.plan.checkpoint.config}
         for attempt in range(_MAX_CAPTURES):
             paths = trace(self._session, window, folder, worker=worker, device=self._spec.plan.case.device, about=about)
-            found = tables(read_events(paths[-1]), names)
-            if found.attributed_share >= MIN_ATTRIBUTED_SHARE or attempt == _MAX_CAPTURES - 1:
+            phase_tables = tables(read_events(paths[-1]), names)
+            if phase_tables.attributed_share >= MIN_ATTRIBUTED_SHARE or attempt == _MAX_CAPTURES - 1:
                 break
             for path in paths:
                 path.unlink()
-        return paths, found
+        return paths, phase_tables
 
-    def _phase(self, found: _Pass, latencies: Latencies, ceilings: Ceilings) -> PhaseProfile:
-        window = found.window
+    def _phase(self, phase_pass: _Pass, latencies: Latencies, ceilings: Ceilings) -> PhaseProfile:
+        window = phase_pass.window
         wall_s, (fastest_s, slowest_s) = latencies.wall_s(window), latencies.wall_s_range(window)
         cpu_s, num_switches = latencies.cpu_s_median(window), latencies.switches_median(window)
         # With several threads their CPU time says nothing of how long the work takes, and with a GPU neither.
@@ -233,21 +233,21 @@ class _Profile:
         times_s = (wall_s, fastest_s, slowest_s, *([cpu_s] if is_single and cpu_s else []))
         costs = operation_costs(self._session.model, window.shapes)
         whole = sum(costs.values(), Cost(site=window.phase))
-        timeline = None if found.memory is None else found.memory.timeline
+        timeline = None if phase_pass.memory is None else phase_pass.memory.timeline
         return PhaseProfile(
             name=window.phase,
             steps=window.shapes,
             wall_ms=wall_s * 1e3,
-            trace_wall_ms=found.tables.wall_us / 1e3,
-            attributed_share=found.tables.attributed_share,
-            flops_measured=found.counts.flops,
+            trace_wall_ms=phase_pass.tables.wall_us / 1e3,
+            attributed_share=phase_pass.tables.attributed_share,
+            flops_measured=phase_pass.counts.flops,
             flops_formula=whole.flops,
             bytes_formula=whole.bytes_moved,
-            kv_bytes_measured=found.counts.kv_bytes,
+            kv_bytes_measured=phase_pass.counts.kv_bytes,
             kv_bytes_formula=kv_bytes(self._session.model, window.shapes_so_far),
             peak_bytes=None if timeline is None else timeline.peak.allocated_bytes if timeline.peak else 0,
-            bytes_allocated=found.counts.bytes_allocated if timeline else None,
-            num_python_calls=found.counts.num_python_calls,
+            bytes_allocated=phase_pass.counts.bytes_allocated if timeline else None,
+            num_python_calls=phase_pass.counts.num_python_calls,
             mfu=whole.flops / wall_s / ceilings.matmul_flops_per_s,
             mbu=whole.bytes_moved / wall_s / ceilings.copy_bytes_per_s,
             bound_by=bound_by(whole.flops, whole.bytes_moved, wall_s, ceilings),
@@ -257,22 +257,22 @@ class _Profile:
             bound_by_within_noise=tuple(
                 dict.fromkeys(bound_by(whole.flops, whole.bytes_moved, time_s, ceilings) for time_s in times_s)
             ),
-            counts=found.counts.counts,
-            layers=found.tables.layers,
-            operations=found.tables.operations,
-            operators=found.tables.operators,
-            roofline=(point(window.phase, whole, wall_s * 1e6, ceilings), *_points(found.tables, costs, ceilings)),
+            counts=phase_pass.counts.counts,
+            layers=phase_pass.tables.layers,
+            operations=phase_pass.tables.operations,
+            operators=phase_pass.tables.operators,
+            roofline=(point(window.phase, whole, wall_s * 1e6, ceilings), *_points(phase_pass.tables, costs, ceilings)),
             memory=timeline,
-            traces=tuple(str(path.relative_to(self._out)) for path in found.paths),
-            snapshot=str(found.snapshot.relative_to(self._out)) if found.snapshot else None,
-            notes=_notes(found, wall_s, fastest_s, slowest_s, cpu_s if is_single else None),
+            traces=tuple(str(path.relative_to(self._out)) for path in phase_pass.paths),
+            snapshot=str(phase_pass.snapshot.relative_to(self._out)) if phase_pass.snapshot else None,
+            notes=_notes(phase_pass, wall_s, fastest_s, slowest_s, cpu_s if is_single else None),
         )
 
     def _result(
         self, latencies: Latencies, phases: list[PhaseProfile], passes: list[_Pass], ceilings: Ceilings
     ) -> ProfileResult:
         spec, plain_s = self._spec, sum(phase.wall_ms for phase in phases) / 1e3
-        memories = [found.memory for found in passes if found.memory is not None]
+        memories = [phase_pass.memory for phase_pass in passes if phase_pass.memory is not None]
         return ProfileResult(
             engine=spec.plan.case.engine,
             model=spec.plan.case.model,
@@ -288,9 +288,9 @@ class _Profile:
             tokens_per_second=latencies.tokens_per_second,
             phases=tuple(phases),
             overhead=Overhead(
-                trace=sum(found.tables.wall_us for found in passes) / 1e6 / plain_s,
+                trace=sum(phase_pass.tables.wall_us for phase_pass in passes) / 1e6 / plain_s,
                 memory=sum(memory.elapsed_s for memory in memories) / plain_s if memories else None,
-                counters=sum(found.counts.elapsed_s for found in passes) / plain_s,
+                counters=sum(phase_pass.counts.elapsed_s for phase_pass in passes) / plain_s,
             ),
             ceilings=ceilings,
             environment=tuple(self._about.items()),
@@ -298,18 +298,20 @@ class _Profile:
         )
 
 
-def _points(found: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -> list[RooflinePoint]:
-    folded = fold(costs, {row.name for row in found.operations})
+def _points(phase_tables: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -> list[RooflinePoint]:
+    folded = fold(costs, {row.name for row in phase_tables.operations})
     # On a GPU an operation's own time is that of its launches, and what its kernels take is what the roofs limit.
-    times = {row.name: row.total_us if row.device_us is None else row.device_us for row in found.operations}
+    times = {row.name: row.total_us if row.device_us is None else row.device_us for row in phase_tables.operations}
     return [point(name, cost, times[name], ceilings) for name, cost in folded.items() if times.get(name)]
 
 
-def _notes(found: _Pass, wall_s: float, fastest_s: float, slowest_s: float, cpu_s: float | None) -> tuple[str, ...]:
+def _notes(
+    phase_pass: _Pass, wall_s: float, fastest_s: float, slowest_s: float, cpu_s: float | None
+) -> tuple[str, ...]:
     notes = []
-    if found.tables.attributed_share < MIN_ATTRIBUTED_SHARE:
+    if phase_pass.tables.attributed_share < MIN_ATTRIBUTED_SHARE:
         notes.append(
-            f"{found.tables.attributed_share:.1%} of the trace is attributed, after {_MAX_CAPTURES} captures: "
+            f"{phase_pass.tables.attributed_share:.1%} of the trace is attributed, after {_MAX_CAPTURES} captures: "
             "the machine is busy with something else"
         )
     if cpu_s is not None and wall_s > BUSY_RATIO * cpu_s:

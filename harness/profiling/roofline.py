@@ -34,11 +34,11 @@ def measure_ceilings(
     return Ceilings(copy_bytes_per_s=2 * num_bytes / copy_s, matmul_flops_per_s=2 * size**3 / product_s)
 
 
-def best_of(one: Ceilings, other: Ceilings) -> Ceilings:
+def best_of(first: Ceilings, second: Ceilings) -> Ceilings:
     """Return the higher roofs of two measurements: a machine that is busy with something else shows lower ones."""
     return Ceilings(
-        copy_bytes_per_s=max(one.copy_bytes_per_s, other.copy_bytes_per_s),
-        matmul_flops_per_s=max(one.matmul_flops_per_s, other.matmul_flops_per_s),
+        copy_bytes_per_s=max(first.copy_bytes_per_s, second.copy_bytes_per_s),
+        matmul_flops_per_s=max(first.matmul_flops_per_s, second.matmul_flops_per_s),
     )
 
 

@@ -84,8 +84,8 @@ class Latencies:
 
 
 def _sums(runs: Sequence[Sequence[float]], window: Window) -> list[float]:
-    own = slice(len(window.before), window.num_steps)
-    return [sum(steps[own]) for steps in runs]
+    captured = slice(len(window.before), window.num_steps)
+    return [sum(steps[captured]) for steps in runs]
 
 
 def measure(
@@ -195,6 +195,6 @@ def plan_parts(windows: Iterable[Window], seconds: Mapping[ProfileRequests, floa
 
 def _share(window: Window) -> float:
     """Return the rows up to the last captured step over those of the whole load: time goes with them, roughly."""
-    own = sum(shape.num_rows for shape in window.shapes_so_far)
+    num_rows = sum(shape.num_rows for shape in window.shapes_so_far)
     whole = sum(map(len, window.load.prompts)) + sum(window.load.max_new_tokens) - len(window.load.prompts)
-    return min(1.0, own / max(1, whole))
+    return min(1.0, num_rows / max(1, whole))

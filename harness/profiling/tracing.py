@@ -165,11 +165,11 @@ def _counters(event: dict[str, Any], step: StepShape, kv_bytes_per_token: int) -
 
 def _flows(shown: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield an arrow from each step to the next."""
-    for number, (one, other) in enumerate(pairwise(shown)):
+    for number, (before, after) in enumerate(pairwise(shown)):
         common = {"cat": _FLOW, "name": _FLOW, "id": number}
-        end = float(one["ts"]) + 0.999 * float(one["dur"])
-        yield {"ph": "s", "pid": one["pid"], "tid": one["tid"], "ts": end, **common}
-        yield {"ph": "f", "bp": "e", "pid": other["pid"], "tid": other["tid"], "ts": other["ts"], **common}
+        end = float(before["ts"]) + 0.999 * float(before["dur"])
+        yield {"ph": "s", "pid": before["pid"], "tid": before["tid"], "ts": end, **common}
+        yield {"ph": "f", "bp": "e", "pid": after["pid"], "tid": after["tid"], "ts": after["ts"], **common}
 
 
 def activities(device: str) -> list[ProfilerActivity]:

@@ -334,9 +334,9 @@ def pytest_runtest_makereport(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """If adapters are named, run their suites and no others: those of the reference engine are left out."""
-    given = {name for name in ADAPTERS if config.getoption(name)}
-    if given:
-        kept = [item for item in items if given & set(getattr(item, "fixturenames", ()))]
+    named = {name for name in ADAPTERS if config.getoption(name)}
+    if named:
+        kept = [item for item in items if named & set(getattr(item, "fixturenames", ()))]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
 
@@ -344,7 +344,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which findings were accepted, and what was not checked because an adapter does not offer it."""
     records = list(_records(terminalreporter))
-    found = {finding["invariant"] for record in records for finding in record["findings"]}
+    broken = {finding["invariant"] for record in records for finding in record["findings"]}
     accepted = [
         f"invariant {finding['invariant']}: {finding['what']} ({finding['accepted']})"
         for record in records
@@ -352,7 +352,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if finding["accepted"] is not None
     ]
     for number, reason in parse_accepted(config.getoption("accepted_invariants")).items():
-        if records and number not in found:
+        if records and number not in broken:
             accepted.append(f"invariant {number} is accepted and not broken ({reason})")
     not_checked = sorted({line for record in records for line in record["not_checked"]})
     for title, lines in (("accepted", accepted), ("not checked", not_checked)):

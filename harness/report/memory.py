@@ -91,9 +91,9 @@ def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:
     return text
 
 
-def place_row(each: MemoryPlace) -> list[str]:
+def place_row(place: MemoryPlace) -> list[str]:
     """Return the cells of a place, under `PLACE_HEADERS`."""
-    return [each.place, each.operation or "-", each.category or "-", f"{each.num_blocks:,}", _mib(each.num_bytes)]
+    return [place.place, place.operation or "-", place.category or "-", f"{place.num_blocks:,}", _mib(place.num_bytes)]
 
 
 def _places(places: Sequence[MemoryPlace], width: int | None) -> str:

@@ -28,23 +28,27 @@ def _head(result: ProfileResult) -> str:
         f"{result.up_to}{result.max_new_tokens} new tokens each: {result.tokens_per_second:.1f} tok/s"
     )
     rows = [
-        [name, *_percentiles(found)]
-        for name, found in (
+        [name, *_percentiles(percentiles)]
+        for name, percentiles in (
             ("TTFT ms", result.ttft_ms), ("TPOT ms", result.tpot_ms), ("inter-token ms", result.inter_token_ms)
         )
     ]  # fmt: skip
     return "\n".join([what, load, "", fitted_table(rows, ["", "median", "p90", "p99"])])
 
 
-def _percentiles(found: Percentiles | None) -> list[str]:
-    return ["-"] * 3 if found is None else [f"{value:.3f}" for value in (found.median, found.p90, found.p99)]
+def _percentiles(percentiles: Percentiles | None) -> list[str]:
+    return (
+        ["-"] * 3
+        if percentiles is None
+        else [f"{value:.3f}" for value in (percentiles.median, percentiles.p90, percentiles.p99)]
+    )
 
 
 def _phases(phases: Sequence[PhaseProfile], width: int | None) -> str:
     """Return a row for each phase; a formula has a column only where some count differs from it."""
     figures = [_figures(phase) for phase in phases]
-    shown = [name for name in figures[0] if any(own[name] for own in figures)]
-    rows, header = [[own[name] for name in shown] for own in figures], [name.strip() for name in shown]
+    shown = [name for name in figures[0] if any(row[name] for row in figures)]
+    rows, header = [[row[name] for name in shown] for row in figures], [name.strip() for name in shown]
     table = fitted_table(rows, header, width=width, dispensable=_DISPENSABLE_FIGURES)
     equal = [what for what, name in (("FLOPs", "formula"), ("K and V", "formula ")) if name not in shown]
     return f"{table}\n\ncounts that are equal to their formulas: {', '.join(equal)}" if equal else table

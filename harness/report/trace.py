@@ -67,14 +67,14 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
     """Return a row for each device of each trace: ranks side by side."""
     rows = []
     for summary in summaries:
-        for found in summary.devices:
-            idle_us = [sum(getattr(idle, name) for idle in found.idle) for name in _IDLE]
-            launches, hidden = found.launches, found.communication
-            busy = f"{found.busy_us / found.span_us:.1%}" if found.span_us else "-"
+        for device in summary.devices:
+            idle_us = [sum(getattr(idle, name) for idle in device.idle) for name in _IDLE]
+            launches, hidden = device.launches, device.communication
+            busy = f"{device.busy_us / device.span_us:.1%}" if device.span_us else "-"
             delay = f"{launches.delay_us_median:,.1f}"
             rows.append(
                 [
-                    *_cells(None if summary.rank is None else str(summary.rank), found.span_us, busy, *idle_us),
+                    *_cells(None if summary.rank is None else str(summary.rank), device.span_us, busy, *idle_us),
                     *_cells(launches.num_launches, delay, launches.num_shorter_than_launch),
                     *(_cells(hidden.total_us, f"{hidden.hidden_share:.0%}") if hidden else ("-", "-")),
                 ]
@@ -100,26 +100,26 @@ def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def critical_paths_text(found: Sequence[CriticalPath]) -> str:
+def critical_paths_text(paths: Sequence[CriticalPath]) -> str:
     """Return the critical path of each file."""
-    return "\n\n".join(map(critical_path_text, found))
+    return "\n\n".join(map(critical_path_text, paths))
 
 
-def critical_path_text(found: CriticalPath) -> str:
+def critical_path_text(path: CriticalPath) -> str:
     """Return what the duration is made of: by kind, then by name."""
-    total_us = found.total_us or 1.0
-    kinds = sorted(LinkKind, key=found.time_us, reverse=True)
+    total_us = path.total_us or 1.0
+    kinds = sorted(LinkKind, key=path.time_us, reverse=True)
     by_kind = [
-        _cells(kind.value, found.time_us(kind), f"{found.time_us(kind) / total_us:.1%}")
+        _cells(kind.value, path.time_us(kind), f"{path.time_us(kind) / total_us:.1%}")
         for kind in kinds
-        if found.time_us(kind)
+        if path.time_us(kind)
     ]
     by_name = [
         _cells(link.kind.value, link.name, link.count, link.total_us, f"{link.total_us / total_us:.1%}")
-        for link in found.links
+        for link in path.links
     ]
     parts = [
-        f"{_shown(found.path, 200)}: the critical path of {found.total_us / 1e3:,.2f} ms",
+        f"{_shown(path.path, 200)}: the critical path of {path.total_us / 1e3:,.2f} ms",
         fitted_table(by_kind, ["kind", "us", "share"]),
         _limited(by_name, ["kind", "name", "count", "us", "share"]),
     ]

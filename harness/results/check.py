@@ -130,10 +130,10 @@ class Outcome(StrEnum):
     @classmethod
     def of_all(cls, outcomes: Iterable["Outcome"]) -> "Outcome":
         """Return a mismatch if any is one, a pass only if all are and there is one."""
-        found = set(outcomes)
-        if cls.MISMATCH in found:
+        kinds = set(outcomes)
+        if cls.MISMATCH in kinds:
             return cls.MISMATCH
-        return cls.PASS if found == {cls.PASS} else cls.NOTHING
+        return cls.PASS if kinds == {cls.PASS} else cls.NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,14 +165,14 @@ class GateResult:
     @property
     def subjects(self) -> dict[Quantity, GateVerdict | TimeVerdict]:
         """The verdicts on counts, on memory, and on time if it was taken."""
-        found: dict[Quantity, GateVerdict | TimeVerdict] = {}
+        verdicts: dict[Quantity, GateVerdict | TimeVerdict] = {}
         for subject in (Quantity.COUNTS, Quantity.MEMORY):
             changes = [change for change in self.changes if change.subject is subject]
             is_worse = any(change.is_regression for change in changes)
-            found[subject] = (
+            verdicts[subject] = (
                 GateVerdict.REGRESSION if is_worse else GateVerdict.IMPROVED if changes else GateVerdict.PASS
             )
         if self.times:
-            verdicts = [time.verdict for time in self.times.values()]
-            found[Quantity.TIME] = min(verdicts, key=list(TimeVerdict).index)
-        return found
+            time_verdicts = [time.verdict for time in self.times.values()]
+            verdicts[Quantity.TIME] = min(time_verdicts, key=list(TimeVerdict).index)
+        return verdicts

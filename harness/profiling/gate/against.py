@@ -208,15 +208,15 @@ class _Timing:
             return True
         if len(self._rounds) < MIN_ROUNDS:
             return False
-        decisive = [found.decisive.ratio for found in self.times().values()]
+        decisive = [phase_time.decisive.ratio for phase_time in self.times().values()]
         return all(ratio.high - ratio.low <= self._tolerance for ratio in decisive)
 
     def _phase_time(self, phase: str) -> PhaseTime:
         ratios = {
             clock: paired_ratio(
-                [tuple(run[phase][clock.value] for run in block) for own in self._rounds for block in own],  # type: ignore[misc]
+                [tuple(run[phase][clock.value] for run in block) for blocks in self._rounds for block in blocks],  # type: ignore[misc]
                 tolerance=self._tolerance,
-                groups=[index for index, own in enumerate(self._rounds) for _ in own],
+                groups=[index for index, blocks in enumerate(self._rounds) for _ in blocks],
             )
             for clock in Clock
         }
@@ -224,8 +224,8 @@ class _Timing:
 
 
 def _refuse_same(before: Worker, after: Worker) -> None:
-    if not after.sources or {name: own[1] for name, own in before.sources.items()} != {
-        name: own[1] for name, own in after.sources.items()
+    if not after.sources or {name: source[1] for name, source in before.sources.items()} != {
+        name: source[1] for name, source in after.sources.items()
     }:
         return
     files = [file for file, _ in after.sources.values()]

@@ -55,8 +55,8 @@ class BaselineEntry(BaseModel):
     @property
     def not_measured(self) -> tuple[str, ...]:
         """Counts and amounts that no phase has."""
-        found = {name for needs in self.phases.values() for name in (*needs.counts, *needs.amounts)}
-        return tuple(name for name in (*_COUNTS, *_AMOUNTS) if name not in found)
+        measured = {name for needs in self.phases.values() for name in (*needs.counts, *needs.amounts)}
+        return tuple(name for name in (*_COUNTS, *_AMOUNTS) if name not in measured)
 
     @model_validator(mode="after")
     def _has_the_phases_of_its_key(self) -> "BaselineEntry":
@@ -80,7 +80,7 @@ class Baseline(BaseModel):
 
     def with_entry(self, entry: BaselineEntry) -> "Baseline":
         """Return the baseline with the entry in the place of that of the same key, or added."""
-        others = [other for other in self.entries if other.key != entry.key]
+        others = [kept_entry for kept_entry in self.entries if kept_entry.key != entry.key]
         return Baseline(entries=sorted([*others, entry], key=lambda entry: sorted(entry.key.items())))
 
 

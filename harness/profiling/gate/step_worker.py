@@ -55,14 +55,14 @@ def _shift_memory(placement: int) -> list[bytearray]:
     return [bytearray(draw.randrange(1 << 20)) for _ in range(4)]
 
 
-def _tell(answers: Any, found: dict[str, Any]) -> None:
-    answers.write(json.dumps(found) + "\n")
+def _tell(answers: Any, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
 
 def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return of each package that is imported where it lies, and a digest of its code."""
-    found = {}
+    imported = {}
     for package in packages:
         module = sys.modules.get(package)
         file = getattr(module, "__file__", None)
@@ -73,8 +73,8 @@ def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
             for path in files:
                 if path.suffix in (".py", ".so") and path.is_file():
                     digest.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
-            found[package] = (str(root), digest.hexdigest())
-    return found
+            imported[package] = (str(root), digest.hexdigest())
+    return imported
 
 
 class LoadedEngine:
@@ -117,9 +117,9 @@ class LoadedEngine:
             wall, cpu = time.perf_counter(), time.process_time()
             requests: Sequence[int] = self._session.step()
             self._synchronize()
-            own = seconds[self.phases[index]]
-            own["cpu"] += time.process_time() - cpu
-            own["wall"] += time.perf_counter() - wall
+            phase_seconds = seconds[self.phases[index]]
+            phase_seconds["cpu"] += time.process_time() - cpu
+            phase_seconds["wall"] += time.perf_counter() - wall
             return requests
 
         self._drive(take)

@@ -144,10 +144,10 @@ def _packages_root(
 ) -> tuple[PurePosixPath, list[str]]:
     """Return the folder in a repository that holds the packages, the outermost one, and their paths."""
     tails = (f"{packages[0]}/__init__.py", f"{packages[0]}.py")
-    found = [PurePosixPath(str(file).removesuffix(tail)) for tail in tails for file in files if _ends_with(file, tail)]
-    if not found:
+    roots = [PurePosixPath(str(file).removesuffix(tail)) for tail in tails for file in files if _ends_with(file, tail)]
+    if not roots:
         raise _not_in(packages[0], revision, "a revision that has the engine's package")
-    root = min(found, key=lambda path: len(path.parts))
+    root = min(roots, key=lambda path: len(path.parts))
     held = {str(file) for file in files}
     kept = []
     for package in packages:
@@ -270,8 +270,8 @@ class Worker:
         Raises:
             HarnessError: ENGINE_FAILED.
         """
-        found = self._answer()
-        self.sources, self.num_threads = found["sources"], found["threads"]
+        loaded = self._answer()
+        self.sources, self.num_threads = loaded["sources"], loaded["threads"]
 
     def run(self) -> PhaseSeconds:
         """Run the load once and return the seconds of each phase."""

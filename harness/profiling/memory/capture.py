@@ -246,10 +246,10 @@ def _capture_cuda(
         gc.collect()
         final = torch.cuda.memory._snapshot()
     write_snapshot(taken[0], path)
-    (own,) = (item for item in devices_of(final) if item.device == index)
-    begin = min((event.time_us for event in own.events), default=0.0)
+    (history,) = (item for item in devices_of(final) if item.device == index)
+    begin = min((event.time_us for event in history.events), default=0.0)
     addresses = {block.address for block in held}
-    allocations = [item for item in read_history(own) if item.time_us > EARLIER_US or item.address not in addresses]
+    allocations = [item for item in read_history(history) if item.time_us > EARLIER_US or item.address not in addresses]
     for allocation in allocations:  # spans are not known here: activations cannot be told from what is temporary
         allocation.category = MemoryCategory.ACTIVATIONS if allocation.time_us > EARLIER_US else MemoryCategory.OTHER
     timeline = build_timeline(allocations, held, begin=begin, end=float("inf"))

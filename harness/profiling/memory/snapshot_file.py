@@ -110,11 +110,11 @@ class _Reader:
         segments, traces = _typed(snapshot, "segments", list), _typed(snapshot, "device_traces", list)
         numbers = {_typed(segment, "device", int) for segment in segments}
         for device in sorted(numbers | {at for at, trace in enumerate(traces) if trace}):
-            own = [segment for segment in segments if segment["device"] == device]
+            device_segments = [segment for segment in segments if segment["device"] == device]
             yield DeviceSnapshot(
                 device=device,
-                segment_bytes=tuple(_typed(segment, "total_size", int) for segment in own),
-                blocks=tuple(block for segment in own for block in self._blocks(segment)),
+                segment_bytes=tuple(_typed(segment, "total_size", int) for segment in device_segments),
+                blocks=tuple(block for segment in device_segments for block in self._blocks(segment)),
                 events=tuple(self._event(event) for event in (traces[device] if device < len(traces) else ())),
             )
 

@@ -49,8 +49,8 @@ def read_trace_memory(path: Path) -> Iterator[tuple[DeviceSnapshot, tuple[StepGr
         what = "the trace holds no memory events"
         raise HarnessError(Code.SNAPSHOT_UNREADABLE, what, where=path, hint="record it with profile_memory=True")
     for device in sorted({event.device for event in events}):
-        own = [event for event in events if event.device == device]
-        yield _snapshot(device, own), tuple(_growth(trace, own))
+        device_events = [event for event in events if event.device == device]
+        yield _snapshot(device, device_events), tuple(_growth(trace, device_events))
 
 
 def _snapshot(device: int, events: Sequence[MemoryEvent]) -> DeviceSnapshot:
@@ -84,9 +84,9 @@ def _growth(trace: Trace, events: Sequence[MemoryEvent]) -> Iterator[StepGrowth]
     ends: dict[str, list[float]] = {}
     for event, phase in phase_spans(trace):
         ends.setdefault(phase, []).append(float(trace.end_ns[event]) / 1e3)
-    for phase, own in ends.items():
-        after = in_use[np.searchsorted(times, own, side="right")]
-        yield StepGrowth(phase=phase, num_steps=len(own), first_bytes=int(after[0]), last_bytes=int(after[-1]))
+    for phase, step_ends in ends.items():
+        after = in_use[np.searchsorted(times, step_ends, side="right")]
+        yield StepGrowth(phase=phase, num_steps=len(step_ends), first_bytes=int(after[0]), last_bytes=int(after[-1]))
 
 
 _AWAITING = ("active_awaiting_free", "active_pending_free")
@@ -112,7 +112,7 @@ def summarize_memory(path: Path) -> MemorySummary:
 def summarize_with_timelines(path: Path) -> tuple[MemorySummary, tuple[MemoryTimeline | None, ...]]:
     """Return the same, and the timeline of each device; None where it has no history."""
     read = _read(path)
-    return _summary(path, read), tuple(history_timeline(own) for own, _ in read)
+    return _summary(path, read), tuple(history_timeline(snapshot) for snapshot, _ in read)
 
 
 def _read(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
@@ -120,7 +120,7 @@ def _read(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
 
 
 def _summary(path: Path, read: Iterable[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]) -> MemorySummary:
-    devices = tuple(replace(_device(own), growth=growth) for own, growth in read)
+    devices = tuple(replace(_device(snapshot), growth=growth) for snapshot, growth in read)
     return MemorySummary(file=str(path), devices=devices)
 
 
@@ -200,18 +200,18 @@ def _places(pieces: Iterable[_Piece]) -> tuple[MemoryPlace, ...]:
     groups: dict[tuple[str, str | None, str | None], list[int]] = defaultdict(list)
     for piece in pieces:
         groups[_place(piece.frames), _operation(piece.frames), piece.category].append(piece.num_bytes)
-    found = [
-        MemoryPlace(place=place, operation=operation, category=category, num_bytes=sum(own), num_blocks=len(own))
-        for (place, operation, category), own in groups.items()
+    places = [
+        MemoryPlace(place=place, operation=operation, category=category, num_bytes=sum(sizes), num_blocks=len(sizes))
+        for (place, operation, category), sizes in groups.items()
     ]
-    return tuple(sorted(found, key=lambda each: (-each.num_bytes, each.place)))
+    return tuple(sorted(places, key=lambda item: (-item.num_bytes, item.place)))
 
 
 def _place(frames: Sequence[Frame]) -> str:
     """Return the innermost line of Python outside of torch; or the innermost frame there is."""
     python = (frame for frame in frames if frame.filename.endswith(".py"))
-    own = next((frame for frame in python if not _OF_TORCH.search(frame.filename)), None)
-    frame = own or next(iter(frames), None)
+    outside_torch = next((frame for frame in python if not _OF_TORCH.search(frame.filename)), None)
+    frame = outside_torch or next(iter(frames), None)
     if frame is None:
         return _UNKNOWN
     return f"{frame.filename}:{frame.line} {frame.name}" if frame.filename else frame.name
@@ -232,7 +232,7 @@ def _refused(event: Event) -> OutOfMemory:
 
 def _changes(before: MemorySummary, after: MemorySummary, when: str) -> tuple[PlaceChange, ...]:
     old, new = (_by_place(summary, when) for summary in (before, after))
-    found = [
+    changes = [
         PlaceChange(
             device=device,
             place=place,
@@ -241,7 +241,7 @@ def _changes(before: MemorySummary, after: MemorySummary, when: str) -> tuple[Pl
         )
         for device, place in old.keys() | new.keys()
     ]
-    changed = (change for change in found if change.added_bytes)
+    changed = (change for change in changes if change.added_bytes)
     return tuple(sorted(changed, key=lambda change: (-abs(change.added_bytes), change.place)))
 
 

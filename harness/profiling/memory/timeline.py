@@ -52,7 +52,7 @@ def match(
     Events are in order of time. The spans of the operations `names` tell what is temporary; `frames` returns the stack
     that an event has happened in.
     """
-    found: list[Allocation] = []
+    allocations: list[Allocation] = []
     alive: dict[int, Allocation] = {}
     for event in events:
         span = _span(event, names)
@@ -65,10 +65,10 @@ def match(
                 within=span,
             )
             alive[event.address] = allocation
-            found.append(allocation)
+            allocations.append(allocation)
         elif (freed := alive.pop(event.address, None)) is not None:
             freed.freed_us, freed.freed_within, freed.freed_frames = event.time_us, span, frames(event)
-    return found
+    return allocations
 
 
 def categorize(allocations: Iterable[Allocation], kv_storages: Mapping[float, Collection[int]]) -> None:
@@ -129,15 +129,15 @@ def build_timeline(
     """
     stacks: dict[tuple[Frame, ...], int] = {}
     points = list(_points(allocations, held, begin, end, stacks))
-    own = [allocation for allocation in allocations if begin <= allocation.time_us <= end]
-    num_frees = sum(allocation.freed_us is not None for allocation in own)
+    captured = [allocation for allocation in allocations if begin <= allocation.time_us <= end]
+    num_frees = sum(allocation.freed_us is not None for allocation in captured)
     return MemoryTimeline(
         points=tuple(_thinned(points, max_points)),
         stacks=tuple(stacks),
         peak=max(points, key=lambda point: point.allocated_bytes, default=None),
-        num_allocations=len(own),
+        num_allocations=len(captured),
         num_frees=num_frees,
-        num_kept=len(own) - num_frees,
+        num_kept=len(captured) - num_frees,
     )
 
 
@@ -186,11 +186,11 @@ def _thinned(points: Sequence[MemoryPoint], max_points: int) -> Iterator[MemoryP
         return
     stretch = -(-2 * len(points) // max_points)
     for at in range(0, len(points), stretch):
-        own = points[at : at + stretch]
-        highest = max(range(len(own)), key=lambda index: own[index].allocated_bytes)
-        yield own[highest]
-        if highest < len(own) - 1:
-            yield own[-1]
+        stretch_points = points[at : at + stretch]
+        highest = max(range(len(stretch_points)), key=lambda index: stretch_points[index].allocated_bytes)
+        yield stretch_points[highest]
+        if highest < len(stretch_points) - 1:
+            yield stretch_points[-1]
 
 
 EARLIER_US = float("-inf")
@@ -215,7 +215,7 @@ def history_timeline(snapshot: DeviceSnapshot) -> MemoryTimeline | None:
 def _of_events(events: list[Event]) -> Iterator[Allocation]:
     """Yield the allocations of a history, those first whose free it begins with. Their stacks are not known."""
     latest: dict[int, Allocation] = {}
-    found: list[Allocation] = []
+    allocations: list[Allocation] = []
     for event in events:
         before = latest.get(event.address)
         if event.action == FREE and before is None:
@@ -225,16 +225,16 @@ def _of_events(events: list[Event]) -> Iterator[Allocation]:
             before.freed_us, before.freed_frames = event.time_us, event.frames
         if event.action == ALLOC:
             latest[event.address] = _allocation(event, event.time_us)
-            found.append(latest[event.address])
-    yield from found
+            allocations.append(latest[event.address])
+    yield from allocations
 
 
 def _allocation(of: Block | Event, time_us: float) -> Allocation:
-    own = next((item for item in MemoryCategory if item == of.category), MemoryCategory.OTHER)
+    category = next((item for item in MemoryCategory if item == of.category), MemoryCategory.OTHER)
     return Allocation(
         time_us=time_us,
         address=of.address,
         num_bytes=of.num_bytes,
         frames=of.frames if isinstance(of, Block) or of.action == ALLOC else (),
-        category=own,
+        category=category,
     )

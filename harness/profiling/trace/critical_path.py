@@ -207,9 +207,9 @@ class _Walk:
         launched = int(self._trace.start_ns[launch]) if launch >= 0 else -1
         previous_end = int(self._ends[before]) if before is not None else -1
         ready = max(launched, previous_end)
-        other = self._last_kernel(max(ready, start - _OTHER_STREAM_NS), start)
-        if other is not None and start - ready > QUEUED_NS and other not in (kernel, before):
-            cause, kind, goes_on = int(self._ends[other]), LinkKind.OTHER_STREAM, _Place(other, thread)
+        rival = self._last_kernel(max(ready, start - _OTHER_STREAM_NS), start)
+        if rival is not None and start - ready > QUEUED_NS and rival not in (kernel, before):
+            cause, kind, goes_on = int(self._ends[rival]), LinkKind.OTHER_STREAM, _Place(rival, thread)
         elif before is not None and previous_end > launched:
             cause, kind, goes_on = previous_end, LinkKind.QUEUE, _Place(before, thread)
         elif launch >= 0:
@@ -237,8 +237,8 @@ class _Walk:
         start = max(int(self._trace.start_ns[call]), self._begin)
         if "Memcpy" not in self._trace.name_of(call):
             return self._last_kernel(start, now - 1)
-        own = [kernel for kernel, launch in self._launch.items() if launch == call] if self._launch else []
-        return next((kernel for kernel in own if start < self._ends[kernel] < now), None)
+        launched = [kernel for kernel, launch in self._launch.items() if launch == call] if self._launch else []
+        return next((kernel for kernel in launched if start < self._ends[kernel] < now), None)
 
     def _last_kernel(self, after: int, until: int) -> int | None:
         """Return the kernel that ended last in this time."""
@@ -273,11 +273,11 @@ def _summed(trace: Trace, links: list[_Link]) -> list[PathLink]:
     sums: dict[tuple[LinkKind, str], list[int]] = {}
     for link in links:
         name = trace.name_of(link.event) if link.event != NO_EVENT else ""
-        own = sums.setdefault((link.kind, name), [0, 0])
-        own[0] += 1
-        own[1] += link.end_ns - link.begin_ns
-    found = [
+        sum_of_name = sums.setdefault((link.kind, name), [0, 0])
+        sum_of_name[0] += 1
+        sum_of_name[1] += link.end_ns - link.begin_ns
+    path_links = [
         PathLink(kind=kind, name=name, count=count, total_us=total / 1e3)
         for (kind, name), (count, total) in sums.items()
     ]
-    return sorted(found, key=lambda link: link.total_us, reverse=True)
+    return sorted(path_links, key=lambda link: link.total_us, reverse=True)

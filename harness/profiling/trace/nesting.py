@@ -49,12 +49,12 @@ def nest(trace: Trace, events: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def innermost(parent: NDArray[np.int64], is_candidate: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return for each event the innermost candidate that it is nested in, itself left out; -1 for none."""
-    found = parent.copy()
+    enclosing = parent.copy()
     while True:
-        passed_over = np.flatnonzero((found != NOT_NESTED) & ~is_candidate[found])
+        passed_over = np.flatnonzero((enclosing != NOT_NESTED) & ~is_candidate[enclosing])
         if not len(passed_over):
-            return found
-        found[passed_over] = found[found[passed_over]]  # doubles what is passed over
+            return enclosing
+        enclosing[passed_over] = enclosing[enclosing[passed_over]]  # doubles what is passed over
 
 
 _MODULE = re.compile(r"nn\.Module: (.+?)(?:_\d+)?$")
@@ -85,11 +85,11 @@ def module_times(trace: Trace) -> tuple[tuple[TraceModule, ...], tuple[ModuleKer
 def _enclosing(trace: Trace, is_module: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return for each event of a CPU thread the innermost module that it is in."""
     is_kernel = trace.are(is_of_device)
-    found = innermost(nest(trace, np.flatnonzero(~is_kernel)), is_module)
+    module = innermost(nest(trace, np.flatnonzero(~is_kernel)), is_module)
     kernels = np.flatnonzero(is_kernel)
     launch = launch_of(trace, kernels)
-    found[kernels] = np.where(launch >= 0, found[launch], NOT_NESTED)
-    return found
+    module[kernels] = np.where(launch >= 0, module[launch], NOT_NESTED)
+    return module
 
 
 def _summed(
@@ -97,14 +97,14 @@ def _summed(
 ) -> tuple[TraceModule, ...]:
     number = {path: index for index, path in enumerate(dict.fromkeys(paths.values()))}
     events = np.fromiter(paths, np.int64, len(paths))
-    own = np.array([number[path] for path in paths.values()], np.int64)
+    rows = np.array([number[path] for path in paths.values()], np.int64)
     row_of = np.full(len(around), -1)
-    row_of[events] = own
+    row_of[events] = rows
     inner = events[around[events] != NOT_NESTED]
     inside = np.bincount(row_of[around[inner]], weights=trace.duration_ns[inner], minlength=len(number))
     is_kernel = trace.are(is_of_device)
     charged = np.where(around != NOT_NESTED, row_of[around], -1)
-    calls, total = np.bincount(own), np.bincount(own, weights=trace.duration_ns[events])
+    calls, total = np.bincount(rows), np.bincount(rows, weights=trace.duration_ns[events])
     operators = np.bincount(charged[is_operator & (charged >= 0)], minlength=len(number))
     kernels = is_kernel & (charged >= 0)
     device = np.bincount(charged[kernels], weights=trace.duration_ns[kernels], minlength=len(number))
@@ -126,14 +126,14 @@ def _kernels(trace: Trace, paths: dict[int, str], around: NDArray[np.int64]) -> 
     is_kernel = trace.are(is_of_device)
     sums: dict[tuple[str, str], list[int]] = {}
     for event in np.flatnonzero(is_kernel & (around != NOT_NESTED)).tolist():
-        own = sums.setdefault((paths[int(around[event])], trace.name_of(event)), [0, 0])
-        own[0] += 1
-        own[1] += int(trace.duration_ns[event])
-    found = [
+        sum_of_name = sums.setdefault((paths[int(around[event])], trace.name_of(event)), [0, 0])
+        sum_of_name[0] += 1
+        sum_of_name[1] += int(trace.duration_ns[event])
+    kernels = [
         ModuleKernel(path=path, name=name, count=count, total_us=total / 1e3)
         for (path, name), (count, total) in sums.items()
     ]
-    return tuple(sorted(found, key=lambda kernel: kernel.total_us, reverse=True))
+    return tuple(sorted(kernels, key=lambda kernel: kernel.total_us, reverse=True))
 
 
 _LEFT_OUT = {*KERNEL_CATEGORIES, "Trace", "gpu_user_annotation"}
@@ -155,9 +155,9 @@ def flame(path: Path) -> FlameFrame:
     order = np.lexsort((-trace.duration_ns[events], trace.start_ns[events], trace.thread[events]))
     for event in events[order].tolist():
         name = trace.name_of(event)
-        own = frames[int(around[event])].children.setdefault(name, FlameFrame(name=name))
-        own.count += 1
-        own.total_us += float(trace.duration_ns[event]) / 1e3
-        frames[event] = own
+        frame = frames[int(around[event])].children.setdefault(name, FlameFrame(name=name))
+        frame.count += 1
+        frame.total_us += float(trace.duration_ns[event]) / 1e3
+        frames[event] = frame
     root.total_us = sum(child.total_us for child in root.children.values())
     return root

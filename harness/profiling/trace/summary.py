@@ -43,13 +43,15 @@ def matrix_products(trace: Trace) -> tuple[TraceProduct, ...]:
     sums: dict[tuple[str, str], list[float]] = {}
     for event in events.tolist():
         key = trace.name_of(event), trace.shapes[trace.shape[event]]
-        own = sums.setdefault(key, [0, 0, 0])
-        own[0] += 1
-        own[1] += int(trace.duration_ns[event])
-        own[2] += int(kernel_ns[event])
+        total = sums.setdefault(key, [0, 0, 0])
+        total[0] += 1
+        total[1] += int(trace.duration_ns[event])
+        total[2] += int(kernel_ns[event])
     has_device = bool(kernel_ns.any())
-    found = [_product(name, shapes, own, has_device) for (name, shapes), own in sums.items()]
-    return tuple(sorted((one for one in found if one), key=lambda one: one.time_us, reverse=True))
+    products = [_product(name, shapes, total, has_device) for (name, shapes), total in sums.items()]
+    return tuple(
+        sorted((product for product in products if product), key=lambda product: product.time_us, reverse=True)
+    )
 
 
 def _kernel_ns(trace: Trace, is_product: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -57,20 +59,20 @@ def _kernel_ns(trace: Trace, is_product: NDArray[np.bool_]) -> NDArray[np.int64]
     kernels = np.flatnonzero(trace.are(is_of_device))
     launch = launch_of(trace, kernels)
     kernels, launch = kernels[launch >= 0], launch[launch >= 0]
-    found = np.zeros(len(trace.label), np.int64)
+    kernel_ns = np.zeros(len(trace.label), np.int64)
     if len(kernels):
         events = np.unique(np.concatenate([np.flatnonzero(is_product), launch]))
         around = innermost(nest(trace, events), is_product)[launch]
         inside = around != NOT_NESTED
-        np.add.at(found, around[inside], trace.duration_ns[kernels[inside]])
-    return found
+        np.add.at(kernel_ns, around[inside], trace.duration_ns[kernels[inside]])
+    return kernel_ns
 
 
-def _product(name: str, shapes: str, own: Sequence[float], has_device: bool) -> TraceProduct | None:
+def _product(name: str, shapes: str, total: Sequence[float], has_device: bool) -> TraceProduct | None:
     flops = _flops(name, shapes)
     if flops is None:
         return None
-    count, cpu_ns, kernel_ns = own
+    count, cpu_ns, kernel_ns = total
     time_us = (kernel_ns if has_device else cpu_ns) / 1e3
     return TraceProduct(
         name=name, shapes=shapes, count=int(count), time_us=time_us, flops=int(count) * flops, has_device=has_device
@@ -153,8 +155,8 @@ class _Columns:
         durations: dict[str, list[int]] = {name: [] for name in self._phase_names}
         for event, name in self._spans:
             durations[name].append(int(self._trace.duration_ns[event]))
-        for name, found in durations.items():
-            yield TracePhase(name=name, count=len(found), total_us=sum(found) / 1e3)
+        for name, durations_ns in durations.items():
+            yield TracePhase(name=name, count=len(durations_ns), total_us=sum(durations_ns) / 1e3)
 
     def operators(self) -> Iterator[TraceOperator]:
         starts, durations, ends = self._trace.start_ns, self._trace.duration_ns, self._trace.end_ns
@@ -162,9 +164,9 @@ class _Columns:
         called = np.flatnonzero(self._is_operator & (calling != NOT_NESTED))
         inside = np.minimum(ends[called], ends[calling[called]]) - starts[called]
         within = np.bincount(calling[called], weights=inside, minlength=len(durations))
-        own = np.maximum(durations - within, 0)
-        yield from self._grouped(np.flatnonzero(self._is_operator), own, "cpu")
-        yield from self._grouped(np.flatnonzero(self._is_kernel), own, "gpu")
+        self_ns = np.maximum(durations - within, 0)
+        yield from self._grouped(np.flatnonzero(self._is_operator), self_ns, "cpu")
+        yield from self._grouped(np.flatnonzero(self._is_kernel), self_ns, "gpu")
 
     def operations(self) -> Iterator[TraceOperation]:
         """Sum up our spans; those around a whole layer or step hold others, and are no operations."""
@@ -198,7 +200,7 @@ class _Columns:
         total_ns = np.bincount(group, weights=self._trace.duration_ns[events], minlength=len(groups))
         own_ns = np.bincount(group, weights=self_ns[events], minlength=len(groups))
         by_number = list(number)
-        for key, count, total, own in zip(groups, counts, total_ns, own_ns, strict=True):
+        for key, count, total, self_ns_sum in zip(groups, counts, total_ns, own_ns, strict=True):
             phase, name = divmod(int(key), len(number))
             yield TraceOperator(
                 name=by_number[name],
@@ -206,7 +208,7 @@ class _Columns:
                 device=device,
                 count=int(count),
                 total_us=float(total) / 1e3,
-                self_us=float(own) / 1e3,
+                self_us=float(self_ns_sum) / 1e3,
             )
 
     def _phase_name(self, number: int) -> str | None:
@@ -253,12 +255,12 @@ def _matching_spans(trace: Trace, pattern: re.Pattern[str]) -> list[tuple[int, s
     is_step = trace.are(lambda category, name: not is_of_device(category, name) and pattern.search(name))
     events = np.flatnonzero(is_step)
     events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
-    found = []
+    spans = []
     for event in events.tolist():
         match = pattern.search(trace.name_of(event))
         assert match is not None
-        found.append((event, (match[1] if pattern.groups else None) or match[0]))
-    return found
+        spans.append((event, (match[1] if pattern.groups else None) or match[0]))
+    return spans
 
 
 def _is_span(category: str, name: str) -> bool:
@@ -332,8 +334,8 @@ def _paired(
 ) -> Iterator[tuple[_Key, _Row | None, _Row | None]]:
     old: dict[_Key, _Row] = {key(row): row for row in before}
     new: dict[_Key, _Row] = {key(row): row for row in after}
-    for found in dict.fromkeys([*old, *new]):
-        yield found, old.get(found), new.get(found)
+    for row_key in dict.fromkeys([*old, *new]):
+        yield row_key, old.get(row_key), new.get(row_key)
 
 
 def _operator_size(change: OperatorChange) -> tuple[int, float]:

@@ -130,10 +130,10 @@ def read_events(path: Path) -> TraceEvents:
 def memory_events(trace: Trace) -> list[MemoryEvent]:
     """Return the allocations and frees of all threads of any trace, in order of time."""
     is_cpu = trace.are(lambda category, _: category in _CPU_CATEGORIES)
-    found: list[MemoryEvent] = []
+    events: list[MemoryEvent] = []
     for thread in np.unique(trace.memory.thread).tolist():
-        _tree(trace, np.flatnonzero(is_cpu & (trace.thread == thread)), thread, found)
-    return sorted(found, key=lambda event: event.time_us)
+        _tree(trace, np.flatnonzero(is_cpu & (trace.thread == thread)), thread, events)
+    return sorted(events, key=lambda event: event.time_us)
 
 
 def _is_on_cpu(category: str, name: str) -> bool:
@@ -143,9 +143,9 @@ def _is_on_cpu(category: str, name: str) -> bool:
 
 def _tree(trace: Trace, events: NDArray[np.int64], thread: int, memory: list[MemoryEvent]) -> list[tuple[Node, int]]:
     """Nest the events of one thread by time; return them with what links their kernels to them, -1 for nothing."""
-    own = np.flatnonzero(trace.memory.thread == thread)
-    starts = np.concatenate([trace.start_ns[events], trace.memory.time_ns[own]])
-    durations = np.concatenate([trace.duration_ns[events], np.zeros(len(own), np.int64)])
+    memory_rows = np.flatnonzero(trace.memory.thread == thread)
+    starts = np.concatenate([trace.start_ns[events], trace.memory.time_ns[memory_rows]])
+    durations = np.concatenate([trace.duration_ns[events], np.zeros(len(memory_rows), np.int64)])
     nodes: list[tuple[Node, int]] = []
     around: Node | None = None
     starts_us, durations_us = (starts / 1e3).tolist(), (durations / 1e3).tolist()
@@ -154,7 +154,7 @@ def _tree(trace: Trace, events: NDArray[np.int64], thread: int, memory: list[Mem
         while around is not None and around.start + around.duration <= start_us:
             around = around.parent
         if place >= len(events):
-            at = own[place - len(events)]
+            at = memory_rows[place - len(events)]
             memory.append(
                 MemoryEvent(
                     time_us=start_us,
@@ -209,11 +209,11 @@ class _Sum:
     def add(self, node: Node, self_us: float) -> None:
         self.join(_Sum(1, node.duration, self_us, sum(inner.device_us for inner in node.walk())))
 
-    def join(self, other: "_Sum") -> None:
-        self.calls += other.calls
-        self.total_us += other.total_us
-        self.self_us += other.self_us
-        self.device_us += other.device_us
+    def join(self, addend: "_Sum") -> None:
+        self.calls += addend.calls
+        self.total_us += addend.total_us
+        self.self_us += addend.self_us
+        self.device_us += addend.device_us
 
 
 @dataclass(slots=True)
@@ -253,21 +253,21 @@ class _RowMaker:
     has_device: bool
 
     def row(
-        self, name: str, found: _Sum, spread: tuple[float, float] | None = None, num_collapsed: int = 1
+        self, name: str, row_sum: _Sum, spread: tuple[float, float] | None = None, num_collapsed: int = 1
     ) -> TableRow:
         return TableRow(
             name=name,
-            calls=found.calls,
-            total_us=found.total_us,
-            self_us=found.self_us,
-            share=found.self_us / self.wall_us,
+            calls=row_sum.calls,
+            total_us=row_sum.total_us,
+            self_us=row_sum.self_us,
+            share=row_sum.self_us / self.wall_us,
             num_collapsed=num_collapsed,
             spread=spread,
-            device_us=found.device_us if self.has_device else None,
+            device_us=row_sum.device_us if self.has_device else None,
         )
 
     def rows(self, sums: dict[str, _Sum]) -> list[TableRow]:
-        return [self.row(name, found) for name, found in sums.items()]
+        return [self.row(name, row_sum) for name, row_sum in sums.items()]
 
     def unattributed(self, num_steps: int, time_us: float) -> TableRow:
         return self.row(UNATTRIBUTED, _Sum(calls=num_steps, total_us=time_us, self_us=time_us))
@@ -298,14 +298,14 @@ def _layer_rows(
     nodes: Iterable[Node], layer_names: Collection[str], names: Collection[str], make: _RowMaker
 ) -> list[TableRow]:
     """Return a row for each group of identical consecutive layers, and for each operation outside of all layers."""
-    found: dict[str, _Layer] = {}
+    by_name: dict[str, _Layer] = {}
     for node in nodes:
         if node.name in layer_names or (node.name in names and layer_of(node.name) is None):
-            layer = found.setdefault(node.name, _Layer(node.name))
+            layer = by_name.setdefault(node.name, _Layer(node.name))
             layer.sum.add(node, node.duration)
             layer.operators.update(inner.name for inner in node.walk() if _is_operator(inner, names))
     rows = []
-    for _, group in groupby(found.values(), key=lambda layer: (layer.name in layer_names, layer.operators)):
+    for _, group in groupby(by_name.values(), key=lambda layer: (layer.name in layer_names, layer.operators)):
         layers = list(group)
         if layers[0].name in layer_names:
             rows.append(_collapsed(layers, make))

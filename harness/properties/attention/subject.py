@@ -139,8 +139,8 @@ class AttentionUnderTest(Target):
             [values[request] for request in requests]
             for values in (case.block_tables, case.query_lens, case.context_lens)
         )
-        given = {"q": tensors.q_TNH, "k_cache": tensors.k_cache_BSKH, "v_cache": tensors.v_cache_BSKH}
-        before = {name: tensor.clone() for name, tensor in given.items()}
+        passed = {"q": tensors.q_TNH, "k_cache": tensors.k_cache_BSKH, "v_cache": tensors.v_cache_BSKH}
+        before = {name: tensor.clone() for name, tensor in passed.items()}
         with calling("attend", lambda: program(self, case, call_lines(self, case))):
             out = self._function(self.method)(
                 tensors.q_TNH,
@@ -151,7 +151,7 @@ class AttentionUnderTest(Target):
                 context_lens=context_lens,
                 **case.options,
             )
-        for name in (name for name, tensor in given.items() if not _is_same(tensor, before[name])):
+        for name in (name for name, tensor in passed.items() if not _is_same(tensor, before[name])):
             copying = ["", f"before = {name}.clone()"]
             ending = ["", f"assert torch.equal({name}.view(torch.uint8), before.view(torch.uint8))  # NaN among it"]
             what = f"it writes to {name}, which is not its own"

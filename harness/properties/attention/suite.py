@@ -65,8 +65,8 @@ def _off(case: AttentionCase, row: int, head: int, error: float, bound: float) -
     where = f"row {row} (request {request}, position {position}), query head {head}"
     if not bound:
         return f"{where}: it sees no key, and is not 0"
-    found = f"{error:.3g} roundings to {case.dtype}" if math.isfinite(error) else "it is not finite"
-    return f"{where}: {found}, against a bound of {bound:.3g}"
+    deviation = f"{error:.3g} roundings to {case.dtype}" if math.isfinite(error) else "it is not finite"
+    return f"{where}: {deviation}, against a bound of {bound:.3g}"
 
 
 def check_placement(named: Any, settings: Settings) -> Rejections:
@@ -119,8 +119,8 @@ def check_batching(named: Any, settings: Settings) -> Rejections:
         together = target.attend(case, tensors).split(list(case.query_lens))
         chunks = tensors.q_TNH.split(list(case.query_lens))
         for request, (q_TNH, in_batch) in enumerate(zip(chunks, together, strict=True)):
-            own = Tensors(q_TNH=q_TNH, k_cache_BSKH=tensors.k_cache_BSKH, v_cache_BSKH=tensors.v_cache_BSKH)
-            if not torch.equal(target.attend_requests(case, own, [request]), in_batch):
+            request_tensors = Tensors(q_TNH=q_TNH, k_cache_BSKH=tensors.k_cache_BSKH, v_cache_BSKH=tensors.v_cache_BSKH)
+            if not torch.equal(target.attend_requests(case, request_tensors, [request]), in_batch):
                 raise Counterexample(f"request {request} has other bits alone", _alone(target, case, request))
 
     return falsify("a request has the same bits alone and in a batch", check, batches(target.served), settings)
@@ -128,11 +128,11 @@ def check_batching(named: Any, settings: Settings) -> Rejections:
 
 def _alone(target: AttentionUnderTest, case: AttentionCase, request: int) -> str:
     start = sum(case.query_lens[:request])
-    rows, own = f"{start}:{start + case.query_lens[request]}", f"{request}:{request + 1}"
+    rows, one = f"{start}:{start + case.query_lens[request]}", f"{request}:{request + 1}"
     again = [
         "",
         f"in_batch, q = out[{rows}], q[{rows}]",
-        f"block_tables, query_lens, context_lens = (x[{own}] for x in (block_tables, query_lens, context_lens))",
+        f"block_tables, query_lens, context_lens = (x[{one}] for x in (block_tables, query_lens, context_lens))",
     ]
     ending = ["", "assert torch.equal(alone, in_batch)"]
     calls = [*call_lines(target, case), *again, *call_lines(target, case, out="alone")]

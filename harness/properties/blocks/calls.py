@@ -47,7 +47,7 @@ class BlockManagerCalls(CacheRequests):
     def begin_request(self, request: RequestRecord, *, looks_up: bool, computes: bool) -> bool:
         """Allocate a request's blocks and perhaps compute all its tokens; tell whether there was room."""
         token_ids, salted = request.token_ids, self.salted(request.salt)
-        found = self.look_up(token_ids, request.salt) if looks_up and self.offers["lookup"] else None
+        looked_up = self.look_up(token_ids, request.salt) if looks_up and self.offers["lookup"] else None
         expected = self.ask_optional(Invariant.ROOM, "can_allocate", list(token_ids), **salted)
         fits = not self.tables.live and self.tables.fits(len(token_ids))
         before = self.free_blocks()
@@ -61,7 +61,7 @@ class BlockManagerCalls(CacheRequests):
             self.entries.note_lookup(token_ids)
             return False
         self._check_found(num_cached, token_ids, request.salt)
-        self.check_same(found, num_cached)
+        self.check_same(looked_up, num_cached)
         request.num_computed = num_cached
         self.tables.live[request.request_id] = request
         self.tables.refresh()
@@ -77,15 +77,15 @@ class BlockManagerCalls(CacheRequests):
 
     def look_up(self, token_ids: Sequence[int], salt: str) -> int:
         """Ask how much of a prompt is cached, and return it."""
-        found: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self.salted(salt))
+        num_cached: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self.salted(salt))
         self.entries.note_lookup(token_ids)
-        self._check_found(found, token_ids, salt)
-        return found
+        self._check_found(num_cached, token_ids, salt)
+        return num_cached
 
-    def _check_found(self, found: int, token_ids: Sequence[int], salt: str) -> None:
+    def _check_found(self, num_cached: int, token_ids: Sequence[int], salt: str) -> None:
         at_least = 0 if self.collides else self.hits.num_tokens(list(token_ids), salt)
         is_noted = self.offers["lookup"] and not self.pool.has_groups
-        self.check_found(found, token_ids, (at_least, is_noted))
+        self.check_found(num_cached, token_ids, (at_least, is_noted))
 
     def _check_cached_content(self, request: RequestRecord) -> None:
         """Tell the kinds of a wrong hit apart: not computed yet, or another prefix."""
@@ -94,9 +94,9 @@ class BlockManagerCalls(CacheRequests):
         position = oracle.first_wrong(request.table, request.prefixes, 0, range(request.num_computed))
         if position is not None and not self.pool.has_groups:
             block = request.table[position // self.block_size]
-            others = [other for other in self.live() if other is not request and block in other.table]
+            others = [holder for holder in self.live() if holder is not request and block in holder.table]
             is_early = oracle.read(request.table, position) is None or any(
-                other.num_computed <= position for other in others
+                holder.num_computed <= position for holder in others
             )
             self.tables.check_content(request, Invariant.COMPUTED_HITS if is_early else Invariant.EQUAL_HITS)
         self.tables.check_content(request, Invariant.EQUAL_HITS)

@@ -237,19 +237,19 @@ class CacheRequests(Machine):
                 raise Violation(Invariant.ROOM, what, f"assert {source} == {old}")
 
     def check_found(
-        self, found: int, token_ids: Sequence[int], expected: tuple[int, bool], answer: str = "result"
+        self, num_cached: int, token_ids: Sequence[int], expected: tuple[int, bool], answer: str = "result"
     ) -> None:
         """Verify how much was found; `expected`: at least so much, and whether a miss is a finding by itself."""
         at_least, is_noted = expected
-        if not 0 <= found < len(token_ids):
-            what = f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute"
+        if not 0 <= num_cached < len(token_ids):
+            what = f"{num_cached} of {len(token_ids)} tokens count as cached, so that none is left to compute"
             raise Violation(Invariant.ONE_TOKEN_LEFT, what, f"assert 0 <= {answer} < {len(token_ids)}")
-        self.all_hits.num_hits += found > 0
-        if found >= at_least:
+        self.all_hits.num_hits += num_cached > 0
+        if num_cached >= at_least:
             return
         broken = (
             Invariant.EXPECTED_HITS,
-            f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
+            f"{num_cached} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
             "evicted since",
             f"assert result >= {at_least}",
         )
@@ -258,11 +258,11 @@ class CacheRequests(Machine):
         else:  # of one miss nothing follows: see `search_cache`
             self.all_hits.note_miss(Violation(*broken), self.subject, is_finding=self.reports_hits)
 
-    def check_same(self, found: int | None, num_cached: int) -> None:
+    def check_same(self, looked_up: int | None, num_cached: int) -> None:
         """Verify that a look-up, if there was one, said what the allocation right after it found."""
-        if found is not None and found != num_cached:
-            what = f"the look-up found {found} tokens, and the allocation right after it {num_cached}"
-            self.note(Invariant.LOOKUP, what, f"assert result == {found}")
+        if looked_up is not None and looked_up != num_cached:
+            what = f"the look-up found {looked_up} tokens, and the allocation right after it {num_cached}"
+            self.note(Invariant.LOOKUP, what, f"assert result == {looked_up}")
 
 
 def known(requests: Iterable[Record], request_id: int) -> Record:
@@ -271,7 +271,7 @@ def known(requests: Iterable[Record], request_id: int) -> Record:
     Raises:
         NotApplicable: there is none.
     """
-    found = next((entry for entry in requests if entry.request_id == request_id), None)
-    if found is None:
+    request = next((entry for entry in requests if entry.request_id == request_id), None)
+    if request is None:
         raise NotApplicable
-    return found
+    return request

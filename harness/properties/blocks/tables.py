@@ -213,11 +213,11 @@ class Tables:
                 if source != target and target != self._null_block:
                     self.oracle.copy(source, target)
 
-    def write(self, request: RequestRecord, stop: int, *, found: Mapping[int, int] | None = None) -> None:
+    def write(self, request: RequestRecord, stop: int, *, cached_tokens: Mapping[int, int] | None = None) -> None:
         """Compute a request up to `stop`: write the slots of its new positions in every group.
 
-        `found` are the tokens that requests which start in the same step find in the cache. They may be what the step
-        computes for another request, since every layer writes K and V before it reads them.
+        `cached_tokens` are the tokens that requests which start in the same step find in the cache. This step may compute
+        them for another request, since every layer writes K and V before it reads them.
 
         Raises:
             Violation: one of them is not the request's own.
@@ -227,7 +227,7 @@ class Tables:
         for group, table in enumerate(request.tables):
             for position in range(request.num_computed, stop):
                 index, offset = divmod(position, self._block_size)
-                self._check_written(request, group, index, position, owners, found or {})
+                self._check_written(request, group, index, position, owners, cached_tokens or {})
                 self.oracle.write(table[index], offset, (group, request.prefixes[position]))
         request.num_computed = stop
 
@@ -238,14 +238,14 @@ class Tables:
         index: int,
         position: int,
         owners: Mapping[int, Sequence[Owner]],
-        found: Mapping[int, int],
+        cached_tokens: Mapping[int, int],
     ) -> None:
         block, source = request.tables[group][index], self.source(request, group)
         doing = f"request {request.request_id} writes position {position} into"
         if block == self._null_block:
             raise Violation(Invariant.SHARED_WRITES, f"{doing} the null block", f"assert {source}[{index}] != {block}")
         for owner in owners[block]:
-            is_found = position < found.get(owner.request.request_id, 0)
+            is_found = position < cached_tokens.get(owner.request.request_id, 0)
             if owner.request is not request and not is_found:
                 raise Violation(
                     Invariant.SHARED_WRITES,
@@ -263,8 +263,8 @@ class Tables:
             self.check_table(request)
         owners = self.owners()
         for block, places in owners.items():
-            for other in places[1:]:
-                self._check_shared(block, places[0], other)
+            for place in places[1:]:
+                self._check_shared(block, places[0], place)
         self._check_free(owners)
         if self._offers["num_owners"] and self.knows_all:
             self._check_owner_counts(owners)

@@ -50,19 +50,19 @@ def minimize(
 
     `hangs`: its last call does not return; otherwise a call that takes too long is no example of it.
     """
-    found = _replay(make, trace, invariant, hangs)
-    num_replays, is_smaller = 0, found is not None
-    while found is not None and is_smaller:
+    smallest = _replay(make, trace, invariant, hangs)
+    num_replays, is_smaller = 0, smallest is not None
+    while smallest is not None and is_smaller:
         is_smaller = False
-        for candidate in smaller_traces(found.machine):
+        for candidate in smaller_traces(smallest.machine):
             num_replays += 1
             if num_replays > MOST_REPLAYS:
-                return found
+                return smallest
             again = _replay(make, candidate, invariant, hangs)
-            if again is not None and again.cost < found.cost:
-                found, is_smaller = again, True
+            if again is not None and again.cost < smallest.cost:
+                smallest, is_smaller = again, True
                 break
-    return found
+    return smallest
 
 
 def _replay(make: Callable[[], Machine], trace: Trace, invariant: Invariant, hangs: bool) -> Smallest | None:
@@ -150,7 +150,7 @@ def _renumbered(trace: Trace, request_arguments: Collection[str]) -> list[Step]:
 
 def _smaller_sizes(size: int, served: Iterable[int]) -> list[int]:
     """Return some of the served sizes below one: the smallest, those next to it, and one in the middle."""
-    smaller = sorted({other for other in served if other < size})
+    smaller = sorted({served_size for served_size in served if served_size < size})
     return sorted({*smaller[:1], *smaller[len(smaller) // 2 :][:1], *smaller[-2:]})
 
 
@@ -182,9 +182,9 @@ def _with_equal_tokens(trace: Trace) -> Iterator[list[Step]]:
     """Yield examples where one token takes the place of another in all lists at once."""
     tokens = sorted({number for _, arguments in trace for value in arguments.values() for number in _listed(value)})
     for token in tokens[1:]:
-        for other in (tokens[0], 0):
+        for replacement in (tokens[0], 0):
             yield [
-                (name, {key: [other if x == token else x for x in value] if isinstance(value, list) else value
+                (name, {key: [replacement if x == token else x for x in value] if isinstance(value, list) else value
                         for key, value in arguments.items()})
                 for name, arguments in trace
             ]  # fmt: skip
@@ -259,9 +259,9 @@ def difference(
     `is_certain`: the search has met a difference already, so that one is reported even if it does not come again.
     """
     runs = [sample for _ in range(RUNS_IF_CERTAIN if is_certain else 1) for sample in samples]
-    found = next(filter(None, (_compare(make, sample) for sample in runs)), None)
-    if found is not None:
-        return _finding(_smallest(make, found))
+    differing = next(filter(None, (_compare(make, sample) for sample in runs)), None)
+    if differing is not None:
+        return _finding(_smallest(make, differing))
     if not is_certain:
         return None
     what = "an example was run twice and did not take the same course; no second run of another one showed where"
@@ -282,19 +282,19 @@ def _compare(make: Callable[[], Machine], sample: AnsweredExample) -> CallDiffer
     return None
 
 
-def _smallest(make: Callable[[], Machine], found: CallDifference) -> CallDifference:
+def _smallest(make: Callable[[], Machine], smallest: CallDifference) -> CallDifference:
     num_runs, is_smaller = 0, True
     while is_smaller and num_runs < MOST_RUNS:
         is_smaller = False
-        for trace in smaller_traces(found.machine):
+        for trace in smaller_traces(smallest.machine):
             num_runs += RUNS_OF_ONE
             again = _differs(make, trace)
-            if again is not None and again.index < found.index:
-                found, is_smaller = again, True
+            if again is not None and again.index < smallest.index:
+                smallest, is_smaller = again, True
                 break
             if num_runs > MOST_RUNS:
                 break
-    return found
+    return smallest
 
 
 def _differs(make: Callable[[], Machine], trace: Sequence[Step]) -> CallDifference | None:
@@ -317,9 +317,9 @@ def _run(make: Callable[[], Machine], trace: Sequence[Step]) -> Machine | None:
     return machine
 
 
-def _finding(found: CallDifference) -> PropertyFinding:
-    subject, (first, second) = found.machine.subject, found.answers
-    calls = subject.calls[: found.index + 1]
+def _finding(difference: CallDifference) -> PropertyFinding:
+    subject, (first, second) = difference.machine.subject, difference.answers
+    calls = subject.calls[: difference.index + 1]
     what = f"{calls[-1].source} gave {first} in one run and {second} in another, after the same calls"
     *opening, made = subject.opening
     lines = [

@@ -69,25 +69,25 @@ def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: 
 
     `is_first_enough`: end at the first example that breaks one.
     """
-    found = _Found(make, is_first_enough=is_first_enough)
+    examples = _Found(make, is_first_enough=is_first_enough)
     with time_limit(CALL_LIMIT_S):
-        is_steady = _run(found, settings)
+        is_steady = _run(examples, settings)
     with time_limit(SHRINKING_LIMIT_S):
-        findings = {invariant: found.smallest(invariant) for invariant in found.broken}
-        other = difference(make, found.samples, is_certain=not is_steady)
-    if other is not None:
-        findings[Invariant.DETERMINISM] = other
+        findings = {invariant: examples.smallest(invariant) for invariant in examples.broken}
+        difference_finding = difference(make, examples.samples, is_certain=not is_steady)
+    if difference_finding is not None:
+        findings[Invariant.DETERMINISM] = difference_finding
     worst_first = [findings[invariant] for invariant in sorted(findings, key=lambda broken: (broken.severity, broken))]
-    return SearchReport(findings=worst_first, num_examples=found.num_examples, rejections=found.rejections)
+    return SearchReport(findings=worst_first, num_examples=examples.num_examples, rejections=examples.rejections)
 
 
-def _run(found: "_Found", settings: Settings) -> bool:
+def _run(examples: "_Found", settings: Settings) -> bool:
     """Run all examples; tell whether the code under test took the same course whenever the same was drawn."""
     for restart in range(MOST_RESTARTS):
-        left = Settings(settings, max_examples=max(1, settings.max_examples - found.num_examples))
+        left = Settings(settings, max_examples=max(1, settings.max_examples - examples.num_examples))
 
         def run(data: st.DataObject) -> None:
-            found.try_example(data, settings.stateful_step_count)
+            examples.try_example(data, settings.stateful_step_count)
 
         given_run = given(st.data())(run)
         try:
@@ -171,9 +171,11 @@ class _Found:
             minimize(self._make, trace, invariant, hangs=violation.hangs)
             for trace, violation, _ in self.broken[invariant]
         ]
-        found = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
-        if found is not None:
-            return PropertyFinding.of(found.violation, found.machine.subject.program(found.violation))
+        smallest_example = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
+        if smallest_example is not None:
+            return PropertyFinding.of(
+                smallest_example.violation, smallest_example.machine.subject.program(smallest_example.violation)
+            )
         _, violation, machine = self.broken[invariant][0]
         what = f"{violation.what}; the same calls a second time did not show it"
         return PropertyFinding.of(Violation(invariant, what), machine.subject.program(violation))

@@ -138,8 +138,8 @@ def _prompts(draw: DrawFn, vocab_size: int, longest: int, num_prompts: int) -> l
     shared = draw(st.lists(tokens, max_size=longest // 2))
     prompts = []
     for _ in range(num_prompts):
-        own = draw(st.lists(tokens, min_size=1, max_size=longest // 2))
-        prompt = (shared if draw(st.booleans()) else []) + own * draw(st.integers(1, 3))
+        repeated = draw(st.lists(tokens, min_size=1, max_size=longest // 2))
+        prompt = (shared if draw(st.booleans()) else []) + repeated * draw(st.integers(1, 3))
         prompts.append(tuple(prompt[:longest]))
     return prompts
 

@@ -85,9 +85,9 @@ def _check_shards(
             save_file({name: tensors[name] for name in files if files[name] == file}, folder / file)
         (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": files}))
         with calling("load", lambda: program):
-            found = target.adapter.load(folder)
-        wrong = sorted(found.keys() ^ expected.keys()) or [
-            name for name in sorted(found) if not torch.equal(found[name], expected[name])
+            loaded = target.adapter.load(folder)
+        wrong = sorted(loaded.keys() ^ expected.keys()) or [
+            name for name in sorted(loaded) if not torch.equal(loaded[name], expected[name])
         ]
     if wrong:
         raise Counterexample(f"{wrong[0]} is not what one file gives", program)

@@ -161,9 +161,9 @@ def _sign(norm: Norm) -> None:
 
 
 def _input(norm: Norm) -> None:
-    given = norm.x.clone()
-    norm(given, norm.weight, norm.bias, norm.case.eps)
-    if not torch.equal(given, norm.x):
+    x = norm.x.clone()
+    norm(x, norm.weight, norm.bias, norm.case.eps)
+    if not torch.equal(x, norm.x):
         lines = ["before = x.clone()", norm.line("out", "x"), "assert torch.equal(x, before)"]
         raise Counterexample(f"{norm.method} changes its input, which the residual still needs", norm.program(lines))
 

@@ -198,13 +198,13 @@ def _permutation(rotation: RotaryScheme) -> None:
         return
     half = rotation.x_TNH.shape[-1] // 2
     interleaved = [i // 2 + half * (i % 2) for i in range(2 * half)]
-    other = RotaryScheme(rotation.target, "rotary_interleaved", rotation.case)
+    interleaved_rotation = RotaryScheme(rotation.target, "rotary_interleaved", rotation.case)
     by_halves = rotation.rotate(rotation.x_TNH, rotation.positions_T)[..., interleaved]
-    by_neighbours = other.rotate(rotation.x_TNH[..., interleaved], rotation.positions_T)
+    by_neighbours = interleaved_rotation.rotate(rotation.x_TNH[..., interleaved], rotation.positions_T)
     lines = [
         f"order = {interleaved}",
         f"expected = {rotation.target.name}.rotary(x, positions, {rotation.case.theta!r})[..., order]",
-        other.line("out", "x[..., order]", "positions"),
+        interleaved_rotation.line("out", "x[..., order]", "positions"),
     ]
     rotation.expect(by_neighbours, by_halves, rotation.positions_T, lines)
 

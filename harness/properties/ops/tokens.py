@@ -113,13 +113,13 @@ def check_frequency(target: OpsUnderTest, request: SampledRow) -> None:
     if request.temperature == 0 or near.abs().max() > 1e-9:
         return  # nothing is drawn, or the set depends on rounding
     batch = [replace(request, seed=seed) for seed in range(_NUM_DRAWS)]
-    found = Counter(_sample(target, batch))
+    counts = Counter(_sample(target, batch))
     cells = _cells((p * _NUM_DRAWS).tolist())
-    statistic = sum((sum(found[token] for token in own) - wanted) ** 2 / wanted for own, wanted in cells)
+    statistic = sum((sum(counts[token] for token in cell) - wanted) ** 2 / wanted for cell, wanted in cells)
     largest = _largest_chi_square(len(cells) - 1)
     if statistic > largest:
         pairs = ", ".join(
-            f"tokens {own}: {sum(found[token] for token in own)} for {wanted:.0f}" for own, wanted in cells
+            f"tokens {cell}: {sum(counts[token] for token in cell)} for {wanted:.0f}" for cell, wanted in cells
         )
         program = [
             "import torch", *target.opening(), "", *_many_calls(target, request),
@@ -143,7 +143,7 @@ def _cells(expected: Sequence[float]) -> list[tuple[list[int], float]]:
         sets.append(rare)
     else:
         sets[-1] += rare
-    return [(own, sum(expected[token] for token in own)) for own in sets]
+    return [(cell, sum(expected[token] for token in cell)) for cell in sets]
 
 
 def _largest_chi_square(num_free: int) -> float:
@@ -293,10 +293,10 @@ def _check(target: OpsUnderTest, folder: Path, ending: Ending) -> None:
 
     (folder / FILE).write_text(json.dumps(ending.document), encoding="utf-8")
     with calling("num_generated", program):
-        found = target.adapter.num_generated(folder, list(ending.token_ids))
-    if found != ending.num_generated:
+        num_generated = target.adapter.num_generated(folder, list(ending.token_ids))
+    if num_generated != ending.num_generated:
         what = (
-            f"of the tokens {list(ending.token_ids)} {found} are generated, against {ending.num_generated}: "
+            f"of the tokens {list(ending.token_ids)} {num_generated} are generated, against {ending.num_generated}: "
             f"the end is {ending.document['eos_token_id']}"
         )
         raise Counterexample(what, program())
@@ -327,9 +327,9 @@ def _check_text(target: OpsUnderTest, text: str) -> None:
         return "\n".join([*target.opening(), "", *lines]) + "\n"
 
     with calling("encode or decode", program):
-        found = target.adapter.decode(target.adapter.encode(text))
-    if found != text:
-        raise Counterexample(f"{text!r} comes back as {found!r}", program())
+        decoded = target.adapter.decode(target.adapter.encode(text))
+    if decoded != text:
+        raise Counterexample(f"{text!r} comes back as {decoded!r}", program())
 
 
 def _check_pieces(target: OpsUnderTest, text: str) -> None:
@@ -339,6 +339,6 @@ def _check_pieces(target: OpsUnderTest, text: str) -> None:
 
     with calling("detokenize", program):
         tokens = target.adapter.encode(text)
-        found, expected = "".join(target.adapter.detokenize(tokens)), target.adapter.decode(tokens)
-    if found != expected:
-        raise Counterexample(f"the pieces make {found!r}, the whole is {expected!r}", program())
+        pieces, expected = "".join(target.adapter.detokenize(tokens)), target.adapter.decode(tokens)
+    if pieces != expected:
+        raise Counterexample(f"the pieces make {pieces!r}, the whole is {expected!r}", program())

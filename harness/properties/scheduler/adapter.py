@@ -115,10 +115,12 @@ class SchedulerCapabilities(PoolCapabilities):
         Raises:
             HarnessError: BAD_ADAPTER: it is not what it should be.
         """
-        found = super(SchedulerCapabilities, cls).of(adapter)  # `slots` makes a new class, which plain super() misses
-        stretch = max(stretch_of(size) for size in found.block_sizes)
+        declared = super(SchedulerCapabilities, cls).of(
+            adapter
+        )  # `slots` makes a new class, which plain super() misses
+        stretch = max(stretch_of(size) for size in declared.block_sizes)
         undeclared = [name for name in ("budgets", "max_model_lens") if adapter.declares(name) is None]
         stretched: dict[str, Any] = {
-            name: tuple(size * stretch for size in getattr(found, name)) for name in undeclared
+            name: tuple(size * stretch for size in getattr(declared, name)) for name in undeclared
         }
-        return replace(found, **stretched)
+        return replace(declared, **stretched)

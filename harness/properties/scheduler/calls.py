@@ -193,12 +193,14 @@ class SchedulerCalls(Machine):
                 request.token_ids += [*request.drafts, *[0] * num_extra][:num_extra]
             request.num_computed = chunk.start  # less after a preemption, more after a prefix hit
         starting = [chunk for chunk in chunks if chunk.request_id not in was_running]
-        found = {chunk.request_id: chunk.start for chunk in starting} if self.declared.shares_within_step else {}
+        cached_tokens = (
+            {chunk.request_id: chunk.start for chunk in starting} if self.declared.shares_within_step else {}
+        )
         for chunk in chunks:
             request = self.requests[chunk.request_id]
             if self.offers["block_table"]:
                 self._check_width(request, chunk.stop)
-                self.tables.write(request, chunk.stop, found=found)
+                self.tables.write(request, chunk.stop, cached_tokens=cached_tokens)
             request.num_computed = chunk.stop
         for chunk in chunks if self.offers["block_table"] else ():
             self.tables.check_content(self.requests[chunk.request_id], Invariant.SLOT_CONTENT, first_query=chunk.start)

@@ -152,11 +152,11 @@ class SchedulerLimits:
         waiting = [request for request in requests.values() if request.was_preempted and not request.is_running]
         for chunk in chunks:
             starting = requests[chunk.request_id]
-            for other in waiting if chunk.request_id not in was_running else ():
-                if other.arrival < starting.arrival:
+            for earlier in waiting if chunk.request_id not in was_running else ():
+                if earlier.arrival < starting.arrival:
                     self.note(
                         Invariant.PROGRESS,
-                        f"request {chunk.request_id} starts, and request {other.request_id}, which arrived before "
+                        f"request {chunk.request_id} starts, and request {earlier.request_id}, which arrived before "
                         "it and was preempted, still waits",
                         f"assert {chunk.request_id} not in [chunk[0] for chunk in result]",
                     )
@@ -207,10 +207,14 @@ class Reuse:
         if not self._is_checked:
             return
         starting = [chunk for chunk in chunks if chunk.request_id not in was_running]
-        found = {chunk.request_id: chunk.start // self._block_size for chunk in starting}
+        num_cached_blocks = {chunk.request_id: chunk.start // self._block_size for chunk in starting}
         for request_id, request in self._tables.live.items():
-            is_starting = request_id in found
-            new = request.table[found[request_id] :] if is_starting else set(request.table) - set(before[request_id])
+            is_starting = request_id in num_cached_blocks
+            new = (
+                request.table[num_cached_blocks[request_id] :]
+                if is_starting
+                else set(request.table) - set(before[request_id])
+            )
             self._hits.note_allocated(new)
         for chunk in starting:
             self._check_start(chunk, requests[chunk.request_id])

@@ -77,7 +77,7 @@ class StateCacheCalls(CacheRequests):
     def begin_request(self, request: RequestRecord, *, looks_up: bool, computes: bool) -> bool:
         """Start a request and perhaps compute all its tokens; tell whether there was room."""
         token_ids, salt, before = request.token_ids, request.salt, self.free_blocks()
-        found = self.look_up(token_ids, salt) if looks_up and self.offers["lookup"] else None
+        looked_up = self.look_up(token_ids, salt) if looks_up and self.offers["lookup"] else None
         expected = self.snapshots.expected(request.prefixes)
         arguments = (request.request_id, list(token_ids))
         num_cached = self.subject.do(Invariant.ROOM, "allocate", *arguments, **self.salted(salt))
@@ -85,7 +85,7 @@ class StateCacheCalls(CacheRequests):
             self.check_no_room(before, num_more=1)
             return False
         self.check_found(num_cached, token_ids, expected)
-        self.check_same(found, num_cached)
+        self.check_same(looked_up, num_cached)
         self.enter(request, num_cached, Invariant.RESTORED_STATE)
         if computes:
             self.compute_up_to(request, len(token_ids))
@@ -96,9 +96,9 @@ class StateCacheCalls(CacheRequests):
         prefixes: list[int] = []
         self.oracle.extend(prefixes, token_ids, salt)
         expected = self.snapshots.expected(prefixes)
-        found: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self.salted(salt))
-        self.check_found(found, token_ids, expected)
-        return found
+        num_cached: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self.salted(salt))
+        self.check_found(num_cached, token_ids, expected)
+        return num_cached
 
     def enter(self, request: RequestRecord, num_cached: int, invariant: Invariant, answer: str = "result") -> None:
         """Take a request among the live ones, and verify the state that it begins with, as the `answer` says."""

@@ -224,8 +224,8 @@ def _acceptance(steps: Sequence[VerifiedStep]) -> str:
     truth = f"{least:,}" if least == most else f"{least:,} to {most:,} (ties within rounding)"
     parts = [f"{num_accepted:,} of {count(num_drafts, 'draft')} in {count(len(steps), 'step')}, by HF's logits {truth}"]
     if wrong := [step for step in steps if step.differs]:
-        first, own = wrong[0], f"{wrong[0].truth_least} to {wrong[0].truth_most}"
-        expected = own if first.truth_least < first.truth_most else str(first.truth_most)
+        first, truth_range = wrong[0], f"{wrong[0].truth_least} to {wrong[0].truth_most}"
+        expected = truth_range if first.truth_least < first.truth_most else str(first.truth_most)
         where = f"request {first.request}, position {first.position}, step {first.step}"
         parts.append(f"another number in {count(len(wrong), 'step')}: {first.num_accepted} for {expected} at {where}")
     return "; ".join(parts)

@@ -171,7 +171,7 @@ def cost_text(result: CheckCost, *, tablefmt: str = "simple") -> str:
     rows.append(["all but the engine", f"{result.seconds:,.1f}", _gb(result.read_bytes)])
     table = fitted_table(rows, ["phase", "seconds", "GB read"], tablefmt=tablefmt)
     peak = "not known on this system" if result.peak_bytes is None else f"{_gb(result.peak_bytes)} GB"
-    found = "in the cache" if result.has_golden else "to be kept"
+    golden = "in the cache" if result.has_golden else "to be kept"
     requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
     lines = [
         f"{errors.Code.NOTHING_CHECKED}: nothing was checked: this is what a check would cost",
@@ -180,7 +180,7 @@ def cost_text(result: CheckCost, *, tablefmt: str = "simple") -> str:
         "",
         table,
         "",
-        f"disk     {_gb(result.golden_bytes)} GB for the golden, {found}; {_gb(result.recording_bytes)} GB for a "
+        f"disk     {_gb(result.golden_bytes)} GB for the golden, {golden}; {_gb(result.recording_bytes)} GB for a "
         "recording while a schedule is judged",
         f"memory   {peak} at most beside mapped files and an engine in another process; "
         f"{_gb(result.available_bytes)} GB are free",

@@ -46,11 +46,13 @@ def heat_map(taps: Sequence[TapResult], culprit: str | None) -> View | None:
     for tap in taps:
         by_site.setdefault(tap.site, {})[tap.layer] = tap
     rows, outside = [], []
-    for site, found in by_site.items():
-        if None in found:
-            outside.append({"label": printable(site), "cells": [_cell(found[None], culprit, behind)]})
+    for site, taps_by_layer in by_site.items():
+        if None in taps_by_layer:
+            outside.append({"label": printable(site), "cells": [_cell(taps_by_layer[None], culprit, behind)]})
         else:
-            cells = [_cell(found[layer], culprit, behind) if layer in found else None for layer in layers]
+            cells = [
+                _cell(taps_by_layer[layer], culprit, behind) if layer in taps_by_layer else None for layer in layers
+            ]
             rows.append({"label": printable(site), "cells": cells})
     step = max(1, math.ceil(len(layers) / 10))
     labels = [str(layer) if index % step == 0 else "" for index, layer in enumerate(layers)]

@@ -70,11 +70,11 @@ def _sides(places: Sequence[tuple[float, float]]) -> list[str]:
     return sides
 
 
-def _room(centre: tuple[float, float], taken: Sequence[tuple[float, float]], own: tuple[float, float]) -> float:
+def _room(centre: tuple[float, float], taken: Sequence[tuple[float, float]], dot: tuple[float, float]) -> float:
     """Return how far what is nearest is, in labels, one and more being as good as far away; 0 outside of the plot."""
     if not (0 <= centre[0] <= 100 and 0 <= centre[1] <= 100):
         return 0.0
-    others = (place for place in taken if place != own)
+    others = (place for place in taken if place != dot)
     away = (max(abs(centre[0] - x) / _LABEL_WIDTH, abs(centre[1] - y) / _LABEL_HEIGHT) for x, y in others)
     return min(1.0, min(away, default=1.0))
 
@@ -139,11 +139,11 @@ def _legend(phases: Sequence[PhaseProfile]) -> tuple[BarPart, ...]:
     return tuple(parts[style] for style in sorted(parts))
 
 
-def _latency(name: str, found: Percentiles | None) -> tuple[tuple[str, str, str], ...]:
-    if found is None:
+def _latency(name: str, percentiles: Percentiles | None) -> tuple[tuple[str, str, str], ...]:
+    if percentiles is None:
         return ()
-    rest = f"p90 {number(found.p90)}, p99 {number(found.p99)} of {found.num_samples:,}"
-    return ((name, f"{number(found.median)} ms", rest),)
+    rest = f"p90 {number(percentiles.p90)}, p99 {number(percentiles.p99)} of {percentiles.num_samples:,}"
+    return ((name, f"{number(percentiles.median)} ms", rest),)
 
 
 def _facts(result: ProfileResult) -> list[tuple[str, str]]:
