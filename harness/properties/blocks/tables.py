@@ -216,8 +216,8 @@ class Tables:
     def write(self, request: RequestRecord, stop: int, *, cached_tokens: Mapping[int, int] | None = None) -> None:
         """Compute a request up to `stop`: write the slots of its new positions in every group.
 
-        `cached_tokens` are the tokens that requests which start in the same step find in the cache. This step may compute
-        them for another request, since every layer writes K and V before it reads them.
+        `cached_tokens` are the tokens that requests which start in the same step find in the cache. A step may compute
+        these for another request, since every layer writes K and V before it reads them.
 
         Raises:
             Violation: one of them is not the request's own.
