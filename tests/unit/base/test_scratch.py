@@ -64,8 +64,8 @@ def test_a_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not(t
     process.stdout.close()
     sweep(tmp_path, ".other-")
     assert folder.exists(), "it is of another kind"
-    with scratch_folder(".making-", tmp_path) as own:
-        assert list(tmp_path.iterdir()) == [own]
+    with scratch_folder(".making-", tmp_path) as folder:
+        assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_folder_that_is_young_may_not_have_been_locked_yet(tmp_path):

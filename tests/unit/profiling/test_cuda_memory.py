@@ -91,9 +91,9 @@ def capture(allocator, reference, find_window, tmp_path, monkeypatch):
             return requests
 
         monkeypatch.setattr(reference, "step", stepping)
-        found = capture_memory(reference, window, tmp_path / "a.pickle", device="cuda")
+        captured = capture_memory(reference, window, tmp_path / "a.pickle", device="cuda")
         assert all(is_watched), "graphs that are replayed allocate nothing"
-        return window, found.timeline
+        return window, captured.timeline
 
     return captured
 

@@ -82,8 +82,8 @@ class LastChunkOnly(Counting):
 
 class OrderMatters(Counting):
     def generate(self, prompts: Any, max_new_tokens: Any) -> list[list[int]]:
-        found = super().generate(prompts, max_new_tokens)
-        return [[(token + i) % self.vocab_size for token in own] for i, own in enumerate(found)]
+        generated = super().generate(prompts, max_new_tokens)
+        return [[(token + i) % self.vocab_size for token in tokens] for i, tokens in enumerate(generated)]
 
 
 class WarmUpMatters(Counting):

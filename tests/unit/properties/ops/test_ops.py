@@ -164,7 +164,7 @@ def test_a_token_that_comes_a_few_times_is_no_finding(logits: tuple[float, ...],
 
 class TooWarm(Ops):
     def sample(self, logits: torch.Tensor, *, temperatures: Any, **others: Any) -> list[int]:
-        return super().sample(logits, temperatures=[1.3 * own for own in temperatures], **others)
+        return super().sample(logits, temperatures=[1.3 * temperature for temperature in temperatures], **others)
 
 
 @pytest.mark.parametrize("logits", [(0.0, 1.0), (0.0, 0.25, 3.25), (3.0, *[-1.0] * 7)])
