@@ -36,7 +36,7 @@ _NUMBERS = ("count", "flops", "elementwise_flops", "bytes_moved", "bytes_allocat
 
 @dataclass(slots=True)
 class _Count:
-    """Of one operator: by field of `OperatorCount`, and by the function that has dispatched it."""
+    """Count one operator, by field of `OperatorCount` and by the function that dispatched it."""
 
     numbers: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class PhaseCounts:
 
 @dataclass(slots=True)
 class _Tally:
-    """A watcher that charges what was dispatched to the operation that has just ended."""
+    """A watcher that charges dispatched operators to the operation that has just ended."""
 
     charged: dict[str, dict[str, _Count]] = field(default_factory=dict)
     pending: dict[str, _Count] = field(default_factory=lambda: defaultdict(_Count))
@@ -136,7 +136,7 @@ def _place() -> str:
 
 
 class _Counting(TorchDispatchMode):
-    """Shows every dispatched operator to a tally, and computes it."""
+    """Show every dispatched operator to a tally, and compute it."""
 
     def __init__(self, tally: _Tally) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -156,8 +156,7 @@ class _Counting(TorchDispatchMode):
 def _counting(tally: _Tally) -> Iterator[None]:
     """Count within this block.
 
-    torch cannot make a `CausalBias` while anything listens to its dispatcher, because what it makes it of is then
-    another object's tensor: so it is made while our mode is off.
+    torch cannot make a `CausalBias` while a mode listens to its dispatcher: it is made while our mode is off.
     """
     from torch.nn.attention.bias import CausalBias
 

@@ -23,16 +23,15 @@ def causal_pairs(num_queries: int, context_len: int) -> int:
 
 
 def visible_pairs(num_queries: int, context_len: int, window: int | None) -> int:
-    """Return the same where each position sees no more than its latest `window` ones, itself included.
+    """Return the pairs where each position sees no more than its latest `window` positions, itself included.
 
-    Position i sees min(i + 1, window) keys, so with a window the pairs beyond it fall away: for each query as many as
-    its causal keys exceed the window by.
+    Position i sees min(i + 1, window) keys: each query loses the causal keys beyond the window.
     """
     pairs = causal_pairs(num_queries, context_len)
     if window is None or context_len <= window:
         return pairs
     longest = context_len - window
-    """Keys that the last query does not see; one fewer for each query before it, down to none."""
+    """Keys that the last query does not see; each query before it misses one fewer, down to none."""
     shortest = max(0, longest - num_queries + 1)
     return pairs - (shortest + longest) * (longest - shortest + 1) // 2
 
@@ -43,17 +42,17 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one operation, over all layers and steps it was asked for."""
+    """The cost of one operation, over all layers and steps of a request for costs."""
 
     site: str
     """Tap name without the layer."""
     flops: int = 0
-    """Of matrix products and attention, a multiply-add counting as two."""
+    """FLOPs of matrix products and attention; a multiply-add counts as two."""
     elementwise_flops: int = 0
     bytes_moved: int = 0
 
     def __add__(self, addend: "Cost") -> "Cost":
-        """Sum up; the name stays."""
+        """Add costs; the name stays."""
         return Cost(
             site=self.site,
             flops=self.flops + addend.flops,
@@ -129,7 +128,8 @@ def _mlp_costs(model: ModelShape, step: StepShape, experts: ExpertsLoad | None) 
 def _experts_costs(model: ModelShape, experts: ExpertsLoad, rows: int) -> Iterator[Cost]:
     """Count a router's product and softmax, and three products for each expert of each row.
 
-    Weights are read of as many experts as the rows can choose at most: which they choose, sizes do not say.
+    Sizes do not tell which experts the rows choose, so the weights of the most experts that they can choose count as
+    read.
     """
     hidden, size = model.hidden_size, model.itemsize
     yield _linear(model, "mlp.gate", rows, hidden, experts.num_experts)

@@ -21,7 +21,7 @@ Take = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequests:
-    """Requests that arrive together, and perhaps one that arrives while these are being decoded."""
+    """Requests that arrive together, and perhaps one more that arrives during their decode."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: tuple[int, ...]
@@ -35,13 +35,13 @@ class CaptureSchedule:
     """The part of a phase that is captured, in the terms of torch.profiler."""
 
     wait: int = 1
-    """Units left alone: steps of decode, whole runs of the other phases, which come but once in each run."""
+    """Units without the profiler: steps of decode, or whole runs of other phases, which have one step in each run."""
     warmup: int = 1
-    """Units with the profiler on whose events are thrown away."""
+    """Units with the profiler on whose events are dropped."""
     active: int = 8
-    """Most steps of a phase that are captured."""
+    """The most steps of a phase that are captured."""
     repeat: int = 1
-    """Cycles, each from a run of its own into a trace of its own."""
+    """Cycles; each has its own run and its own trace."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("wait", 0), ("warmup", 0), ("active", 1), ("repeat", 1)):
@@ -77,7 +77,7 @@ class Window:
     """All that the load runs before them."""
     schedule: CaptureSchedule
     runs: tuple[tuple[range, ...], ...] = field(default=())
-    """Of one cycle: for each run of the load, the units of the schedule as ranges of step indices."""
+    """For each run of one cycle, the units of the schedule as ranges of step indices."""
 
     @property
     def num_steps(self) -> int:
@@ -142,7 +142,7 @@ def _refuse_overrun(num_tokens: list[int], load: ProfileRequests) -> None:
 
 
 class _Rehearsal:
-    """Notes what the steps are and where their operations end."""
+    """Record the steps and where their operations end."""
 
     def __init__(self) -> None:
         self.steps: list[PlannedStep] = []
@@ -270,7 +270,7 @@ class ProfileWorkload:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lengths that are not alike."""
+        """Lengths where they differ."""
         prompts, new = zip(*self.lengths, strict=True)
         return tuple(
             f"{what} {', '.join(map(str, counts[:8]))}{', ...' * (len(counts) > 8)} tokens: {sum(counts):,} together"
@@ -283,10 +283,7 @@ class ProfileWorkload:
         return replace(self.mixed_load(vocab_size), late=None)
 
     def mixed_load(self, vocab_size: int) -> ProfileRequests:
-        """Return the same with one more request, which arrives while the others are being decoded.
-
-        Of the user's own prompts it is the first one again.
-        """
+        """Return the load with a late request: a copy of the user's first prompt arrives during decode."""
         *prompts, late = self._prompts(vocab_size)
         limits = tuple(num_new for _, num_new in self.lengths)
         return ProfileRequests(prompts=tuple(prompts), max_new_tokens=limits, late=late)

@@ -26,13 +26,13 @@ def _nothing(_arguments: Arguments) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCost:
-    """Of one operator."""
+    """The cost of one operator."""
 
     bytes_moved: Callable[[Arguments], int]
     flops: Callable[[Arguments], int] = _nothing
     elementwise_flops: Callable[[Arguments], int] = _nothing
     written_from: Mapping[str, str] = field(default_factory=dict)
-    """The argument that says how much of a written one is written; of others, all."""
+    """For a written argument, the argument whose size is written; without an entry all of it is written."""
 
 
 def _decoded(arguments: Arguments) -> list[Span]:
@@ -56,7 +56,7 @@ def _kernel_attention_flops(arguments: Arguments, spans: Iterable[Span]) -> int:
 
 
 def _kernel_attention_bytes(arguments: Arguments, spans: Iterable[Span]) -> int:
-    """Add up queries and what comes of them, and K and V of the keys that some row of a request sees, each once."""
+    """Add up queries, outputs, and K and V of the keys that some row of a request sees, each once."""
     q, k_cache, window = arguments["q"], arguments["k_cache"], arguments.get("window")
     num_rows = num_keys = 0
     for own_rows, context_len in spans:
@@ -133,7 +133,7 @@ KERNELS: Mapping[str, KernelCost] = {
     for library in ("reference_engine", "reference_engine_cpu")
     for name, cost in _KERNELS.items()
 }
-"""By operator: those of Triton, and those in C++."""
+"""Costs by operator, of the Triton kernels and the C++ kernels."""
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -155,7 +155,7 @@ _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten:
                 "aten::empty_permuted"}  # fmt: skip
 """They reserve memory and touch none of it."""
 _GATHERS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
-"""They read of their first tensor what they return, and no more."""
+"""They read as much of their first tensor as they return."""
 _WRITTEN_FROM = {"aten::index_copy_": "source", "aten::index_put_": "values", "aten::copy_": "src",
                  "aten::scatter_": "src"}  # fmt: skip
 """The argument that says how much of the written tensor is written; of other operators, all of it."""
@@ -208,7 +208,7 @@ def bytes_moved(operator: torch._ops.OpOverload, name: str, arguments: Arguments
 
 
 def written_bytes(name: str, arguments: Arguments, key: str) -> int:
-    """Return how much of a written argument is written."""
+    """Return the bytes that are written to an argument."""
     source = KERNELS[name].written_from.get(key) if name in KERNELS else _WRITTEN_FROM.get(name)
     targets = tensors(arguments.get(key))
     if source is None or not isinstance(arguments.get(source), torch.Tensor):

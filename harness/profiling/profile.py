@@ -43,11 +43,11 @@ from harness.results.check import CheckResult
 from harness.results.profile import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
 
 MIN_ATTRIBUTED_SHARE = 0.95
-"""Less than this of a trace inside of named operations means that the system took the thread away between two."""
+"""Below this share of a trace inside named operations, the system interrupted the thread between two operations."""
 BUSY_RATIO = 1.25
-"""Wall time over CPU time, or the slowest run over the fastest, from which a note says that the machine was busy."""
+"""From this ratio of wall time to CPU time, or of the slowest run to the fastest, a note says: the machine was busy."""
 _MAX_CAPTURES = 3
-"""Traces taken of a phase until one is attributed well enough."""
+"""The most traces of a phase until enough of one is attributed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class ProfileInterrupted(KeyboardInterrupt):
 
 
 class _Profile:
-    """The profile on its way."""
+    """A profile in progress."""
 
     def __init__(self, spec: ProfileSpec, session: ClosableSession, out: Path, report: Progress) -> None:
         self._spec, self._session, self._out, self._report = spec, session, out, report
@@ -123,7 +123,7 @@ class _Profile:
         }
 
     def run(self) -> ProfileResult:
-        """Take all passes.
+        """Run all passes.
 
         Raises:
             ProfileInterrupted: Ctrl-C, with what was finished.
@@ -131,7 +131,7 @@ class _Profile:
         spec = self._spec
         ceilings = measure_ceilings(getattr(torch, spec.plan.case.dtype), spec.plan.case.device)
         windows = self._windows()
-        # The latencies are of the main load, be it captured or not.
+        # Latencies are always those of the main load.
         seconds = {self._main_load(): max(self._seconds.values())} | self._seconds
         self._estimate.parts = plan_parts(windows, seconds, spec.num_runs)
         latencies = self._latencies(seconds)
@@ -153,7 +153,7 @@ class _Profile:
         return result
 
     def _latencies(self, seconds: Mapping[ProfileRequests, float]) -> dict[ProfileRequests, Latencies]:
-        """Run each load with nothing attached."""
+        """Time each load without a profiler."""
         latencies = {}
         for number, load in enumerate(seconds):
             self._estimate.begin(f"timing {number}")
@@ -211,7 +211,7 @@ class _Profile:
         return _Pass(window=window, paths=paths, tables=phase_tables, memory=memory, snapshot=snapshot, counts=counts)
 
     def _trace(self, window: Window, worker: str) -> tuple[tuple[Path, ...], PhaseTables]:
-        """Trace a window, again where the system took the thread away so that too little is attributed."""
+        """Trace a window, and again if the system interrupted the thread so that too little is attributed."""
         names = {name for step in window.steps for name in step.names}
         folder = self._out / "trace"
         about = {**self._about, "config": self._spec.plan.checkpoint.config}
@@ -228,7 +228,7 @@ class _Profile:
         window = phase_pass.window
         wall_s, (fastest_s, slowest_s) = latencies.wall_s(window), latencies.wall_s_range(window)
         cpu_s, num_switches = latencies.cpu_s_median(window), latencies.switches_median(window)
-        # With several threads their CPU time says nothing of how long the work takes, and with a GPU neither.
+        # With several threads, or a GPU, CPU time does not tell how long the work takes.
         is_single = torch.get_num_threads() == 1 and torch.device(self._spec.plan.case.device).type == "cpu"
         times_s = (wall_s, fastest_s, slowest_s, *([cpu_s] if is_single and cpu_s else []))
         costs = operation_costs(self._session.model, window.shapes)
@@ -300,7 +300,7 @@ class _Profile:
 
 def _points(phase_tables: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -> list[RooflinePoint]:
     folded = fold(costs, {row.name for row in phase_tables.operations})
-    # On a GPU an operation's own time is that of its launches, and what its kernels take is what the roofs limit.
+    # On a GPU the time of an operation is that of its launches; the roofs limit the time of its kernels.
     times = {row.name: row.total_us if row.device_us is None else row.device_us for row in phase_tables.operations}
     return [point(name, cost, times[name], ceilings) for name, cost in folded.items() if times.get(name)]
 

@@ -35,7 +35,7 @@ def measure_ceilings(
 
 
 def best_of(first: Ceilings, second: Ceilings) -> Ceilings:
-    """Return the higher roofs of two measurements: a machine that is busy with something else shows lower ones."""
+    """Return the higher roofs of two measurements: a busy machine measures lower ones."""
     return Ceilings(
         copy_bytes_per_s=max(first.copy_bytes_per_s, second.copy_bytes_per_s),
         matmul_flops_per_s=max(first.matmul_flops_per_s, second.matmul_flops_per_s),
@@ -74,18 +74,18 @@ def _best_s(work: Callable[[], object], device: str) -> float:
 
 
 OVERHEAD_SHARE = 0.1
-"""Below this share of the lower roof it is not that roof that limits."""
+"""Below this share of the lower roof, the roof is not what limits."""
 _COMPUTED_WITH = {
     "self_attn.k_proj": "self_attn.q_proj", "self_attn.v_proj": "self_attn.q_proj", "self_attn.k_norm":
     "self_attn.q_norm", "k_rope": "q_rope", "v_cache": "k_cache", "k_cache": "attention", "mlp.up_proj":
     "mlp.gate_proj", ROTARY: "input_layernorm", "q_rope": "self_attn.q_norm", "post_attention_layernorm":
     "attn_residual", "input_layernorm": "output", FINAL_NORM: "output",
 }  # fmt: skip
-"""The operation that stands for this one in an engine that computes several in one."""
+"""The operation that stands for this one in an engine that fuses several."""
 
 
 def bound_by(flops: int, bytes_moved: int, time_s: float, ceilings: Ceilings) -> BoundBy:
-    """Say what limits work that takes this long."""
+    """Return what limits work of this duration."""
     compute_s, memory_s = flops / ceilings.matmul_flops_per_s, bytes_moved / ceilings.copy_bytes_per_s
     if max(compute_s, memory_s) < OVERHEAD_SHARE * time_s:
         return BoundBy.OVERHEAD
@@ -93,7 +93,7 @@ def bound_by(flops: int, bytes_moved: int, time_s: float, ceilings: Ceilings) ->
 
 
 def fold(costs: Mapping[str, Cost], names: Collection[str]) -> dict[str, Cost]:
-    """Sum up the costs of operations that an engine computes in one, under the names that it shows."""
+    """Add up the costs of operations that an engine fuses, under the names that it shows."""
     folded: dict[str, Cost] = {}
     for site, cost in costs.items():
         name = site

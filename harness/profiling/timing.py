@@ -18,14 +18,14 @@ from harness.results.profile import Percentiles
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that a GPU still has to do."""
+    """Wait until a GPU has finished its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Adds up the time of the captured steps of one window."""
+    """Add up the time of the captured steps of one window."""
 
     window: Window
     device: str = "cpu"
@@ -66,11 +66,11 @@ class Latencies:
         return self.num_tokens / sum(self.run_s)
 
     def wall_s(self, window: Window) -> float:
-        """Return the median over the runs of what a window's steps took."""
+        """Return the median over the runs of the time of a window's steps."""
         return statistics.median(_sums(self.step_s, window))
 
     def wall_s_range(self, window: Window) -> tuple[float, float]:
-        """Return the same of the fastest and of the slowest run."""
+        """Return the time of a window's steps in the fastest and in the slowest run."""
         sums = _sums(self.step_s, window)
         return min(sums), max(sums)
 
@@ -96,7 +96,7 @@ def measure(
     device: str,
     ran: Callable[[int], None] = lambda _done: None,
 ) -> Latencies:
-    """Run a load several times with nothing attached; `ran` is told how many runs are done."""
+    """Run a load several times without a profiler; `ran` receives the number of finished runs."""
     latencies = Latencies()
     for done in range(1, num_runs + 1):
         _measure_once(session, load, device, latencies)
@@ -166,13 +166,13 @@ class ProfileProgress:
         return sum(self.parts.values())
 
     def begin(self, label: str) -> None:
-        """Say which part begins; the one before it is done."""
+        """Begin a part; the part before it is done."""
         self.done_s += self.parts.get(self.label, 0.0)
         self.label = label
         self.part_done(0.0)
 
     def part_done(self, share: float) -> None:
-        """Say which share of the part is done."""
+        """Report the finished share of the part."""
         done = self.done_s + share * self.parts.get(self.label, 0.0)
         self.report(f"profile: {self.label}", int(done * _MS), max(1, int(self.total_s * _MS)))
 
@@ -194,7 +194,7 @@ def plan_parts(windows: Iterable[Window], seconds: Mapping[ProfileRequests, floa
 
 
 def _share(window: Window) -> float:
-    """Return the rows up to the last captured step over those of the whole load: time goes with them, roughly."""
+    """Return the rows up to the last captured step over those of the whole load: time roughly follows rows."""
     num_rows = sum(shape.num_rows for shape in window.shapes_so_far)
     whole = sum(map(len, window.load.prompts)) + sum(window.load.max_new_tokens) - len(window.load.prompts)
     return min(1.0, num_rows / max(1, whole))

@@ -55,7 +55,7 @@ def _row(change: GateChange, verdict: GateVerdict) -> list[str]:
 
 
 def _places(changes: Sequence[GateChange]) -> Iterator[str]:
-    """Yield where the operators that changed are called: an operation may be the neighbour of what has changed."""
+    """Yield the callers of the operators that changed: the named operation may be a neighbour of the change."""
     lines = [
         f"  {change.phase} {change.operation} {change.measure}: {', '.join(change.places[:MAX_PLACES])}"
         for change in changes
@@ -88,7 +88,7 @@ def _times(times: Mapping[str, PhaseTime]) -> str:
 
 
 def gate_json(result: GateResult) -> dict[str, Any]:
-    """Return everything."""
+    """Return the whole result."""
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": result.verdict,

@@ -72,12 +72,12 @@ def _figures(phase: PhaseProfile) -> dict[str, str]:
 
 
 def bound_text(phase: PhaseProfile) -> str:
-    """Return what a phase is bound by, all that the noise of its times leaves open."""
+    """Return what a phase is bound by, with all candidates that the noise of its times allows."""
     return " or ".join(bound.value for bound in phase.bound_by_within_noise or (phase.bound_by,))
 
 
 def _against(measured: int, formula: int) -> str:
-    """Say how a measured count stands to its formula; nothing if it is equal."""
+    """Compare a measured count with its formula; empty if they are equal."""
     if measured == formula:
         return ""
     return f"x{measured / formula:.4f}" if formula else "none"
@@ -103,7 +103,7 @@ def _phase(phase: PhaseProfile, width: int | None) -> str:
 
 
 def _rows(head: str, rows: Sequence[TableRow], width: int | None) -> str:
-    """Return a table with a title; without the columns that say nothing more than another one."""
+    """Return a table with a title, without columns that repeat another one."""
     has_own = any(row.self_us != row.total_us for row in rows)
     has_spread = any(row.num_collapsed > 1 for row in rows)
     has_device = any(row.device_us is not None for row in rows)
@@ -159,7 +159,7 @@ def profile_json(result: ProfileResult) -> dict[str, Any]:
 
 
 def profile_document(result: ProfileResult) -> dict[str, Any]:
-    """Return everything."""
+    """Return the whole result."""
     whole = document(result)
     whole["prompt_tokens"] = whole.pop("num_prompt_tokens")
     phases = [_phase_values(phase) for phase in result.phases]

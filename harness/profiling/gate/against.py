@@ -35,13 +35,13 @@ from harness.profiling.gate.versions import (
 from harness.results.gate import Clock, Interval, PairedRatio, PhaseTime
 
 MIN_BLOCKS = 5
-"""Below it the interval of a median says nothing."""
+"""With fewer blocks the interval of a median has no meaning."""
 _NUM_RESAMPLES = 2000
 CONFIDENCE = 0.99
 _SEED = 0
 
 Time = Callable[[], float]
-"""Runs a step once and returns the seconds it took."""
+"""Run a step once and return its seconds."""
 
 
 def time_pairs(before: Time, after: Time, *, num_blocks: int = 30, tolerance: float = 0.03) -> PairedRatio:
@@ -57,7 +57,7 @@ def time_pairs(before: Time, after: Time, *, num_blocks: int = 30, tolerance: fl
 def paired_ratio(
     blocks: Sequence[tuple[float, float, float, float]], *, tolerance: float = 0.03, groups: Sequence[int] | None = None
 ) -> PairedRatio:
-    """Return the ratio that blocks of seconds, each A B B A, amount to.
+    """Return the ratio of blocks of seconds, each A B B A.
 
     Blocks are in order of time; a slowdown of `tolerance` is worth an alarm. `groups` says of each block the pair of
     processes it was timed in; None: one for all. What differs between pairs of processes widens the interval.
@@ -80,14 +80,14 @@ def paired_ratio(
 
 
 def _interval(ratios: NDArray[np.float64], group: NDArray[np.int64]) -> Interval:
-    """Return the median with its bootstrap interval (Efron 1979, percentiles); the same ratios give the same one.
+    """Return the median with its bootstrap interval (Efron 1979, percentiles); equal ratios give an equal interval.
 
     Of several groups it is the geometric mean of their medians, which needs two thirds of the groups that a median of
     them would need. Groups are drawn first, and ratios within each of them then.
     """
     draw = np.random.default_rng(_SEED)
     names, sizes = np.unique(group, return_counts=True)
-    members = np.full((len(names), sizes.max()), np.nan)  # what a smaller group lacks is left out
+    members = np.full((len(names), sizes.max()), np.nan)  # a smaller group has fewer ratios; missing ones are left out
     for row, name in zip(members, names, strict=True):
         row[: np.count_nonzero(group == name)] = np.log(ratios[group == name])
     drawn = draw.integers(0, len(names), (_NUM_RESAMPLES, len(names), 1))
@@ -101,21 +101,21 @@ def _interval(ratios: NDArray[np.float64], group: NDArray[np.int64]) -> Interval
 
 
 _Block = tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds, PhaseSeconds]
-"""Then, now, now, then."""
+"""Seconds of the old version, the new one twice, and the old one again."""
 BLOCKS_OF_A_ROUND = 8
-"""Blocks of a pair of processes."""
+"""Blocks that one pair of processes times."""
 ROUNDS_OF_A_SERVER = 4
 """Rounds until the process that both are forked from is started again."""
 MIN_ROUNDS = 8
-"""Rounds until a ratio may be taken as sure."""
+"""Rounds after which a ratio may count as certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingLength:
-    """When to stop: the blocks are there, the time is up, or the interval is no wider than the tolerance."""
+    """When to stop: after enough blocks, after the time limit, or when the interval is no wider than the tolerance."""
 
     num_blocks: int = 400
-    """Most blocks A B B A; at least 5."""
+    """The most blocks A B B A; at least 5."""
     seconds: float = 240.0
 
 
@@ -161,7 +161,7 @@ class _Timing:
     _tolerance: float
     _progress: Progress
     may_be_same: bool = False
-    """Whether a version may be timed against itself, to see what noise alone does."""
+    """Whether a version may be timed against itself, to measure the noise."""
     _rounds: list[list[_Block]] = field(default_factory=list)
     _clock: Clock = Clock.CPU
     _begin: float = field(default_factory=time.perf_counter)
@@ -191,7 +191,7 @@ class _Timing:
             for _ in range(min(BLOCKS_OF_A_ROUND, self._length.num_blocks - self._num_blocks)):
                 self._progress("timing in pairs", self._num_blocks, self._length.num_blocks)
                 self._rounds[-1].append((old.run(), new.run(), new.run(), old.run()))
-                if time.perf_counter() > end:  # a slow engine: rather more rounds than more blocks
+                if time.perf_counter() > end:  # a slow engine: more rounds are worth more than more blocks
                     return
 
     @property
@@ -199,7 +199,7 @@ class _Timing:
         return sum(map(len, self._rounds))
 
     def _is_done(self) -> bool:
-        """Whether all blocks are there, or enough of them: by how sure the ratio is, never by what it says."""
+        """Whether enough blocks are timed: the width of the interval decides, never the ratio itself."""
         if self._num_blocks >= self._length.num_blocks:
             return True
         if self._num_blocks < MIN_BLOCKS:

@@ -36,7 +36,7 @@ class PhaseNeeds(BaseModel):
     operators: dict[str, dict[str, int]]
     """Times that each operator is dispatched, by operation and operator."""
     places: dict[str, dict[str, dict[str, int]]] = {}
-    """By operation and operator, the functions that dispatch it: never compared, they say where a change comes from."""
+    """By operation and operator, the functions that dispatch it. Never compared: they show the place of a change."""
     counts: dict[str, int]
     """Python calls, allocations, frees: exact."""
     amounts: dict[str, int]
@@ -44,7 +44,7 @@ class PhaseNeeds(BaseModel):
 
 
 class BaselineEntry(BaseModel):
-    """One profile's needs, and what they hold for."""
+    """One profile's needs, and the conditions that they hold under."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,7 +75,7 @@ class Baseline(BaseModel):
     entries: list[BaselineEntry] = []
 
     def matching(self, key: Mapping[str, str]) -> BaselineEntry | None:
-        """Return the entry of this very key."""
+        """Return the entry with exactly this key."""
         return next((entry for entry in self.entries if entry.key == key), None)
 
     def with_entry(self, entry: BaselineEntry) -> "Baseline":
@@ -134,7 +134,7 @@ def read_baseline(path: Path) -> Baseline | None:
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
-    """Write a baseline whole, or leave what is there.
+    """Write a baseline whole, or leave the old file.
 
     Raises:
         HarnessError: CANNOT_WRITE.
@@ -214,14 +214,14 @@ def _first(error: ValidationError) -> str:
 
 
 AMOUNT_TOLERANCE = 0.005
-"""FLOPs, bytes and the peak may move by this share: padding and the allocator's rounding do."""
+"""FLOPs, bytes and the peak may change by this share: padding and the allocator's rounding change them."""
 
 
 def run_gate(profile: Path, baseline: Path, *, accept: bool = False, command: str = "--accept") -> GateResult:
-    """Hold a profile against a baseline file.
+    """Compare a profile with a baseline file.
 
-    Another machine's or other work's entries in the baseline are left alone. `accept` makes the profile the baseline,
-    and the changes are what was accepted; `command` is what to type to accept.
+    Entries of other machines and other work stay as they are. `accept` makes the profile the baseline, and the result
+    lists the accepted changes; `command` is the command that accepts.
 
     Raises:
         HarnessError: BAD_PROFILE, BAD_BASELINE, CANNOT_WRITE; unless `accept`, BASELINE_MISSING and OTHER_BASELINE.
@@ -249,7 +249,7 @@ def _accept(entry: BaselineEntry, path: Path) -> GateResult:
 
 
 def compare(before: BaselineEntry, after: BaselineEntry) -> tuple[GateChange, ...]:
-    """Return what differs between two entries of one key by more than it may."""
+    """Return the figures of two entries of one key that differ by more than the tolerance."""
     changes = [change for phase, needs in after.phases.items() for change in _phase(phase, before.phases[phase], needs)]
     return tuple(sorted(changes, key=lambda change: not change.is_regression))
 
@@ -266,7 +266,7 @@ def _phase(name: str, before: PhaseNeeds, after: PhaseNeeds) -> Iterator[GateCha
 def _places(before: PhaseNeeds, after: PhaseNeeds, operation: str, operator: str) -> tuple[str, ...]:
     """Return the functions that dispatch an operator more or less often, those that changed most first.
 
-    An operation is charged with everything since the one before it, so that the operation alone may name a neighbour.
+    An operation is charged with everything since the operation before it, so its name alone may point at a neighbour.
     """
     old, new = (needs.places.get(operation, {}).get(operator, {}) for needs in (before, after))
     changes = {place: abs(new.get(place, 0) - old.get(place, 0)) for place in {**new, **old}}
@@ -283,7 +283,7 @@ def _changes(
 
 
 def _other_baseline(key: Mapping[str, str], stored: Baseline, path: Path, command: str) -> HarnessError:
-    """Say what this profile is of, and what the nearest entry has instead."""
+    """Return what this profile describes, and how the nearest entry differs."""
     differing = [{name for name in key if entry.key.get(name) != key[name]} for entry in stored.entries]
     names, nearest = min(
         zip(differing, stored.entries, strict=True), key=lambda pair: len(pair[0]), default=(set(key), None)

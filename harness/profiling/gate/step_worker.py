@@ -26,11 +26,11 @@ from harness.engines import open_engine
 from harness.engines.stepping import open_session
 from harness.formats.checkpoint import Checkpoint
 
-# An older version has it under its older name.
+# An older version calls it `suitable_threads`.
 limit_threads = getattr(threads, "limit_threads" if hasattr(threads, "limit_threads") else "suitable_threads")
 
 _WARM_RUNS = 3
-"""The first ones after the engine is loaded take up to twice as long."""
+"""The first runs after loading take up to twice as long."""
 
 
 def serve(spec: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def serve(spec: dict[str, Any]) -> None:
 
 
 def _shift_memory(placement: int) -> list[bytearray]:
-    """Take memory, so that the engine's own lies elsewhere: alike in both processes of a pair, not in the next pair."""
+    """Allocate memory to shift the engine's: equally in both processes of a pair, differently in the next pair."""
     draw = random.Random(placement)
     return [bytearray(draw.randrange(1 << 20)) for _ in range(4)]
 
@@ -61,7 +61,7 @@ def _tell(answers: Any, answer: dict[str, Any]) -> None:
 
 
 def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return of each package that is imported where it lies, and a digest of its code."""
+    """Return the place of each imported package, and a digest of its code."""
     imported = {}
     for package in packages:
         module = sys.modules.get(package)
@@ -78,7 +78,7 @@ def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 class LoadedEngine:
-    """An engine that is loaded, and a load whose steps are known by phase, to be run again and again."""
+    """A loaded engine and a load whose steps are known by phase, to run many times."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         draw, device = random.Random(0), spec["device"]

@@ -27,15 +27,15 @@ from harness.errors import Code, HarnessError
 from harness.profiling.gate import fork_server, step_worker
 
 _OWN_PACKAGES = ("harness", "reference_engine")
-"""An engine of ours is its adapter in the one and itself in the other."""
+"""An engine of this repository is its adapter in one package and the engine itself in the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """Sources of an engine."""
+    """The sources of one version of an engine."""
 
     label: str
-    """As the user named it; `now` for what is installed."""
+    """The user's name for it; `now` for the installed version."""
     root: Path
     """The folder that holds the packages."""
 
@@ -73,7 +73,7 @@ def installed_version(packages: Sequence[str]) -> Version:
 def stored_version(
     against: str, packages: Sequence[str], *, now: Version, repository: Path | None = None
 ) -> Iterator[Version]:
-    """Lay out the version that is named; what is made for it is gone afterwards.
+    """Yield a version in a folder; what was made for it is removed afterwards.
 
     `against` is a revision of git, a wheel, or a folder that holds the packages; of a revision the repository is None
     for the checkout that `now` lies in.
@@ -177,7 +177,7 @@ def _git(repository: Path, revision: str, *command: str) -> bytes:
 
 
 def last_line(messages: str) -> str:
-    """Return what a command said last: its error, as a rule."""
+    """Return the last line of a command's output, which is usually its error."""
     return (messages.strip().splitlines() or ["it says nothing"])[-1]
 
 
@@ -194,7 +194,7 @@ def _not_in(package: str, against: str, expected: str) -> HarnessError:
 
 _SERVER, _PROGRAM = Path(fork_server.__file__), Path(step_worker.__file__)
 SHARED = ("numpy", "safetensors", "torch", "torch.nn.attention.bias")
-"""Modules that engines import and that no version is read from; the last, torch's compiler, takes longest."""
+"""Modules that engines import and that both versions share; the last one, torch's compiler, takes longest to import."""
 PhaseSeconds = dict[str, dict[str, float]]
 """CPU and wall seconds (`cpu`, `wall`) of each phase."""
 
@@ -204,7 +204,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str] = SHARED) -> None:
         self._orders, theirs = socket.socketpair()
-        # -P: or the server's own folder would stand ahead of the packages
+        # -P: otherwise the server's folder would come before the packages
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_SERVER), str(theirs.fileno()), *modules],
@@ -256,7 +256,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let the process end, and wait for that: what it still does would be timed in the next one."""
+        """Let the process end, and wait: its last work would be timed in the next one."""
         with suppress(BrokenPipeError):
             self._requests.close()
         if kind is None:

@@ -67,7 +67,7 @@ def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
 
 
 class _Builder:
-    """Makes plain data; equal stacks are one object, which a pickle holds once."""
+    """Make plain data; equal stacks are one object, which a pickle holds once."""
 
     def __init__(self) -> None:
         self._stacks: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
@@ -75,7 +75,7 @@ class _Builder:
     def events(
         self, allocations: Iterable[Allocation], begin: float, end: float
     ) -> Iterator[tuple[tuple[float, int], dict[str, Any]]]:
-        """Yield what happened, with what it is to be sorted by."""
+        """Yield events with their sort keys."""
         for allocation in allocations:
             at, freed_at = allocation.time_us, allocation.freed_us
             if begin <= at <= end:
@@ -116,7 +116,7 @@ class _Builder:
 
 
 def _segment(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a segment of one block: the CPU allocator asks the system for each."""
+    """Return a segment of one block: the CPU allocator requests each block from the system."""
     size = block["size"]
     return {
         "device": 0,
@@ -173,7 +173,7 @@ def capture_memory(session: Session, window: Window, path: Path, *, device: str)
 class _Run:
     """One run of the load up to the last captured step, with the profiler on from the first step.
 
-    From the first, because the profiler knows the frees of those blocks only whose allocation it has seen.
+    From the first step, because the profiler reports the free of a block only if it saw the allocation.
     """
 
     def __init__(self, session: Session, window: Window) -> None:
@@ -196,7 +196,7 @@ class _Run:
         with profiling(profiler), session.watching(emitter):
             profiler.start()
             run_steps(session, window.load, take, num_steps=window.num_steps)
-            gc.collect()  # or what the requests held stays until some later collection
+            gc.collect()  # otherwise the requests' memory stays until a later collection
         profiler.export_chrome_trace(str(path))
 
 

@@ -38,7 +38,7 @@ def is_trace(path: Path) -> bool:
 
 
 def read_trace_memory(path: Path) -> Iterator[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
-    """Yield what the trace tells of each device, as a snapshot, and how that grows over the steps.
+    """Yield for each device of a trace a snapshot, and its growth over the steps.
 
     Raises:
         HarnessError: those of a trace; SNAPSHOT_UNREADABLE: it has no events of memory.
@@ -110,7 +110,7 @@ def summarize_memory(path: Path) -> MemorySummary:
 
 
 def summarize_with_timelines(path: Path) -> tuple[MemorySummary, tuple[MemoryTimeline | None, ...]]:
-    """Return the same, and the timeline of each device; None where it has no history."""
+    """Return the summary and the timeline of each device; None where it has no history."""
     read = _read(path)
     return _summary(path, read), tuple(history_timeline(snapshot) for snapshot, _ in read)
 
@@ -125,7 +125,7 @@ def _summary(path: Path, read: Iterable[tuple[DeviceSnapshot, tuple[StepGrowth, 
 
 
 def diff_memory(before: Path, after: Path) -> MemoryDiff:
-    """Hold two snapshots against each other.
+    """Compare two snapshots.
 
     Raises:
         HarnessError: SNAPSHOT_UNREADABLE.

@@ -72,7 +72,7 @@ def match(
 
 
 def categorize(allocations: Iterable[Allocation], kv_storages: Mapping[float, Collection[int]]) -> None:
-    """Say of each block what it was for.
+    """Set the category of each block.
 
     `kv_storages` has for the end of each step its time and the addresses that K and V are kept at then.
     """
@@ -124,8 +124,8 @@ def build_timeline(
 ) -> MemoryTimeline:
     """Add up allocations and frees from `begin` to `end` on top of what was there before.
 
-    Times are microseconds on the allocations' own clock, those before `begin` included; what is `held` is there all the
-    time. Of longer timelines than `max_points`, each stretch keeps its highest and its last point.
+    Times are microseconds on the clock of the allocations, of which some lie before `begin`; `held` blocks exist all
+    the time. Of longer timelines than `max_points`, each stretch keeps its highest and its last point.
     """
     stacks: dict[tuple[Frame, ...], int] = {}
     points = list(_points(allocations, held, begin, end, stacks))
@@ -221,7 +221,7 @@ def _of_events(events: list[Event]) -> Iterator[Allocation]:
         if event.action == FREE and before is None:
             before = latest[event.address] = _allocation(event, EARLIER_US)
             yield before
-        if before is not None and before.freed_us is None:  # an allocation too ends what is at its address
+        if before is not None and before.freed_us is None:  # an allocation also ends the block at its address
             before.freed_us, before.freed_frames = event.time_us, event.frames
         if event.action == ALLOC:
             latest[event.address] = _allocation(event, event.time_us)

@@ -95,7 +95,7 @@ def _pieces(trace: Trace, events: NDArray[np.int64]) -> tuple[NDArray[np.int64],
 
 _WAITING = re.compile(r"(?:cuda|hip|cu)\w*Synchronize|(?:cuda|hip|cu)Memcpy")
 _OTHER_STREAM_NS = 10_000
-"""A kernel that begins so soon after one of another stream has waited for it."""
+"""A kernel that begins this soon after a kernel of another stream has waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _region(trace: Trace, within: re.Pattern[str] | None, instance: int) -> tupl
 
 
 class _Walk:
-    """From the end of a region to its begin, link by link."""
+    """The walk from the end of a region to its beginning, link by link."""
 
     def __init__(self, trace: Trace, begin_ns: int, end_ns: int) -> None:
         self._trace, self._begin, self._end = trace, begin_ns, end_ns
@@ -220,7 +220,7 @@ class _Walk:
         return links, goes_on
 
     def _from_thread(self, thread: int, now: int) -> tuple[_Link, int | None]:
-        """Return what the thread did last, and the kernel that it waited for if it did."""
+        """Return what the thread did last, and the kernel that it waited for, if any."""
         begin, event = self._timelines[thread].before(now)
         begin = max(begin, self._begin)
         if event == NO_EVENT:

@@ -14,7 +14,7 @@ from harness.profiling.trace.file import NO_CORRELATION, Trace
 from harness.results.trace import Communication, DeviceActivity, IdleTime, Launches
 
 KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
-"""Capitals are of older versions of torch."""
+"""Older versions of torch use capitals."""
 
 
 def is_of_device(category: str, _name: str) -> bool:
@@ -27,7 +27,7 @@ LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
 COMMUNICATION = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 COPIES = KERNEL_CATEGORIES - {"kernel", "Kernel"}
 QUEUED_NS = 30
-"""Two kernels less than this apart ran back to back."""
+"""Two kernels with a smaller gap ran back to back."""
 
 
 def device_activity(trace: Trace) -> tuple[DeviceActivity, ...]:

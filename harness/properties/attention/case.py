@@ -39,14 +39,14 @@ class AttentionCase:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     num_shared_blocks: int = 0
-    """Leading blocks that later requests have in common with the first, as far as both have them full."""
+    """Leading blocks that later requests share with the first, as far as both fill them."""
     scale: float | None = None
     """None: 1 / sqrt(H)."""
     window: int | None = None
     softcap: float | None = None
     num_splits: int | None = None
     seed: int = 0
-    """Of the tensors."""
+    """Seed of the tensors."""
     placement: int = 0
     """Seed of the order of the physical blocks; 0: as they are needed."""
     query_level: float = 1.0
@@ -88,7 +88,7 @@ class AttentionCase:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks, one of them in no table."""
+        """Number of physical blocks, one of which is in no table."""
         return 1 + sum(-(-context_len // self.block_size) for context_len in self.context_lens)
 
     @property
@@ -199,7 +199,7 @@ KEYWORD_OF = {"scale": "scale", "window": "window", "soft cap": "softcap", "spli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The inputs that the function under test takes."""
+    """The inputs that the function under test accepts."""
 
     dtypes: Sequence[str] = DTYPES
     head_dims: Sequence[int] = HEAD_DIMS
@@ -208,7 +208,7 @@ class Served:
     device: str = "cpu"
     keywords: frozenset[str] = frozenset()
     hides_keywords: bool = False
-    """Whether there may be more of them, after `**kwargs` or a signature that cannot be read."""
+    """Whether there may be more parameters, because of `**kwargs` or an unreadable signature."""
     rounds_scores: bool = False
     has_masked_rows: bool = False
 
@@ -269,7 +269,7 @@ def _batches(draw: DrawFn, served: Served, focus: str) -> AttentionCase:
 
 
 def _option(served: Served, own_focus: str, focus: str, values: SearchStrategy[Any]) -> SearchStrategy[Any]:
-    """Return values of the parameter that a focus is about: always in that one, at times where anything goes."""
+    """Return values of a focus's parameter: always for that focus, sometimes for all kinds together."""
     if KEYWORD_OF[focus] not in served.keywords or own_focus not in ("any", focus):
         return st.none()
     return values if own_focus == focus else st.none() | values
@@ -280,8 +280,8 @@ def _lengths(draw: DrawFn, focus: str) -> tuple[int, int]:
     """Draw the rows and the positions of a request."""
     if focus == "masked rows" and draw(st.booleans()):
         return 1, 0
-    # Mostly short: what goes wrong at a block boundary does so at the first one.
-    # A range within the other, not beside it: a long context can be made shorter step by step.
+    # Mostly short: a mistake at a block boundary shows at the first one.
+    # The ranges are nested, so that a long context can be made shorter step by step.
     longest_context = draw(st.sampled_from((24, 90)))
     context_len = draw(st.integers(3 if focus == "chunk" else 1, longest_context))
     if draw(st.sampled_from((False, False, False, True))):

@@ -24,10 +24,10 @@ from harness.properties.core.findings import Counterexample, Rejections
 
 
 def check_definition(named: Any, settings: Settings, focus: str = "any") -> Rejections:
-    """Hold every head of every row of batches of a kind (a key of `FOCUSES`) to the definition in float64.
+    """Compare every head of every row of a kind of batches (a key of `FOCUSES`) with the definition in float64.
 
     Raises:
-        PropertyError: one is further off than rounding can explain.
+        PropertyError: a head differs by more than rounding can explain.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
@@ -70,7 +70,7 @@ def _off(case: AttentionCase, row: int, head: int, error: float, bound: float) -
 
 
 def check_placement(named: Any, settings: Settings) -> Rejections:
-    """Compare the bits of batches whose blocks lie elsewhere, with other garbage in the unallocated slots.
+    """Compare the bits of batches with moved blocks and different content in the unallocated slots.
 
     Raises:
         PropertyError: they differ.
@@ -94,7 +94,7 @@ def check_placement(named: Any, settings: Settings) -> Rejections:
 
 
 def _moved(case: AttentionCase) -> st.SearchStrategy[tuple[AttentionCase, AttentionCase]]:
-    """Return pairs of a case and the same one placed otherwise."""
+    """Return pairs of a case and the same case with its blocks elsewhere."""
     elsewhere = st.builds(
         lambda placement, garbage: replace(case, placement=placement, garbage=garbage),
         st.integers(0, 99),
@@ -140,7 +140,7 @@ def _alone(target: AttentionUnderTest, case: AttentionCase, request: int) -> str
 
 
 _PADDING = 100.0
-"""The values after the end of a request: finite, as the rows of a padding token are."""
+"""Values after the end of a request: finite, like the rows of a padding token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class MergeCase:
 
 
 def check_merge(named: Any, settings: Settings) -> Rejections:
-    """Hold `merge` to the sum of the parts weighted by exp(logarithm); nothing is checked without it.
+    """Compare `merge` with the sum of the parts weighted by exp(logarithm); nothing is checked without it.
 
     Raises:
         PropertyError: a head of a row is further off than rounding to float32 can explain.
@@ -239,7 +239,7 @@ def _merges(draw: DrawFn, served: Served) -> MergeCase:
 
 
 def check_padded(named: Any, settings: Settings) -> Rejections:
-    """Hold every row of a padded batch to the definition; nothing is checked without `attend_padded`.
+    """Compare every row of a padded batch with the definition; nothing is checked without `attend_padded`.
 
     Raises:
         PropertyError: a head of a row is further from its definition than rounding can explain.
@@ -287,5 +287,5 @@ _PADDED_LINES = [
 
 
 def _padded(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return [R, ...] as long as the longest."""
+    """Return [R, ...], padded to the longest request."""
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=_PADDING)

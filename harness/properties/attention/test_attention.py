@@ -17,12 +17,12 @@ from harness.properties.attention.suite import (
 )
 
 SHARE = 4
-"""Each single kind of batch gets so many times fewer examples than all kinds together."""
+"""Each kind of batch gets this many times fewer examples than all kinds together."""
 
 
 @pytest.mark.parametrize("focus", FOCUSES)
 def test_definition(attention: Any, property_settings: settings, focus: str, suite_record: Any) -> None:
-    """Every head of every row is what the definition in float64 gives."""
+    """Every head of every row equals the definition in float64 within rounding."""
     suite_record.add_not_checked(not_checked(attention))
     refusal = AttentionUnderTest(attention).served.refusal(focus)
     if refusal:

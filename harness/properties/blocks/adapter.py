@@ -26,7 +26,7 @@ class BlockManagerAdapter(Protocol):
         """
 
     def allocate(self, request_id: int, token_ids: Sequence[int]) -> int | None:
-        """Give a new request blocks for all its tokens, and return how many leading tokens are cached already.
+        """Allocate blocks for all tokens of a new request, and return how many leading tokens are already cached.
 
         None: there is no room, and nothing has changed. With a keyword `salt: str`, requests of different salts share
         nothing.
@@ -36,7 +36,7 @@ class BlockManagerAdapter(Protocol):
         """Make room for one more token, or return False and change nothing."""
 
     def free(self, request_id: int) -> None:
-        """Take a finished request's blocks away. For a request that is not there it may raise, and changes nothing."""
+        """Release the blocks of a finished request. For an unknown request it may raise, and must change nothing."""
 
     def block_table(self, request_id: int) -> Sequence[int]:
         """Return the request's blocks in order."""

@@ -16,7 +16,7 @@ from harness.properties.core.search import Hits
 
 
 class BlockManagerCalls(CacheRequests):
-    """A block manager, and what is known of its requests, tables and cache."""
+    """A block manager with the suite's record of its requests, tables and cache."""
 
     def __init__(self, factory: Any, hits: Hits | None = None) -> None:
         super().__init__(factory, hits)
@@ -88,7 +88,7 @@ class BlockManagerCalls(CacheRequests):
         self.check_found(num_cached, token_ids, (at_least, is_noted))
 
     def _check_cached_content(self, request: RequestRecord) -> None:
-        """Tell the kinds of a wrong hit apart: not computed yet, or another prefix."""
+        """Distinguish the kinds of a wrong hit: not computed yet, or another prefix."""
         oracle = self.tables.oracle
         oracle.extend(request.prefixes, request.token_ids, request.salt)
         position = oracle.first_wrong(request.table, request.prefixes, 0, range(request.num_computed))
@@ -131,7 +131,7 @@ class BlockManagerCalls(CacheRequests):
                 self.tables.refresh()
 
     def release(self, request: RequestRecord, method: str, *, is_kept: bool = False) -> None:
-        """Take a request's blocks away; `is_kept`: what they hold can be found again."""
+        """Release a request's blocks; `is_kept`: their content can be found again."""
         self.hits.note_released(request, num_kept=request.num_computed if is_kept else 0)
         self.entries.note_released(request)
         del self.tables.live[request.request_id]
@@ -154,7 +154,7 @@ class BlockManagerCalls(CacheRequests):
 
 
 class Swapping(BlockManagerCalls):
-    """Moves whole requests: `swap_out` and `swap_in` return which block is copied where."""
+    """Move whole requests: `swap_out` and `swap_in` return which block is copied where."""
 
     def start(self, num_blocks: int, block_size: int, hash_bits: int | None, num_host_blocks: int) -> None:
         """Make a manager with nothing in host memory."""
@@ -186,7 +186,7 @@ class Swapping(BlockManagerCalls):
 
     @action(request_id=one_of(lambda self: list(self.swapped.values())))
     def swap_in(self, request_id: int) -> None:
-        """Move a request back: all that it had computed is there again."""
+        """Move a request back, with all that it had computed."""
         request = known(self.swapped.values(), request_id)
         before = self.free_blocks()
         fits = not self.tables.live and self.tables.fits(len(request.token_ids))
@@ -239,7 +239,7 @@ class Swapping(BlockManagerCalls):
                 )
 
     def drain_swapped(self) -> None:
-        """Let the requests in host memory go."""
+        """Finish the requests in host memory."""
         for request_id in list(self.swapped):
             self.abort_swapped(request_id)
             self.check()

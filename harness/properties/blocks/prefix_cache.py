@@ -14,7 +14,7 @@ Place = tuple[int, int, int]
 
 
 class CacheEntries:
-    """The answers of `cached_blocks()`, held against the content of the blocks, and compared from call to call.
+    """The answers of `cached_blocks()`, compared with the content of the blocks and from call to call.
 
     `note` is called with violations after which the example can go on.
     """
@@ -84,11 +84,11 @@ class CacheEntries:
             self._check_order(evicted, kept - places.keys())
         for block in list(self._released_at):
             if block in places or cached.get(block) != self._cached.get(block):
-                del self._released_at[block]  # it has been used since, perhaps for a moment
+                del self._released_at[block]  # it has been used since
         self._cached, self._places = cached, places
 
     def check_entries(self) -> dict[int, tuple[int, ...]]:
-        """Verify that each entry's block holds what it is found under, and return the entries.
+        """Verify that each entry's block holds the entry's tokens, and return the entries.
 
         Raises:
             Violation: one does not.
@@ -147,7 +147,7 @@ class CacheEntries:
 
 
 NEVER = -1
-"""Before all that is noted."""
+"""A time before all notes."""
 
 
 class ExpectedHits:
@@ -200,13 +200,13 @@ class ExpectedHits:
             self._forget_idle()
 
     def note_eviction(self) -> None:
-        """Note that something without an owner was given up."""
+        """Note an eviction of something without an owner."""
         self._clock += 1
         self._all_lost_at = self._clock
         self._forget_idle()
 
     def note_reset(self) -> None:
-        """Note that everything was given up."""
+        """Note an eviction of everything."""
         self.note_eviction()
         self._expected.clear()
 

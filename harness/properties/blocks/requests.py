@@ -139,14 +139,14 @@ class CacheRequests(Machine):
 
     @action(request_id=one_of(lambda self: self.live()))
     def abort(self, request_id: int) -> None:
-        """Drop a request, wherever it stands."""
+        """Abort a request in any state."""
         request = known(self.live(), request_id)
         self.release(request, "abort" if self.offers["abort"] else "free")
         self.finished.append(request)
 
     @action(request_id=one_of(lambda self: self.live()))
     def preempt(self, request_id: int) -> None:
-        """Take a request's memory away until later."""
+        """Preempt a request: release its memory until later."""
         request = known(self.live(), request_id)
         self.release(request, "preempt" if self.offers["preempt"] else "free")
         request.num_computed = 0
@@ -154,7 +154,7 @@ class CacheRequests(Machine):
 
     @action(request_id=one_of(lambda self: self.finished))
     def free_again(self, request_id: int) -> None:
-        """Free a request that is gone: an error or nothing; the invariants see that nothing changes."""
+        """Free a finished request: it raises or does nothing; the invariants verify that nothing changes."""
         self.subject.error_of("free", known(self.finished, request_id).request_id)
 
     # What is cached
@@ -195,7 +195,7 @@ class CacheRequests(Machine):
         raise NotImplementedError
 
     def release(self, request: RequestRecord, method: str, *, is_kept: bool = False) -> None:
-        """Take a request's memory away; `is_kept`: what was computed can be found again."""
+        """Release a request's memory; `is_kept`: the computed tokens can be found again."""
         raise NotImplementedError
 
     # What all of them share
@@ -255,7 +255,7 @@ class CacheRequests(Machine):
         )
         if is_noted:
             self.note(*broken)
-        else:  # of one miss nothing follows: see `search_cache`
+        else:  # one miss proves nothing: see `search_cache`
             self.all_hits.note_miss(Violation(*broken), self.subject, is_finding=self.reports_hits)
 
     def check_same(self, looked_up: int | None, num_cached: int) -> None:

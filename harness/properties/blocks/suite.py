@@ -19,7 +19,7 @@ MAX_HOST_BLOCKS = 6
 
 
 class BlockManagerMachine(Swapping):
-    """Calls a block manager as an engine would, and keeps what it would have computed."""
+    """Call a block manager as an engine would, and keep the content that it would have computed."""
 
     def served_sizes(self) -> Mapping[str, Sequence[int]]:
         """Return the sizes that the adapter declares."""
@@ -118,7 +118,7 @@ class BlockManagerMachine(Swapping):
         self.is_reset = False
 
     def drain(self) -> None:
-        """Let all requests go; then one of them can have the whole pool."""
+        """Finish all requests; then one request must fit into the whole pool."""
         self.drain_swapped()
         for request in self.live():
             self.release(request, "free")
@@ -153,7 +153,7 @@ def search_block_manager(
 
 
 def not_checked(factory: Callable[..., Any]) -> list[str]:
-    """Name what the adapter does not offer, and the invariants that are therefore not checked, or checked less."""
+    """Return what the adapter does not offer, with the invariants that are therefore not checked, or checked less."""
     adapter = NamedAdapter.of(factory)
     pool = PoolCapabilities.of(adapter)
     subject = Subject(

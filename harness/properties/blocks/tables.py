@@ -19,7 +19,7 @@ Content = tuple[int, int]
 
 
 class ContentOracle:
-    """The content that the slots of a cache would have."""
+    """The expected content of the slots of a cache."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -42,7 +42,7 @@ class ContentOracle:
             prefixes.append(parent)
 
     def describe(self, content: Content | None) -> str:
-        """Spell out what a slot holds."""
+        """Describe the content of a slot."""
         if content is None:
             return "nothing"
         group, prefix = content

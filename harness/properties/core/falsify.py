@@ -111,7 +111,7 @@ def _attribute(target: Any, name: str, default: Any) -> Any:
 Input = TypeVar("Input")
 
 PHASES = (Phase.generate, Phase.shrink)
-"""A batch, unlike a sequence of calls, is made smaller by Hypothesis itself."""
+"""Hypothesis shrinks a batch well; it does not shrink a sequence of calls well."""
 
 
 class Target:
@@ -203,7 +203,7 @@ def falsify(
             Code.NOTHING_CHECKED, "the adapter rejected every input", where=property,
             actual=rejections.most_common(1)[0][0] if rejections else None, hint="declare what it serves",
         ) from None  # fmt: skip
-    except Flaky:  # what reads memory that was never written finds something else there every time
+    except Flaky:  # code that reads unwritten memory gets different values each time
         if not last:
             raise _finding(property, "the same choices led to other inputs a second time", "") from None
         what = f"{last[0].what}; the same input a second time did not show it: the code is not deterministic"

@@ -12,10 +12,10 @@ from harness.errors import Code, HarnessError
 
 
 class Severity(IntEnum):
-    """The harm of a broken invariant to the users of an engine, the worst first."""
+    """The harm that a broken invariant does to users of an engine, the worst first."""
 
     WRONG_OUTPUT = 0
-    """A request reads what is not its own, or not computed."""
+    """A request reads tokens of another request, or uncomputed ones."""
     STOPS_SERVING = 1
     """The engine crashes, hangs, or loses memory until it does."""
     UNRELIABLE = 2
@@ -99,7 +99,7 @@ class Invariant(IntEnum):
 
 
 Rejections = Counter[str]
-"""By an adapter's words: how many inputs it said it does not serve."""
+"""How many inputs the adapter rejected, by its reason."""
 
 
 class Counterexample(Exception):  # noqa: N818  # the search looks for it; a user sees a PropertyError
@@ -117,7 +117,7 @@ class Counterexample(Exception):  # noqa: N818  # the search looks for it; a use
 
 
 class RejectedError(Exception):
-    """The code under test says that it does not serve an example."""
+    """The code under test rejects an example."""
 
 
 class Violation(Counterexample):
@@ -165,7 +165,7 @@ class PropertyFinding:
         return cls(property=property, what=violation.what, program=program, invariant=invariant)
 
     def severity(self) -> str | None:
-        """Return what it does to the users of an engine, in words; None for properties of single calls."""
+        """Return the harm to users of an engine in words; None for properties of single calls."""
         return None if self.invariant is None else self.invariant.severity.name.lower().replace("_", " ")
 
     def __str__(self) -> str:

@@ -230,12 +230,12 @@ MOST_RUNS = 400
 RUNS_OF_ONE = 4
 """Runs of a shorter example before it counts as giving the same answers."""
 RUNS_IF_CERTAIN = 5
-"""Further runs of each sample where the search has seen a difference."""
+"""More runs of each sample after the search has seen a difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredExample:
-    """An example, and what the code under test answered."""
+    """An example with the answers of the code under test."""
 
     trace: Sequence[Step]
     calls: Sequence[Call]
@@ -243,7 +243,7 @@ class AnsweredExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDifference:
-    """Two runs of an example, up to the call that they answer differently."""
+    """Two runs of an example, up to the call whose answers differ."""
 
     trace: Sequence[Step]
     machine: Machine

@@ -22,7 +22,7 @@ from harness.properties.core.minimize import AnsweredExample, difference, minimi
 from harness.properties.core.subject import CALL_LIMIT_S, SHRINKING_LIMIT_S, Subject, time_limit
 
 SAMPLE_EVERY = 8
-"""One of so many examples is run a second time, to see whether it does the same."""
+"""One of this many examples runs a second time, to compare the answers."""
 MOST_SAMPLES = 25
 MOST_RESTARTS = 8
 """Of a search that ends because the code under test is not deterministic."""
@@ -42,12 +42,12 @@ class SearchReport:
     """The worst first."""
     num_examples: int = 0
     rejections: Rejections = field(default_factory=Rejections)
-    """By the adapter's words: how many examples it said it does not serve."""
+    """How many examples the adapter rejected, by its reason."""
     not_checked: list[str] = field(default_factory=list)
-    """What the examples could not tell, besides what the adapter does not offer."""
+    """What the examples could not check, beside what the adapter does not offer."""
 
     def raise_findings(self, accepted: Collection[int] = ()) -> None:
-        """Raise the findings, but those of accepted invariants.
+        """Raise the findings, except those of accepted invariants.
 
         Raises:
             PropertyError: there are some.
@@ -94,7 +94,7 @@ def _run(examples: "_Found", settings: Settings) -> bool:
             left(seed(restart)(given_run) if restart else given_run)()
         except (EnoughFoundError, Unsatisfiable):
             return restart == 0
-        except Flaky:  # it drew the same numbers twice, and there was something else to choose from
+        except Flaky:  # the same draws met different choices
             continue
         return restart == 0
     return False
@@ -135,7 +135,7 @@ class _Found:
         self.samples: list[AnsweredExample] = []
 
     def try_example(self, data: st.DataObject, num_steps: int) -> None:
-        """Run one example and note what it breaks, or that the adapter rejects it."""
+        """Run one example and note its violations, or that the adapter rejects it."""
         self.num_examples += 1
         machine = self._make()
         no_more: StopTest | None = None
@@ -190,7 +190,7 @@ class _Found:
 def search_cache(
     kind: str, make: Callable[[Hits], Machine], settings: Settings, *, is_first_enough: bool = False
 ) -> SearchReport:
-    """Search as `search` does; a miss is a finding too if some example had reason to hit and none did."""
+    """Search as `search` does; a miss is also a finding if some example should have had a hit and none had one."""
     hits = Hits()
     report = search(lambda: make(hits), settings, is_first_enough=is_first_enough)
     if hits.miss is not None and not hits.num_hits and hits.is_finding:
@@ -237,7 +237,7 @@ class Profile:
     """
 
     def settings(self) -> settings:
-        """Return what Hypothesis understands. No deadline: an engine's first call may compile."""
+        """Return Hypothesis settings. No deadline: an engine's first call may compile."""
         return settings(
             max_examples=self.max_examples,
             stateful_step_count=self.num_steps,

@@ -25,7 +25,7 @@ CALL_LIMIT_S = 10.0
 SHRINKING_LIMIT_S = 0.25
 """CPU seconds while an example is made smaller: each attempt that does not return takes so long."""
 AGAIN_S = 0.1
-"""The signal comes again where the code that it interrupts swallows exceptions."""
+"""Seconds until the signal repeats, for code that swallows exceptions."""
 
 Result = TypeVar("Result")
 _limit_s: float | None = None
@@ -170,7 +170,7 @@ class Subject:
         return getattr(self._target, name, None)
 
     def do(self, invariant: Invariant, method: str, *args: object, **kwargs: object) -> Any:
-        """Call what may change something, and record it.
+        """Call a method that may change state, and record the call.
 
         Raises:
             Violation: of `invariant`: the call raised.
@@ -190,7 +190,7 @@ class Subject:
         return result
 
     def error_of(self, method: str, *args: object, **kwargs: object) -> Exception | None:
-        """Call what ought to raise, and return what it raised; recorded."""
+        """Call a method that should raise, record the call, and return the exception."""
         source = self._source(method, args, kwargs)
         try:
             result = getattr(self._target, method)(*args, **kwargs)
@@ -201,7 +201,7 @@ class Subject:
         return None
 
     def ask(self, invariant: Invariant, method: str, *args: object, **kwargs: object) -> Any:
-        """Call what changes nothing; not recorded, unless it raises.
+        """Call a method that changes nothing; the call is recorded only if it raises.
 
         Raises:
             Violation: of `invariant`: the call raised.

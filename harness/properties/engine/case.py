@@ -15,7 +15,7 @@ MOST_NEW_TOKENS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCase:
-    """Requests, and how they are run otherwise than each alone on an engine with its defaults."""
+    """Requests, and how they run differently from each alone on an engine with its defaults."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: tuple[int, ...]
@@ -29,15 +29,15 @@ class EngineCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """One thing on which what an engine computes must not depend."""
+    """One way to run requests that must not change what an engine computes."""
 
     what: str
     options: tuple[str, ...] = ()
     """Parameters of the constructor that it needs."""
     helpful: tuple[str, ...] = ()
-    """Those that make it come to pass more often."""
+    """Parameters that make it happen more often."""
     counter: str | None = None
-    """The adapter's method that tells whether it came to pass."""
+    """The adapter's method that counts how often it happened."""
 
 
 RELATIONS = {
@@ -81,7 +81,7 @@ def _cases(draw: DrawFn, relation: str, vocab_size: int, max_model_len: int, off
     options: dict[str, int | bool] = {}
     for name in sorted(wanted):
         if relation != "all" or name == "block_size" or draw(st.booleans()):
-            # What is to come to pass needs blocks that are full.
+            # The event needs full blocks.
             is_small = name == "block_size" and RELATIONS[relation].counter is not None
             options[name] = draw(st.integers(1, 4) if is_small else _OPTIONS[name])
     if "num_blocks" in options:

@@ -25,7 +25,7 @@ MAX_MODEL_LEN = 48
 
 
 def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rejections:
-    """Run requests otherwise than one by one, in the way of a relation, and compare tokens and taps.
+    """Run requests in the way of a relation instead of one by one, and compare tokens and taps.
 
     Raises:
         PropertyError: they differ.
@@ -186,7 +186,7 @@ class EngineUnderTest:
         expected: Sequence[int],
         actual: Sequence[int],
     ) -> bool:
-        """Whether the logits alone are as good as equal for two choices."""
+        """Whether the logits of two choices are equal within rounding."""
         logits = plain.get(LOGITS, {}).get(position)
         if logits is None or not expected or not actual:
             return False
@@ -196,7 +196,7 @@ class EngineUnderTest:
 
 
 def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
-    """Return the index of the first token that is another, or that only one of them has; None: they are equal."""
+    """Return the index of the first token that differs, or that only one list has; None if they are equal."""
     both = zip_longest(expected, actual)
     return next((i for i, (a, b) in enumerate(both) if a != b), None)
 

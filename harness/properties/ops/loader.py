@@ -39,7 +39,7 @@ class Damage:
 
 
 def check_loader(named: Any, settings: Settings) -> Rejections:
-    """Check that shards load as one file does, and that damage is refused in its own words; nothing without it.
+    """Check that shards load like one file, and that damage is refused with a message; nothing without `load`.
 
     Raises:
         PropertyError: they do not, or it is not.

@@ -46,7 +46,7 @@ Claim = Callable[["Norm"], None]
 
 
 def check_norms(named: Any, settings: Settings) -> Rejections:
-    """Hold `rms_norm` and `layer_norm` to their definition and to what scaling does; nothing without them.
+    """Compare `rms_norm` and `layer_norm` with their definition, also under scaling; nothing without them.
 
     Raises:
         PropertyError: one property does not hold.
@@ -182,7 +182,7 @@ def _cases(draw: DrawFn, dtypes: tuple[str, ...], *, is_centred: bool) -> NormCa
     largest = _LEVELS[dtype]
     exponent = draw(st.just(0) | st.integers(-6, largest - 2))
     level = 2.0**exponent
-    # At a mean far above the spread nothing is left of the row to be judged.
+    # With a mean far above the spread, rounding leaves nothing of the row to judge.
     offset = draw(st.sampled_from((0.0, 1.0, -3.0))) * level if is_centred else 0.0
     return NormCase(
         x=RandomRows(

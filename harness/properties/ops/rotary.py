@@ -38,7 +38,7 @@ Claim = Callable[["RotaryScheme"], None]
 
 
 def check_rotary(named: Any, settings: Settings) -> Rejections:
-    """Hold `rotary` and `rotary_interleaved` to the properties of a rotation by position; nothing without them.
+    """Check that `rotary` and `rotary_interleaved` rotate by position; nothing without them.
 
     Raises:
         PropertyError: one does not hold.

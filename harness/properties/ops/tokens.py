@@ -55,7 +55,7 @@ class SampledRow:
 
 
 def check_sampling(named: Any, settings: Settings) -> Rejections:
-    """Hold `sample` to the sets of top-k, top-p and min-p, to their distribution, and to seeds; nothing without it.
+    """Check the sets, the distribution and the seeds of `sample` with top-k, top-p and min-p; nothing without it.
 
     Raises:
         PropertyError: one property does not hold.
@@ -221,7 +221,7 @@ def _batches(draw: DrawFn) -> list[SampledRow]:
 
 @st.composite
 def _repeated(draw: DrawFn) -> list[SampledRow]:
-    """Draw one request with many seeds: sooner or later it draws what is hardly likely."""
+    """Draw one request with many seeds: sooner or later it draws an unlikely token."""
     request = draw(_requests())
     first, number = draw(st.integers(0, 2**31)), draw(st.integers(1, 40))
     return [replace(request, seed=first + i) for i in range(number)]

@@ -22,7 +22,7 @@ END_OF_SEQUENCE = 2
 
 
 class SchedulerCalls(Machine):
-    """A scheduler, and what is known of its requests, tables and cache."""
+    """A scheduler with the suite's record of its requests, tables and cache."""
 
     def __init__(self, factory: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class SchedulerCalls(Machine):
         )
 
     def remove(self, request: ScheduledRequest, method: str) -> None:
-        """Take a request out."""
+        """Remove a request."""
         self.reuse.note_released(request, self.in_flight, is_kept=method == "finish")
         del self.requests[request.request_id]
         self.tables.live.pop(request.request_id, None)
@@ -128,7 +128,7 @@ class SchedulerCalls(Machine):
             self.remove(self.requests[request_id], "finish")
 
     def _check_still_there(self, ended: Collection[int]) -> None:
-        """Verify that no request is gone that may still sample."""
+        """Verify that no request that may still sample has been removed."""
         running = self._running() if self.offers["running"] else set(self.requests)
         for request in self.requests.values():
             if request.is_running and request.request_id not in running | set(ended):

@@ -29,7 +29,7 @@ MOSTLY = st.sampled_from((True, True, True, True, True, False))
 
 
 class SchedulerMachine(SchedulerCalls):
-    """Drives a scheduler as an engine would, without a model.
+    """Drive a scheduler as an engine would, without a model.
 
     `refuses`: impossible requests are queued, too, which the scheduler is to refuse.
     """
@@ -124,7 +124,7 @@ class SchedulerMachine(SchedulerCalls):
         request_id=one_of(lambda self: list(self.requests.values())),
     )
     def abort(self, request_id: int) -> None:
-        """Drop a request, wherever it stands."""
+        """Abort a request in any state."""
         self.remove(known(self.requests.values(), request_id), "abort")
 
     @action(
@@ -175,7 +175,7 @@ class SchedulerMachine(SchedulerCalls):
             self._check_all_free()
 
     def drain(self) -> None:
-        """Go on without arrivals: in any so many steps, a request gets further than it ever was."""
+        """Continue without arrivals: within a fixed number of steps, some request must get further than before."""
         patience = MAX_EMPTY_STEPS + sum(request.num_total for request in self.requests.values())
         num_reported, num_steps = self._num_reported(), 0
         while self.requests:
@@ -235,12 +235,15 @@ def search_scheduler(
     Raises:
         HarnessError: BAD_ADAPTER: the adapter lacks a method.
     """
-    adapter, refuses = NamedAdapter.of(factory), Invariant.ADMISSION not in accepted  # else none impossible is queued
+    adapter, refuses = (
+        NamedAdapter.of(factory),
+        Invariant.ADMISSION not in accepted,
+    )  # otherwise no impossible request is queued
     return search(lambda: SchedulerMachine(adapter, refuses=refuses), settings, is_first_enough=is_first_enough)
 
 
 def not_checked(factory: Callable[..., Any]) -> list[str]:
-    """Name what the adapter does not offer, and the invariants that are therefore not checked, or checked less."""
+    """Return what the adapter does not offer, with the invariants that are therefore not checked, or checked less."""
     adapter = NamedAdapter.of(factory)
     declared = SchedulerCapabilities.of(adapter)
     subject = Subject(

@@ -27,7 +27,7 @@ class Transfer(RequestRecord):
 
 
 class StateCacheCalls(CacheRequests):
-    """A state cache, and what is known of its requests, slots and snapshots."""
+    """A state cache with the suite's record of its requests, slots and snapshots."""
 
     def __init__(self, factory: Any, hits: Hits | None = None) -> None:
         super().__init__(factory, hits)

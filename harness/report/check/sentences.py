@@ -56,7 +56,7 @@ def subject(result: CheckResult) -> list[str]:
 
 
 def extent(result: CheckResult) -> list[str]:
-    """Return how much of it was checked: requests, rows, taps, schedules."""
+    """Return the extent of the check: requests, rows, taps, schedules."""
     num_taps = len({tap.name for run in result.runs for tap in run.taps if tap.num_rows})
     num_rows = sum(run.num_rows for run in result.runs)
     schedules = printable(", ".join(run.schedule for run in result.runs)) or "no schedule"
@@ -87,7 +87,7 @@ def divergence_size(divergence: Divergence) -> str:
 
 
 def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
-    """Yield what is told of a divergence, each after its label: first the tap, at the end the cause."""
+    """Yield the facts of a divergence with their labels: the tap first, the cause last."""
     yield "First divergence:", printable(divergence.tap)
     yield "", divergence_place(divergence)
     yield "", f"{divergence_size(divergence)} ({divergence.code})"
@@ -98,7 +98,7 @@ def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
-    """Yield what was done wrong, to which rows, how well that fits, and where a wrong place of the cache leads."""
+    """Yield the mistake, its rows, how well it fits, and whose content a wrong place of the cache holds."""
     yield printable(explanation.cause)
     fit = printable(explanation.scope)
     if explanation.residual_after is not None:
@@ -200,7 +200,7 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
 
 
 def _control(result: CheckResult) -> str | None:
-    """Say what HF itself reaches on the engine's inputs if that was measured."""
+    """Return the error of HF itself on the engine's inputs, if measured."""
     taps = [tap for tap in merge_taps(result.runs) if tap.control_bound_share_max is not None and not tap.convention]
     if not taps:
         return None
@@ -246,7 +246,7 @@ def _coverage(coverage: Coverage) -> str:
 
 
 def _not_judged(coverage: Coverage) -> str:
-    """Say what a pass does not rest on."""
+    """Return what a pass does not cover."""
     parts = [_names(coverage.not_judged)] if coverage.not_judged else []
     if coverage.only_through:
         parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")

@@ -47,7 +47,7 @@ def sum_coverage(runs: Sequence[RunResult]) -> Coverage:
 
 
 def sum_seconds(seconds: Sequence[float | None]) -> float | None:
-    """Return the sum of what was measured, None if nothing was."""
+    """Return the sum of the measured values, None if there are none."""
     measured = [value for value in seconds if value is not None]
     return sum(measured) if measured else None
 
@@ -72,7 +72,7 @@ class Role(StrEnum):
     """Wrong by itself, but not the first."""
     MISSING = "missing"
     DOWNSTREAM = "downstream"
-    """Sound by itself, computed from input that was wrong already."""
+    """Sound by itself, but computed from wrong input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

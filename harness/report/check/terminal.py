@@ -49,7 +49,7 @@ class _Page:
         return f"\x1b[{';'.join(str(_STYLES[style]) for style in styles)}m{text}\x1b[0m"
 
     def wrap(self, label: str, text: str, *styles: str, indent: int) -> Iterator[str]:
-        """Yield `text` wrapped after `label`, which alone is painted."""
+        """Yield `text` wrapped after `label`; only the label has colour."""
         lines = [line.replace(NO_BREAK, " ") for line in textwrap.wrap(text, self.width - indent)] or [""]
         yield (self.paint(label, *styles) + " " * (indent - len(label)) + lines[0]).rstrip()
         yield from (" " * indent + line for line in lines[1:])
@@ -158,7 +158,7 @@ def _facts(result: CheckResult, page: _Page) -> Iterator[str]:
 
 
 def _shortened(text: str, width: int) -> str:
-    """Return `text` in at most `width` columns; its middle gives way."""
+    """Return `text` in at most `width` columns, without its middle if it is longer."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2

@@ -60,7 +60,7 @@ def heat_map(taps: Sequence[TapResult], culprit: str | None) -> View | None:
 
 
 def level(roundings: float | None) -> int:
-    """Return the colour of an error: 0 for none, up to 8; NaN is as dark as it gets."""
+    """Return the colour of an error: 0 for none, up to 8; NaN has the darkest."""
     if roundings is None or roundings == 0:
         return 0
     if math.isnan(roundings):
@@ -200,7 +200,7 @@ def _style(column: Column) -> str:
 
 
 def _sentence(result: CheckResult) -> str:
-    """Return what came of the check, in a sentence."""
+    """Return the outcome of the check in a sentence."""
     divergence = result.first_divergence
     if divergence is not None:
         return f"The first operation that is wrong is {printable(divergence.tap)}, from {divergence_place(divergence)}."

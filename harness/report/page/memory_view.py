@@ -15,7 +15,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _MAX_FRAMES = 24
 """Innermost frames of a stack that are shown."""
 _MOVING_SHARE = 0.6
-"""Least part of the plot's height that is left to what changes, by cutting off what never does."""
+"""The least share of the plot's height for memory that changes; the axis cuts off memory that never does."""
 
 
 def memory_plot(timeline: MemoryTimeline) -> dict[str, Any] | None:
@@ -86,7 +86,7 @@ def _areas(points: Sequence[MemoryPoint], used: Sequence[int], x: Scale, y: Scal
 
 
 def _levels(points: Sequence[MemoryPoint], used: Sequence[int], x: Scale, y: Scale) -> tuple[Line, ...]:
-    """Return a line per category, where the axis begins above zero: an area would show a share that is none."""
+    """Return a line per category where the axis begins above zero: an area would show a wrong share."""
     return tuple(
         Line(
             path=_steps(points, x, y, index),

@@ -78,14 +78,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """A point with what is said of it when it is pointed at."""
+    """A point and its text under the pointer."""
 
     x: float
     y: float
     style: str
     title: str
     label: str = ""
-    """Written beside it."""
+    """The text beside it."""
     name: str = ""
     """What the label stands for, in the list below the plot; empty: it is not listed."""
     side: str = ""

@@ -71,7 +71,7 @@ def _sides(places: Sequence[tuple[float, float]]) -> list[str]:
 
 
 def _room(centre: tuple[float, float], taken: Sequence[tuple[float, float]], dot: tuple[float, float]) -> float:
-    """Return how far what is nearest is, in labels, one and more being as good as far away; 0 outside of the plot."""
+    """Return the distance to the nearest number or dot in labels, at most 1; 0 outside the plot."""
     if not (0 <= centre[0] <= 100 and 0 <= centre[1] <= 100):
         return 0.0
     others = (place for place in taken if place != dot)
@@ -96,7 +96,7 @@ def _flops(value: float) -> str:
 
 MAX_OPERATORS = 25
 _MAX_PARTS = 8
-"""Operations with a colour of their own, the same in every phase; the rest shares one."""
+"""Operations with their own colour, the same in every phase; the rest share one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
