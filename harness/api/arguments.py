@@ -65,14 +65,14 @@ def _argument(option: re.Match[str]) -> str:
 
 
 def requests_of(prompts: Prompts | None) -> list[RequestSpec]:
-    """Return prompts as requests; none for None.
+    """Return prompts as requests; an empty result for None.
 
     Args:
         prompts: a text, or several texts, lists of token ids (tensors, too), lists of chat messages, or what HF's
             processor returns for one request (`input_ids`, `pixel_values`, ...).
 
     Raises:
-        HarnessError: EMPTY_PROMPT, or BAD_OPTION for what is none of these.
+        HarnessError: EMPTY_PROMPT, or BAD_OPTION for anything else.
     """
     if prompts is None:
         return []
@@ -140,7 +140,7 @@ def engine_option_texts(options: Any) -> dict[str, str]:
 
 @contextmanager
 def checkpoint(model: Model | None) -> Iterator[tuple[str | None, str | None]]:
-    """Yield a checkpoint as `plan_request` takes it, and what to call it if that is something else.
+    """Yield a checkpoint as `plan_request` takes it, and its name if that differs.
 
     The weights of a model object are saved to a folder that is there for the duration of the block.
 
@@ -168,7 +168,7 @@ def checkpoint(model: Model | None) -> Iterator[tuple[str | None, str | None]]:
     with scratch_folder("harness-") as folder:
         _save(unsharded(model), folder / "model")
         path = [str(folder / "model")]
-        if is_sharded(model):  # of several ranks the first alone saves, and all read that
+        if is_sharded(model):  # only the first rank saves, and all ranks read that
             distributed.broadcast_object_list(path)
         yield path[0], model.name_or_path or type(model).__name__
         if is_sharded(model):
@@ -188,7 +188,7 @@ def _save(model: "PreTrainedModel", folder: Path) -> None:
         warnings.simplefilter("ignore")
         try:
             model.save_pretrained(folder)
-        except Exception as error:  # whatever its weights are made of
+        except Exception as error:  # with any kind of weights
             raise HarnessError(
                 Code.BAD_OPTION,
                 f"the weights of the model cannot be saved: {error}",
@@ -206,7 +206,7 @@ def _save(model: "PreTrainedModel", folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The engine under test, and what it says of dtype and device."""
+    """The engine under test, with its dtype and device."""
 
     name: str
     dtype: str | None
@@ -217,12 +217,12 @@ class Chosen:
     options: Mapping[str, str] = field(default_factory=dict)
     """Of an engine that is opened by its name."""
     checkpoint: str | None = None
-    """Says what is right; None for the embedded default."""
+    """The checkpoint that gives the truth; None for the embedded default."""
     label: str | None = None
     """Name of the checkpoint in reports if that is not its path."""
 
     def changes(self) -> dict[str, Any]:
-        """Return what the plan's case has in place of its own."""
+        """Return the fields that replace those of the plan's case."""
         return {
             "model": self.checkpoint,
             "engine": self.name,
@@ -245,7 +245,7 @@ def choose(
     options: Mapping[str, Any],
     names: Mapping[str, str] | None,
 ) -> Chosen:
-    """Say what the first argument of `check` is.
+    """Return what the first argument of `check` is.
 
     Raises:
         HarnessError: BAD_OPTION: it is nothing that can be checked, or an argument does not go with it; UNKNOWN_ENGINE
@@ -276,7 +276,7 @@ def choose(
 
 
 def model_or_own(engine: Any, model: "Model | None") -> "Model | None":
-    """Return the model that says what is right: for a model object of HF's by default its own weights.
+    """Return the model that gives the truth: for a model object of HF's by default its own weights.
 
     Raises:
         HarnessError: BAD_OPTION: any other module needs to be told which checkpoint it is.

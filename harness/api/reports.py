@@ -21,7 +21,7 @@ class CheckFailedError(AssertionError):
     """A check that did not pass; its message is the whole diagnosis."""
 
     def __init__(self, report: "CheckReport") -> None:
-        """Take the report, which stays at hand as `report`."""
+        """Keep the report as `report`."""
         self.report = report
         super().__init__(report.text())
 
@@ -32,7 +32,7 @@ class CheckReport(CheckResult):
 
     @classmethod
     def of(cls, result: CheckResult) -> "CheckReport":
-        """Return the same result as a report."""
+        """Return a result as a report."""
         return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     @property
@@ -80,7 +80,7 @@ class ProfileReport(ProfileResult):
 
     @classmethod
     def of(cls, result: ProfileResult) -> "ProfileReport":
-        """Return the same result as a report."""
+        """Return a result as a report."""
         return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     def text(self) -> str:

@@ -24,12 +24,12 @@ SWITCHES = (
     "ONEDNN_MAX_CPU_ISA",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Variables of the environment that change what torch runs: on a GPU, and on a CPU as if it had fewer instructions."""
+"""Environment variables that change the kernels torch runs: on a GPU, and on a CPU by hiding instructions."""
 PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
 
 
 def environment() -> dict[str, str | int]:
-    """Return what is written into a recording: versions, and of torch if it is imported, how it runs."""
+    """Return the conditions that a recording stores: versions, and torch's settings if torch is imported."""
     conditions: dict[str, str | int] = {"python": platform.python_version(), "cores": os.cpu_count() or 0}
     conditions |= _versions(("torch", "transformers"))
     torch = sys.modules.get("torch")
@@ -43,7 +43,7 @@ def environment() -> dict[str, str | int]:
 
 
 def describe_environment() -> dict[str, str]:
-    """Return the same as text, with machine and revision: written into every trace, compared before any gate."""
+    """Return the environment as text, with machine and revision: stored in every trace, compared before any gate."""
     conditions = {name: str(value) for name, value in environment().items()}
     conditions |= {"machine": platform.machine(), "harness": __version__}
     return conditions | {"revision": _described(Path.cwd()) or "unknown"}
@@ -56,12 +56,12 @@ class MachineInfo:
     device: str
     """The processor's or GPU's name."""
     cpu_flags: tuple[str, ...]
-    """Those of `FLAGS` that the processor has; empty if the system does not tell."""
+    """The `FLAGS` that the processor has; empty if the system does not report them."""
     num_threads: int
     """Threads of torch, and of peers that have their own."""
     versions: dict[str, str]
     switches: dict[str, str] = field(default_factory=dict)
-    """Those of `SWITCHES` that are set."""
+    """The `SWITCHES` that are set."""
 
     @property
     def hardware(self) -> str:
@@ -70,7 +70,7 @@ class MachineInfo:
 
     @property
     def software(self) -> str:
-        """Return the versions, and what is switched, in one line."""
+        """Return the versions and the set switches in one line."""
         return ", ".join(
             [
                 *(f"{name} {version}" for name, version in self.versions.items()),
@@ -80,7 +80,7 @@ class MachineInfo:
 
 
 def describe_machine(device: str) -> MachineInfo:
-    """Look at the machine; `device` is the one that is timed."""
+    """Describe the machine; `device` is the timed one."""
     import torch
 
     cpu = _cpu_info()
@@ -117,7 +117,7 @@ def _described(folder: Path) -> str:
 
 
 def _cpu_info() -> dict[str, str]:
-    """Return what Linux says of the first processor."""
+    """Return Linux's facts about the first processor."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():
         return {}

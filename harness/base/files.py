@@ -23,12 +23,12 @@ from harness.errors import Code, HarnessError
 MARK = ".scratch"
 """File in each such folder, locked while its process lives. A folder without it belongs to another program."""
 _SWEPT_AFTER_S = 60.0
-"""Age from which a folder is swept whose mark is empty: it was never locked."""
+"""Age from which a folder with an empty, never locked mark is removed."""
 
 
 @contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Make a folder for the block, and remove what killed processes left of the same kind in the same place.
+    """Make a folder for the block, and remove folders of the same kind that killed processes left.
 
     Args:
         prefix: of its name.
@@ -54,7 +54,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(place: Path, prefix: str) -> None:
-    """Remove the scratch folders of processes that are no more."""
+    """Remove the scratch folders of processes that have ended."""
     with suppress(OSError):
         for folder in place.glob(f"{prefix}*"):
             with suppress(OSError):
@@ -66,7 +66,7 @@ def _sweep(folder: Path) -> None:
     try:
         mark = os.fstat(descriptor)
         if mark.st_size or time.time() - mark.st_mtime > _SWEPT_AFTER_S:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or it lives
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # otherwise its process is alive
             shutil.rmtree(folder)
     finally:
         os.close(descriptor)
@@ -106,7 +106,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists: one that no file can have, for it is too long, does not."""
+    """Return whether a path exists; a path that is too long for a file does not."""
     try:
         return path.exists()
     except OSError:
@@ -115,7 +115,7 @@ def exists(path: Path) -> bool:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses (disk full, no permission, ...) into CANNOT_WRITE."""
+    """Turn errors of the operating system (disk full, no permission, ...) into CANNOT_WRITE."""
     try:
         yield
     except OSError as error:
@@ -128,7 +128,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8; until all of it is written, what was there before stays. Makes missing folders.
+    """Write a text as UTF-8; the old file stays until all of the text is written. Makes missing folders.
 
     Raises:
         HarnessError: CANNOT_WRITE.
@@ -142,7 +142,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 MOST_NESTED = 100
-"""Lists and objects within one another that are read: no config, trace or answer comes near it."""
+"""The deepest nesting of lists and objects that is read: no config, trace or answer comes near it."""
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -15,11 +15,11 @@ CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
-"""Limit and use as a container sees its own, in versions 2 and 1."""
+"""Files with the limit and use of a container, in cgroups version 2 and 1."""
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be had without swapping; all of the machine's where the system does not say."""
+    """Return the bytes available without swapping; all of the machine's if the system does not say."""
     limits = [_machine_bytes()]
     for limit, used in CONTROL_GROUPS:
         try:
@@ -60,7 +60,7 @@ def _machine_bytes() -> int:
 
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
-    """Keep Python from searching millions of new objects for garbage, of which there is none: a third of the time."""
+    """Pause Python's garbage collector, which searches millions of new objects in vain: a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int], None]
-"""Receives the current task, how much of it is done, and how much there is."""
+"""Receives the current task, its finished part, and its total."""
 
 
 def no_progress(_label: str, _done: int, _total: int) -> None:
@@ -13,7 +13,7 @@ def no_progress(_label: str, _done: int, _total: int) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' loading reports and bars: what they say of a bad checkpoint we say ourselves."""
+    """Silence transformers' loading reports and bars: the harness reports a bad checkpoint itself."""
     from transformers.utils import logging
 
     # Its handlers, not its logger: thousands of loggers remember the level of that one, and reset it in 0.3 ms.

@@ -20,7 +20,7 @@ busy otherwise, a thousand times longer (measured: 8 ms an operation)."""
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread, and put the number back afterwards."""
+    """Use one thread, and restore the number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 
 
 def limit_threads(hidden_size: int) -> AbstractContextManager[None]:
-    """Use one thread for a small model, and put the number back afterwards; `OMP_NUM_THREADS` is left to rule."""
+    """Use one thread for a small model, and restore the number afterwards; `OMP_NUM_THREADS` takes precedence."""
     is_small = hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ
     return one_thread() if is_small else nullcontext()
 
@@ -39,9 +39,9 @@ Result = TypeVar("Result")
 
 
 def num_spare_threads(device: torch.device) -> int:
-    """Return how many workers are of use beside a model that runs on `device`: none beside a single thread.
+    """Return how many workers help beside a model that runs on `device`: none beside a single thread.
 
-    What a model computes on another device than the CPU is judged there, in the order of its stream.
+    Results on another device than the CPU are judged there, in the order of its stream.
     """
     num_threads = torch.get_num_threads()
     return num_threads if device.type == "cpu" and num_threads > 1 else 0
@@ -69,7 +69,7 @@ class Workers(Generic[Result]):
             self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable[[], Result]) -> None:
-        """Have the function called, now or soon; what it raises, `finished` raises."""
+        """Call the function now or soon; `finished` raises what it raises."""
         if self._pool is not None:
             self._futures.append(self._pool.submit(function))
             return

@@ -100,7 +100,7 @@ def _is_declared(path: Path, config: pytest.Config) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what was updated. The texts travel in the reports, so that xdist's workers can send them."""
+    """Show the updates. The texts are in the reports, so that xdist's workers can send them."""
     for section in UPDATE_SECTIONS:
         texts = sorted(_texts(terminalreporter, section))
         if texts:

@@ -28,7 +28,7 @@ def harness_check(request: pytest.FixtureRequest) -> "Callable[..., CheckReport]
         if isinstance(result, HarnessError):
             if result.code is Code.NO_DEVICE:
                 pytest.skip(f"{result.code}: {result.what} ({result.actual})")
-            raise result  # what the engine itself raised stays its cause
+            raise result  # the engine's own error stays the cause
         request.node.user_properties += check_properties(result)
         result.assert_ok()
         return result

@@ -52,7 +52,7 @@ def making(kept: Path | None) -> Iterator[Path]:
 
 
 def settle(folder: Path, kept: Path | None) -> Path:
-    """Move a folder that `making` gave to where it is kept, in place of an older one; return where it is.
+    """Move a folder of `making` to its final place, instead of an older one, and return the place.
 
     Raises:
         HarnessError: CANNOT_WRITE.
@@ -66,10 +66,10 @@ def settle(folder: Path, kept: Path | None) -> Path:
 
 
 UPDATE_SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE = "golden update", "baseline update"
-"""Keys of the report sections that say what --golden-update and --baseline-update did."""
+"""Keys of the report sections for the effects of --golden-update and --baseline-update."""
 
 _MARKS_OF_A_CASE = {"schema_version", "requests"}
-"""Keys that no case is without."""
+"""Keys that every case has."""
 
 
 class CaseFile(pytest.File):
@@ -78,7 +78,7 @@ class CaseFile(pytest.File):
     def __init__(self, *, is_declared: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.is_declared = is_declared
-        """Whether the configuration says that this is a case, rather than the name of its folder."""
+        """Whether the configuration names this file as a case, instead of the name of its folder."""
 
     def collect(self) -> Iterable["CaseItem"]:
         """Yield the case; nothing for a file in a folder `cases` that is not a case."""
@@ -94,11 +94,11 @@ class CaseFile(pytest.File):
 
 
 def _looks_like_a_case(path: Path) -> bool:
-    """Whether the file has a key that no case is without, or has its name in it somewhere and is no TOML."""
+    """Whether the file has a key that every case has, or contains the key's name and is no valid TOML."""
     try:
         content = path.read_bytes()
     except OSError:
-        return True  # loading it says what is wrong
+        return True  # loading it reports the error
     try:
         return not _MARKS_OF_A_CASE.isdisjoint(tomllib.loads(content.decode()))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError):
@@ -137,7 +137,7 @@ class CaseItem(pytest.Item):
             self._profile(plan, plan.case.profile, result)
 
     def _profile(self, plan: "Plan", section: "ProfileSection", result: "CheckResult") -> None:
-        """Profile the engine, keep the captures, and hold them to the case's baseline."""
+        """Profile the engine, keep the captures, and compare them with the case's baseline."""
         from harness.profiling.profile import keep_profile, planned_profile
         from harness.report.check.json import profile_properties
 
@@ -187,5 +187,5 @@ class CaseItem(pytest.Item):
 
     @property
     def where(self) -> str:
-        """Path of the case file as it is typed on the command line."""
+        """Path of the case file as on the command line."""
         return self.nodeid.removesuffix(f"::{self.name}")

@@ -39,7 +39,7 @@ ADAPTERS = {
     "engine": "harness.properties.reference.engine:EngineSubject",
     "ops": "harness.properties.reference.ops:Ops",
 }
-"""By the name of the fixture, what is tested without the option: the reference engine."""
+"""The default adapters by the name of the fixture: those of the reference engine."""
 
 
 def option_of(name: str) -> str:
@@ -48,7 +48,7 @@ def option_of(name: str) -> str:
 
 
 def _fixture(name: str) -> Any:
-    """Return a fixture that hands out what the option of its name names."""
+    """Return a fixture of the object that the option of the same name names."""
 
     @pytest.fixture(scope="session", name=name)
     def adapter(request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -143,7 +143,7 @@ __all__ = ["ATTRIBUTE", "RECORD", "SCHEMA_VERSION", "FindingsFile", "SuiteRecord
 
 SCHEMA_VERSION = 1
 NOT_CHECKED = "not checked"
-"""Key of the properties of a test that say what its adapter leaves unchecked."""
+"""Key of the test properties that list what its adapter leaves unchecked."""
 ATTRIBUTE = "harness_properties"
 """Of a report, with a `SuiteRecord` as a dictionary; pytest-xdist sends it along."""
 
@@ -162,7 +162,7 @@ class SuiteRecord:
         self.not_checked += lines
 
     def add_rejections(self, suite: str, rejections: "Rejections") -> None:
-        """Note the examples that the adapter said it does not serve."""
+        """Note the examples that the adapter rejected."""
         self.not_checked += [f"{suite}: {number} examples: {reason}" for reason, number in rejections.items()]
 
     def add_search(self, suite: str, report: "SearchReport") -> None:
@@ -333,7 +333,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """If adapters are named, run their suites and no others: those of the reference engine are left out."""
+    """If adapters are named, run only their suites, without those of the reference engine."""
     named = {name for name in ADAPTERS if config.getoption(name)}
     if named:
         kept = [item for item in items if named & set(getattr(item, "fixturenames", ()))]
@@ -342,7 +342,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which findings were accepted, and what was not checked because an adapter does not offer it."""
+    """Report accepted findings, and what was not checked because an adapter does not offer it."""
     records = list(_records(terminalreporter))
     broken = {finding["invariant"] for record in records for finding in record["findings"]}
     accepted = [

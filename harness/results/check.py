@@ -29,12 +29,12 @@ class PhaseCost:
     name: str
     seconds: float
     read_bytes: int
-    """Weights, golden and recordings that are read from files, of which the system may hold some in memory."""
+    """Bytes of weights, golden and recordings that are read from files; the system may cache some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckCost:
-    """The cost of a check that was not made."""
+    """The estimated cost of a check."""
 
     kind: ClassVar = "check-cost"
     IN_DOCUMENT: ClassVar = ("kind", "seconds", "read_bytes")
@@ -42,10 +42,10 @@ class CheckCost:
     dtype: str
     num_requests: int
     num_tokens: int
-    """Of all requests: prompts and what follows them."""
+    """Tokens of all requests: prompts and continuations."""
     num_layers: int
     num_measured: int
-    """The first layers of the model, which were run."""
+    """The first layers of the model, which the measurement ran."""
     has_golden: bool
     """Whether the golden is in the cache."""
     phases: tuple[PhaseCost, ...]
@@ -77,7 +77,7 @@ class TapSource:
     code: str | None = None
     """Line of the engine's code that makes it, `path/to/file.py:12`; None where that is not known."""
     evidence: str = "named by the adapter"
-    """Why it is taken for the tap."""
+    """Why it was chosen as the tap."""
 
 
 class Verdict(StrEnum):
@@ -88,11 +88,11 @@ class Verdict(StrEnum):
     NOISE = "noise", "green"
     """As good as rounding permits."""
     CONVENTION = "convention", "cyan"
-    """Another legitimate order of rounding, held to its own floor."""
+    """Another legitimate order of rounding, compared with its own floor."""
     UNJUDGED = "unjudged", "dim"
     """Measured, but nothing recorded allows a judgement."""
     SYSTEMATIC = "systematic", "red", "wrong"
-    """Within bounds row by row, and off in one direction over all rows: rounding has none."""
+    """Within bounds row by row, but biased in one direction over all rows; rounding has no direction."""
     MISSING = "missing", "yellow", "missing"
     """Expected and not recorded."""
     BUG = "bug", "red", "wrong"
@@ -129,7 +129,7 @@ class Outcome(StrEnum):
 
     @classmethod
     def of_all(cls, outcomes: Iterable["Outcome"]) -> "Outcome":
-        """Return a mismatch if any is one, a pass only if all are and there is one."""
+        """Return a mismatch if any outcome is one, and a pass only if all are, with at least one."""
         kinds = set(outcomes)
         if cls.MISMATCH in kinds:
             return cls.MISMATCH
@@ -138,7 +138,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowId:
-    """One token of one request, and an element of the row if that is meant."""
+    """One token of one request, and optionally an element of its row."""
 
     request: int
     position: int
@@ -148,44 +148,44 @@ class RowId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Whose content one place of the KV cache holds, and how it came there."""
+    """The request whose content one place of the KV cache holds, and how it got there."""
 
     layer: int
     head: int | None
     """KV head that is furthest off; None if all are alike."""
     request: int
-    """Whose history the place belongs to."""
+    """The request whose history the place belongs to."""
     position: int
     block: int | None
     """Physical block, of the engine's own numbering; None if the engine did not say."""
     slot: int | None
     writer_request: int | None
-    """Request whose step wrote the slot last, as the recorded slot mappings tell; None if no step did."""
+    """Request whose step wrote the slot last, by the recorded slot mappings; None if no step did."""
     writer_step: int | None
     holds: str
-    """Whose content it is, found by matching it against all recorded keys and values."""
+    """The request whose content it is, by comparison with all recorded keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The way to get an operation wrong under which the engine's numbers come out."""
+    """The mistake that reproduces the engine's numbers."""
 
     cause: str
-    """The mistake that was made; says so if no known one fits."""
+    """The mistake in words; says so if no known mistake fits."""
     scope: str = ""
     """The wrong rows: `decode rows`, `request 1`, `every row`."""
     residual_before: float | None = None
-    """Median error of the wrong rows in roundings, against what they should be; None if none was measured."""
+    """Median error of the wrong rows in roundings, compared with the truth; None if none was measured."""
     residual_after: float | None = None
-    """The same against what they would be under the cause; None if no known cause fits."""
+    """Median error of the wrong rows compared with the rows under the cause; None if no known cause fits."""
     num_rows: int = 0
-    """Wrong rows that were looked at."""
+    """Wrong rows that were examined."""
     num_explained: int = 0
-    """Those whose error falls to the rounding floor."""
+    """Rows whose error falls to the rounding floor under the cause."""
     num_fitted: int = 0
     """Numbers that were fitted to these rows, over all of them."""
     is_cause: bool = True
-    """Whether a cause is asserted; False if only what was seen is said."""
+    """Whether a cause is asserted; False if only observations are reported."""
     detail: str = ""
     provenance: Provenance | None = None
 
@@ -209,7 +209,7 @@ class Effect:
     statistic: float
     """Size over its standard error, clustered by row and by channel."""
     num_rows: int
-    """Distinct rows it was seen in."""
+    """Distinct rows that show it."""
 
 
 @mergeable
@@ -219,7 +219,7 @@ class TapResult:
 
     name: Annotated[str, WORST]
     site: Annotated[str, WORST]
-    """Name without the layer."""
+    """The tap's name without the layer."""
     layer: Annotated[int | None, WORST]
     kind: Annotated[str, WORST]
     num_rows: Annotated[int, TOTAL]
@@ -256,7 +256,7 @@ class TapResult:
     effect: Annotated[Effect | None, WORST] = None
     """The effect that makes the verdict `systematic`."""
     through: Annotated[tuple[str, ...], WORST] = ()
-    """Taps that the engine did not record and that the replay computed on the way; an error may be in any of them."""
+    """Taps that the engine did not record and that the replay computed; an error may be in any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong or that was not checked, in words."""
+    """One thing that is wrong or was not checked, in words."""
 
     code: Code
     message: str
@@ -312,13 +312,13 @@ class VerifiedStep:
     num_accepted: int
     """Drafts that the engine's own greedy choices accept."""
     truth_least: int
-    """Drafts that HF's logits accept, whatever rounding does."""
+    """Drafts that HF's logits accept under any rounding."""
     truth_most: int
-    """Those that they may accept, where rounding turns ties round."""
+    """Drafts that HF's logits may accept where rounding decides ties."""
 
     @property
     def differs(self) -> bool:
-        """Whether the engine accepts another number than rounding explains."""
+        """Whether the engine accepts a number that rounding does not explain."""
         return not self.truth_least <= self.num_accepted <= self.truth_most
 
 
@@ -348,11 +348,11 @@ class Coverage:
     triggers: Annotated[tuple[str, ...], UNION] = ()
     """Conditions the workload reached: decode, chunked_prefill, batch, block_boundary, ..."""
     only_through: Annotated[tuple[str, ...], UNION] = ()
-    """Sites, or single taps, that were judged only through what is computed from them."""
+    """Sites, or single taps, that were judged only through operations that use them."""
     not_judged: Annotated[tuple[str, ...], UNION] = ()
-    """Sites, or single taps, that were not judged at all: nothing that is computed from them was, either."""
+    """Sites, or single taps, that were not judged at all, nor through operations that use them."""
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
-    """Positions after which a state was read back and not judged: the truth would have run too many tokens."""
+    """Positions after which a state was read back and not judged: the truth would need to run too many tokens."""
     rows_left_out: Annotated[int, TOTAL] = 0
     """Rows at which products and attention were not judged, as a sample of rows was asked for."""
     least_rows_found: Annotated[int | None, LARGEST] = None
@@ -394,18 +394,18 @@ class RunResult:
     acceptance: tuple[VerifiedStep, ...] = ()
     """Steps that verify drafts."""
     bits: str | None = None
-    """Digest of all that the engine recorded: equal where every number is. None if a step has no digest."""
+    """Digest of the whole recording: equal if and only if every number is equal. None if a step has no digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextPlace:
-    """The next place to look after a check that failed."""
+    """The next step after a failed check."""
 
     tap: str | None
     cause: str | None
-    """None where none is asserted."""
+    """The cause; None if none is asserted."""
     command: str | None
-    """A narrower check, as a line for a shell; None where the shell cannot say it."""
+    """A narrower check, as a shell command; None where a shell cannot express it."""
     file: str | None = None
     """Of the engine's code that produced the tensor; None where it is not known."""
     line: int | None = None
@@ -427,7 +427,7 @@ class CheckResult:
     sources: Mapping[str, TapSource] = field(default_factory=dict)
     """The tensors that were taken for taps, where these were found and not declared."""
     schedules_not_run: tuple[str, ...] = ()
-    """Those that were asked for and that the budget of time did not reach."""
+    """Schedules that were requested and that the time budget did not reach."""
     next_place: NextPlace | None = None
     """None if nothing was found."""
 

@@ -19,7 +19,7 @@ D = TypeVar("D", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one field is merged."""
+    """The rule by which one field is merged."""
 
     merge: Callable[[Sequence[Any], str], Any] | None
     """From the parts and the name of the field to the value of the whole; None: the value of the worst part."""
