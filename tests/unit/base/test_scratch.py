@@ -39,7 +39,7 @@ def test_a_folder_is_gone_though_its_removal_was_interrupted(tmp_path, monkeypat
         raise KeyboardInterrupt
 
     def leave():
-        with scratch_folder(".making-", tmp_path) as later:
+        with scratch_folder(".making-", tmp_path) as folder:
             (folder / "file").write_text("x")
             monkeypatch.setattr(os, "unlink", interrupted)
 
@@ -64,7 +64,7 @@ def test_a_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not(t
     process.stdout.close()
     sweep(tmp_path, ".other-")
     assert folder.exists(), "it is of another kind"
-    with scratch_folder(".making-", tmp_path) as later:
+    with scratch_folder(".making-", tmp_path) as folder:
         assert list(tmp_path.iterdir()) == [later]
 
 
