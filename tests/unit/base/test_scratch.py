@@ -64,7 +64,7 @@ def test_a_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not(t
     process.stdout.close()
     sweep(tmp_path, ".other-")
     assert folder.exists(), "it is of another kind"
-    with scratch_folder(".making-", tmp_path) as folder:
+    with scratch_folder(".making-", tmp_path) as later:
         assert list(tmp_path.iterdir()) == [later]
 
 
