@@ -217,8 +217,9 @@ class _Commands(typer.core.TyperGroup):
         """Write the commands under the headings of their panels, without importing them."""
         for panel in Panel:
             rows = [(command.name, command.help) for command in commands().values() if command.panel is panel]
-            with formatter.section(panel):
-                formatter.write_dl(rows)
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl(rows)
 
 
 def _imported(command: Command) -> Any:
