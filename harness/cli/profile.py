@@ -60,7 +60,7 @@ class SizeOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON lines, as harness load has them: prompt, prompt_token_ids or prompt_tokens; max_tokens.",
+            help="JSON lines, as `harness server load` does: prompt, prompt_token_ids or prompt_tokens; max_tokens.",
         ),
     ] = None
     prompt_tokens: Annotated[
@@ -129,7 +129,7 @@ class SizeOptions:
                 where=f"--requests {path}",
                 expected="at: 0, or no at",
                 actual=f"at: {late:g}",
-                hint="leave at out: all then arrive at once; harness load keeps the times, on a server",
+                hint="leave at out: all then arrive at once; harness server load keeps the times, on a server",
             )
         return [request.prompt for request in requests]
 
@@ -156,7 +156,7 @@ def profile(
     tokens, or of your own, and all arrive at once. Without --model, the embedded qwen3-tiny.
     """
     with progress_bar() as report:
-        from harness.judge.jobs.output_folder import new_output_dir
+        from harness.judge.jobs.opened import new_output_dir
         from harness.plan import plan_engine, plan_request
         from harness.profiling.job import keep_profile
         from harness.profiling.profile import ProfileSpec

@@ -114,14 +114,13 @@ class CaseItem(pytest.Item):
             raise GateFailedError(result, command)
 
     def _check_sketch(self, plan: "Plan") -> None:
-        from harness.judge.jobs.golden import run_golden
-        from harness.oracle import sketch
+        from harness.judge.jobs.opened import run_golden
 
         golden = run_golden(plan, keeps_values=False)
         if self.config.getoption("golden_update"):
-            self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {sketch.update(self.path, golden)}")
+            self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {update(self.path, golden)}")
         else:
-            sketch.check(self.path, golden, command=f"pytest {self.where} --golden-update")
+            check(self.path, golden, command=f"pytest {self.where} --golden-update")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the report of the check or the message of the error; a traceback only for a bug of the harness."""

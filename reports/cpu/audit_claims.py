@@ -22,11 +22,10 @@ import torch
 import uvicorn
 from safetensors.torch import load_file, save_file
 
+from harness.extensions.server.address import Address
 from harness.extensions.server.audit import run as audit
 from harness.extensions.server.audit.hypotheses import load_hypothesis, parse_hypotheses
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.sampler.ask import ask_draws
-from harness.extensions.server.sampler.settings import TOKENS, SamplerSetting
+from harness.extensions.server.sampler.requests import TOKENS, SamplerSetting, ask_draws
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import plan_engine
 from reference_engine import EngineConfig, LLMEngine

@@ -26,7 +26,7 @@ from harness.base.metrics import rounding_unit
 from harness.engines import open_engine
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import Work
-from harness.engines.module.stepper import ModuleStepper
+from harness.engines.module.forward import ModuleStepper
 from tests.benchmarks.engines_by_content import llamacpp_by_content, rows_of
 from tests.families.quiet import quiet
 

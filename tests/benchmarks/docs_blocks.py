@@ -113,7 +113,6 @@ SERVERS = {
 
 EXPECTED = {
     ("check-onnxruntime", "harness check"): 1,
-
     ("faults", "--check wrong-block"): 1,
     ("fuzz", "--fault copy-on-write-forgotten"): 1,
     ("fuzz", "poison --engine hf"): 1,

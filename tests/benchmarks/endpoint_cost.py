@@ -20,9 +20,9 @@ import httpx
 import torch
 from tabulate import tabulate
 
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.result import EndpointResult
-from harness.extensions.server.endpoint.run import check_endpoint
+from harness.extensions.server.address import Address
+from harness.extensions.server.check.result import EndpointResult
+from harness.extensions.server.check.run import check_endpoint
 from harness.formats.case import RequestSpec
 from harness.plan import plan_request
 

@@ -16,10 +16,9 @@ from statistics import median
 import torch
 
 from harness.extensions.bench import peer
-from harness.extensions.bench.peer import OURS, BenchConfig, Generation
+from harness.extensions.bench.peer import OURS, BenchConfig, Generation, even_workload
 from harness.extensions.bench.peers import PEERS
 from harness.extensions.bench.shape import build_checkpoint, find_shape
-from harness.extensions.bench.workload import even_workload
 
 
 class CPUClock:

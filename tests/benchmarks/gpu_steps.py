@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3ForCausalLM
 
 import reference_engine.model_runner
+from harness.extensions.bench.peer import uneven_workload
 from harness.extensions.bench.shape import SHAPES
-from harness.extensions.bench.workload import uneven_workload
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table

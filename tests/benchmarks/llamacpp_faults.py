@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.extensions.llamacpp.gguf.types import PLAIN
-from harness.extensions.quant.padding import pad_checkpoint
+from harness.extensions.llamacpp.gguf.header import PLAIN
+from harness.extensions.quant.files import pad_checkpoint
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.extensions.quant.files import make_file
-from harness.extensions.quant.padding import pad_checkpoint
+from harness.extensions.quant.files import make_file, pad_checkpoint
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request

@@ -14,7 +14,7 @@ import torch
 
 from harness.formats.case import load_case
 from harness.judge.jobs.check import run_check
-from harness.judge.jobs.engine_run import describe_run
+from harness.judge.jobs.opened import describe_run
 from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden
 from harness.plan import Plan, plan_case

@@ -1,6 +1,6 @@
 """Measure how far the log probabilities of sound engines, and of wrong ones, are off, in units of HF's own noise.
 
-The bounds of `harness.extensions.server.endpoint.judge` were chosen from this table.
+The bounds of `harness.extensions.server.check.judge` were chosen from this table.
 Engines run in this process, without HTTP.
 
     python -m tests.calibrations.endpoint_floors [--stories ../shared/models/stories260k] [--out FILE]
@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from harness.base.scratch import scratch_folder
 from harness.base.threads import one_thread
-from harness.extensions.server.endpoint.judge import bounds
-from harness.extensions.server.endpoint.truth import TruthRow, Walk, walk_truth
+from harness.extensions.server.logprobs import bounds
+from harness.extensions.server.truth import TruthRow, Walk, walk_truth
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 

@@ -23,7 +23,7 @@ from harness.formats.case import RequestSpec, load_case
 from harness.formats.recording import Recording
 from harness.judge.compare import Requirements, compare_run
 from harness.judge.compare.run import Comparison
-from harness.judge.jobs.engine_run import open_planned, record_run
+from harness.judge.jobs.opened import open_planned, record_run
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, plan_request

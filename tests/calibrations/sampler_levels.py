@@ -25,7 +25,7 @@ from harness.extensions.server.sampler.judge import (
     judge_pooled,
     judge_setting,
 )
-from harness.extensions.server.sampler.settings import SETTINGS, TOKENS
+from harness.extensions.server.sampler.requests import SETTINGS, TOKENS
 from harness.oracle.sampling import Chain, Past
 
 LEVELS = (0.5, 0.1, FALSE_ALARM)

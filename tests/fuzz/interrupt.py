@@ -31,9 +31,9 @@ MODEL = ("--model", str(CHECKPOINTS / "qwen2-tiny"))
 COMMANDS = {
     "golden": ("golden", *MODEL, *WORKLOAD, "--out", "out"),
     "cached golden": ("golden", *MODEL, *WORKLOAD),
-    "run": ("run", "--golden", "golden", "--out", "out"),
+    "record": ("record", "--golden", "golden", "--out", "out"),
     "check": ("check", *MODEL, *WORKLOAD, "--schedule", "plain,batched", "--out", "out"),
-    "fuzz": ("fuzz", *MODEL, "--seconds", "2", "--out", "out"),
+    "fuzz": ("fuzz", "run", *MODEL, "--seconds", "2", "--out", "out"),
     "profile": ("profile", *MODEL, "--prompt-tokens", "4", "--max-new-tokens", "2", "--runs", "1", "--out", "out"),
     "suite": ("suite", "run", "case.toml", "--jobs", "1", "--out", "out"),
     "rollout": ("rollout", "rollouts.jsonl", *MODEL),

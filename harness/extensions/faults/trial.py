@@ -21,8 +21,7 @@ from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import embedded_cases
 from harness.formats.recording import Recording, RecordingWriter
 from harness.judge.jobs.check import run_check
-from harness.judge.jobs.engine_run import with_duplicate_requests
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import planned_model, with_duplicate_requests
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.plan import Plan, plan_request

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from harness.errors import printable
 from harness.extensions.quant.result import PartCost, QuantResult, QuantRow
-from harness.formats.taps.names import site_of
+from harness.formats.taps import site_of
 from harness.report.check.markdown import escaped
 from harness.report.page.growth import power
 from harness.report.page.html import page_of

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from harness.api.subject import Subject
     from harness.extensions.rollout.format import Rollouts
-    from harness.extensions.rollout.request import Request
+    from harness.extensions.rollout.sides import Request
     from harness.plan import Plan
 
 _HEADS = ("float32", "bfloat16", "float16")
@@ -114,8 +114,8 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
 
     from harness.extensions.rollout.format import Rollouts, read_rollouts
     from harness.extensions.rollout.live import LAYOUTS
-    from harness.extensions.rollout.request import Request
     from harness.extensions.rollout.run import compare_rollouts
+    from harness.extensions.rollout.sides import Request
 
     _check_choice("--layout", given["layout"], LAYOUTS)
     _check_choice("--head", given["head"], (None, *_HEADS))

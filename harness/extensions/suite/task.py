@@ -58,7 +58,7 @@ class SuiteCase(BaseModel):
     """Name of the environment; None for the harness's own."""
     time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = DEFAULT_TIME_LIMIT_S
     model_digest: str = ""
-    """Of the model's files; see `harness.extensions.suite.inputs`."""
+    """Of the model's files; see `harness.extensions.suite.preflight`."""
     inputs: str = ""
     """Digest of all files and packages that it is checked with."""
 

@@ -5,11 +5,10 @@ import logging
 import sys
 
 import pytest
-import typer
 
-from harness.cli.main import build_app
 from harness.errors import Code
 from harness.extensions.bench import peers
+from harness.extensions.bench.command import app
 from harness.extensions.bench.peer import Generation
 from harness.extensions.llamacpp.engine.tensor import llama
 
@@ -34,7 +33,7 @@ def wrong_peer(monkeypatch):
 
 
 def test_the_options_are_those_that_were_promised():
-    command = typer.main.get_command(build_app()).commands["bench"].commands["engine"]
+    command = typer.main.get_command(app).commands["engine"]
     assert [parameter.opts[0] for parameter in command.params] == [
         "--shape", "--model", "--dtype", "--device", "--repeats", "--requests", "--engine", "--peer", "--seed",
         "--engine-option", "--out", "--local-files-only", "--format",

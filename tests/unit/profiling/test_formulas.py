@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from harness.engines.hf_session import HFSession
+from harness.engines.hf import HFSession
 from harness.profiling.cost.formulas import kv_bytes, operation_costs
 from harness.profiling.cost.roofline import fold
 from harness.profiling.passes.counters import PhaseCounts, count

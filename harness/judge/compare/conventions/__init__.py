@@ -9,27 +9,15 @@ from functools import cache
 
 from harness.base import plugins
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions import (
-    activation,
-    attention,
-    experts,
-    linear,
-    norm,
-    quantised,
-    quantised_cache,
-    rotary,
-)
+from harness.judge.compare.conventions import attention, experts, linear, rotary, rowwise
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 
 _CORE: tuple[Convention, ...] = (
     *attention.CONVENTIONS,
-    *quantised_cache.CONVENTIONS,
     *linear.CONVENTIONS,
-    *quantised.CONVENTIONS,
     *experts.CONVENTIONS,
     *rotary.CONVENTIONS,
-    *norm.CONVENTIONS,
-    *activation.CONVENTIONS,
+    *rowwise.CONVENTIONS,
 )
 
 

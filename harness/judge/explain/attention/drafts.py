@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.attention.views import single_rows
 from harness.judge.explain.core.drafts import GivenUp, computed_before, given_up, name_of_row
 from harness.judge.explain.core.failure import Failure, gathered

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.attention.views import single_rows
 from harness.judge.explain.cache.content_index import KEY, VALUE, ContentIndex
 from harness.judge.explain.cache.replay import contents_of, provenance_of

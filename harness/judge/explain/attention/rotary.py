@@ -11,7 +11,7 @@ import torch
 
 from harness.formats.taps import Kind
 from harness.judge.compare.align import Rows
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.attention.views import rows_of
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis

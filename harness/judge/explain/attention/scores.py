@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from harness.formats.taps import Kind
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.attention.views import fitted_factor, joined, rows_of
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, name_of, rounded

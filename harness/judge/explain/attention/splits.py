@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.attention.views import single_rows
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from harness.formats.taps import prefix_of
-from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.align import Prefixes
 from harness.judge.explain.cache.content_index import describe_writes
 from harness.judge.explain.cache.replay import CacheRead, history, in_order, provenance_of, replayed_reads, row_keys
 from harness.judge.explain.core.drafts import is_draft_of, name_of_row

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from harness.formats.taps import prefix_of
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.cache.content_index import RAW_KEY
 from harness.judge.explain.cache.replay import contents_of, history
 from harness.judge.explain.core.failure import Failure

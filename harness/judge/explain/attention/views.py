@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.core.failure import Failure
 
 _STEPS, _STEP = 32, 1 / 8

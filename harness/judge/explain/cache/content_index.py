@@ -9,7 +9,7 @@ from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Rows, is_readback, step_rows
-from harness.judge.compare.slot_history import SlotHistory, Write
+from harness.judge.compare.sequences import SlotHistory, Write
 from harness.results.check import Provenance
 
 KEY, RAW_KEY, VALUE, ZERO = "key", "key before rotary", "value", "zeros"

@@ -11,8 +11,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, prefix_of
-from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.cache_grids import BLOCKS, blocks_of, clipped, four_bits_cut_off, on_grid
+from harness.judge.compare.cache_format import BLOCKS, CacheFormat, blocks_of, clipped, four_bits_cut_off, on_grid
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
 from harness.judge.explain.core.hypothesis import Hypothesis

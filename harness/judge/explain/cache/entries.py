@@ -6,9 +6,8 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
-from harness.judge.compare.align import is_readback
-from harness.judge.compare.prefixes import Prefixes
-from harness.judge.compare.slot_history import Write
+from harness.judge.compare.align import Prefixes, is_readback
+from harness.judge.compare.sequences import Write
 from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, describe_writes
 from harness.judge.explain.cache.replay import contents_of
 from harness.judge.explain.core.drafts import given_up, is_draft_of, name_of_row

@@ -9,7 +9,7 @@ import torch
 
 from harness.formats.taps import Kind
 from harness.judge.compare.align import is_readback
-from harness.judge.compare.cache_grids import GRIDS, on_grid
+from harness.judge.compare.cache_format import GRIDS, on_grid
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 

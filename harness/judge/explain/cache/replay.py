@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.compare.attention_context import AttentionContext
-from harness.judge.compare.slot_history import Write
+from harness.judge.compare.evidence import AttentionContext
+from harness.judge.compare.sequences import Write
 from harness.judge.explain.cache.content_index import ContentIndex
 from harness.judge.explain.core.failure import Failure, latest
 from harness.results.check import Provenance

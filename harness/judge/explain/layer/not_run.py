@@ -5,7 +5,7 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Operation
 from harness.judge.compare.align import Locator
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.explain.core.failure import gathered
 from harness.judge.explain.core.operations import replay
 from harness.oracle.model import HFModel

@@ -15,7 +15,7 @@ import torch
 from harness.base import plugins
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, Kind
-from harness.judge.compare.guard import guarded
+from harness.judge.compare.evidence import guarded
 from harness.judge.explain.attention.unrecorded import PARAMETERS, unrecorded_attention
 from harness.judge.explain.core.failure import Explain, Failure
 from harness.judge.explain.trial.not_finite import not_finite

@@ -15,7 +15,7 @@ from torch import nn
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
-from harness.judge.compare.slot_history import SlotHistory
+from harness.judge.compare.sequences import SlotHistory
 from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.hypothesis import Hypothesis
 

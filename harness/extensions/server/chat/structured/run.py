@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from harness.base.progress import Progress
 from harness.errors import Code
-from harness.extensions.fuzz.deadline import DeadlineError, deadline
+from harness.extensions.fuzz.judge import DeadlineError, deadline
+from harness.extensions.server.chat.automaton import SPACING, Automaton
+from harness.extensions.server.chat.masks import is_open, name_token, schemas
 from harness.extensions.server.chat.result import FunctionDifference, FunctionResult
-from harness.extensions.server.chat.structured.automaton import SPACING, Automaton
-from harness.extensions.server.chat.structured.naming import is_open, name_token
-from harness.extensions.server.chat.structured.schemas import schemas
-from harness.extensions.server.chat.tokens.search import find_smallest
+from harness.extensions.server.chat.search import find_smallest
 
 MaskFunction = Callable[[Mapping[str, Any], Sequence[int]], Any]
 """Takes a schema and the tokens of the answer so far; returns the ids that may come next, or a boolean a token."""

@@ -1,0 +1,5 @@
+"""The fixtures of the command line's tests, for the commands of extensions."""
+
+from ..integration.conftest import changed, golden, harness, install, llama, recording, url, workload
+
+__all__ = ["changed", "golden", "harness", "install", "llama", "recording", "url", "workload"]
