@@ -15,13 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json
 from harness.base.numerics import Numerics
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
+from harness.results.check import TapSource
 from harness.results.settings import ModelSettings
-from harness.results.tap_source import TapSource
 
 if TYPE_CHECKING:
     from harness.engines.poison import Poison

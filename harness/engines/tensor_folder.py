@@ -23,7 +23,7 @@ from harness.formats.recording import RecordingWriter
 from harness.formats.taps import Graph, Kind, Operation
 from harness.formats.tensors import NamedTensor, TensorFiles, read_tensors
 from harness.oracle.model import HFModel, load_model
-from harness.results.tap_source import TapSource
+from harness.results.check import TapSource
 
 _RANK = re.compile(r"(?i)(?<![a-z])((?:tp|rank)[_=-]?)(\d+)")
 _PROCESS = re.compile(r"(?i)(?<![a-z])(pid|proc)[_=-]?\d+")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from harness.base.files import read_bytes
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_bytes
 from harness.errors import Code, HarnessError, printable
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.checkpoint import read_shard

@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from harness.base.environment import environment
+from harness.base.files import scratch_folder
 from harness.base.metrics import row_errors
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
-from harness.base.workers import Workers, num_spare_threads
+from harness.base.threads import Workers, num_spare_threads
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.against_config import against_config, auto_class

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 
 
 class MtpPart(nn.Module):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.base.files import read_text
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_text
 from harness.errors import Code, HarnessError
 from harness.oracle.requests import Prompt
 

@@ -20,7 +20,7 @@ import torch
 
 import harness
 from harness.api.reports import CheckReport
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import Engine
 from harness.engines.by_content.columns import relative_error
 from harness.extensions.llamacpp.engine.options import parse_llamacpp_options

@@ -25,9 +25,9 @@ import torch
 
 from harness.engines import open_engine
 from harness.engines.stepping import Session, open_session
-from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
-from harness.profiling.span_names import site_of
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.trace.tables import site_of
 from harness.results.profile import StepShape
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import MLP, Linear

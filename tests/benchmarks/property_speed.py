@@ -32,10 +32,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from tabulate import tabulate
 
 from harness.properties.attention.suite import check_definition
-from harness.properties.blocks.machine import BlockManagerMachine
+from harness.properties.blocks.suite import BlockManagerMachine
 from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError, Violation
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
 from harness.properties.reference.attention import PagedSubject
@@ -43,7 +43,7 @@ from harness.properties.reference.blocks import BlockManagerSubject
 from harness.properties.reference.engine import EngineSubject
 from harness.properties.reference.ops import Ops
 from harness.properties.reference.scheduler import SchedulerSubject
-from harness.properties.scheduler.machine import SchedulerMachine
+from harness.properties.scheduler.suite import SchedulerMachine
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'

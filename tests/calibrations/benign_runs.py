@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import HarnessError
 from harness.extensions.faults.fault import Variant
 from harness.extensions.faults.trial import check_variant

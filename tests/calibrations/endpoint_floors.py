@@ -22,7 +22,7 @@ import torch
 from tabulate import tabulate
 from transformers import AutoModelForCausalLM
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.base.threads import one_thread
 from harness.extensions.server.logprobs import bounds
 from harness.extensions.server.truth import TruthRow, Walk, walk_truth

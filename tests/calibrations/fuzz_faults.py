@@ -20,7 +20,7 @@ import torch
 import transformers
 from tabulate import tabulate
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.extensions.faults.catalogue import FAULTS, choose
 
 HEADERS = (

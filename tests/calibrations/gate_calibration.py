@@ -19,11 +19,10 @@ import numpy as np
 from tabulate import tabulate
 
 from harness.base.environment import describe_machine
+from harness.base.files import scratch_folder
 from harness.base.progress import no_progress
-from harness.base.scratch import scratch_folder
 from harness.profiling.gate import against
-from harness.profiling.gate.against import BLOCKS_OF_A_ROUND, TimingLength
-from harness.profiling.gate.paired_timing import paired_ratio
+from harness.profiling.gate.against import BLOCKS_OF_A_ROUND, TimingLength, paired_ratio
 from harness.profiling.gate.versions import Version, installed_version
 from harness.results.gate import Clock
 

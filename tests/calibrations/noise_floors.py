@@ -18,7 +18,7 @@ import torch
 from tabulate import tabulate
 
 from harness.base.environment import environment
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.formats.case import RequestSpec, load_case
 from harness.formats.recording import Recording
 from harness.judge.compare import Requirements, compare_run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.properties.scheduler.capabilities import SchedulerCapabilities
+from harness.properties.scheduler.adapter import SchedulerCapabilities
 
 from ..documentation import Page, run_python
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json
 from harness.errors import HarnessError
 from harness.extensions.server.check.judge import JudgedCompletion, Promised, judge
 from harness.extensions.server.check.requests import Sent, walk_of

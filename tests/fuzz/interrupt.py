@@ -18,7 +18,7 @@ from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose threads have computed would wait for them
 
-from harness.base.scratch import MARK
+from harness.base.files import MARK
 from harness.cli.main import main
 from harness.command.interrupts import INTERRUPTED
 from harness.errors import HarnessError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.cli.tap_map import map_text
-from harness.results.tap_source import TapSource
+from harness.results.check import TapSource
 
 TAP = {"tap": "model.norm", "tensor": "norm, columns 0 to 3", "code": None, "evidence": "it holds it"}
 

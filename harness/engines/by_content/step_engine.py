@@ -31,8 +31,8 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind
 from harness.oracle.model import load_model
+from harness.results.check import TapSource
 from harness.results.settings import ModelSettings
-from harness.results.tap_source import TapSource
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 _WITH_DRAFTS = ("rewound", "speculative")

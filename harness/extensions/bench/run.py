@@ -10,9 +10,8 @@ from statistics import median
 import torch
 
 from harness.base.environment import describe_machine
-from harness.base.progress import Progress
-from harness.base.quiet import quiet_transformers
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
+from harness.base.progress import Progress, quiet_transformers
 from harness.engines.adapter import engine_module, refuse_unknown_options
 from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_threads import engine_threads

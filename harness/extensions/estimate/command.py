@@ -49,7 +49,7 @@ def estimate(
     format: Annotated[str, ESTIMATE.option()] = "human",
 ) -> int:
     """Estimate memory, arithmetic and the best possible speed of a model on GPUs, by their data sheets."""
-    from harness.base.quiet import quiet_transformers
+    from harness.base.progress import quiet_transformers
     from harness.extensions.estimate.run import estimate as estimated
 
     with quiet_transformers():

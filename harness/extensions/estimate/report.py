@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.errors import printable
-from harness.report.fitted_table import fitted_table
+from harness.report.terminal import fitted_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

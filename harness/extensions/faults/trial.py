@@ -9,8 +9,8 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
-from harness.base.scratch import scratch_folder
 from harness.engines import Workload
 from harness.errors import Code, HarnessError
 from harness.extensions.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, FaultConfig, Variant

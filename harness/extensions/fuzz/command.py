@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.base.packages import require_hypothesis
+from harness.base.plugins import require_hypothesis
 from harness.command import options as opt
 from harness.command.forms import DOCUMENT, Forms
 from harness.command.grouped import grouped

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.engines import Engine
 from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError

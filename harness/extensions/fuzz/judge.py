@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 from types import FrameType
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import Engine, engine_errors
 from harness.engines.record import open_writer
 from harness.errors import Code, HarnessError

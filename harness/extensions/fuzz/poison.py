@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.metrics import rounding_unit, row_errors
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.engines import Engine
 from harness.engines.poison import VALUES, Poison, scratch_filled
 from harness.engines.record import RunDescription, open_writer
@@ -31,7 +31,7 @@ from harness.judge.compare.bits import rows_differ
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.jobs.opened import describe_run
 from harness.plan import Plan
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory
 
 MOST_ROUNDINGS = 128.0
 """Above the largest error that attention was seen to have in float32, 89 roundings (reports/cpu/noise-floors.md)."""

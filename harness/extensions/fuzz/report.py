@@ -20,9 +20,8 @@ from harness.report.check.json import run_json
 from harness.report.check.sentences import divergence_lines, model_name, number, printable
 from harness.report.check.table import count
 from harness.report.document import document, plain
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
-from harness.results.check import Outcome
-from harness.results.memory_kinds import Memory
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
+from harness.results.check import Memory, Outcome
 
 INDENT = 18
 

@@ -6,8 +6,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from harness.errors import Code
-from harness.results.check import Outcome, RunResult
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory, Outcome, RunResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime_genai as genai
 import torch
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import See, Site, Work

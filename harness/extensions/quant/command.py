@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.base.files import read_text, write_text
-from harness.base.scratch import scratch_folder
+from harness.base.files import read_text, scratch_folder, write_text
 from harness.command import options as opt
 from harness.command.forms import DOCUMENT, Forms
 from harness.command.progress import progress_bar

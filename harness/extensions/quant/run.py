@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.engines.quantised_form import quantising, served_model
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import is_export

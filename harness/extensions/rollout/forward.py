@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes
 from harness.extensions.rollout.setting import Meaning, OtherWeights, Setting, token_logprobs
 from harness.formats.taps import Graph

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import engine_errors
 from harness.engines.module.forward import evaluating
 from harness.errors import Code, HarnessError

@@ -6,11 +6,10 @@ from pathlib import Path
 from harness.extensions.rollout.result import GapFigures, GapHistory, GapStep, GapTerm, RolloutResult, SideFigures
 from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines
-from harness.report.page.growth import power
+from harness.report.page.check_view import power
 from harness.report.page.html import page_of
-from harness.report.page.plot import Dot, Line, Plot, polyline
-from harness.report.page.scale import Scale, log_scale
+from harness.report.page.plot import Dot, Line, Plot, Scale, log_scale, polyline
+from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines
 
 _HEADERS = ("term", "side", "mean", "abs mean", "rms", "floor", "explains", "verdict")
 STEP_HEADERS = ("step", "verdict", "gap", "k3", "effective", "outside of their floor", "seconds", "share")

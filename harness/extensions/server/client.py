@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address, api_key
 

@@ -156,7 +156,7 @@ def _preflight(
 @contextmanager
 def _folder(out: Path | None, resume: bool) -> Iterator[Path]:
     """Yield the suite's folder: a new one, the one that is resumed, or one that is gone afterwards."""
-    from harness.base.scratch import scratch_folder
+    from harness.base.files import scratch_folder
     from harness.judge.jobs.opened import new_output_dir
 
     if out is None:

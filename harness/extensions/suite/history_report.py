@@ -9,8 +9,7 @@ from harness.extensions.suite.result import CaseResult, CaseTrend, CaseVerdict, 
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
 from harness.report.document import SCHEMA_VERSION, plain
-from harness.report.fitted_table import fitted_table
-from harness.report.lines import blocks_text
+from harness.report.terminal import blocks_text, fitted_table
 
 
 def diff_json(diff: SuiteDiff) -> dict[str, Any]:

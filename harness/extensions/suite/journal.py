@@ -18,8 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from harness.base.files import write_text, writing
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, write_text, writing
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.result import CaseResult, CaseVerdict

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-from harness.base.scratch import sweep
+from harness.base.files import sweep
 from harness.engines.process import EngineProcess
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import node_name

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest
 from harness.engines.adapter import engine_module, engine_names
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.task import Environment, SuiteCase

@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 from pydantic import TypeAdapter, ValidationError
 from tabulate import tabulate
 
-from harness.base.files import read_text
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_text
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.history_report import LEGEND, case_row, failing_first
 from harness.extensions.suite.history_report import history_headline as headline_of_history
@@ -20,8 +19,8 @@ from harness.report.check.markdown import escaped, link
 from harness.report.check.sentences import number, printable
 from harness.report.check.table import count
 from harness.report.document import plain
-from harness.report.lines import MIN_WIDTH, blocks_text
 from harness.report.templates import templates
+from harness.report.terminal import MIN_WIDTH, blocks_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest
 from harness.formats.case import Case
 
 GIB = 1 << 30

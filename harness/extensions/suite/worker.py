@@ -16,7 +16,7 @@ from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.store import DamagedBlobError, Store, fetch_goldens, share_golden
 from harness.extensions.suite.task import FOUND, Found, Loss, Task, TaskResult
 from harness.report.check.json import check_json_text
-from harness.report.check.merge import merge_taps, sum_tokens
+from harness.report.check.table import merge_taps, sum_tokens
 from harness.report.document import plain
 from harness.report.page.html import REPORT_NAME, report_html
 from harness.results.check import CheckResult, Divergence, Outcome

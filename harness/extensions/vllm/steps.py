@@ -18,8 +18,8 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
-from harness.base.scratch import scratch_folder
 from harness.engines.process import watched_processes
 from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
 from harness.errors import Code, HarnessError

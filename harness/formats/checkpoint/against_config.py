@@ -14,8 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from harness.base.files import read_bytes, write_text
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest, read_bytes, write_text
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, cache_dir
 from harness.formats.safetensors_header import TensorEntry

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.base.files import write_text
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest, write_text
 from harness.errors import Code, HarnessError
 
 

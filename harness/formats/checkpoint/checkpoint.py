@@ -15,8 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from harness.base.files import read_bytes
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_bytes
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.cache import FileStamp, files_digest
 from harness.formats.checkpoint.tokenizer import HFTokenizer, has_tokenizer

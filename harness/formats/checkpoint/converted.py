@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from harness.base import plugins
-from harness.base.json_text import json_digest
-from harness.base.scratch import scratch_folder
+from harness.base.files import json_digest, scratch_folder
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.cache import FileStamp
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, INDEX_NAME

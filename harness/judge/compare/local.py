@@ -17,7 +17,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.base.progress import Progress
-from harness.base.workers import Workers, num_spare_threads
+from harness.base.threads import Workers, num_spare_threads
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread

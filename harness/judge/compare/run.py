@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.base.progress import Progress
-from harness.base.workers import Workers
+from harness.base.threads import Workers
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph
 from harness.judge.compare.align import Locator, match_requests

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import Code
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation, layer_of

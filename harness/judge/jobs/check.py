@@ -43,8 +43,7 @@ from harness.oracle.make_golden import cached_golden, open_cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
-from harness.results.check import CheckResult, Divergence, Finding, NextPlace, Outcome, RunResult
-from harness.results.tap_source import TapSource
+from harness.results.check import CheckResult, Divergence, Finding, NextPlace, Outcome, RunResult, TapSource
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
+from harness.base.files import scratch_folder
 from harness.base.memory import available_bytes, watched_memory
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.base.threads import limit_threads
 from harness.engines.hf import HFEngine
 from harness.engines.record import record
@@ -29,7 +29,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.untraced import keeps_parts, parts_kept
 from harness.oracle.weights import ResidentWeights
 from harness.plan import Plan
-from harness.results.check_cost import CheckCost, PhaseCost
+from harness.results.check import CheckCost, PhaseCost
 
 NUM_LAYERS = 2
 """Layers that are run: a first one meets cold caches."""

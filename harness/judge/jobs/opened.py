@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from harness.base.files import write_text
+from harness.base.files import scratch_folder, write_text
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.engines import Engine, TapMatcher, engine_errors
 from harness.engines.record import IsolatedEngine, RunDescription, isolated_engine, record
 from harness.errors import Code, HarnessError

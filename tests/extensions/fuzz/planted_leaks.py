@@ -10,7 +10,7 @@ import reference_engine.model_runner
 from harness.extensions.faults.drafts import FAULTS
 from harness.extensions.faults.injection import replaced, replacing
 from harness.formats.recording import RequestInfo
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory
 from reference_engine.attention.paged import PagedAttention, SingleBlocks
 from reference_engine.block_pool import BlockPool
 from reference_engine.families.experts import Experts

@@ -10,7 +10,7 @@ from harness.extensions.fuzz.poison import Poisoner
 from harness.formats.schedule import parse_schedule
 from harness.oracle.model import load_model
 from harness.plan import plan_engine
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory
 
 from .planted_leaks import FINITE, NOT_FINITE, REQUESTS, VICTIM
 

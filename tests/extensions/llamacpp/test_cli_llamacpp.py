@@ -17,9 +17,9 @@ from harness.extensions.llamacpp.gguf.header import PLAIN
 from harness.extensions.llamacpp.gguf.model import rows_of_hf
 from harness.extensions.llamacpp.gguf.writer import write_adapter_file, write_gguf
 from harness.extensions.quant.files import pad_checkpoint
-from harness.profiling.cost.formulas import operation_costs
-from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.counters import count
+from harness.profiling.formulas import operation_costs
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 from ...faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
 from ...llamacpp_files import write_gemma3, write_glm4_moe, write_mamba

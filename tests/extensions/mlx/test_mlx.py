@@ -12,7 +12,7 @@ from harness.formats.recording import RequestInfo
 from harness.formats.schedule import parse_schedule
 from harness.oracle.model import load_model
 from harness.plan import plan_engine
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory
 
 mlx_cache = pytest.importorskip("mlx_lm.models.cache", exc_type=ImportError)
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness.command import progress
-from harness.profiling.estimate import ProfileProgress, plan_parts
-from harness.profiling.passes.load import CaptureSchedule, dry_run, window
+from harness.profiling.load import CaptureSchedule, dry_run, window
+from harness.profiling.timing import ProfileProgress, plan_parts
 
 
 def test_the_parts_of_a_profile_go_on_from_one_to_the_next():

@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
-from harness.base.scratch import scratch_folder
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import RETURNED, See, Site, Work, with_following
 from harness.errors import Code, HarnessError

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
-from harness.base.scratch import scratch_folder
 from harness.engines.adapter import Capabilities, Engine, Workload
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.engine.by_content import open_by_content

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 from typing import TYPE_CHECKING
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.extensions.llamacpp.gguf.model import gguf_package
 from harness.formats.checkpoint.converted import copy_tokenizer
 

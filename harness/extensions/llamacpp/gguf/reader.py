@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 import json
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf import GGUFHeader, GGUFModel, GGUFTensor, open_gguf
 from harness.extensions.llamacpp.gguf.architecture import ROPE_FACTORS, hf_name

@@ -6,7 +6,7 @@ from harness.extensions.server.audit.result import AuditResult, HypothesisResult
 from harness.extensions.server.check.report import server_headline
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
 
 _HEADERS = ("hypothesis", "nats a token", "log probabilities", "excluded", "tokens needed")
 _ALIGN = ("left", "right", "left", "left", "right")

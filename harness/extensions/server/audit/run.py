@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress, no_progress
-from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.audit.evidence import (

@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any
 
-from harness.base.packages import require_hypothesis
+from harness.base.plugins import require_hypothesis
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import HFTokenizer
 

@@ -7,7 +7,7 @@ from harness.extensions.server.chat.result import Difference, FunctionDifference
 from harness.extensions.server.check.report import at_server, curl, not_judged
 from harness.report.check.sentences import model_name, printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
+from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
 
 _MOST_WORDS = 200
 

@@ -10,7 +10,7 @@ from harness.extensions.server.check.result import EndpointResult, LogprobResult
 from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, model_name, number, printable
 from harness.report.check.table import count
 from harness.report.document import document, plain
-from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines, wrapped
+from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines, wrapped
 from harness.results.check import Finding, Outcome
 
 _HEADERS = ("schedule", "requests", "tokens", "ties", "logprobs", "rms", "max", "verdict")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from harness.extensions.server.check.report import findings, server_headline
 from harness.extensions.server.load.result import LoadResult
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
 
 _NAMES = {
     "ttft": "request to first token",

@@ -24,7 +24,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.request_file import LoadRequest
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
-from harness.profiling.passes.timing import percentiles_ms
+from harness.profiling.timing import percentiles_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

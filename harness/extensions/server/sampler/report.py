@@ -6,7 +6,7 @@ from harness.extensions.server.check.report import curl, not_judged, server_head
 from harness.extensions.server.sampler.result import SamplerResult, SettingResult
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines, wrapped
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines, wrapped
 from harness.results.check import Finding
 
 _HEADERS = ("setting", "parameters", "draws", "outside", "off by", "verdict")

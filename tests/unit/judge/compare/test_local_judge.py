@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
-from harness.base.workers import Workers
+from harness.base.threads import Workers
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare import local
