@@ -177,7 +177,7 @@ def check(dtype: str, folder: Path, engine: str) -> dict[str, Any]:
 def row(shape: str, dtype: str, engine: str, plain: float, measured: dict[str, Any]) -> list[str]:
     """Return one line of the table."""
     is_made = engine == "hf"
-    own = measured["golden"] + measured["compare"] if is_made else measured["compare"]
+    seconds = measured["golden"] + measured["compare"] if is_made else measured["compare"]
     return [
         shape,
         dtype,
@@ -189,7 +189,7 @@ def row(shape: str, dtype: str, engine: str, plain: float, measured: dict[str, A
         f"{measured['golden']:.1f}" if is_made else "as above",
         f"{measured['engine']:.1f}",
         f"{measured['compare']:.1f}",
-        f"{own / plain:.1f}",
+        f"{seconds / plain:.1f}",
         f"{measured['peak']:.2f}",
     ]
 
