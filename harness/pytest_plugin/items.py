@@ -164,12 +164,13 @@ class CaseItem(pytest.Item):
 
     def _check_sketch(self, plan: "Plan") -> None:
         from harness.judge.jobs.opened import run_golden
+        from harness.oracle import sketch
 
         golden = run_golden(plan, keeps_values=False)
         if self.config.getoption("golden_update"):
-            self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {update(self.path, golden)}")
+            self.add_report_section("call", GOLDEN_UPDATE, f"{self.where}: {sketch.update(self.path, golden)}")
         else:
-            check(self.path, golden, command=f"pytest {self.where} --golden-update")
+            sketch.check(self.path, golden, command=f"pytest {self.where} --golden-update")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the report of the check or the message of the error; a traceback only for a bug of the harness."""

@@ -16,8 +16,11 @@ from harness.extensions.quant.files import NAMES, Importance, importance_of, mak
 from harness.extensions.quant.forward import sample_text
 from harness.extensions.quant.hf_types import HF_TYPES, hf_type_models
 from harness.extensions.rollout.forward import rounded
+from harness.extensions.server.chat.conversations import Conversation, Renderer
+from harness.extensions.server.names import TokenNames
+from harness.extensions.server.sampler.draws import Draws
 from harness.extensions.server.truth import Rounding
-from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
+from harness.formats.checkpoint import Checkpoint, HFTokenizer, cache_dir, resolve
 from harness.formats.taps import Kind
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model

@@ -9,8 +9,19 @@ from typing import Any
 from hypothesis import strategies as st
 
 from harness.base.progress import Progress
-from harness.errors import Code
+from harness.errors import Code, HarnessError
 from harness.extensions.fuzz.judge import DeadlineError, deadline
+from harness.extensions.server.chat.conversations import Renderer
+from harness.extensions.server.chat.reading import (
+    FormError,
+    Named,
+    Reading,
+    held_mark,
+    name_difference,
+    pieces_of,
+    read_message,
+    read_stream,
+)
 from harness.extensions.server.chat.result import FunctionDifference, FunctionResult
 from harness.extensions.server.chat.search import find_smallest
 from harness.extensions.server.chat.utterances import USER, Utterance, answers, hard_answers, marks_of, samples

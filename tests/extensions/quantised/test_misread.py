@@ -7,6 +7,7 @@ import torch
 
 import harness
 from harness.engines.hf import HFEngine
+from harness.extensions.quantised.config import InputScheme
 from harness.extensions.quantised.inputs import InputRounding, input_roundings
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.formats.checkpoint.converted import read_quantised_source
