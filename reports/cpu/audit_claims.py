@@ -82,7 +82,7 @@ def written(name, plan, scratch):
 
 
 def sliced(view, rows):
-    """Return a view of some draws alone, numbered anew."""
+    """Return a view of some draws alone, numbered again."""
     part = audit.View(view.settings, len(rows), every=view.every)
     part.most, part.own, part.noise = view.most[rows], view.own[rows], view.noise[rows]
     part.tempered = view.tempered[:, rows]

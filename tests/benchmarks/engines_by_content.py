@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.engines_by_content nano_vllm [--model PATH] [--dtype float32] [--fault NAME]
 
-Prints a line for each dtype and fault, each of a process of its own: the taps that the table shows, those of them that
+Prints a line for each dtype and fault, each of a separate process: the taps that the table shows, those of them that
 the map shows, the taps whose rows are not the table's bit for bit (false matches), and the first divergence of both.
 """
 
@@ -78,7 +78,7 @@ def norm(model: Any) -> None:
     model.norm.weight.data += 1
 
 
-def mended(_model: Any) -> None:
+def fixed(_model: Any) -> None:
     """Mend nano-vllm's norm, which in float32 writes into its own input and residual."""
     layernorm = importlib.import_module("nanovllm.layers.layernorm").RMSNorm
     for name in ("rms_forward", "add_rms_forward"):
@@ -168,7 +168,7 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
         content.Engine = built = cache(table.Engine)
         table.open_engine = lambda folder, *, dtype, **_given: built(folder, dtype)
     if engine == "nano_vllm" and dtype == "float32" and fault != "as it is":
-        mended(None)
+        fixed(None)
     plant = FAULTS.get(fault, lambda _model: None)
     if engine == "vllm":
         plant_before_packing(plant)
@@ -206,7 +206,7 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
 
 
 def main() -> None:
-    """Run one case, or every one in a process of its own."""
+    """Run one case, or every one in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--model", type=Path, default=ROOT / "cases" / "checkpoints" / "qwen3-tiny")

@@ -57,7 +57,7 @@ def _brief(text: str) -> str:
 
 
 def main() -> None:
-    """Run one family, or each in a process of its own: llama.cpp may end it."""
+    """Run one family, or each in a separate process: llama.cpp may end it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("families", nargs="*", default=FAMILIES)

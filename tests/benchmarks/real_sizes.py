@@ -68,7 +68,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Check every shape in every dtype with every engine, each in a process of its own."""
+    """Check every shape in every dtype with every engine, each in a separate process."""
     options = parsed()
     rows = []
     for shape in options.shapes.split(";"):
@@ -97,7 +97,7 @@ def parsed() -> argparse.Namespace:
 
 
 def child(*arguments: str) -> Any:
-    """Run one part in a process of its own, and return what it printed."""
+    """Run one part in a separate process, and return what it printed."""
     command = [sys.executable, "-c", f"from {__spec__.name} import part; part({list(arguments)!r})"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ran.stdout.splitlines()[-1])

@@ -3,7 +3,7 @@
     python tests/benchmarks/trace_speed.py [--megabytes 210] [--repeats 3] [--peers PYTHON] [--out FILE]
 
 The trace is a real one of the reference engine's decode steps, repeated and moved in time until the file is large
-enough. Each reader is a process of its own, in turn. `--peers` is a Python with pandas and HolisticTraceAnalysis;
+enough. Each reader is a separate process, in turn. `--peers` is a Python with pandas and HolisticTraceAnalysis;
 without it ours is timed alone.
 """
 
@@ -137,7 +137,7 @@ def report(
         f"`python tests/benchmarks/trace_speed.py --repeats {repeats}{' --peers PYTHON' * bool(peers)}`, "
         f"{datetime.date.today()}. {machine.device}, {' '.join(machine.cpu_flags)}; "
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
-        f"{num_events:,} events, {size}. Each reader in a process of its own, start included, in turn; median, least "
+        f"{num_events:,} events, {size}. Each reader in a separate process, start included, in turn; median, least "
         "and most. The ratio is to ours of the same repeat.",
         tabulate(rows, ["reader", "seconds", "peak MB", "times ours"], tablefmt="github", disable_numparse=True),
         "Each sums up its operators: the peers by total time, ours by phase and with self time too.",

@@ -2,7 +2,7 @@
 
     python -m tests.calibrations.benign_runs --out runs.jsonl --keep alarms/ [--passes 20] [--first 0]
 
-A pass checks every benign variant of the scoreboard once, in a process of its own, since the libraries read their
+A pass checks every benign variant of the scoreboard once, in a separate process, since the libraries read their
 instruction sets when they are loaded. Passes go through three instruction sets and one to four threads in turn; three
 passes share their prompts, and through the cache their goldens, which then come from other instructions than the
 engine.

@@ -2,7 +2,7 @@
 
     python -m tests.calibrations.fuzz_faults [--category cache] [--seconds 60] > reports/cpu/fuzz.md
 
-Each fault is searched from a cold start: a process of its own, with an empty cache of goldens. Seconds are those a user
+Each fault is searched from a cold start: a separate process, with an empty cache of goldens. Seconds are those a user
 waits: from the start of the process, imports included, until the first workload failed.
 """
 

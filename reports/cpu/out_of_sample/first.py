@@ -5,7 +5,7 @@
 
 Each bug is drawn a dtype, a checkpoint and a schedule. With it stands what may truly be said of it; for some there is
 nothing, and every cause that is asserted is then a wrong one. Nothing here was used to write an explanation before it
-was first run; what was mended afterwards is said in the report.
+was first run; what was fixed afterwards is said in the report.
 """
 
 import argparse
