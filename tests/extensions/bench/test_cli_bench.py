@@ -8,7 +8,6 @@ import pytest
 
 from harness.errors import Code
 from harness.extensions.bench import peers
-from harness.extensions.bench.command import app
 from harness.extensions.bench.peer import Generation
 from harness.extensions.llamacpp.engine.tensor import llama
 
@@ -30,15 +29,6 @@ def wrong_peer(monkeypatch):
         def close(self): ...
 
     monkeypatch.setitem(peers.PEERS, "hf-generate", lambda setting: Zeros())
-
-
-def test_the_options_are_those_that_were_promised():
-    command = typer.main.get_command(app).commands["engine"]
-    assert [parameter.opts[0] for parameter in command.params] == [
-        "--shape", "--model", "--dtype", "--device", "--repeats", "--requests", "--engine", "--peer", "--seed",
-        "--engine-option", "--out", "--local-files-only", "--format",
-    ]  # fmt: skip
-    assert all(parameter.help for parameter in command.params)
 
 
 @pytest.mark.slow
