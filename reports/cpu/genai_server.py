@@ -21,20 +21,20 @@ OPTIONS = {"temperature": float, "top_p": float, "top_k": int, "repetition_penal
 def complete(asked):
     """Return a completion."""
     prompt, params = asked["prompt"], og.GeneratorParams(model)
-    given = {name: kind(asked[name]) for name, kind in OPTIONS.items() if name in asked}
-    given["do_sample"] = given.get("temperature", 1.0) > 0
-    if not given["do_sample"]:
-        del given["temperature"]
+    options = {name: kind(asked[name]) for name, kind in OPTIONS.items() if name in asked}
+    options["do_sample"] = options.get("temperature", 1.0) > 0
+    if not options["do_sample"]:
+        del options["temperature"]
     if asked.get("seed") is not None:
-        given["random_seed"] = asked["seed"]
-    params.set_search_options(max_length=len(prompt) + asked.get("max_tokens", 16), **given)
+        options["random_seed"] = asked["seed"]
+    params.set_search_options(max_length=len(prompt) + asked.get("max_tokens", 16), **options)
     generator = og.Generator(model, params)
     generator.append_tokens(np.array([prompt], dtype=np.int32))
     ids, rows = [], []
     while not generator.is_done():
         generator.generate_next_token()
         ids.append(int(generator.get_next_tokens()[0]))
-    text = [tokenizer.decode([each]) for each in ids]
+    text = [tokenizer.decode([token_id]) for token_id in ids]
     choice = {"index": 0, "text": "".join(text), "finish_reason": "length", "token_ids": ids}
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
     return {"id": "0", "object": "text_completion", "model": "genai", "choices": [choice], "usage": usage}

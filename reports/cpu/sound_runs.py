@@ -75,8 +75,8 @@ def sampler(seed):
     dtype = ("float32", "bfloat16")[seed % 2]
     with served(dtype=dtype) as address:
         result = check_sampler(plan_of(dtype), address, num_draws=60, seed=seed)
-    alarms = [*result.findings, *(each for setting in result.settings for each in setting.findings)]
-    return result.outcome is not Outcome.PASS, [each.message for each in alarms]
+    alarms = [*result.findings, *(finding for setting in result.settings for finding in setting.findings)]
+    return result.outcome is not Outcome.PASS, [finding.message for finding in alarms]
 
 
 def schema(seed):
@@ -85,8 +85,8 @@ def schema(seed):
         plan = plan_engine(model=folder, dtype="float32")
         with masking(plan, patch, masked_first, SPACINGS[seed % 2]) as address:
             result = check_sampler(plan, address, num_draws=120, seed=seed, only=("json_schema",))
-    alarms = [*result.findings, *(each for setting in result.settings for each in setting.findings)]
-    return result.outcome is not Outcome.PASS, [each.message for each in alarms]
+    alarms = [*result.findings, *(finding for setting in result.settings for finding in setting.findings)]
+    return result.outcome is not Outcome.PASS, [finding.message for finding in alarms]
 
 
 def conversations(seed):
@@ -96,7 +96,7 @@ def conversations(seed):
         result = check_tokens(
             Checkpoint(Path(name)), address, model="chat", num_conversations=40, seed=seed
         )
-    said = [each.name for each in result.differences] + [each.message for each in result.findings]
+    said = [item.name for item in result.differences] + [item.message for item in result.findings]
     return result.outcome is not Outcome.PASS, said
 
 
@@ -115,7 +115,7 @@ def text(seed):
             return writing
 
         writing = asyncio.run(run())
-    return bool(writing.differences) or not writing.num_answers, [each.name for each in writing.differences]
+    return bool(writing.differences) or not writing.num_answers, [difference.name for difference in writing.differences]
 
 
 def main():

@@ -154,10 +154,10 @@ def planted(folder: Path, name: str, out: Path) -> str | None:
     if name in SETTINGS:
         wrong = SETTINGS[name](model.config)
     else:
-        found = None if name == "none" else next(mistake for mistake in MISTAKES if mistake.name == name).plant(model)
-        if found is None and name != "none":
+        mistake = None if name == "none" else next(mistake for mistake in MISTAKES if mistake.name == name).plant(model)
+        if mistake is None and name != "none":
             return None
-        wrong = found or "none"
+        wrong = mistake or "none"
     model.save_pretrained(out)
     for path in folder.glob("tokenizer*"):
         (out / path.name).write_bytes(path.read_bytes())

@@ -191,10 +191,10 @@ def run(command: str, folder: Path, seconds: float) -> tuple[int, float, str]:
 def environment(folder: Path) -> dict[str, str]:
     """Return the variables of a reader in the environment of this interpreter."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    own = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "COLUMNS": "100"}
+    added = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "COLUMNS": "100"}
     if "fused_engine" in "".join(path.read_text() for path in folder.glob("block-*.py")):
-        own["PYTHONPATH"] = str(folder / "tests" / "examples")
-    return kept | own | {"HARNESS_CACHE": str(folder.parent / "cache")}
+        added["PYTHONPATH"] = str(folder / "tests" / "examples")
+    return kept | added | {"HARNESS_CACHE": str(folder.parent / "cache")}
 
 
 @contextmanager
@@ -225,8 +225,8 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
 
 def blocks(page: Path) -> list[re.Match[str]]:
     """Return the shell and Python blocks of a page."""
-    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
-    return [item for item in found if item["language"] in ("sh", "bash", "python", "cpp")]
+    matches = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [item for item in matches if item["language"] in ("sh", "bash", "python", "cpp")]
 
 
 def commands(text: str) -> list[str]:
@@ -279,9 +279,11 @@ def ended(page: Path, options: argparse.Namespace) -> Iterator[Ended]:
 
 def one(page: str, number: int, command: str, running: ExitStack, options: argparse.Namespace) -> Ended:
     """Run one command of a page."""
-    expected = next((status for (own, part), status in EXPECTED.items() if own == page and part in command), 0)
-    for own, part, reason in NOT_RUN:
-        if own in ("", page) and (part in command if page != "models" else command.endswith(part)):
+    expected = next(
+        (status for (named_page, part), status in EXPECTED.items() if named_page == page and part in command), 0
+    )
+    for named_page, part, reason in NOT_RUN:
+        if named_page in ("", page) and (part in command if page != "models" else command.endswith(part)):
             return Ended(page, number, command, None, expected, 0.0, reason, "")
     if command.startswith("reference-engine serve"):
         begin = time.monotonic()
@@ -356,17 +358,17 @@ def sampled(model: Path) -> Iterator[dict[str, object]]:
             yield {**row, "trainer_logprobs": row["engine_logprobs"]}
 
 
-def table(found: list[Ended]) -> str:
+def table(endings: list[Ended]) -> str:
     """Return a row for each page, and one for each command that ended otherwise than it should."""
     rows = []
-    for page, item in groupby(found, key=lambda own: own.page):
-        own = list(item)
-        ran = [one for one in own if one.status is not None]
+    for page, item in groupby(endings, key=lambda ending: ending.page):
+        entries = list(item)
+        ran = [one for one in entries if one.status is not None]
         good = sum(one.status == one.expected for one in ran)
-        reasons = dict.fromkeys(one.reason for one in own if one.status is None)
-        rows.append([page, len({one.block for one in own}), len(own), len(ran), good, "; ".join(reasons)])
+        reasons = dict.fromkeys(one.reason for one in entries if one.status is None)
+        rows.append([page, len({one.block for one in entries}), len(entries), len(ran), good, "; ".join(reasons)])
     shown = tabulate(rows, ["page", "blocks", "commands", "run", "as they should", "not run"], tablefmt="github")
-    wrong = [one for one in found if one.status not in (None, one.expected)]
+    wrong = [one for one in endings if one.status not in (None, one.expected)]
     lines = [f"- {one.page}, block {one.block}: `{one.what}` ended with {one.status}" for one in wrong]
     return "\n".join([shown, "", *lines])
 
@@ -384,17 +386,21 @@ def main() -> int:
     options.made = options.clone.parent / "made"
     if not options.made.is_dir():
         make(options.made, Path(options.model))
-    found = []
+    endings = []
     for page in [options.clone / "README.md", *sorted((options.clone / "docs").glob("*.md"))]:
         if options.only and page.stem not in options.only:
             continue
-        for own in ended(page, options):
-            found.append(own)
-            print(f"{own.page} {own.block} [{own.status}] {own.seconds:.0f} s  {own.what}", file=sys.stderr, flush=True)
+        for ending in ended(page, options):
+            endings.append(ending)
+            print(
+                f"{ending.page} {ending.block} [{ending.status}] {ending.seconds:.0f} s  {ending.what}",
+                file=sys.stderr,
+                flush=True,
+            )
             if options.json:
-                options.json.write_text(json.dumps([asdict(item) for item in found], indent=1))
-    print(table(found))
-    return 0 if all(own.status in (None, own.expected) for own in found) else 1
+                options.json.write_text(json.dumps([asdict(item) for item in endings], indent=1))
+    print(table(endings))
+    return 0 if all(ending.status in (None, ending.expected) for ending in endings) else 1
 
 
 if __name__ == "__main__":

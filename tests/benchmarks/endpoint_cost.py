@@ -2,9 +2,9 @@
 
     python tests/benchmarks/endpoint_cost.py [--model FOLDER] [--prompts 100] [--tokens 64] [--turns 3]
 
-Without --model: a Qwen3 of random weights (hidden 512, 8 layers, vocabulary 8192). The server is
-`reference-engine serve` in a process of its own. All columns are seconds; `truth` runs beside the others, `own work` is
-what is left of it, loading and judging.
+Without --model: a Qwen3 of random weights (hidden 512, 8 layers, vocabulary 8192). The server is `reference-engine
+serve` in a separate process. All columns are seconds; `truth` runs beside the others, `own work` is the rest: loading
+and judging.
 """
 
 import argparse

@@ -46,19 +46,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--types", default=TYPES)
     parser.add_argument("--repack", default="off")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        padded = pad_checkpoint(given.model, folder / "padded")
+        padded = pad_checkpoint(arguments.model, folder / "padded")
         rows = [
             [
                 word,
                 *(
-                    cell(make_file(padded, word, folder), {**cache, "repack": given.repack})
+                    cell(make_file(padded, word, folder), {**cache, "repack": arguments.repack})
                     for cache in CACHES.values()
                 ),
             ]
-            for word in given.types.split(",")
+            for word in arguments.types.split(",")
         ]
     print(tabulate(rows, headers=["type", *CACHES], tablefmt="github", disable_numparse=True))
 

@@ -58,9 +58,9 @@ def test_the_command_finds_a_program_as_short_as_the_page_shows(project: Path, p
     heading = re.sub(r"request \d", r"request \\d", re.escape(FINDINGS[page][0].partition("from adapter")[0]))
     # which of several shortest programs Hypothesis ends with depends on how the harness is installed: it takes
     # constants out of the modules that are not in site-packages
-    found = re.search(rf"{heading}(from adapter.*?\nassert [^\n]*\n)", done.stdout, flags=re.DOTALL)
-    assert found is not None, done.stdout
-    assert_raises(project, found[1])
+    program = re.search(rf"{heading}(from adapter.*?\nassert [^\n]*\n)", done.stdout, flags=re.DOTALL)
+    assert program is not None, done.stdout
+    assert_raises(project, program[1])
 
 
 @pytest.mark.sampled(1)

@@ -71,9 +71,9 @@ def weight_squared(_: Any) -> Any:
     return call
 
 
-def exchanged(one: str, other: str, layer: int = 1) -> Any:
+def exchanged(first: str, second: str, layer: int = 1) -> Any:
     def change(weights: dict[str, torch.Tensor], _config: Any) -> None:
-        a, b = (f"model.layers.{layer}.{name}" for name in (one, other))
+        a, b = (f"model.layers.{layer}.{name}" for name in (first, second))
         weights[a], weights[b] = weights[b], weights[a]
 
     return loaded(change)

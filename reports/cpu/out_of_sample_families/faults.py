@@ -2165,18 +2165,18 @@ fault(
 OWN = r"layers\.0\..*"
 
 
-def own(wrong: str, what: str, where: str, row: int | None, says: str | None, **more: Any) -> None:
+def stepped(wrong: str, what: str, where: str, row: int | None, says: str | None, **more: Any) -> None:
     fault("gpt_neox", f"own-{wrong}", what, where, row, says, None, engine=f"own:{wrong}", **more)
 
 
-own(
+stepped(
     "whole-head",
     "the whole head is rotated instead of a quarter",
     OWN + "(rope|attention|context|cache|dense)",
     1,
     ROTARY + "|partial",
 )
-own(
+stepped(
     "fused-by-part",
     "rows of the fused product are read by part instead of by head",
     OWN,
@@ -2184,7 +2184,7 @@ own(
     ORDER + "|head|part",
     dtype=BF16,
 )
-own(
+stepped(
     "chunk-positions",
     "positions begin anew in each chunk",
     OWN + "(rope|attention|context|cache|dense)",
@@ -2192,7 +2192,7 @@ own(
     POSITION + "|" + ROTARY,
     schedule="chunked:7",
 )
-own(
+stepped(
     "decode-position",
     "queries of decode are rotated by the position before",
     OWN + "(rope|attention|context|dense)",
@@ -2200,7 +2200,7 @@ own(
     POSITION + "|" + ROTARY,
     schedule="batched",
 )
-own(
+stepped(
     "block-boundary",
     "the first slot of the third block is not written: its key goes into the slot before",
     OWN,
@@ -2208,7 +2208,7 @@ own(
     "slot|position|key|cache|block|place|written",
     request=None,
 )
-own(
+stepped(
     "pages-of-layer-0",
     "layer 1 stores into the pages of layer 0",
     r"layers\.0\..*cache|layers\.\d\..*(attention|context|cache|dense)",
@@ -2216,7 +2216,7 @@ own(
     "layer|cache|slot|key|block|place|position|history",
     request=None,
 )
-own(
+stepped(
     "value-heads-rolled",
     "values are stored under the next head",
     OWN + "(cache|attention|context|dense|value)",
@@ -2224,7 +2224,7 @@ own(
     HEADS,
     dtype=F16,
 )
-own(
+stepped(
     "table-of-the-first",
     "every request reads by the first one's block table",
     OWN + "(attention|context|dense)",
@@ -2233,27 +2233,27 @@ own(
     schedule="batched",
     request=None,
 )
-own("strict-mask", "no token but the first sees itself", OWN + "(attention|context|dense)", 1, MASK, dtype=BF16)
-own("scale", "scores are scaled by 1/sqrt(hidden size)", OWN + "(attention|context|dense)", 1, SCALE)
-own("eps", "the eps of a norm is 1e-3", r"layers\.0\.input_layernorm", 0, "eps")
-own("dense-bias", "a bias is left out", r"layers\.0\.attention\.dense", 0, "bias", dtype=F16)
-own(
+stepped("strict-mask", "no token but the first sees itself", OWN + "(attention|context|dense)", 1, MASK, dtype=BF16)
+stepped("scale", "scores are scaled by 1/sqrt(hidden size)", OWN + "(attention|context|dense)", 1, SCALE)
+stepped("eps", "the eps of a norm is 1e-3", r"layers\.0\.input_layernorm", 0, "eps")
+stepped("dense-bias", "a bias is left out", r"layers\.0\.attention\.dense", 0, "bias", dtype=F16)
+stepped(
     "sequential",
     "the residuals are sequential",
     r"layers\.0\.(post_attention_layernorm.*|mlp.*)",
     0,
     "residual|parallel|sequential|input|attention",
 )
-own("gelu", "GELU by its tanh formula", r"layers\.0\.mlp\..*", 0, "tanh|gelu|GELU|activation")
-own(
+stepped("gelu", "GELU by its tanh formula", r"layers\.0\.mlp\..*", 0, "tanh|gelu|GELU|activation")
+stepped(
     "cache-bfloat16",
     "keys and values are kept in bfloat16 by a float32 engine",
     OWN + "(cache|attention|context|dense|rope|value)",
     0,
     ROUND,
 )
-own("stale-layer", "layer 1 was loaded with layer 0's weights", r"layers\.1\.input_layernorm", 0, "layer|" + WEIGHT)
-own(
+stepped("stale-layer", "layer 1 was loaded with layer 0's weights", r"layers\.1\.input_layernorm", 0, "layer|" + WEIGHT)
+stepped(
     "final-norm-bias",
     "the bias of the last norm is left out",
     r"final_layer_norm",
@@ -2262,8 +2262,8 @@ own(
     request=None,
     dtype=BF16,
 )
-own("head-tied", "the head is the embedding", r"lm_head|embed_out", None, "embed|tied|weight", request=None)
-own(
+stepped("head-tied", "the head is the embedding", r"lm_head|embed_out", None, "embed|tied|weight", request=None)
+stepped(
     "head-rolled",
     "rows of the head are one off",
     r"lm_head|embed_out",
@@ -2271,7 +2271,7 @@ own(
     ORDER + "|off by|shift|token",
     request=None,
 )
-own(
+stepped(
     "logits-of-the-row-before",
     "logits are those of the row before",
     r"lm_head|embed_out|logits|final_layer_norm",
@@ -2282,6 +2282,6 @@ own(
 )
 
 # What is wrong from the first token on is so under every schedule: some of it runs in batches and in chunks.
-for at, each in enumerate(FAULTS):
-    if each.row == 0 and each.schedule == "plain" and at % 5 in (1, 3):
-        FAULTS[at] = replace(each, schedule="batched" if at % 5 == 1 else "chunked:11")
+for at, entry in enumerate(FAULTS):
+    if entry.row == 0 and entry.schedule == "plain" and at % 5 in (1, 3):
+        FAULTS[at] = replace(entry, schedule="batched" if at % 5 == 1 else "chunked:11")

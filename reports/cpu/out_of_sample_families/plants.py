@@ -19,8 +19,8 @@ Plant = Callable[[nn.Module], None]
 
 def all_of(*plants: Plant) -> Plant:
     def plant(model: nn.Module) -> None:
-        for each in plants:
-            each(model)
+        for plant in plants:
+            plant(model)
 
     return plant
 
@@ -41,11 +41,11 @@ def weight(path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
     return plant
 
 
-def weight_of(path: str, other: str) -> Plant:
+def weight_of(path: str, source: str) -> Plant:
     """Put the values of another parameter in the place of one."""
 
     def plant(model: nn.Module) -> None:
-        owner, _, name = other.rpartition(".")
+        owner, _, name = source.rpartition(".")
         weight(path, lambda _: getattr(model.get_submodule(owner), name).detach().clone())(model)
 
     return plant
@@ -54,9 +54,9 @@ def weight_of(path: str, other: str) -> Plant:
 def exchanged(first: str, second: str) -> Plant:
     def plant(model: nn.Module) -> None:
         held = [
-            getattr(model.get_submodule(each.rpartition(".")[0]), each.rpartition(".")[2]) for each in (first, second)
+            getattr(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in (first, second)
         ]
-        values = [each.detach().clone() for each in held]
+        values = [tensor.detach().clone() for tensor in held]
         _write(held[0], values[1])
         _write(held[1], values[0])
 

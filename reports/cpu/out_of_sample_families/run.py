@@ -89,7 +89,7 @@ def judged(fault: Fault, said: dict) -> dict:
 def main() -> None:
     which, out, *parts = sys.argv[1:]
     entries = FAULTS if which == "faults" else VARIANTS
-    entries = [each for each in entries if not parts or any(part in each.id for part in parts)]
+    entries = [entry for entry in entries if not parts or any(part in entry.id for part in parts)]
     folder = Path(tempfile.mkdtemp(prefix="out-of-sample-"))
     try:
         with open(out, "a") as lines, quiet():
@@ -99,7 +99,7 @@ def main() -> None:
                 try:
                     said = checked(entry, folder)
                 except Exception as error:  # a crash is a result
-                    causes = " <- ".join(f"{type(each).__name__}: {each}" for each in chain(error))
+                    causes = " <- ".join(f"{type(cause).__name__}: {cause}" for cause in chain(error))
                     said = {"error": causes[:3000], "code": getattr(error, "code", None) and str(error.code)}
                 line = {
                     "id": entry.id,
@@ -124,11 +124,11 @@ def main() -> None:
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    found = []
+    errors = []
     while error is not None:
-        found.append(error)
+        errors.append(error)
         error = error.__cause__
-    return found
+    return errors
 
 
 if __name__ == "__main__":

@@ -147,8 +147,8 @@ class StepEngine:
             prefix = f"gpt_neox.layers.{at}."
             if wrong == "stale-layer" and at == 1:
                 prefix = "gpt_neox.layers.0."
-            own = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
-            self.layers.append(Layer(self, own, at, config))
+            layer_weights = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+            self.layers.append(Layer(self, layer_weights, at, config))
         self.last = Norm(weights, "gpt_neox.final_layer_norm", config["layer_norm_eps"])
         self.head = Product(weights, "lm_head" if "lm_head.weight" in weights else "embed_out")
         if wrong == "final-norm-bias":
@@ -194,7 +194,7 @@ class StepEngine:
         x = self.table(torch.tensor(ids))
         for layer in self.layers:
             x = layer(x, batch)
-        kept = [row for own in rows for row in own] if self.drafts(work) else [own[-1] for own in rows]
+        kept = [row for request_rows in rows for row in request_rows] if self.drafts(work) else [request_rows[-1] for request_rows in rows]
         if self.wrong == "logits-of-the-row-before":
             kept = [max(0, row - 1) for row in kept]
         return self.head(self.last(x)[kept])

@@ -47,7 +47,7 @@ def way(name: str, plant: Plant | None, *cases: str, **more: Any) -> None:
         )
 
 
-def each(condition: Callable[[nn.Module], bool], replace: Callable[[nn.Module], Callable[..., Any]]) -> Plant:
+def at_modules(condition: Callable[[nn.Module], bool], replace: Callable[[nn.Module], Callable[..., Any]]) -> Plant:
     def plant(model: nn.Module) -> None:
         for module in model.modules():
             if condition(module):
@@ -264,7 +264,7 @@ def no_contiguity(m: nn.Linear) -> Callable[..., Any]:
 
 way(
     "split-K",
-    each(is_linear, halves),
+    at_modules(is_linear, halves),
     "gpt_neox b plain",
     "mixtral f plain",
     "mamba f plain",
@@ -276,7 +276,7 @@ way(
 )
 way(
     "transposed weights",
-    each(is_linear, transposed),
+    at_modules(is_linear, transposed),
     "granite f plain",
     "opt f plain",
     "persimmon b plain",
@@ -286,7 +286,7 @@ way(
 )
 way(
     "row by row",
-    each(is_linear, by_row),
+    at_modules(is_linear, by_row),
     "olmo f batched",
     "biogpt b plain",
     "cohere h plain",
@@ -295,7 +295,7 @@ way(
 )
 way(
     "padded rows",
-    each(is_linear, padded_rows),
+    at_modules(is_linear, padded_rows),
     "arcee f plain",
     "seed_oss b plain",
     "bamba f plain",
@@ -304,7 +304,7 @@ way(
 )
 way(
     "weights not contiguous",
-    each(is_linear, no_contiguity),
+    at_modules(is_linear, no_contiguity),
     "phi3 f plain",
     "nemotron b plain",
     "gptj f plain",
@@ -362,7 +362,7 @@ def layer_norm_by_hand(m: nn.LayerNorm) -> Callable[..., Any]:
 
 way(
     "rms by division, weight in float32",
-    each(is_rms, rms_by_division),
+    at_modules(is_rms, rms_by_division),
     "granite b plain",
     "mistral f plain",
     "mixtral h plain",
@@ -375,7 +375,7 @@ way(
 )
 way(
     "layer norm by hand",
-    each(lambda m: type(m) is nn.LayerNorm, layer_norm_by_hand),
+    at_modules(lambda m: type(m) is nn.LayerNorm, layer_norm_by_hand),
     "gpt2 f plain",
     "bloom h plain",
     "phi h plain",
@@ -387,7 +387,7 @@ way(
 )
 way(
     "silu by sigmoid",
-    each(
+    at_modules(
         lambda m: type(m).__name__ == "SiLUActivation",
         lambda m: lambda x: (x.float() * torch.sigmoid(x.float())).to(x.dtype),
     ),
@@ -400,7 +400,7 @@ way(
 )
 way(
     "gelu by erf",
-    each(
+    at_modules(
         lambda m: type(m).__name__ == "GELUActivation",
         lambda m: lambda x: (0.5 * x.float() * (1 + torch.erf(x.float() / math.sqrt(2)))).to(x.dtype),
     ),
@@ -439,7 +439,7 @@ def one_hot(m: nn.Embedding) -> Callable[..., Any]:
 
 way(
     "embedding as a product",
-    each(lambda m: type(m) is nn.Embedding, one_hot),
+    at_modules(lambda m: type(m) is nn.Embedding, one_hot),
     "gpt2 f plain",
     "olmo b plain",
     "mamba h plain",
@@ -482,7 +482,7 @@ def last_expert_first(m: nn.Module) -> Callable[..., Any]:
 has_experts = lambda m: hasattr(m, "gate_up_proj") and isinstance(m.gate_up_proj, nn.Parameter)  # noqa: E731
 way(
     "every expert",
-    each(has_experts, every_expert),
+    at_modules(has_experts, every_expert),
     "mixtral f plain",
     "olmoe h plain",
     "deepseek_v3 b chunked:7",
@@ -492,7 +492,7 @@ way(
 )
 way(
     "experts in another order",
-    each(has_experts, last_expert_first),
+    at_modules(has_experts, last_expert_first),
     "mixtral b plain",
     "jamba h plain",
     "qwen3_next h plain",
@@ -558,7 +558,7 @@ way(
 )
 way(
     "bias in float32",
-    each(
+    at_modules(
         is_linear,
         lambda m: (
             lambda x: (functional.linear(x.float(), m.weight.float(), None if m.bias is None else m.bias.float())).to(
