@@ -25,7 +25,7 @@ def test_packages_of_its_own_come_before_ours(tmp_path, monkeypatch):
     paths = [str(tmp_path / "theirs"), str(tmp_path / "more")]
     process = Says("worker", variables={"PYTHONPATH": os.pathsep.join(paths)})
     try:
-        found = process.ask({}, doing="starting", timeout_s=600)["path"]
+        path_of_process = process.ask({}, doing="starting", timeout_s=600)["path"]
     finally:
         process.close()
-    assert found[:3] == [*paths, str(tmp_path / "ours")]
+    assert path_of_process[:3] == [*paths, str(tmp_path / "ours")]

@@ -47,8 +47,8 @@ def folder(tmp_path):
 def write(path, manifest, content):
     """Write a recording of one step, its size and digest as they are unless the manifest gives them."""
     (path / STEP).write_bytes(content)
-    own = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["steps"] = [own | step for step in manifest["steps"]]
+    digest_fields = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["steps"] = [digest_fields | step for step in manifest["steps"]]
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

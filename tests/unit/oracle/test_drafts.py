@@ -41,9 +41,9 @@ def test_each_is_wrong_at_its_first_position_and_a_step_of_its_request_gives_it_
             assert at >= request.prompt_length
             assert draft.token_ids[at] != tokens[at]
         steps = list(Workload(requests=[request], schedule=schedule, copies=drafts).steps(request))
-        own = [position for step in steps for item, positions in step if item is request for position in positions]
-        assert sorted(set(own)) == list(range(len(tokens)))
-        assert len(own) - len(tokens) == (len(drafts) if name == "rewound" else 0)
+        computed = [position for step in steps for item, positions in step if item is request for position in positions]
+        assert sorted(set(computed)) == list(range(len(tokens)))
+        assert len(computed) - len(tokens) == (len(drafts) if name == "rewound" else 0)
         given_up = {
             (item.id, at) for step in steps for item, positions in step if item is not request for at in positions
         }

@@ -89,14 +89,14 @@ def test_a_golden_is_the_truth_of_each_request(load, tmp_path, dtype):
     golden = make_golden(hf, PROMPTS, tmp_path / "golden", truth="float64")
     (step,) = golden.recording.steps
     for request in golden.requests:
-        own = (step.request == request.id).nonzero()[:, 0]
+        indices = (step.request == request.id).nonzero()[:, 0]
         for tap, expected in pair(hf, request.token_ids).values["truth"].items():
             rows = step.rows_of(tap)
             if rows is None:
-                actual = step.tap(tap)[own]
+                actual = step.tap(tap)[indices]
             else:
-                actual = step.tap(tap)[torch.isin(rows, own)]
-                expected = expected[step.position[rows[torch.isin(rows, own)]]]
+                actual = step.tap(tap)[torch.isin(rows, indices)]
+                expected = expected[step.position[rows[torch.isin(rows, indices)]]]
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -313,8 +313,8 @@ def info_of_another_golden(folder):
 def steps_of_another_golden(folder):
     """Its key, its noise and its graph stay."""
     hf = load_model(folder.parents[2] / "llama-tiny", dtype=torch.float32)
-    other = (PROMPTS[0], Prompt(token_ids=(44, 3, 91), max_new_tokens=1))
-    make_golden(hf, other, folder.parent / "other")
+    changed = (PROMPTS[0], Prompt(token_ids=(44, 3, 91), max_new_tokens=1))
+    make_golden(hf, changed, folder.parent / "other")
     for file in ("manifest.json", "step-00000.safetensors"):
         (folder.parent / "other" / file).replace(folder / file)
     shutil.rmtree(folder.parent / "other")
@@ -587,6 +587,6 @@ def test_a_recording_without_noise_is_no_golden_and_can_be_compared_with(golden)
     path = golden.recording.path
     for file in (NOISE_FILE, INFO_FILE):
         (path / file).unlink()
-    other = Golden(Recording.open(path))
-    assert (other.noise, other.info) == ({}, None)
-    assert other.requests == golden.requests
+    plain = Golden(Recording.open(path))
+    assert (plain.noise, plain.info) == ({}, None)
+    assert plain.requests == golden.requests

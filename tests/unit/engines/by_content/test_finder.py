@@ -64,7 +64,7 @@ def dump(folder, *, dtype=torch.float32, plant=lambda model: None, named=True, t
     return Dump(graph, values, tensors)
 
 
-def found(folder, made, *, rounding=2.5e-8):
+def finder_of_dump(folder, made, *, rounding=2.5e-8):
     finder = finder_of(made.tensors, load_model(folder, dtype=torch.float32, stays=True), IDS, rounding)
     finder.find()
     wrong = {
@@ -86,7 +86,7 @@ def by_evidence(finder, evidence):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_that_a_sound_dump_shows_is_found(checkpoints, model, named, dtype):
     made = dump(checkpoints / model, dtype=dtype, named=named, taps=True)
-    finder = found(checkpoints / model, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
+    finder = finder_of_dump(checkpoints / model, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
     assert by_evidence(finder, TapEvidence.CONTENT) == set(finder.chosen) == made.shown() == set(made.taps)
 
 
@@ -94,7 +94,7 @@ def test_all_that_a_sound_dump_shows_is_found(checkpoints, model, named, dtype):
 def test_what_is_not_in_the_dump_is_not_found(checkpoints, named):
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, named=named)
-    finder = found(folder, made)
+    finder = finder_of_dump(folder, made)
     assert set(finder.chosen) == made.shown()
     assert "model.layers.0.attention" not in finder.chosen
 
@@ -139,7 +139,7 @@ FAULTS = {
 def test_a_bug_does_not_hide_what_follows(checkpoints, model, named, fault):
     plant, wrong = FAULTS[fault]
     made = dump(checkpoints / model, plant=plant, named=named, taps=True)
-    finder = found(checkpoints / model, made)
+    finder = finder_of_dump(checkpoints / model, made)
     assert set(finder.chosen) == set(made.taps)
     assert by_evidence(finder, TapEvidence.CONSUMERS) == wrong
     assert by_evidence(finder, TapEvidence.NAME) == set()
@@ -158,7 +158,7 @@ def test_rows_of_nan_hide_only_themselves(checkpoints, named):
 
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, plant=plant, named=named)
-    finder = found(folder, made)
+    finder = finder_of_dump(folder, made)
     some = {tap for tap in made.shown() if bool(made.taps[tap].isfinite().any())}
     outputs = {tap for tap in made.shown() if ":" not in made.graph[tap].source}
     assert set(finder.chosen) == (outputs if named else some | {"lm_head"})  # no other tensor is as wide
@@ -170,7 +170,7 @@ def test_a_tensor_of_nan_alone_is_told_by_its_name(checkpoints):
         model.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _args, output: output * float("nan"))
 
     folder = checkpoints / "qwen2-tiny"
-    finder = found(folder, dump(folder, plant=plant))
+    finder = finder_of_dump(folder, dump(folder, plant=plant))
     assert finder.chosen["model.layers.1.mlp.down_proj"].evidence is TapEvidence.NAME
 
 
@@ -183,7 +183,7 @@ def test_the_last_rows_of_the_head_are_found(checkpoints):
         )
         for tensor in made.tensors
     ]
-    finder = found(folder, made)
+    finder = finder_of_dump(folder, made)
     assert finder.chosen["lm_head"].is_last_row
 
 
@@ -191,6 +191,6 @@ def test_in_16_bits_a_bug_that_is_small_in_the_sum_is_found(checkpoints):
     """The residual with the wrong heads is within 24 roundings of HF's, and so no reason to stop at it."""
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, dtype=torch.bfloat16, plant=swapped_heads, taps=True)
-    finder = found(folder, made, rounding=1.67e-3)
+    finder = finder_of_dump(folder, made, rounding=1.67e-3)
     assert set(finder.chosen) == set(made.taps)
     assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.1.self_attn.o_proj"}

@@ -34,9 +34,9 @@ class Twice(nn.Module):
 
 def test_calls_of_a_forward():
     model = Twice()
-    with watched_calls(model, num_rows=31) as found:
+    with watched_calls(model, num_rows=31) as forwards:
         model(torch.ones(31, 8))
-    (calls,) = found
+    (calls,) = forwards
     assert set(calls.by_path) == {"", "alone", "paired", "through"}, "one is called twice, and one never"
     assert calls.by_path["alone"].outputs == ((31, 8),)
     assert calls.by_path["paired"].outputs == ((31, 8), (31, 8))
@@ -49,11 +49,11 @@ def test_calls_of_a_forward():
 
 def test_calls_are_told_to_another_process():
     model = Twice()
-    with watched_calls(model, num_rows=31) as found:
+    with watched_calls(model, num_rows=31) as forwards:
         model(torch.ones(31, 8))
-    told = Calls.from_json(json.loads(json.dumps(found[0].to_json())))
+    told = Calls.from_json(json.loads(json.dumps(forwards[0].to_json())))
     assert told.holds(told.by_path["alone"].outputs[0], (8,))
-    assert set(told.by_path) == set(found[0].by_path)
+    assert set(told.by_path) == set(forwards[0].by_path)
 
 
 def test_shapes_with_a_row_for_each_token():

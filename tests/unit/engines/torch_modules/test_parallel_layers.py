@@ -73,18 +73,18 @@ def call(*outputs, places=((31, 128),), **names):
 
 def calls_of(graph, **others):
     """Calls of the fake model's modules: norms return pairs, but for what `others` say; None: it is not called."""
-    found = {}
+    calls = {}
     row = (31, 128)
     for path, module in fake_model(len(graph.layers)).named_modules():
         width = sum(getattr(module, "output_partition_sizes", [128]))
-        found[path] = call(row, row) if isinstance(module, RMSNorm) else call((31, width), None)
+        calls[path] = call(row, row) if isinstance(module, RMSNorm) else call((31, width), None)
         if path.endswith("down_proj"):
-            found[path] = call(row, None, places=((31, 192),))
+            calls[path] = call(row, None, places=((31, 192),))
         if isinstance(module, Attention):
-            found[path] = call(row, places=(row, (31, 64), (31, 64)))
-    found["model.layers.0"] = call(row, row, hidden_states=row)
-    found |= {path.replace("__", "."): item for path, item in others.items()}
-    return Calls(31, {path: item for path, item in found.items() if item is not None})
+            calls[path] = call(row, places=(row, (31, 64), (31, 64)))
+    calls["model.layers.0"] = call(row, row, hidden_states=row)
+    calls |= {path.replace("__", "."): item for path, item in others.items()}
+    return Calls(31, {path: item for path, item in calls.items() if item is not None})
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_what_no_module_shows_is_lacking(graph):
 
 def test_calls_that_return_what_classes_promise(graph):
     model = fake_model(len(graph.layers))
-    classes, calls = (set(taps_of(find_table(model, graph, given))) for given in (None, calls_of(graph)))
+    classes, calls = (set(taps_of(find_table(model, graph, seen))) for seen in (None, calls_of(graph)))
     assert classes == calls
 
 
@@ -204,9 +204,9 @@ def with_layer(parts):
     model, layer = nn.Module(), nn.Module()
     model.model = nn.Module()
     model.model.layers = nn.ModuleList([layer])
-    for name, own in parts.items():
+    for name, part in parts.items():
         layer.add_module(name, nn.Module())
-        for inner, module in own.items():
+        for inner, module in part.items():
             layer.get_submodule(name).add_module(inner, module)
     return model
 

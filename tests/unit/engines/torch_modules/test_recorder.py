@@ -70,8 +70,8 @@ TABLE = (
 )
 
 
-def rows(**given):
-    return StepRows(**{"phase": "prefill", "request": [0, 0, 0], "position": [0, 1, 2]} | given)
+def rows(**fields):
+    return StepRows(**{"phase": "prefill", "request": [0, 0, 0], "position": [0, 1, 2]} | fields)
 
 
 def run(table, ids=(1, 2, 3), step=None, model=None):

@@ -20,9 +20,9 @@ from harness.formats.recording.arguments import (
 TOKENS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in {9: 3, 2: 1}.items())
 
 
-def refused(function, *arguments, **given):
+def refused(function, *arguments, **options):
     with pytest.raises(HarnessError) as caught:
-        function(*arguments, **given)
+        function(*arguments, **options)
     assert caught.value.code is Code.BAD_RECORDER_CALL
     return caught.value
 
@@ -43,9 +43,9 @@ def test_phases(phase):
     ids=str,
 )  # fmt: skip
 def test_integers_as_callers_hold_them(values):
-    found = column("here", values)
-    assert found.tolist() == [int(value) for value in values]
-    assert found.dtype == np.int64
+    array = column("here", values)
+    assert array.tolist() == [int(value) for value in values]
+    assert array.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_rows_are_tokens_of_the_recording():
     ],
 )  # fmt: skip
 def test_block_tables_have_an_odd_width(tables, table):
-    requests, found = block_tables("here", TOKENS, tables)
+    requests, padded = block_tables("here", TOKENS, tables)
     assert requests.tolist() == list(tables)
-    assert found.tolist() == table
-    assert requests.dtype == found.dtype == np.int32
+    assert padded.tolist() == table
+    assert requests.dtype == padded.dtype == np.int32
 
 
 def test_block_tables_of_requests_and_blocks_that_do_not_exist():
@@ -113,27 +113,27 @@ def test_block_tables_of_requests_and_blocks_that_do_not_exist():
 
 
 def step(**changed):
-    given = {
+    fields = {
         "phase": "mixed", "request": [9, 2], "position": [1, 0], "sampled_rows": [], "slot_mapping": None,
         "tables": None, "partial_rows": {},
     }  # fmt: skip
-    return step_rows("step 3", TOKENS, **given | changed)
+    return step_rows("step 3", TOKENS, **fields | changed)
 
 
 def test_the_tensors_of_a_step():
-    found = step()
-    assert (found.phase, found.num_rows, found.partial_rows) == ("mixed", 2, {})
-    assert list(found.tensors) == ["rows.request", "rows.position"]
-    found = step(sampled_rows=[1], slot_mapping=[-1, 4], tables={2: [3]}, partial_rows={"a": [1], "b": []})
-    assert list(found.tensors) == [
+    checked = step()
+    assert (checked.phase, checked.num_rows, checked.partial_rows) == ("mixed", 2, {})
+    assert list(checked.tensors) == ["rows.request", "rows.position"]
+    checked = step(sampled_rows=[1], slot_mapping=[-1, 4], tables={2: [3]}, partial_rows={"a": [1], "b": []})
+    assert list(checked.tensors) == [
         "rows.of.a", "rows.of.b", "rows.sampled", "kv.slot_mapping", "rows.request", "rows.position", "kv.requests",
         "kv.block_table",
     ]  # fmt: skip
-    assert found.tensors["rows.sampled"].tolist() == [-1, -1]
-    assert found.tensors["kv.slot_mapping"].tolist() == [-1, 4]
-    assert found.sampled_rows.tolist() == [1]
-    assert {name: row.tolist() for name, row in found.partial_rows.items()} == {"a": [1], "b": []}
-    order = [tensor.dtype.itemsize for tensor in found.tensors.values()]
+    assert checked.tensors["rows.sampled"].tolist() == [-1, -1]
+    assert checked.tensors["kv.slot_mapping"].tolist() == [-1, 4]
+    assert checked.sampled_rows.tolist() == [1]
+    assert {name: row.tolist() for name, row in checked.partial_rows.items()} == {"a": [1], "b": []}
+    order = [tensor.dtype.itemsize for tensor in checked.tensors.values()]
     assert order == sorted(order, reverse=True)
 
 

@@ -44,9 +44,9 @@ def test_a_header_of_any_size(tmp_path, monkeypatch, reserve_bytes, chunk):
     assert (LENGTH_BYTES + room) % ALIGNMENT == 0
     assert size == LENGTH_BYTES + room + 5 * 24
     assert room == _header_room(max(reserve_bytes, len(content[LENGTH_BYTES : LENGTH_BYTES + room].rstrip())))
-    found = load(content)
+    tensors = load(content)
     for name, x in TENSORS.items():
-        np.testing.assert_array_equal(found[name], x + (name == "tap3"))
+        np.testing.assert_array_equal(tensors[name], x + (name == "tap3"))
 
 
 def test_a_file_that_is_there_is_not_written_again(tmp_path):

@@ -20,13 +20,13 @@ def writer_of(path, schedule=None):
     return new_writer(path, requests_of({7: [1, 2, 3]}, prompt_length=2), schedule=schedule)
 
 
-def begin(writer, **given):
-    writer.begin_step(**{"phase": "prefill", "request": [7, 7], "position": [0, 1]} | given)
+def begin(writer, **fields):
+    writer.begin_step(**{"phase": "prefill", "request": [7, 7], "position": [0, 1]} | fields)
 
 
-def refused(call, *arguments, **given):
+def refused(call, *arguments, **options):
     with pytest.raises(HarnessError) as caught:
-        call(*arguments, **given)
+        call(*arguments, **options)
     assert caught.value.code is Code.BAD_RECORDER_CALL
     return caught.value
 
@@ -68,17 +68,17 @@ def test_a_tap_has_one_entry_for_each_row(tmp_path, tensor, expected, actual):
 
 
 @pytest.mark.parametrize(
-    "other", [torch.ones(2, 4), torch.ones(2, 3, 1), torch.ones(2), torch.ones(2, 3, dtype=torch.float16)]
+    "changed", [torch.ones(2, 4), torch.ones(2, 3, 1), torch.ones(2), torch.ones(2, 3, dtype=torch.float16)]
 )
-def test_a_tap_keeps_its_dtype_and_shape(tmp_path, other):
+def test_a_tap_keeps_its_dtype_and_shape(tmp_path, changed):
     with writer_of(tmp_path / "r") as writer:
         begin(writer)
         writer.tap("a", torch.ones(2, 3))
         writer.end_step()
         begin(writer)
-        error = refused(writer.tap, "a", other)
+        error = refused(writer.tap, "a", changed)
         assert error.expected == "F32 [3]"
-        assert error.actual.endswith(str(list(other.shape[1:])))
+        assert error.actual.endswith(str(list(changed.shape[1:])))
         writer.tap("a", torch.zeros(2, 3))
         writer.end_step()
     assert [step.tap("a").sum().item() for step in Recording.open(tmp_path / "r").steps] == [6, 0]
@@ -149,17 +149,17 @@ def left_behind(folder, *, is_finished=False):
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path):
-    gone, kept, other, whole = (tmp_path / name for name in ("gone", "kept", "other", "whole"))
-    for folder in (gone, kept, other):
+    gone, kept, foreign, whole = (tmp_path / name for name in ("gone", "kept", "other", "whole"))
+    for folder in (gone, kept, foreign):
         assert is_unfinished(left_behind(folder))
-    (other / "notes").write_text("mine")
+    (foreign / "notes").write_text("mine")
     assert not is_unfinished(left_behind(whole, is_finished=True))
-    for folder in (gone, other, whole):
+    for folder in (gone, foreign, whole):
         discard_unfinished(folder, keep_folder=False)
     discard_unfinished(kept, keep_folder=True)
     assert not gone.exists()
     assert list(kept.iterdir()) == []
-    assert [path.name for path in other.iterdir()] == ["notes"]
+    assert [path.name for path in foreign.iterdir()] == ["notes"]
     assert len(list(whole.iterdir())) == 3
     assert not is_unfinished(kept)
 
