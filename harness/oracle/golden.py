@@ -71,7 +71,7 @@ class GoldenInfo(BaseModel):
     operations: tuple[_OperationEntry, ...]
     aliases: dict[str, str]
     sketched: dict[str, tuple[int, ...]] = {}
-    """Shapes of the rows of taps that are kept as sketches (oracle/sketch/rows.py); empty where all values are."""
+    """Shapes of the rows of taps that are kept as sketches (oracle/sketch_rows.py); empty where all values are."""
     sha256: str = ""
     """Digest of all other fields."""
 

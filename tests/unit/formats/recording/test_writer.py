@@ -1,4 +1,4 @@
-"""Parts of the writer by hand: the stream of a file, what it refuses, what JSON holds, and folders that were left behind."""
+"""Parts of the writer by hand: the stream of a file, refusals, what JSON holds, and folders that were left behind."""
 
 import json
 import math
