@@ -277,7 +277,7 @@ class HFBatch:
         return any(bool(types[position - 1] and types[position]) for types in images.types.values())
 
     def _token_types(self) -> dict[str, torch.Tensor]:
-        """Return what the forward is told of the kinds of its tokens, and of all before them, padding included."""
+        """Return the types of the forward's tokens and of all before them, padding included, by the argument's name."""
         tables = {}
         for name in {name for images in self._images.values() for name in images.types}:
             table = torch.zeros(len(self._lanes), len(self._mask[0]), dtype=torch.int64, device=self._hf.device)
@@ -340,7 +340,7 @@ class HFBatch:
 
     @contextmanager
     def _poisoned(self, forward: BatchForward, decoder: HFDecoder) -> Iterator[None]:
-        """Fill what a forward must not let into its rows: the cache before it, and the embeddings of padding in it."""
+        """Fill what must not reach the rows of a forward: the cache before it, and the embeddings of padding in it."""
         if self._poison is None:
             yield
             return

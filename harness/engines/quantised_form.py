@@ -1,4 +1,4 @@
-"""Models that another package quantises, loaded by transformers without that package's bars and warnings."""
+"""Models that another package quantises, loaded by transformers without that package's progress bars and warnings."""
 
 import io
 import logging

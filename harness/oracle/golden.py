@@ -67,7 +67,7 @@ class GoldenInfo(BaseModel):
     """All that the numbers depend on: weights, config, prompts, dtypes, versions."""
     noise_sha256: str
     manifest_sha256: str
-    """Digest of the recording's manifest: the noise and the graph are of these steps and of no others."""
+    """Digest of the recording's manifest, whose steps the noise and the graph belong to."""
     operations: tuple[_OperationEntry, ...]
     aliases: dict[str, str]
     sketched: dict[str, tuple[int, ...]] = {}
@@ -143,7 +143,7 @@ class Golden:
 
     @cached_property
     def graph(self) -> Graph:
-        """Operations of the model; where nobody wrote them down, as far as the names of the taps tell them."""
+        """Operations of the model; without golden.json, as far as the names of the taps tell."""
         if self.info is not None:
             return self.info.graph()
         return graph_of_taps(entry.name for entry in self.recording.manifest.taps)

@@ -293,7 +293,7 @@ def add_adapter(hf: HFModel, folder: Path) -> None:
 
 
 def adapter_notes(hf: HFModel) -> Iterator[str]:
-    """Say it if a model's adapter changes nothing: no check sees whether an engine applies it."""
+    """Yield a note if a model's adapter changes nothing: then no check sees whether an engine applies it."""
     adapted = [module for module in hf.model.modules() if isinstance(module, LoraLinear)]
     num_idle = sum(not (module.lora_a.any() and module.lora_b.any()) for module in adapted)
     if num_idle:

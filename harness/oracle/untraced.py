@@ -108,7 +108,7 @@ class UntracedModel:
         return 0 if self.mtp is None else self.mtp.tokens_ahead(path)
 
     def followed_by(self, following: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-        """Say which tokens follow those that forwards in the block are given: layers that look ahead are told."""
+        """Give the layers that predict further tokens the tokens that follow those of the forwards in the block."""
         return nullcontext() if self.mtp is None else self.mtp.followed_by(following)
 
     @property

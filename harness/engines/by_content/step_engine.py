@@ -78,7 +78,7 @@ class StepEngine:
             folder: checkpoint of the model that it runs.
             dtype: of the engine.
             numerics: what is not in its dtype.
-            open_first: opens the engine whose tensors are told, in the place of the one that is checked: the same one
+            open_first: opens the engine that the map is learned from, in place of the checked one: the same engine
                 with weights that HF multiplies as they are.
         """
         self._open_first = open_first or open_stepper
@@ -181,7 +181,7 @@ class _Run:
         self._num_computed = Counter[int]()
         """Rows of each request, by its number in the engine, with those that it has given up or may have taken over."""
         self._longest = 0
-        """Tokens of the longest request that has ended: so many a hit may leave in the cache, if it is wrong."""
+        """Tokens of the longest request that has ended: a wrong hit may leave as many in the cache."""
 
     def begin(self, request: RequestInfo) -> int:
         """Return how many of a prompt's tokens the engine has cached, which it then does not compute.
@@ -294,7 +294,7 @@ def _schedules(order: RowOrder | None, stepper: Stepper, *, has_mtp: bool = Fals
     Args:
         order: of the rows of several requests.
         stepper: the engine.
-        has_mtp: whether layers are judged that are told the next token: a draft in its place is another one.
+        has_mtp: whether MTP layers are judged: they are given the next token, and a draft would be another one.
     """
     is_again = recomputes(stepper)  # each step computes all earlier tokens of its request
     if order is RowOrder.PACKED:

@@ -1,4 +1,4 @@
-"""Holds a step file against its manifest: every tensor that it contains, and every row that it names."""
+"""Checks a step file against its manifest: every tensor that it contains, and every row that it names."""
 
 import reprlib
 from collections.abc import Callable, Mapping

@@ -45,7 +45,7 @@ class Recording:
     """A recording opened for reading.
 
     Use it as a context manager: the digests of the step files are computed in the background, and leaving the block
-    waits for them. What was read before is to be trusted only after that, or after `verify_all`.
+    waits for them. Trust what was read before only after that, or after `verify_all`.
     """
 
     path: Path
