@@ -8,6 +8,7 @@ those of the steps) and of itself. One golden serves every schedule.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -246,11 +247,10 @@ def _refuse_implausible(path: Path, recording: Recording, graph: Graph, noise: M
 
 def _num_rows(recording: Recording) -> dict[str, int]:
     """Count the rows of every tap over all steps."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for step in recording.steps:
         for tap in step.tap_names:
-            covered = step.rows_of(tap)
-            counts[tap] = counts.get(tap, 0) + (step.entry.num_rows if covered is None else len(covered))
+            counts[tap] += step.num_rows_of(tap)
     return counts
 
 
