@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from harness.engines.adapter import Part, Workload, engine_refusals
 from harness.engines.poison import Poison, fill
-from harness.engines.read_back import write_read_back, write_states
+from harness.engines.record import write_read_back, write_states
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Kind, Operation, prefix_of
 from harness.oracle.caches import new_cache

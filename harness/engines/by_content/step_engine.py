@@ -26,7 +26,7 @@ from harness.engines.by_content.steps import (
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison
-from harness.engines.read_back import write_read_back, write_states
+from harness.engines.record import write_read_back, write_states
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from harness.engines.read_back import write_read_back
+from harness.engines.record import write_read_back
 from harness.engines.torch_modules.paged_cache import BlockTables, CacheReader, PagedCache
 from harness.engines.torch_modules.table import Argument, Binding, Entry, Value, bind, parts_of, unfit
 from harness.errors import Code, HarnessError

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.engines.quantised_form import quantising
+from harness.engines.hf import quantising
 from harness.errors import Code, HarnessError
 from harness.extensions.quant.forward import hf_distributions
 from harness.extensions.quant.hf.types import HF_TYPES, HFType, check_package

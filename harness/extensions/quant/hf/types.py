@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.engines.quantised_form import load_quantised, quantising
+from harness.engines.hf import load_quantised, quantising
 from harness.extensions.llamacpp.gguf.weights import missing_package
 from harness.formats.checkpoint import Checkpoint
 from harness.oracle.model import HFModel, load_model
