@@ -403,24 +403,14 @@ def test_an_altered_golden_is_never_used(load, cache, tmp_path, monkeypatch):
         assert max(tap.max_abs for tap in result.taps) == 0
 
 
-@pytest.mark.parametrize(("dtype", "tap"), [(torch.float32, "model.norm"), (torch.bfloat16, "lm_head")])
-def test_noise_that_rounding_cannot_have_made_is_refused(load, tmp_path, dtype, tap):
-    """Whoever wrote it, and with its digest right: anything at all would pass beside it."""
-    golden = make_golden(load("llama-tiny", dtype), PROMPTS, tmp_path / "golden")
-    write_golden_files(tmp_path / "golden", {}, golden.graph, golden.noise)
-    open_golden(tmp_path / "golden")
-    write_golden_files(tmp_path / "golden", {}, golden.graph, golden.noise | {tap: golden.noise[tap] * 1e4})
-    with pytest.raises(HarnessError, match=f"noise of {tap} is more than") as caught:
+def test_noise_that_rounding_cannot_have_made_is_refused(load, tmp_path):
+    """Its digest is right, but any engine would pass beside it; test_golden_files.py has the limit itself."""
+    golden = make_golden(load("llama-tiny"), PROMPTS, tmp_path / "golden")
+    noise = golden.noise | {"model.norm": golden.noise["model.norm"] * 1e4}
+    write_golden_files(tmp_path / "golden", {}, golden.graph, noise)
+    with pytest.raises(HarnessError, match=r"noise of model\.norm is more than float32 can make") as caught:
         open_golden(tmp_path / "golden")
     assert caught.value.code is Code.DAMAGED_SAFETENSORS
-
-
-def test_logit_noise_that_would_make_a_tie_of_everything_is_refused(load, tmp_path):
-    golden = make_golden(load("llama-tiny"), PROMPTS, tmp_path / "golden")
-    noise = golden.noise | {LOGIT_NOISE: golden.noise[LOGIT_NOISE] * 100}
-    write_golden_files(tmp_path / "golden", {}, golden.graph, noise)
-    with pytest.raises(HarnessError, match=r"noise of logits\.max_abs"):
-        open_golden(tmp_path / "golden")
 
 
 def test_two_that_make_the_same_golden_at_once_both_get_it(load, cache, making, monkeypatch):
@@ -530,42 +520,6 @@ def test_what_it_was_made_from_is_beside_it(load, golden):
     key = golden.info.key
     assert {"weights", "config", "prompts", "dtype", "truth", "device", "torch", "transformers", "oracle"} <= key.keys()
     assert (key["dtype"], key["truth"]) == ("torch.bfloat16", "torch.float32")
-
-
-@pytest.mark.parametrize(
-    ("damage", "code", "said"),
-    [
-        (flip_a_bit_of_the_noise, Code.DAMAGED_SAFETENSORS, "sha256 differs"),
-        (truncate_noise, Code.DAMAGED_SAFETENSORS, "cannot be read"),
-        (garble_info, Code.BAD_MANIFEST, "cannot be read"),
-        (info_of_a_later_version, Code.BAD_MANIFEST, "schema_version"),
-    ],
-)
-def test_a_golden_that_is_damaged_is_not_opened(golden, damage, code, said):
-    damage(golden.recording.path)
-    with pytest.raises(HarnessError) as caught:
-        open_golden(golden.recording.path)
-    assert caught.value.code is code
-    assert said in str(caught.value) or said in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    ("noise", "said"),
-    [
-        (torch.full((12,), -1e-3, dtype=torch.float64), "not finite, or negative"),
-        (torch.full((12,), torch.nan, dtype=torch.float64), "not finite, or negative"),
-        (torch.zeros(11, dtype=torch.float64), "shape"),
-        (torch.zeros(12, 2, dtype=torch.float64), "shape"),
-    ],
-)
-def test_noise_that_is_none(golden, noise, said):
-    path = golden.recording.path
-    save_file({"model.norm": noise}, path / NOISE_FILE)
-    (path / INFO_FILE).unlink()  # of no version that has a digest
-    with pytest.raises(HarnessError) as caught:
-        open_golden(path)
-    assert caught.value.code is Code.DAMAGED_SAFETENSORS
-    assert said in str(caught.value)
 
 
 def test_a_golden_of_the_first_version_is_read(golden):

@@ -117,6 +117,12 @@ def test_a_description_that_is_none_is_refused(tmp_path):
     assert error.what.endswith("validation errors for GoldenInfo"), "the first of many lines"
 
 
+def test_a_description_of_a_later_version_is_refused(tmp_path):
+    info = golden(tmp_path / "g").info.model_copy(update={"schema_version": 2})
+    (tmp_path / "g" / INFO_FILE).write_text(info.model_copy(update={"sha256": info.digest()}).model_dump_json())
+    assert "schema_version" in str(refused(tmp_path / "g", Code.BAD_MANIFEST, "cannot be read").__cause__)
+
+
 def test_the_manifest_and_the_noise_are_those_it_was_made_with(tmp_path):
     golden(tmp_path / "g")
     manifest = tmp_path / "g" / "manifest.json"
@@ -146,6 +152,8 @@ def test_the_manifest_and_the_noise_are_those_it_was_made_with(tmp_path):
 def test_noise_that_is_none(tmp_path, changed, says):
     recorded(tmp_path / "g")
     write_golden_files(tmp_path / "g", {}, GRAPH, noise_of(**changed))
+    refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, says)
+    (tmp_path / "g" / INFO_FILE).unlink()  # as in goldens of the first version
     refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, says)
 
 
