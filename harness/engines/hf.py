@@ -366,7 +366,7 @@ def served_model(folder: Path, dtype: torch.dtype, device: str) -> HFModel:
 def quantising(
     where: str, hint: str = "leave the type out; docs/quant.md names the versions that were tried"
 ) -> Iterator[None]:
-    """Silence the quantisers, and turn what they raise into an error that says where.
+    """Silence the quantisers, and turn what they raise into an error.
 
     Raises:
         HarnessError: QUANTISER_REFUSED.

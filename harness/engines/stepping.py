@@ -288,7 +288,7 @@ class Continuation:
             raise _lacks(engine, "open_session or generate", "cannot continue a prompt")
 
     def steps(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Iterator[NewTokens]:
-        """Yield the new tokens of each step that made some, until every prompt has as many as it is to have.
+        """Yield the new tokens of each step that made some, until every prompt has all of its new tokens.
 
         Raises:
             HarnessError: ENGINE_LACKS_METHOD, ENGINE_FAILED, or what the engine raises.

@@ -189,7 +189,7 @@ class Case(BaseModel):
         ),
     ] = []
     require: list[Trigger] = []
-    """Triggers that the case as it is written reaches, and must go on reaching."""
+    """Triggers that the case must reach."""
     only: Annotated[
         TapPreset | None,
         Option(

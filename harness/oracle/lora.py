@@ -107,7 +107,7 @@ class AdapterConfig(BaseModel):
         return isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear"
 
     def targets(self, path: str) -> bool:
-        """Whether the module at `path` is one of those that are changed; `all-linear` says so of each."""
+        """Whether the adapter changes the module at `path`; with `all-linear` it changes each."""
         if self.exclude_modules and _names(self.exclude_modules, path):
             return False
         if self.targets_all_linear:

@@ -48,7 +48,7 @@ class Arrivals:
 
 
 def parse_lengths(text: str, option: str) -> Callable[[random.Random], int]:
-    """Return a distribution of numbers of tokens: `128`, `64..512` (all alike), or `exp:256` (exponential, that mean).
+    """Return a distribution of numbers of tokens: `128`, `64..512` (uniform), or `exp:256` (exponential, that mean).
 
     Raises:
         HarnessError: BAD_OPTION.

@@ -271,7 +271,7 @@ class _Run:
         return shown, *watched_run(self._stepper, work, see, only=self._sites, rows=rows, following=following)
 
     def _fill_padding(self, site: Site, tensor: torch.Tensor, spans: Sequence[range]) -> None:
-        """Fill rows of padding where they come from: what is behind the tokens' own embeddings."""
+        """Fill rows of padding in the embedding: those after the rows of the tokens."""
         if self._poison is None or hasattr(self._stepper, "watching"):  # its own way shows copies
             return
         for source in self._embedding:

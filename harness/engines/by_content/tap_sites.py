@@ -148,7 +148,7 @@ class LaterSteps:
 
     @staticmethod
     def _in_place_of(value: torch.Tensor, read: _Read) -> torch.Tensor:
-        """Return the engine's rows in the place of HF's, whose first ones stay where the engine has only the last."""
+        """Replace HF's rows by the engine's; where the engine has only the last rows, HF's first ones stay."""
         missing = len(value) - len(read.rows)
         return torch.cat([value[:missing].to(read.rows), read.rows]) if missing else read.rows
 

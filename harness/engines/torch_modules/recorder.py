@@ -176,7 +176,7 @@ class StepRecorder:
         self._writer.tap(name, rows.reshape(-1, *row) if rows.shape[1:].numel() == row.numel() else rows)
 
     def check_fed(self, token_ids: Any, where: str) -> None:
-        """Compare what the embedding was given with what was to be fed."""
+        """Compare the tokens that the embedding was given with the forced ones."""
         expected = list(self._rows.token_ids)
         if not expected or not isinstance(token_ids, torch.Tensor):
             return
