@@ -461,7 +461,7 @@ def _load(entry: EntryPoint) -> OpenEngine:
         opened: OpenEngine = entry.load()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a foreign package does at import
+    except BaseException as error:  # a foreign package may raise anything at import
         raise HarnessError(
             Code.ENGINE_FAILED,
             f"the engine {entry.name!r} cannot be imported: {type(error).__name__}: {error}",

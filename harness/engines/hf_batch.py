@@ -169,7 +169,7 @@ class HFBatch:
             self._run_decode(decoder)
 
     def run_preempted(self) -> None:
-        """Drop the cache of every request but the first half way through its decode, and compute these requests again."""
+        """Drop the cache of every request but the first half way through its decode, and compute it again."""
         lost = self._lanes[1:] or self._lanes
         num_steps = max(len(lane.request.token_ids) - lane.request.prompt_length for lane in lost) // 2
         with HFDecoder(self._hf) as decoder:
@@ -270,7 +270,7 @@ class HFBatch:
             at = end
 
     def _sees_ahead(self, lane: _Lane, position: int) -> bool:
-        """Whether attention looks from before a position to after it: a token of an image may see all of it (Gemma 3)."""
+        """Whether attention looks from before a position to after it: an image's token may see all of it (Gemma 3)."""
         images = self._images.get(lane.request.id)
         if images is None or not images.is_seen_whole or not 0 < position < lane.request.prompt_length:
             return False

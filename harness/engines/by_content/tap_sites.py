@@ -118,7 +118,7 @@ class LaterSteps:
             if lost and not operation.is_kept and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
         self._prefer_content()
-        if returned is not None:  # whatever the engine does to a product that holds HF's logits, this is what it serves
+        if returned is not None:  # the engine serves these, even if a product before them holds HF's logits
             self._take(logits, [returned], TapEvidence.DEFINITION)
         unclear = [tap for tap in self._pending if tap not in self.taps]
         self.uncertain |= dict.fromkeys(

@@ -223,7 +223,7 @@ class HFObjectEngine(HFEngine):
             if operation is None or dim is None or operation.tap in taps:
                 return
             if operation.tap == graph.logits and source != "logits":
-                return  # what the model returns counts, whatever it makes it of
+                return  # the logits are what the model returns
             if as_rows(value, dim, *shape)[0].numel() == prod(operation.shape):
                 taps.add(operation.tap)
                 sources[source] = ShownTap(operation, dim)
