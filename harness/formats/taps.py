@@ -96,7 +96,7 @@ class KindTraits:
     causes: tuple[str, ...] = ("any_kind.generic",)
     """Modules of `harness.judge.explain` with the ways to get it wrong, the likelier first."""
     least_effect: float = 0.05
-    """Smallest gain or trend, in roundings to a 16-bit dtype, that is held against an engine."""
+    """Smallest gain or trend, in roundings to a 16-bit dtype, that counts as a mistake of an engine."""
     has_heads: bool = False
     """Whether a row is made of heads, each of which may be off by itself."""
     repeats_by_position: bool = False
@@ -229,7 +229,7 @@ class Operation:
 
     @property
     def layer(self) -> int | None:
-        """Decoder layer it belongs to; None for what stands outside of the layers."""
+        """Decoder layer it belongs to; None for a tap outside of the layers."""
         return layer_of(self.tap)
 
     @property

@@ -45,7 +45,7 @@ class Reader:
 
 
 def reader_of(path: Path) -> Reader | None:
-    """Return the reader of a path; None for HuggingFace's layout, and for what nobody reads.
+    """Return the reader of a path; None for HuggingFace's layout, and where no reader applies.
 
     Raises:
         HarnessError: EXTENSION_FAILED.
@@ -136,7 +136,7 @@ def _download(model: str, local_files_only: bool, revision: str | None) -> Path:
         not_a_checkpoint("there is no such folder; the hub cannot be reached, nor is it in its cache", model, hint)
     except RepositoryNotFoundError:
         not_a_checkpoint("there is no such folder, nor such a model on the hub", model, "check the name")
-    except Exception as error:  # whatever the network does, it is this input that could not be had
+    except Exception as error:  # the network may fail in any way; the error names what could not be downloaded
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         not_a_checkpoint(f"the hub does not deliver it: {reason}", model, "pass a local folder, or try again")
     return resolve(folder)

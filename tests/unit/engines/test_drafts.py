@@ -46,7 +46,7 @@ def test_rejected_rows_are_their_drafts_own(checkpoints, engine, tmp_path):
         positions = range(draft.prompt_length, len(draft.token_ids))
         assert [position for request, position in rows if request == draft.id] == list(positions)
     for request in recording.manifest.requests[:2]:
-        assert sorted(at for own, at in rows if own == request.id) == list(range(len(request.token_ids)))
+        assert sorted(at for owner, at in rows if owner == request.id) == list(range(len(request.token_ids)))
     assert (verification.sampled >= 0).all()  # every row of it chooses a token
 
 

@@ -12,13 +12,13 @@ from harness.errors import Code, HarnessError
 X = torch.arange(24.0).view(2, 12)
 
 
-def cut(value, given):
-    return dict(parts_of(value, given, "the.module"))
+def cut(value, shown):
+    return dict(parts_of(value, shown, "the.module"))
 
 
 def test_a_whole_value_is_the_first_of_a_tuple():
-    for given in (X, (X, None), [X, X + 1]):
-        assert cut("a", given)["a"] is X
+    for shown in (X, (X, None), [X, X + 1]):
+        assert cut("a", shown)["a"] is X
     assert taps_of("a") == ("a",)
 
 
@@ -43,8 +43,8 @@ def test_more_query_heads_than_kv_heads():
 
 def test_an_attribute_of_an_object_or_a_tensor_that_has_none():
     value = Attribute("next_token_logits", "lm_head")
-    for given in (SimpleNamespace(next_token_logits=X, hidden_states=None), X):
-        assert cut(value, given)["lm_head"] is X
+    for shown in (SimpleNamespace(next_token_logits=X, hidden_states=None), X):
+        assert cut(value, shown)["lm_head"] is X
     assert taps_of(value) == ("lm_head",)
 
 
@@ -56,13 +56,13 @@ def test_fields_of_a_tuple():
     assert torch.equal(parts["b"], (X + 2)[:, 5:])
 
 
-@pytest.mark.parametrize("given", [X, (X,), (X, None)])
-def test_a_module_that_returns_less_shows_its_first_fields(given):
-    assert list(cut(Fields("normed", "residual"), given)) == ["normed"]
+@pytest.mark.parametrize("shown", [X, (X,), (X, None)])
+def test_a_module_that_returns_less_shows_its_first_fields(shown):
+    assert list(cut(Fields("normed", "residual"), shown)) == ["normed"]
 
 
 @pytest.mark.parametrize(
-    ("value", "given", "said"),
+    ("value", "shown", "said"),
     [
         (Split({"q": 6, "k": 4}), X, "do not add up"),
         (PackedHeads(query="q", key="k", value="v", num_kv_heads=2, head_dim=4), X, "another width"),
@@ -72,8 +72,8 @@ def test_a_module_that_returns_less_shows_its_first_fields(given):
         ("a", None, "no tensor"),
     ],
 )
-def test_what_does_not_fit_names_the_module(value, given, said):
+def test_what_does_not_fit_names_the_module(value, shown, said):
     with pytest.raises(HarnessError, match=said) as caught:
-        cut(value, given)
+        cut(value, shown)
     assert caught.value.code is Code.BAD_MODULE_TABLE
     assert "the.module" in str(caught.value)

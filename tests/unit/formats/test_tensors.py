@@ -37,15 +37,15 @@ def test_all_formats_in_nested_folders(tmp_path):
     save_file({"q": values.bfloat16(), "w": values}, tmp_path / "rank0" / "s.safetensors")
     torch.save({"mlp": [values, None, values * 2], "norm": {"out": values.half()}, "count": 3}, tmp_path / "rank0/x.pt")
     torch.save(torch.nn.Parameter(values), tmp_path / "rank0" / "step0" / "p.pth")
-    found = by_name(tmp_path)
-    assert sorted(found) == [
+    tensors = by_name(tmp_path)
+    assert sorted(tensors) == [
         "a.npy", "rank0/s.safetensors: q", "rank0/s.safetensors: w", "rank0/step0/p.pth",
         "rank0/x.pt: mlp.0", "rank0/x.pt: mlp.2", "rank0/x.pt: norm.out",
     ]  # fmt: skip
-    assert torch.equal(found["a.npy"], values)
-    assert torch.equal(found["rank0/s.safetensors: q"], values.bfloat16())
-    assert torch.equal(found["rank0/x.pt: mlp.2"], values * 2)
-    assert not found["rank0/step0/p.pth"].requires_grad
+    assert torch.equal(tensors["a.npy"], values)
+    assert torch.equal(tensors["rank0/s.safetensors: q"], values.bfloat16())
+    assert torch.equal(tensors["rank0/x.pt: mlp.2"], values * 2)
+    assert not tensors["rank0/step0/p.pth"].requires_grad
 
 
 @pytest.mark.parametrize("array", [np.asfortranarray, lambda x: x.astype(">f8"), lambda x: x[::2]])
@@ -62,10 +62,10 @@ def test_large_tensors_are_mapped(tmp_path, monkeypatch):
     save_file(
         {"odd": torch.zeros(3, dtype=torch.uint8), "w": values, "b": values[:3].bfloat16()}, tmp_path / "s.safetensors"
     )
-    found = by_name(tmp_path)
-    assert torch.equal(found["a.npy"], values)
-    assert torch.equal(found["s.safetensors: w"], values)
-    assert torch.equal(found["s.safetensors: b"], values[:3].bfloat16())
+    mapped = by_name(tmp_path)
+    assert torch.equal(mapped["a.npy"], values)
+    assert torch.equal(mapped["s.safetensors: w"], values)
+    assert torch.equal(mapped["s.safetensors: b"], values[:3].bfloat16())
 
 
 def test_files_of_the_old_format_of_torch(tmp_path):
