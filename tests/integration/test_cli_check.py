@@ -99,13 +99,13 @@ def test_who_stops_early_judges_up_to_the_first_wrong_operation_and_runs_no_furt
 
 def test_the_next_place_to_look(check, install, llama):
     engine = install(PERTURBED)
-    document = check("--engine", engine, "--no-isolate", "--schedule", "batched", "--format", "json").json
+    document = check("--engine", engine, "--engine-timeout", "0", "--schedule", "batched", "--format", "json").json
     cause = document["first_divergence"]["explanation"]
     assert document["next"] == {
         "tap": "model.layers.1.mlp.up_proj",
         "cause": cause["cause"] if cause["is_cause"] else None,
-        "command": f"harness check --model {llama} --engine foreign --no-isolate --dtype float32 --schedule batched "
-        "--token-ids 1,4,5,6,7,8 --token-ids 1,9,10 --max-new-tokens 3",
+        "command": f"harness check --model {llama} --engine foreign --dtype float32 --engine-timeout 0 --schedule "
+        "batched --token-ids 1,4,5,6,7,8 --token-ids 1,9,10 --max-new-tokens 3",
         "file": None,
         "line": None,
     }
@@ -123,7 +123,7 @@ def test_a_sample_of_rows_says_what_it_left_out(check):
     (document,) = ran.json["runs"]
     assert (ran.status, ran.json["verdict"]) == (0, "pass")
     assert document["coverage"]["rows_left_out"] > 0
-    assert any("--rows 2, --rows-seed 0" in note for note in ran.json["notes"])
+    assert any("--rows 2, seed 0" in note for note in ran.json["notes"])
     whole = check("--schedule", "plain", "--format", "json").json
     assert whole["runs"][0]["coverage"]["rows_left_out"] == 0
     by_name = {tap["name"]: tap["num_rows"] for tap in whole["taps"]}

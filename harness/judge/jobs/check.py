@@ -201,7 +201,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
         )
     if least_found := [run.coverage.least_rows_found for run in runs if run.coverage.least_rows_found]:
         yield (
-            f"products and attention were judged in a sample of rows, as asked (--rows {plan.case.rows}, --rows-seed "
+            f"products and attention were judged in a sample of rows, as asked (--rows {plan.case.rows}, seed "
             f"{plan.case.rows_seed}): an error in {max(least_found)} rows of a request is judged in one of them with "
             "95 %; an error in fewer rows, where they stand out against HF's"
         )
@@ -228,18 +228,14 @@ def _what_was_not_run(plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
         )
 
 
-_OWN = (
-    "schedules",
-    "max_new_tokens",
-    "stops_early",
-    "budget_s",
-    "isolate",
-    "truth",
-    "lora",
-    "other_loras",
-    "rows_seed",
-)
-"""Options that the narrower command has values of its own for, or leaves out."""
+_REPEATED = (
+    "model", "hf", "engine", "tensors", "engine_options", "engine_timeout_s", "engine_python", "dtype", "device",
+    "only", "mtp", "rows",
+)  # fmt: skip
+"""Fields of a case that the narrower check repeats, each by its option. It has prompts and a schedule of its own, and
+leaves out what ends a check early. The command line cannot set the truth and the seed of the rows."""
+_INSPECTED = ("model", "hf", "engine_options", "engine_python", "dtype", "device")
+"""Fields of a case that an inspection of the engine's settings repeats, beside the engine."""
 
 
 def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapSource]) -> NextPlace | None:
@@ -264,8 +260,7 @@ def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapS
 
 
 def _inspection(plan: Plan) -> list[str]:
-    names = ("model", "hf", "engine", "engine_options", "engine_python", "dtype", "device")
-    return ["inspect", "--engine", plan.case.engine, *_options(plan.case, [name for name in names if name != "engine"])]
+    return ["inspect", "--engine", plan.case.engine, *_options(plan.case, _INSPECTED)]
 
 
 def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
@@ -279,12 +274,16 @@ def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
     is_alone = not schedule.is_batched and not schedule.is_repeated
     if is_alone and request is not None and request < len(prompts):
         prompts = [prompts[request]]
-    options = list(_options(plan.case, [name for name in Case.options() if name not in _OWN]))
-    for adapter in (plan.case.lora, *plan.case.other_loras):
-        options += [] if adapter is None else ["--lora", str(adapter)]
-    if plan.case.isolate is False:
-        options += ["--engine-timeout", "0"]
-    return ["check", *options, "--schedule", str(schedule), *_fed(prompts)]
+    return ["check", *_repeated(plan.case), "--schedule", str(schedule), *_fed(prompts)]
+
+
+def _repeated(case: Case) -> Iterator[str]:
+    """Yield the options of a check that are not about its prompts and schedules."""
+    yield from _options(case, _REPEATED)
+    if case.isolate is False:
+        yield from ("--engine-timeout", "0")
+    for adapter in () if case.lora is None else (case.lora, *case.other_loras):
+        yield from ("--lora", str(adapter))
 
 
 def _fed(prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -297,12 +296,12 @@ def _options(case: Case, names: Sequence[str]) -> Iterator[str]:
     """Yield the options that give fields of a case other values than their defaults."""
     for name in names:
         value: Any = getattr(case, name)
+        option = Case.options()[name].name
         if value in (None, Case.model_fields[name].default):
             continue
-        option, _, negation = Case.options()[name].name.partition("/")
-        if isinstance(value, bool):
-            yield option if value else negation
+        if value is True:
+            yield option
             continue
-        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
-        for item in values if isinstance(values, list) else [values]:
+        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else [value]
+        for item in values:
             yield from (option, str(item))
