@@ -30,19 +30,21 @@ _DEFAULT = {
 }
 _OTHERS = {
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
-    "compare/judged": ("test_judged.py", "test_figures.py", "test_findings.py", "test_divergence.py", "test_run.py"),
-    "compare/local": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_replay.py", "test_run.py"),
-    "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),
+    "compare/judged": ("test_judged.py", "test_divergence.py", "test_run.py"),
+    "compare/local": ("test_local.py", "test_bounds.py", "test_conventions.py", "test_replay.py", "test_run.py"),
+    "compare/replay": ("test_replay_rows.py", "test_replay.py"),
     "compare/row_judge": ("test_row_judge.py", "test_choices.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
-    "compare/sequences": ("test_sequences.py", "test_slot_history.py", "test_slots.py"),
-    "compare/run": ("test_outcomes.py", "test_run.py"),
+    "compare/sequences": ("test_sequences.py", "test_slots.py"),
     "compare/systematic": ("test_effects.py", "test_systematic.py"),
     **{
-        f"compare/conventions/{name}": (f"conventions/test_{name}.py", "test_conventions.py")
-        for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
+        f"compare/conventions/{name}": (*(f"conventions/test_{test}.py" for test in tests), "test_conventions.py")
+        for name, tests in (
+            ("attention", ("attention", "quantised_cache")),
+            ("linear", ("linear", "quantised")),
+            ("rotary", ("rotary",)),
+        )
     },
-    "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
-    "explain/attention/scores": ("attention/test_scores.py", "../compare/test_attention_context.py"),
+    "explain/attention/scores": ("attention/test_scores.py", "../compare/test_evidence.py"),
     "explain/attention/place": ("attention/test_place.py", "attention/test_history.py"),
     "explain/attention/tensors": ("attention/test_tensors.py", "attention/test_history.py"),
     "explain/core/formats": ("core/test_formats.py", "products/test_linear.py"),

@@ -1,4 +1,4 @@
-"""Rows are found by (request, position), whatever the steps, their order, or the requests' ids."""
+"""Rows by request and position whatever the order of the run, and by content, against loops over rows and tokens."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import Recording
-from harness.judge.compare.align import Locator, Rows, all_rows, chunks, joined, match_requests, step_rows
+from harness.formats.recording import Recording, RequestInfo
+from harness.judge.compare.align import Locator, Prefixes, Rows, all_rows, chunks, joined, match_requests, step_rows
 
 from ....recording_writer import new_writer, requests_of
 from .in_memory import Step, recording_of
+from .judgements import rows_of
 
 TAP, PARTIAL = "model.embed_tokens", "lm_head"
 
@@ -256,3 +257,33 @@ def test_an_alias_may_be_the_id_of_another_original():
     steps = [Step([(0, 0), (1, 0)], taps={TAP: torch.zeros(2, 1)})]
     locator = Locator(recording_of({0: [5], 1: [6]}, steps), {0: 1, 1: 0})
     assert locator.find(TAP, rows_at((0, 0), (1, 0)))[:, 1].tolist() == [1, 0]
+
+
+TOKENS = {9: (1, 2, 3), 4: (1, 2, 4, 3), 7: (2, 1), 30: (1, 2, 3), 5: (1,)}
+PREFIXES = Prefixes([RequestInfo(id=id_, token_ids=list(ids), prompt_length=1) for id_, ids in TOKENS.items()])
+ROWS = [(request, at) for request, tokens in TOKENS.items() for at in range(len(tokens))]
+
+
+def test_rows_with_the_same_tokens_so_far_have_one_number():
+    contents = [TOKENS[request][: at + 1] for request, at in ROWS]
+    numbers = PREFIXES.of(rows_of(ROWS)).tolist()
+    for one, ours in zip(contents, numbers, strict=True):
+        for other, theirs in zip(contents, numbers, strict=True):
+            assert (one == other) == (ours == theirs)
+    assert sorted(set(numbers)) == list(range(PREFIXES.count))
+    assert PREFIXES.count == len(set(contents))
+
+
+def test_the_table_is_in_the_order_of_the_ids_and_ends_where_tokens_do():
+    assert PREFIXES.table.shape == (5, 4)
+    for row, request in enumerate(sorted(TOKENS)):
+        known = PREFIXES.of(rows_of([(request, at) for at in range(len(TOKENS[request]))])).tolist()
+        assert PREFIXES.table[row].tolist() == known + [-1] * (4 - len(known))
+        for end in range(len(known) + 1):
+            assert PREFIXES.up_to(request, end).tolist() == known[:end]
+
+
+def test_nothing_at_all():
+    nothing = Prefixes([])
+    assert (nothing.count, tuple(nothing.table.shape)) == (0, (0, 0))
+    assert nothing.table.dtype is torch.int64

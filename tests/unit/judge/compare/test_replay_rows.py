@@ -9,7 +9,7 @@ import torch
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.batch import PaddedBatch
-from harness.judge.compare.replay import DecidedError, Replay, are_indices, put_back
+from harness.judge.compare.replay import DecidedError, Replay, are_indices, put_back, unrecorded_before
 from harness.judge.compare.sequences import RowSequence
 from harness.oracle.paired import Value
 
@@ -250,3 +250,29 @@ def test_rows_that_are_put_back_keep_the_forwards_shape_and_dtype(at):
     for row in range(3):
         expected = given[at.index(row)].view(2, 2).float() if row in at else before[row]
         assert torch.equal(found[row], expected)
+
+
+ATTENTION_GRAPH = Graph((
+    Operation(tap="embed", kind=Kind.EMBEDDING), Operation(tap="norm", kind=Kind.NORM, inputs=("embed",)),
+    Operation(tap="k", kind=Kind.LINEAR, inputs=("norm",)), Operation(tap="v", kind=Kind.LINEAR, inputs=("norm",)),
+    Operation(tap="k_cache", kind=Kind.CACHE, inputs=("k",)),
+    Operation(tap="attention", kind=Kind.ATTENTION, inputs=("k", "v")),
+    Operation(tap="sum", kind=Kind.ADD, inputs=("attention", "embed")),
+))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"),
+    [
+        ({"embed", "norm", "k", "v", "attention", "sum"}, {}),
+        ({"embed", "norm", "k", "v", "sum"}, {"sum": ("attention",)}),
+        ({"embed", "sum"}, {"sum": ("norm", "k", "v", "attention")}),
+        ({"embed", "k", "attention", "sum"}, {"k": ("norm",), "attention": ("norm", "v")}),
+        ({"norm", "sum"}, {"norm": None, "sum": None}),
+        ({"k", "v", "attention", "sum"}, {"k": None, "v": None, "sum": None}),
+        ({"k_cache"}, {}),
+        (set(), {}),
+    ],
+)
+def test_ways_from_what_was_recorded(recorded, expected):
+    assert unrecorded_before(ATTENTION_GRAPH, recorded) == expected

@@ -8,10 +8,11 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.judge.compare import systematic
-from harness.results.check import Outcome, Verdict
+from harness.judge.compare.run import _outcome, _own_logits_decide, _ties
+from harness.results.check import Coverage, Finding, LogitResult, Outcome, Verdict
 
 from .conftest import LENGTHS, NUM_NEW
-from .judgements import tap
+from .judgements import errors_of, judgement, propagated_of, tap
 from .recordings import Copy
 
 SOUND = {Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION}
@@ -373,3 +374,61 @@ def test_the_first_divergence_is_the_earliest_whether_a_bug_or_systematic(bench,
     actual.at("model.layers.0.mlp.up_proj", *ROW).mul_(2)
     first = one.compare(actual.write(tmp_path / "b")).first_divergence
     assert (first.tap, first.verdict, first.code) == ("model.layers.0.mlp.up_proj", Verdict.BUG, Code.LOCAL_ERROR)
+
+
+SOUND_ROWS, BAD_ROWS = (0.5, 1.0, 2.0, 0.1), (0.5, 9.0, 2.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("judged", "follows"),
+    [
+        ([judgement(errors_of(SOUND_ROWS, convention="some"), tap="lm_head")], True),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(errors_of(SOUND_ROWS, convention="some"))], True),
+        (
+            [
+                judgement(errors_of(SOUND_ROWS), tap="lm_head"),
+                judgement(cache=errors_of(SOUND_ROWS, convention="some")),
+            ],
+            True,
+        ),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(errors_of(SOUND_ROWS))], False),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(errors_of(BAD_ROWS, convention="some"))], False),
+        ([judgement(errors_of(BAD_ROWS), tap="lm_head"), judgement(errors_of(SOUND_ROWS, convention="some"))], False),
+        ([judgement(errors_of(SOUND_ROWS, convention="some"))], False),
+        ([judgement(cache=errors_of(SOUND_ROWS, convention="some"), tap="lm_head")], False),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(propagated=propagated_of([1.0] * 4))], False),
+        ([], False),
+    ],
+)
+def test_who_follows_another_convention_and_is_sound(judged, follows):
+    assert _own_logits_decide(judged, "lm_head") == follows
+
+
+@pytest.mark.parametrize("errors", [SOUND_ROWS, BAD_ROWS])
+def test_the_logits_of_who_chose_other_experts_decide_if_all_is_sound(errors):
+    judged = [judgement(errors_of(errors), tap="lm_head"), judgement(errors_of(SOUND_ROWS))]
+    assert _own_logits_decide(judged, "lm_head", has_other_choices=True) == (errors is SOUND_ROWS)
+    assert not _own_logits_decide(judged[1:], "lm_head", has_other_choices=True)
+
+
+@pytest.mark.parametrize(("margin", "is_tie"), [(0.0, True), (1.0, True), (1.01, False), (0.7, True)])
+def test_near_ties_are_within_two_errors_of_hfs_own(margin, is_tie):
+    logits = LogitResult(num_rows=1, top1_agreement=1.0, kl_max=0.0, margin_min=margin)
+    assert _ties(logits, torch.tensor([0.1, 0.5, 0.2])) == (("near_tie",) if is_tie else ())
+    assert _ties(logits, None) == _ties(logits, torch.zeros(0)) == _ties(None, torch.ones(1)) == ()
+
+
+@pytest.mark.parametrize(
+    ("judged", "num_tokens", "outcome"),
+    [
+        ([judgement(errors_of(SOUND_ROWS))], 0, Outcome.PASS),
+        ([judgement(errors_of(SOUND_ROWS), is_in_graph=False)], 0, Outcome.NOTHING),
+        ([judgement(errors_of((), rows=()))], 0, Outcome.NOTHING),
+        ([judgement(errors_of((), rows=())), judgement(errors_of(SOUND_ROWS))], 0, Outcome.PASS),
+        ([], 0, Outcome.NOTHING),
+        ([], 1, Outcome.PASS),
+    ],
+)
+def test_what_passes(judged, num_tokens, outcome):
+    assert _outcome(judged, Coverage(), num_tokens, [], 0.5) is outcome
+    assert _outcome(judged, Coverage(), num_tokens, [Finding(code=Code.NO_DECODE, message="")], 0.5) is Outcome.MISMATCH
