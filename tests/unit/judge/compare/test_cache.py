@@ -222,10 +222,10 @@ def test_a_wrong_row_of_a_cache_whose_writing_was_not_recorded(one, tmp_path, br
     actual, shown = of_the_cache_alone(one)
     break_it(actual)
     recording = actual.write(tmp_path / "r")
-    found = one.comparison(recording, wanted=shown)
-    (finding,) = [finding for finding in found.result.findings if finding.code is Code.CACHE_DIFFERS]
+    comparison = one.comparison(recording, wanted=shown)
+    (finding,) = [finding for finding in comparison.result.findings if finding.code is Code.CACHE_DIFFERS]
     assert (finding.tap, finding.request, finding.position) == (KEY, 2, 3)
-    explained = explain_run(found, recording, one.golden, one.hf)
+    explained = explain_run(comparison, recording, one.golden, one.hf)
     assert "failed" not in explained.first_divergence.explanation.cause
 
 

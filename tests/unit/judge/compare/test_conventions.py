@@ -29,12 +29,12 @@ ROW = (2, LENGTHS[2] + 1)
 ATTENTION = "model.layers.1.attention"
 
 
-def subject(hf, operation, **given):
+def subject(hf, operation, **fields):
     """Rows of an operation; what is not given does not matter."""
-    rows = given.pop("rows", torch.arange(3))
+    rows = fields.pop("rows", torch.arange(3))
     unknown = torch.full((len(rows), 4), torch.nan)
-    given = {"dtype": torch.bfloat16, "actual": unknown, "expected": unknown, "positions": rows} | given
-    return SuspectRows(hf=hf, operation=operation, rows=rows, **given)
+    fields = {"dtype": torch.bfloat16, "actual": unknown, "expected": unknown, "positions": rows} | fields
+    return SuspectRows(hf=hf, operation=operation, rows=rows, **fields)
 
 
 def roundings(subject):
@@ -43,13 +43,16 @@ def roundings(subject):
         yield from convention.alternatives(subject)
 
 
-def names(hf, operation, **given):
-    return [rounding.name for rounding in roundings(subject(hf, operation, **{"inputs": [torch.ones(3, 8)]} | given))]
+def names(hf, operation, **fields):
+    return [rounding.name for rounding in roundings(subject(hf, operation, **{"inputs": [torch.ones(3, 8)]} | fields))]
 
 
 def test_which_conventions_apply(tiny):
     hf = tiny("llama")
-    row_parallel, other = hf.graph["model.layers.0.self_attn.o_proj"], hf.graph["model.layers.0.self_attn.q_proj"]
+    row_parallel, column_parallel = (
+        hf.graph["model.layers.0.self_attn.o_proj"],
+        hf.graph["model.layers.0.self_attn.q_proj"],
+    )
     width = hf.module("model.layers.0.self_attn.o_proj").weight.shape[1]
     two, four, eight = (PARTIAL_SUMS.format(count) for count in (2, 4, 8))
     rounded = SUMS_IN_DTYPE.format("bfloat16", 4)
@@ -59,7 +62,7 @@ def test_which_conventions_apply(tiny):
     assert names(hf, row_parallel, inputs=inputs, declared=Numerics(num_ranks=1)) == []
     assert names(hf, row_parallel, inputs=inputs, declared=Numerics(num_ranks=7)) == []
     assert names(hf, row_parallel, inputs=inputs, dtype=torch.float32) == []
-    assert names(hf, other) == []
+    assert names(hf, column_parallel) == []
     assert names(hf, hf.graph["model.layers.0.input_layernorm"]) == []
     call = AttentionCall(path="", module=hf.module("model.layers.0.self_attn"), query=None, key=None, value=None,
                          mask=None, options={})  # fmt: skip
@@ -142,12 +145,12 @@ def one(bench):
 def test_rounded_scores_are_a_convention_that_an_engine_is_held_to(one, actual, tmp_path):
     loud(actual)
     attend(one, actual, "eager")
-    found = one.comparison(actual.write(tmp_path / "a"))
-    errors = found.errors[ATTENTION]
+    comparison = one.comparison(actual.write(tmp_path / "a"))
+    errors = comparison.errors[ATTENTION]
     assert errors.convention == EAGER
     assert not bool(errors.bad.any())
-    assert tap(found.result, ATTENTION).verdict in (Verdict.CONVENTION, Verdict.EXACT)
-    assert tap(found.result, ATTENTION).convention == EAGER
+    assert tap(comparison.result, ATTENTION).verdict in (Verdict.CONVENTION, Verdict.EXACT)
+    assert tap(comparison.result, ATTENTION).convention == EAGER
     actual.at(ATTENTION, *ROW).mul_(1.1)
     result = one.compare(actual.write(tmp_path / "b"))
     assert tap(result, ATTENTION).verdict is Verdict.BUG
@@ -164,7 +167,7 @@ def test_an_engine_that_does_not_round_its_scores_is_given_no_room_for_it(one, t
     sound = one.comparison(actual.write(tmp_path / "a")).errors[ATTENTION]
     assert sound.convention is None
     assert not bool(sound.bad.any())
-    other = one.comparison(eager.write(tmp_path / "b")).errors[ATTENTION]
+    of_eager = one.comparison(eager.write(tmp_path / "b")).errors[ATTENTION]
     moved = (actual.at(ATTENTION, *ROW).float() - eager.at(ATTENTION, *ROW).float()).norm()
     assert float(moved) > 0
     row = actual.at(ATTENTION, *ROW)
@@ -172,7 +175,7 @@ def test_an_engine_that_does_not_round_its_scores_is_given_no_room_for_it(one, t
     row += (direction / direction.norm() * row.float().norm() * 0.1).to(row.dtype)
     result = one.compare(actual.write(tmp_path / "c"))
     assert tap(result, ATTENTION).num_bad_rows == 1
-    assert other.convention == EAGER
+    assert of_eager.convention == EAGER
 
 
 # Products that several ranks add up.
@@ -184,12 +187,12 @@ def test_partial_sums_are_those_of_the_ranks(bench, name, num_ranks):
     one = bench("qwen3-tiny", torch.bfloat16)
     weight = one.hf.module(name).weight.detach()
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = {
+    actual = {
         rounding.name: rounding.expected()
         for rounding in roundings(subject(one.hf, one.hf.graph[name], rows=torch.arange(5), inputs=[x.double()]))
     }[PARTIAL_SUMS.format(num_ranks)]
     shares = zip(x.double().chunk(num_ranks, dim=1), weight.double().chunk(num_ranks, dim=1), strict=True)
-    torch.testing.assert_close(found, sum((a @ w.T).bfloat16().double() for a, w in shares), rtol=1e-12, atol=0)
+    torch.testing.assert_close(actual, sum((a @ w.T).bfloat16().double() for a, w in shares), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("is_conv1d", [False, True])
@@ -201,9 +204,9 @@ def test_the_first_rank_adds_the_bias(is_conv1d):
     hf = SimpleNamespace(module=lambda _path: module, quantised_source=None)
     operation = Operation(tap="c_proj", kind=Kind.LINEAR, inputs=("x",), source="c_proj")
     with torch.no_grad():
-        found = next(roundings(subject(hf, operation, rows=torch.arange(4), inputs=[x])))
+        actual = next(roundings(subject(hf, operation, rows=torch.arange(4), inputs=[x])))
         parts = (x[:, :4] @ weight[:, :4].T + bias).bfloat16(), (x[:, 4:] @ weight[:, 4:].T).bfloat16()
-        torch.testing.assert_close(found.expected(), parts[0].double() + parts[1].double(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(actual.expected(), parts[0].double() + parts[1].double(), rtol=1e-12, atol=0)
 
 
 def test_an_engine_that_adds_partial_sums_is_held_to_them(bench, tmp_path):
@@ -237,9 +240,9 @@ def linear(weight, bias=None):
 def held(hf, operation, actual, x, **declared):
     """Names of the conventions of a product in float32 that rows agree with, to a few float32 roundings."""
     rows = torch.arange(len(x))
-    given = {"dtype": torch.float32, "actual": actual, "expected": actual.double(), "inputs": [x.double()]}
-    found = roundings(subject(hf, operation, rows=rows, declared=Numerics(**declared), **given))
-    return [item.name for item in found if float((item.expected() - actual).norm() / actual.norm()) < 1e-6]
+    fields = {"dtype": torch.float32, "actual": actual, "expected": actual.double(), "inputs": [x.double()]}
+    measured = roundings(subject(hf, operation, rows=rows, declared=Numerics(**declared), **fields))
+    return [item.name for item in measured if float((item.expected() - actual).norm() / actual.norm()) < 1e-6]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -252,12 +255,12 @@ def test_inputs_rounded_to_the_dtype_of_the_weight(dtype):
     assert held(*linear(coarse), actual, x) == [name]
     assert held(*linear(coarse, bias), actual + bias, x) == [name]
     assert held(*linear(weight), x.to(dtype).float() @ weight.T, x) == [], "the weight is no such weight"
-    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+    wrong_dtype = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
     named = {torch.bfloat16: "BF16", torch.float16: "F16"}
     assert held(*linear(coarse), actual, x, weights=(named[dtype], "F32")) == [name]
-    assert held(*linear(coarse), actual, x, weights=(named[other],)) == [], "it is declared to be another"
+    assert held(*linear(coarse), actual, x, weights=(named[wrong_dtype],)) == [], "it is declared to be another"
     if dtype is torch.float16:
-        assert held(*linear(coarse), x.to(other).float() @ coarse.T, x) == [], "the dtype is not the weight's"
+        assert held(*linear(coarse), x.to(wrong_dtype).float() @ coarse.T, x) == [], "the dtype is not the weight's"
 
 
 def q8_0(x, block=32):
@@ -334,18 +337,20 @@ def rotary(one, x, angles):
 def test_angles_of_another_order_and_no_wrong_ones(bench, model):
     """At the position 3,000, where an angle in float32 is off by thousands of roundings."""
     one = bench(model)
-    own = next(rotations(one.hf))
+    rotation = next(rotations(one.hf))
     size, positions = one.hf.head_dim, torch.tensor([0, 1, 500, 3000])
     x = torch.randn(4, 2, size, generator=torch.Generator().manual_seed(7)).double()
-    frequencies = own.frequencies
+    frequencies = rotation.frequencies
 
     def bad(angles):
-        actual, expected = rotary(one, x, angles), rotary(one, x, own.phases(positions))
+        actual, expected = rotary(one, x, angles), rotary(one, x, rotation.phases(positions))
         operation = Operation(tap="q_rope", kind=Kind.ROTARY, inputs=("q",), source="q")
-        given = {"dtype": torch.float32, "actual": actual, "expected": expected, "inputs": [x.flatten(1)]}
-        (found,) = roundings(subject(one.hf, operation, rows=torch.arange(4), **given | {"positions": positions}))
-        error = (found.expected() - actual).norm(dim=1) / actual.norm(dim=1) / rounding_unit(torch.float32)
-        return (error > found.allowance + 3).tolist()
+        fields = {"dtype": torch.float32, "actual": actual, "expected": expected, "inputs": [x.flatten(1)]}
+        (alternative,) = roundings(
+            subject(one.hf, operation, rows=torch.arange(4), **fields | {"positions": positions})
+        )
+        error = (alternative.expected() - actual).norm(dim=1) / actual.norm(dim=1) / rounding_unit(torch.float32)
+        return (error > alternative.allowance + 3).tolist()
 
     at = positions[:, None]
     assert bad(at.double() * frequencies.double()) == [False] * 4
@@ -365,16 +370,18 @@ def test_a_norm_of_the_sum_before_it_is_rounded(bench):
     first, second = torch.randn(2, 3, module.weight.shape[0], generator=torch.Generator().manual_seed(8)).bfloat16()
     exact = first.float() + second.float()
     taps = dict(zip(one.hf.graph[operation.inputs[0]].inputs, (first, second), strict=True))
-    given = {"inputs": [exact.bfloat16().float()], "expected": torch.zeros(3, 4), "recorded": taps.get}
+    fields = {"inputs": [exact.bfloat16().float()], "expected": torch.zeros(3, 4), "recorded": taps.get}
     with torch.no_grad():
-        (found,) = roundings(subject(one.hf, operation, **given))
-        assert found.name == UNROUNDED_SUM
+        (alternative,) = roundings(subject(one.hf, operation, **fields))
+        assert alternative.name == UNROUNDED_SUM
         root = torch.rsqrt(exact.square().mean(-1, keepdim=True) + module.variance_epsilon)
-        torch.testing.assert_close(found.expected().float(), exact * root * module.weight.float(), rtol=1e-2, atol=1e-2)
-        away = (found.expected().float() - exact * root * module.weight.float()).norm()
+        torch.testing.assert_close(
+            alternative.expected().float(), exact * root * module.weight.float(), rtol=1e-2, atol=1e-2
+        )
+        away = (alternative.expected().float() - exact * root * module.weight.float()).norm()
         rounded = exact.bfloat16().float()
         assert away < (rounded * root * module.weight.float() - exact * root * module.weight.float()).norm() * 3
-    assert list(roundings(subject(one.hf, operation, **given | {"recorded": lambda tap: None}))) == []
+    assert list(roundings(subject(one.hf, operation, **fields | {"recorded": lambda tap: None}))) == []
 
 
 def test_a_norm_whose_squares_are_summed_in_order(bench):
@@ -383,13 +390,13 @@ def test_a_norm_whose_squares_are_summed_in_order(bench):
     exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
     total = np.add.accumulate(x.square().numpy(), axis=-1, dtype=np.float32)[:, -1:]
     in_order = x.double() / (torch.from_numpy(total).double() / 128).sqrt()
-    given = {"inputs": [x], "expected": exact, "dtype": torch.float32}
-    (found,) = roundings(subject(one.hf, one.hf.graph[name], **given))
-    assert found.name == SUMMED_IN_ORDER
+    fields = {"inputs": [x], "expected": exact, "dtype": torch.float32}
+    (alternative,) = roundings(subject(one.hf, one.hf.graph[name], **fields))
+    assert alternative.name == SUMMED_IN_ORDER
     errors = (in_order - exact).norm(dim=1) / exact.norm(dim=1) / rounding_unit(torch.float32)
     sigmas = errors / error_of_sum(x)
     assert 0.7 < float(sigmas.square().mean().sqrt()) < 1.6  # the prediction is what such a sum loses
-    assert bool((errors <= found.allowance).all())
+    assert bool((errors <= alternative.allowance).all())
     assert error_of_sum(x.view(4000, 4, 32)).shape == (4000,)
 
 
@@ -410,11 +417,11 @@ def test_a_coarser_cache_has_to_be_declared(bench, tmp_path, declared):
     stored(actual, torch.float16)
     actual.numerics = None if declared is None else Numerics(cache=declared)
     result = one.compare(actual.write(tmp_path / "r"), wanted=[])
-    found = tap(result, cache)
+    measured = tap(result, cache)
     if declared == "float16":
-        assert (found.verdict, found.convention) == (Verdict.CONVENTION, "kept in float16, as declared")
+        assert (measured.verdict, measured.convention) == (Verdict.CONVENTION, "kept in float16, as declared")
     else:
-        assert (found.verdict, found.num_bad_rows) == (Verdict.BUG, found.num_rows)
+        assert (measured.verdict, measured.num_bad_rows) == (Verdict.BUG, measured.num_rows)
 
 
 def test_a_cache_of_no_dtype_is_refused(bench, tmp_path):

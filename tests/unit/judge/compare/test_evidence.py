@@ -46,16 +46,16 @@ def evidence(rows, *, operation=LINEAR, held=()):
     )  # fmt: skip
 
 
-def check(found, rows):
-    assert list(zip(found.rows.request.tolist(), found.rows.position.tolist(), strict=True)) == rows
+def check(evidence, rows):
+    assert list(zip(evidence.rows.request.tolist(), evidence.rows.position.tolist(), strict=True)) == rows
     numbers = [100 * request + position for request, position in rows]
-    assert found.expected[:, 1].tolist() == [number + 0.5 for number in numbers]
-    assert found.roundings.tolist() == [number + 1 for number in numbers]
-    assert found.bound.tolist() == [number + 2 for number in numbers]
-    if found.operation is LINEAR:
-        assert found.inputs[0][:, 0].tolist() == numbers
-        assert found.inputs[1][:, 0].tolist() == [2 * number for number in numbers]
-    assert found.dtype is torch.bfloat16
+    assert evidence.expected[:, 1].tolist() == [number + 0.5 for number in numbers]
+    assert evidence.roundings.tolist() == [number + 1 for number in numbers]
+    assert evidence.bound.tolist() == [number + 2 for number in numbers]
+    if evidence.operation is LINEAR:
+        assert evidence.inputs[0][:, 0].tolist() == numbers
+        assert evidence.inputs[1][:, 0].tolist() == [2 * number for number in numbers]
+    assert evidence.dtype is torch.bfloat16
 
 
 def test_batches_are_put_together_in_the_order_of_requests_and_positions():
@@ -93,8 +93,8 @@ SIZE, TOKENS = 2, 4
 class Sequence:
     """Rows of steps 10, 11, ..., of which some are its own."""
 
-    def __init__(self, length, own):
-        self.step, self.is_own = torch.arange(10, 10 + length), torch.tensor([at in own for at in range(length)])
+    def __init__(self, length, is_own):
+        self.step, self.is_own = torch.arange(10, 10 + length), torch.tensor([at in is_own for at in range(length)])
 
     def __len__(self):
         return len(self.step)
@@ -119,11 +119,11 @@ def call_of(num_sequences, **options):
 
 def test_the_history_behind_a_row():
     call = call_of(3, scaling=0.3, sliding_window=5, softcap=20.0, s_aux=torch.arange(4.0).view(4, 1))
-    (one, other), places = histories(batch_of(3), call, torch.tensor([10, 2, 9]))
+    (first, second), places = histories(batch_of(3), call, torch.tensor([10, 2, 9]))
     assert places.tolist() == [2, 9, 10]
-    assert other.rows.request.tolist() == [2, 2]
-    assert other.rows.position.tolist() == [1, 2]
-    for history, line, positions in ((one, 0, [2]), (other, 2, [1, 2])):
+    assert second.rows.request.tolist() == [2, 2]
+    assert second.rows.position.tolist() == [1, 2]
+    for history, line, positions in ((first, 0, [2]), (second, 2, [1, 2])):
         assert torch.equal(history.query, call.query[line, :, positions].transpose(0, 1).double())
         assert torch.equal(history.key, call.key[line, :, :3].transpose(0, 1).double())
         assert torch.equal(history.value, call.value[line, :, :3].transpose(0, 1).double())
@@ -141,8 +141,8 @@ def test_without_options_there_is_neither_cap_nor_sink_nor_window():
 
 def test_of_many_requests_and_rows_some_are_kept():
     num = 12
-    found, places = histories(batch_of(num), call_of(num), torch.arange(num * TOKENS))
-    assert [int(history.rows.request[0]) for history in found] == [0, 2, 4, 6, 8, 10]
+    actual, places = histories(batch_of(num), call_of(num), torch.arange(num * TOKENS))
+    assert [int(history.rows.request[0]) for history in actual] == [0, 2, 4, 6, 8, 10]
     assert len(places) == 6 * TOKENS
     wide = SimpleNamespace(num_tokens=48, sequences=[Sequence(48, {1})], rows=batch_of(1).rows)
     x = torch.zeros(1, 4, 48, SIZE)
@@ -162,7 +162,7 @@ QUERY, KEY, VALUE = random(LENGTH, HEADS, HEAD_DIM), *(random(LENGTH, KV_HEADS, 
 
 
 def view(step=None, key_step=None, **parts):
-    given = {"window": None, "scale": HEAD_DIM**-0.5, **parts}
+    fields = {"window": None, "scale": HEAD_DIM**-0.5, **parts}
     zeros = torch.zeros(LENGTH, dtype=torch.int64)
     rows = Rows(request=zeros, position=torch.arange(LENGTH), step=zeros if step is None else torch.tensor(step))
     return AttentionContext(
@@ -171,7 +171,7 @@ def view(step=None, key_step=None, **parts):
         key=KEY,
         value=VALUE,
         key_step=zeros if key_step is None else torch.tensor(key_step),
-        **given,
+        **fields,
     )
 
 
@@ -227,10 +227,10 @@ def test_a_soft_cap_bounds_the_scores():
 
 def test_which_keys_a_step_has_and_where_it_begins():
     steps = [0, 0, 0, 1, 1, 2]
-    own = view(step=steps, key_step=steps)
-    assert own.first_of_step.tolist() == [0, 0, 0, 3, 3, 5]
-    assert own.is_computed[3].tolist() == [True] * 5 + [False]
-    assert own.is_computed[0].tolist() == [True] * 3 + [False] * 3
+    context = view(step=steps, key_step=steps)
+    assert context.first_of_step.tolist() == [0, 0, 0, 3, 3, 5]
+    assert context.is_computed[3].tolist() == [True] * 5 + [False]
+    assert context.is_computed[0].tolist() == [True] * 3 + [False] * 3
 
 
 def test_selected_rows_keep_their_history():
@@ -307,16 +307,16 @@ def judged(wrong, monkeypatch, conventions):
 @pytest.mark.parametrize("number", range(len(CONVENTIONS)))
 def test_each_convention_may_raise(wrong, monkeypatch, number):
     conventions = list(CONVENTIONS)
-    own = conventions[number]
-    without = judged(wrong, monkeypatch, [convention for convention in conventions if convention is not own])
-    conventions[number] = raising(own)
+    broken = conventions[number]
+    without = judged(wrong, monkeypatch, [convention for convention in conventions if convention is not broken])
+    conventions[number] = raising(broken)
     result = judged(wrong, monkeypatch, conventions)
     assert [(tap.name, tap.verdict) for tap in result.taps] == [(tap.name, tap.verdict) for tap in without.taps]
-    for finding, other in zip(result.findings, without.findings, strict=True):
+    for finding, expected in zip(result.findings, without.findings, strict=True):
         message, _, note = finding.message.partition("; conventions that could not be tried: ")
-        assert message == other.message
-        is_noted = f"{own.name}: ZeroDivisionError: {own.name} (harness/judge/compare/row_judge.py:" in note
-        assert is_noted == (wrong[0].hf.graph[finding.tap].kind in own.kinds)
+        assert message == expected.message
+        is_noted = f"{broken.name}: ZeroDivisionError: {broken.name} (harness/judge/compare/row_judge.py:" in note
+        assert is_noted == (wrong[0].hf.graph[finding.tap].kind in broken.kinds)
     assert {finding.tap for finding in result.findings} >= set(WRONG)
 
 

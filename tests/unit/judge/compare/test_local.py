@@ -60,9 +60,9 @@ class Rows:
 def judge(monkeypatch):
     monkeypatch.setattr(local, "RowJudge", Rows)
 
-    def make(*, is_alone=True, **given):
+    def make(*, is_alone=True, **options):
         hf = SimpleNamespace(graph=GRAPH)
-        return LocalJudge(hf, BF16, {op.tap for op in GRAPH}, is_alone=is_alone, **given)
+        return LocalJudge(hf, BF16, {op.tap for op in GRAPH}, is_alone=is_alone, **options)
 
     return make
 
@@ -105,18 +105,18 @@ def test_batches_of_an_operation_are_summed_up(judge):
     add(made, FIRST, [0.0, 0.0], places=[0, 1])
     add(made, SECOND, [1.5, 0.1], places=[0, 101], seed=1, bound=1.6, allowance=1.0)
     assert made._rows.asked == [None, None, BF16], "in the dtype of the first rows"
-    found = made.judgement()
-    assert list(found.errors) == [FIRST.tap, SECOND.tap], "in the order of the run"
-    errors = found.errors[SECOND.tap]
+    judgement = made.judgement()
+    assert list(judgement.errors) == [FIRST.tap, SECOND.tap], "in the order of the run"
+    errors = judgement.errors[SECOND.tap]
     assert errors.rows.request.tolist() == [1, 0, 0, 1]
     assert errors.rows.position.tolist() == [0, 3, 0, 1]
     assert errors.roundings.nan_to_num(-1).tolist() == [0.5, -1, 1.5, 0.1]
     assert errors.bound.tolist() == [2, 2, 1.6, 1.6]
     assert (errors.convention, errors.is_bounded_by_control, errors.dtype) == ("some", True, BF16)
     assert not errors.bad.any()
-    assert (errors.is_exact, found.errors[FIRST.tap].is_exact) == (False, True)
-    assert (errors.control, found.evidence, found.is_partial) == (None, {}, False)
-    assert not found.errors[FIRST.tap].is_bounded_by_control
+    assert (errors.is_exact, judgement.errors[FIRST.tap].is_exact) == (False, True)
+    assert (errors.control, judgement.evidence, judgement.is_partial) == (None, {}, False)
+    assert not judgement.errors[FIRST.tap].is_bounded_by_control
 
 
 def test_a_control_is_kept_where_every_batch_has_one(judge):
@@ -144,10 +144,10 @@ def test_the_taps_on_the_way_are_told(judge):
     made.unrecorded_before = {SECOND.tap: ("between", FIRST.tap), FIRST.tap: None}
     add(made, SECOND, [9.0], unrecorded=("between",))
     add(made, FIRST, [0.1])
-    found = made.judgement()
-    assert found.errors[SECOND.tap].unrecorded == ("between", FIRST.tap)
-    assert found.errors[FIRST.tap].unrecorded == ()
-    assert found.evidence == {}, "in which of them the error is, is not known"
+    judgement = made.judgement()
+    assert judgement.errors[SECOND.tap].unrecorded == ("between", FIRST.tap)
+    assert judgement.errors[FIRST.tap].unrecorded == ()
+    assert judgement.evidence == {}, "in which of them the error is, is not known"
     assert not made.is_decided
 
 
@@ -166,15 +166,15 @@ def test_who_stops_early_is_decided_by_a_bad_row(judge, stops_early):
 def test_evidence_of_bad_rows(judge):
     made = judge()
     expected = add(made, FIRST, [9.0, 1.0, math.inf, 0.0], places=[101, 5, 2, 0], bound=3.0)
-    found = made.judgement().evidence[FIRST.tap]
-    assert (found.operation, found.dtype, found.histories) == (FIRST, BF16, ())
+    evidence = made.judgement().evidence[FIRST.tap]
+    assert (evidence.operation, evidence.dtype, evidence.histories) == (FIRST, BF16, ())
     order = [2, 0]  # by request and position
-    assert found.rows.request.tolist() == [0, 1]
-    assert found.rows.position.tolist() == [2, 1]
-    assert torch.equal(found.expected, expected[order])
-    assert torch.equal(found.inputs[0], draw(200, 50)[[2, 101]])
-    assert found.roundings.tolist() == [math.inf, 9.0]
-    assert found.bound.tolist() == [3, 3]
+    assert evidence.rows.request.tolist() == [0, 1]
+    assert evidence.rows.position.tolist() == [2, 1]
+    assert torch.equal(evidence.expected, expected[order])
+    assert torch.equal(evidence.inputs[0], draw(200, 50)[[2, 101]])
+    assert evidence.roundings.tolist() == [math.inf, 9.0]
+    assert evidence.bound.tolist() == [3, 3]
     assert not made.judgement().is_partial
 
 
@@ -195,9 +195,9 @@ def test_evidence_of_a_site_is_that_of_its_first_layers(judge):
     for seed, layer in enumerate((0, 1, 0, 2, 3, 1, 4)):
         add(made, GRAPH[f"layers.{layer}.third"], [9.0], places=[seed], seed=seed)
     add(made, FIRST, [9.0])
-    found = made.judgement().evidence
-    assert list(found) == [FIRST.tap, *(f"layers.{layer}.third" for layer in range(MAX_LAYERS))]
-    assert [len(found[f"layers.{layer}.third"].rows) for layer in range(MAX_LAYERS)] == [2, 2, 1]
+    evidence = made.judgement().evidence
+    assert list(evidence) == [FIRST.tap, *(f"layers.{layer}.third" for layer in range(MAX_LAYERS))]
+    assert [len(evidence[f"layers.{layer}.third"].rows) for layer in range(MAX_LAYERS)] == [2, 2, 1]
 
 
 def test_evidence_of_attention_is_the_history_of_its_rows(judge):
@@ -213,13 +213,13 @@ def test_evidence_of_attention_is_the_history_of_its_rows(judge):
     made._rows.prepared.append(errors_of(expected, [9.0, 1.0, 7.0]))
     made.add(rows)
     made.settle()
-    found = made.judgement().evidence[attention.tap]
-    assert found.rows.request.tolist() == [0, 1]
-    assert found.rows.position.tolist() == [2, 1]
-    assert found.roundings.tolist() == [7, 9]
-    assert torch.equal(found.expected, expected[[2, 0]])
-    assert found.inputs == []
-    assert [history.rows.position.tolist() for history in found.histories] == [[2], [1]]
+    evidence = made.judgement().evidence[attention.tap]
+    assert evidence.rows.request.tolist() == [0, 1]
+    assert evidence.rows.position.tolist() == [2, 1]
+    assert evidence.roundings.tolist() == [7, 9]
+    assert torch.equal(evidence.expected, expected[[2, 0]])
+    assert evidence.inputs == []
+    assert [history.rows.position.tolist() for history in evidence.histories] == [[2], [1]]
 
 
 def test_inputs_that_are_indices_stay_indices(judge):
@@ -251,14 +251,14 @@ def choose(made, chosen, *, places=(101, 3, 2, 0)):
 def test_choices_are_judged_by_their_scores(judge):
     made = judge()
     choose(made, [[1, 0], [0, 2], [0, 1], [3, 3]])
-    found = made.judgement()
-    errors = found.errors[CHOICE.tap]
+    judgement = made.judgement()
+    errors = judgement.errors[CHOICE.tap]
     assert errors.bad.tolist() == [False, True, False, True]
     assert errors.bound.tolist() == [1.0] * 4
     assert errors.roundings[0] == errors.roundings[2] == 0
     assert errors.roundings[3] == math.inf
     assert (errors.dtype, errors.effect) == (None, None)
-    evidence = found.evidence[CHOICE.tap]
+    evidence = judgement.evidence[CHOICE.tap]
     assert evidence.rows.position.tolist() == [0, 3]
     assert evidence.roundings.tolist() == [math.inf, float(errors.roundings[1])]
     assert evidence.bound.tolist() == [1, 1]
@@ -279,9 +279,9 @@ def test_a_choice_that_rounding_explains_is_right(judge, monkeypatch):
     monkeypatch.setattr(local, "choice_errors", lambda _rows: floats([1.5, 1.0, 0.0, 1.001]))
     made = judge()
     choose(made, [[0, 1]] * 4)
-    found = made.judgement()
-    assert found.errors[CHOICE.tap].bad.tolist() == [True, False, False, True]
-    assert found.evidence[CHOICE.tap].roundings.tolist() == [1.001, 1.5]
+    judgement = made.judgement()
+    assert judgement.errors[CHOICE.tap].bad.tolist() == [True, False, False, True]
+    assert judgement.evidence[CHOICE.tap].roundings.tolist() == [1.001, 1.5]
 
 
 # Directions that the errors have.
@@ -292,11 +292,11 @@ NUM = MIN_ROWS + 10
 def test_a_direction_that_no_row_shows_leaves_evidence(judge):
     made = judge()
     add(made, FIRST, [0.9] * (NUM - 1) + [math.nan], gain=0.9)
-    found = made.judgement()
-    assert found.errors[FIRST.tap].effect.kind == "gain"
-    assert found.errors[FIRST.tap].effect.num_rows == NUM - 1
-    assert found.errors[FIRST.tap].effect.roundings == pytest.approx(0.9, rel=1e-3)
-    evidence = found.evidence[FIRST.tap]
+    judgement = made.judgement()
+    assert judgement.errors[FIRST.tap].effect.kind == "gain"
+    assert judgement.errors[FIRST.tap].effect.num_rows == NUM - 1
+    assert judgement.errors[FIRST.tap].effect.roundings == pytest.approx(0.9, rel=1e-3)
+    evidence = judgement.evidence[FIRST.tap]
     assert len(evidence.rows) == NUM - 1
     assert evidence.roundings.isfinite().all()
     assert not made.is_decided
@@ -309,15 +309,15 @@ def test_rounding_has_no_direction_and_leaves_none(judge):
     assert made.judgement().evidence == {}
 
 
-@pytest.mark.parametrize(("own", "is_one"), [(0.9, False), (0.0, True), (-0.9, True)])
+@pytest.mark.parametrize(("gain", "is_one"), [(0.9, False), (0.0, True), (-0.9, True)])
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_a_direction_that_the_control_has_too_is_none(judge, own, is_one, is_alone):
+def test_a_direction_that_the_control_has_too_is_none(judge, gain, is_one, is_alone):
     """Where the errors of the control are known, too: in the engine's dtype."""
-    for errors in (floats([abs(own)] * NUM), None):
+    for errors in (floats([abs(gain)] * NUM), None):
         made = judge(is_alone=is_alone)
         for batch in range(1 if is_alone else 2):
             places = list(range(90, 90 + NUM))
-            add(made, FIRST, [0.9] * NUM, gain=0.9, low=own, seed=batch + 1, places=places, control=errors)
+            add(made, FIRST, [0.9] * NUM, gain=0.9, low=gain, seed=batch + 1, places=places, control=errors)
         assert (made.judgement().errors[FIRST.tap].effect is not None) == (is_one or errors is None)
 
 
@@ -367,11 +367,11 @@ def test_a_direction_may_come_of_a_convention(judge, typical, gain, bound, is_ta
     made = judge(is_alone=is_alone)
     made._rows.convention = under(draw(NUM), typical, gain, bound=bound)
     add(made, FIRST, [0.9] * NUM, gain=0.9)
-    found = made.judgement()
-    assert found.errors[FIRST.tap].convention == ("some" if is_taken else None)
-    assert (found.errors[FIRST.tap].effect is None) == is_taken
-    assert (found.evidence == {}) == is_taken
-    assert found.errors[FIRST.tap].roundings[0] == (typical if is_taken else 0.9)
+    judgement = made.judgement()
+    assert judgement.errors[FIRST.tap].convention == ("some" if is_taken else None)
+    assert (judgement.errors[FIRST.tap].effect is None) == is_taken
+    assert (judgement.evidence == {}) == is_taken
+    assert judgement.errors[FIRST.tap].roundings[0] == (typical if is_taken else 0.9)
 
 
 def test_conventions_are_not_asked_where_taps_between_were_not_recorded(judge):
@@ -395,9 +395,9 @@ def test_what_earlier_batches_added_is_kept_under_a_convention(judge):
 @pytest.mark.parametrize(("shape", "num_heads"), [((3, 2 * WIDTH), 1), ((3, 2, WIDTH), 2), ((3, 1, 2, WIDTH), 1)])
 def test_heads_are_those_of_the_tensor(judge, shape, num_heads):
     rows = SimpleNamespace(operation=FIRST, value=SimpleNamespace(rows=torch.zeros(shape)))
-    found = judge(may_truncate=True)._new_effects(rows, errors_of(None, [], dtype=F32))
-    assert (found.num_heads, found.kind, found.dtype) == (num_heads, Kind.LINEAR, F32)
-    assert found.may_truncate
+    actual = judge(may_truncate=True)._new_effects(rows, errors_of(None, [], dtype=F32))
+    assert (actual.num_heads, actual.kind, actual.dtype) == (num_heads, Kind.LINEAR, F32)
+    assert actual.may_truncate
 
 
 def test_positions_are_those_within_a_request(judge):

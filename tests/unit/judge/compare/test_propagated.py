@@ -34,8 +34,8 @@ ROW = (2, 5)
 
 
 def tap(result, name=TAP):
-    (found,) = [tap for tap in result.taps if tap.name == name]
-    return found
+    (actual,) = [tap for tap in result.taps if tap.name == name]
+    return actual
 
 
 def noise_at(one, request, position, name=TAP):
@@ -179,8 +179,8 @@ def test_a_golden_that_is_not_finite(one, tmp_path):
     expected = Copy.of(one.golden.recording)
     expected.at(TAP, *ROW)[0] = math.nan
     result = one.measure(one.recorded().write(tmp_path / "a"), expected=expected.write(tmp_path / "e"))
-    found = [(f.code, f.tap, f.request, f.position) for f in result.findings]
-    assert (Code.ORACLE_NOT_FINITE, TAP, *ROW) in found
+    actual = [(f.code, f.tap, f.request, f.position) for f in result.findings]
+    assert (Code.ORACLE_NOT_FINITE, TAP, *ROW) in actual
 
 
 def test_logits(one, tmp_path):
@@ -205,8 +205,8 @@ def test_what_logits_show(bench, dtype, least):
     one = bench("llama-tiny", getattr(torch, dtype))
     noise, logits = one.golden.noise[one.hf.graph.logits], one.hf.graph.logits
     said = what_logits_show(noise, one.hf.graph)
-    found = re.search(r"change of all weights from about (\S+) % on", said)
-    change = float(found[1]) / 100
+    actual = re.search(r"change of all weights from about (\S+) % on", said)
+    change = float(actual[1]) / 100
     assert least < change < 100 * least
     for share, is_found in ((1.0, True), (0.25, False)):
         ratio = _ratio_after(one, share * change, logits)
@@ -223,11 +223,13 @@ def _ratio_after(one, change, logits):
         sound = [model(torch.tensor([tokens])).logits[0].double() for tokens in ids]
         for weight in weights:
             weight.mul_(1 + change * torch.randn(weight.shape, generator=generator).to(weight.dtype))
-        other = [model(torch.tensor([tokens])).logits[0].double() for tokens in ids]
-        for weight, own in zip(weights, before, strict=True):
-            weight.copy_(own)
-    own = float(one.golden.noise[logits].nanmedian())
-    return max(float(((a - b).norm(dim=1) / b.norm(dim=1)).max()) for a, b in zip(other, sound, strict=True)) / own
+        logits_of = [model(torch.tensor([tokens])).logits[0].double() for tokens in ids]
+        for weight, noise in zip(weights, before, strict=True):
+            weight.copy_(noise)
+    noise = float(one.golden.noise[logits].nanmedian())
+    return (
+        max(float(((a - b).norm(dim=1) / b.norm(dim=1)).max()) for a, b in zip(logits_of, sound, strict=True)) / noise
+    )
 
 
 GRAPH = Graph(
@@ -286,21 +288,21 @@ def test_ratios_are_those_of_the_loop(monkeypatch, seed, rows_at_once):
     noise["sum"][:1] = torch.nan if seed % 2 else 0.0
     actual = recording_of(REQUESTS, steps, dtype="bfloat16")
     usable = {"embed", "sum", "choice", "lm_head", "own"}
-    found = propagated_errors(actual, Locator(recording_of(REQUESTS, expected)), noise, GRAPH, usable)
-    assert found.errors.keys() == DEPTHS.keys()
+    propagation = propagated_errors(actual, Locator(recording_of(REQUESTS, expected)), noise, GRAPH, usable)
+    assert propagation.errors.keys() == DEPTHS.keys()
     least = float(noise["sum"].nanmedian())
     for tap, depth in DEPTHS.items():
-        errors = found.errors[tap]
+        errors = propagation.errors[tap]
         rows = list(zip(errors.rows.request.tolist(), errors.rows.position.tolist(), strict=True))
         assert sorted(rows) == sorted(row for row in ROWS if (tap, row) in recorded and (tap, row) in running)
         for row, ratio, relative in zip(rows, errors.ratio.tolist(), errors.metrics.relative_l2.tolist(), strict=True):
             distance = float((ours[tap][row] - golden[tap][row]).norm() / golden[tap][row].norm())
             assert relative == pytest.approx(distance, rel=1e-9)
-            own = rounding_unit(torch.bfloat16) * math.sqrt(depth)
+            floor = rounding_unit(torch.bfloat16) * math.sqrt(depth)
             if tap == "sum":
-                own = float(noise["sum"][running[tap, row]])
-                own = own if math.isnan(own) else max(own, least)
-            assert ratio == pytest.approx(distance / own, rel=1e-6, nan_ok=True)
+                floor = float(noise["sum"][running[tap, row]])
+                floor = floor if math.isnan(floor) else max(floor, least)
+            assert ratio == pytest.approx(distance / floor, rel=1e-6, nan_ok=True)
 
 
 def test_logits_are_summed_up_over_all_steps():
@@ -310,13 +312,13 @@ def test_logits_are_summed_up_over_all_steps():
     expected = [Step(ROWS, taps={"lm_head": torch.stack([logits[row] for row in ROWS])})]
     steps = [Step([row], taps={"lm_head": ours[row][None]}) for row in ROWS]
     golden = Locator(recording_of(REQUESTS, expected))
-    found = propagated_errors(recording_of(REQUESTS, steps), golden, {}, GRAPH, {"lm_head"}).logits
-    assert found.num_rows == len(ROWS)
-    assert found.top1_agreement == pytest.approx(1 - 1 / len(ROWS))
+    errors = propagated_errors(recording_of(REQUESTS, steps), golden, {}, GRAPH, {"lm_head"}).logits
+    assert errors.num_rows == len(ROWS)
+    assert errors.top1_agreement == pytest.approx(1 - 1 / len(ROWS))
     p, q = logits[8, 1].double().softmax(0), ours[8, 1].double().softmax(0)
-    assert found.kl_max == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-6)
+    assert errors.kl_max == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-6)
     margins = [float(x.topk(2).values[0] - x.topk(2).values[1]) for x in logits.values()]
-    assert found.margin_min == pytest.approx(min(margins))
+    assert errors.margin_min == pytest.approx(min(margins))
     assert propagated_errors(recording_of(REQUESTS, steps), golden, {}, GRAPH, set()).logits is None
 
 
@@ -328,8 +330,8 @@ def test_no_error_is_no_ratio_even_where_there_is_no_noise(off, noise, ratio):
     steps = [Step(ROWS[:1], taps={"sum": row + torch.tensor([[0.0, off]])})]
     golden = Locator(recording_of(REQUESTS, [Step(ROWS[:1], taps={"sum": row})]))
     noises = {"sum": torch.tensor([noise])}
-    found = propagated_errors(recording_of(REQUESTS, steps), golden, noises, GRAPH, {"sum"})
-    assert found.errors["sum"].ratio.tolist() == [ratio]
+    errors = propagated_errors(recording_of(REQUESTS, steps), golden, noises, GRAPH, {"sum"})
+    assert errors.errors["sum"].ratio.tolist() == [ratio]
 
 
 def test_what_only_one_side_has_is_not_compared():
@@ -360,9 +362,9 @@ def with_errors(errors):
     ],
 )
 def test_without_noise_an_operation_is_held_to_what_came_in(errors, far):
-    found = with_errors(errors)
-    assert [tap for tap, item in found.items() if bool(item.is_far.any())] == far
-    assert not any(item.has_noise for item in found.values())
+    propagation = with_errors(errors)
+    assert [tap for tap, item in propagation.items() if bool(item.is_far.any())] == far
+    assert not any(item.has_noise for item in propagation.values())
 
 
 SMALL_GRAPH = Graph((
@@ -372,7 +374,7 @@ SMALL_GRAPH = Graph((
 ))  # fmt: skip
 
 
-def found(rows, ratio, tap="last"):
+def by_position(rows, ratio, tap="last"):
     errors = {tap: propagated_of(ratio, rows=rows)}
     return [(error.tap, error.position, error.ratio_median, error.ratio_max)
             for error in position_errors(Propagation(errors=errors), SMALL_GRAPH)]  # fmt: skip
@@ -380,19 +382,19 @@ def found(rows, ratio, tap="last"):
 
 def test_rows_of_one_position_are_summed_up():
     rows = [(0, 2), (1, 0), (3, 2), (4, 2), (5, 0)]
-    assert found(rows, [5.0, 1.0, 9.0, 6.0, 3.0]) == [("last", 0, 1.0, 3.0), ("last", 2, 6.0, 9.0)]
+    assert by_position(rows, [5.0, 1.0, 9.0, 6.0, 3.0]) == [("last", 0, 1.0, 3.0), ("last", 2, 6.0, 9.0)]
 
 
 def test_the_deepest_tap_that_is_at_every_row():
-    each = propagated_of([1.0], rows=[(0, 0)])
+    errors = propagated_of([1.0], rows=[(0, 0)])
 
     def deepest(*taps):
-        return {result.tap for result in position_errors(Propagation(errors=dict.fromkeys(taps, each)), SMALL_GRAPH)}
+        return {result.tap for result in position_errors(Propagation(errors=dict.fromkeys(taps, errors)), SMALL_GRAPH)}
 
     assert deepest("embed", "first", "last", "k_cache", "logits") == {"last"}
     assert deepest("embed", "first", "k_cache", "unknown") == {"first"}
     assert deepest("k_cache", "logits") == deepest() == set()
-    assert found([], []) == []
+    assert by_position([], []) == []
 
 
 @pytest.mark.parametrize(
@@ -400,7 +402,7 @@ def test_the_deepest_tap_that_is_at_every_row():
 )
 def test_neighbours_share_an_entry_where_there_are_many(last, width):
     rows = [(0, at) for at in range(last + 1)]
-    entries = found(rows, [float(at) for at in range(last + 1)])
+    entries = by_position(rows, [float(at) for at in range(last + 1)])
     assert [position for _, position, _, _ in entries] == list(range(0, last + 1, width))
     assert entries[0][3] == width - 1
     assert entries[-1][3] == last

@@ -126,12 +126,14 @@ def test_several_batches_are_one_judgement(one, actual, tmp_path, monkeypatch):
     monkeypatch.setattr("harness.judge.compare.local.batch_tokens", lambda _hf: 1)
     apart = one.comparison(recording)
     for name, errors in together.errors.items():
-        other = apart.errors[name]
-        assert sorted(errors.rows.request.tolist()) == sorted(other.rows.request.tolist())
-        assert int(errors.bad.sum()) == int(other.bad.sum())
+        errors_apart = apart.errors[name]
+        assert sorted(errors.rows.request.tolist()) == sorted(errors_apart.rows.request.tolist())
+        assert int(errors.bad.sum()) == int(errors_apart.bad.sum())
         roundings = errors.roundings.sort().values.tolist()
         expected = near(roundings, absolute=4.0) if "rope" in name else near_roundings(roundings, torch.float32)
-        assert other.roundings.sort().values.tolist() == expected, name  # HF's cosines are float32, by any kernel
+        assert errors_apart.roundings.sort().values.tolist() == expected, (
+            name
+        )  # HF's cosines are float32, by any kernel
     assert apart.result.first_divergence == near_roundings(together.result.first_divergence, torch.float32)
     assert apart.evidence.keys() == together.evidence.keys()
 
@@ -146,11 +148,11 @@ def test_several_threads_come_to_the_same_judgement(one, actual, tmp_path, monke
     assert beside.result.findings == alone.result.findings
     assert list(beside.errors) == list(alone.errors)
     for name, errors in alone.errors.items():
-        other = beside.errors[name]
+        expected = beside.errors[name]
         for column in ("roundings", "bound", "bad", "control"):
-            left, right = getattr(errors, column), getattr(other, column)
+            left, right = getattr(errors, column), getattr(expected, column)
             assert (left is None and right is None) or torch.equal(left, right), (name, column)
-        assert other.effect == errors.effect
+        assert expected.effect == errors.effect
     assert {tap: item.roundings.tolist() for tap, item in beside.evidence.items()} == {
         tap: item.roundings.tolist() for tap, item in alone.evidence.items()
     }
@@ -195,11 +197,11 @@ def test_ways_lead_from_a_tap_back_to_what_was_recorded(one):
         f"{PREFIX}mlp.down_proj": (f"{PREFIX}mlp.act",)
     }
     coarse = {"model.layers.0.output", f"{PREFIX}output", "model.layers.2.output"}
-    found = unrecorded_before(graph, coarse)
-    assert found["model.layers.0.output"] is None, "its way begins at the tokens"
+    unrecorded = unrecorded_before(graph, coarse)
+    assert unrecorded["model.layers.0.output"] is None, "its way begins at the tokens"
     inner = [op.tap for op in graph.of_layer(1) if op.kind is not Kind.CACHE and op.tap != f"{PREFIX}output"]
-    assert list(found[f"{PREFIX}output"]) == inner
-    assert found["model.layers.2.output"] is not None
+    assert list(unrecorded[f"{PREFIX}output"]) == inner
+    assert unrecorded["model.layers.2.output"] is not None
 
 
 # Products and attention in a sample of the rows.
@@ -301,11 +303,11 @@ def test_the_finest_that_the_recording_allows(bench, tmp_path):
     bench = bench("llama-tiny")
     for patterns, expected in ((LAYERS, 14), (MODULES, 3)):
         copy, kept = keep(bench, patterns)
-        found = through(bench.compare(copy.write(tmp_path / f"r{expected}"), wanted=kept))
-        assert found["model.layers.1.output"] == (expected if patterns is LAYERS else 0)
-        assert found["model.norm"] == found["lm_head"] == 0
-    assert found["model.layers.1.mlp.down_proj"] == 3
-    assert found["model.layers.1.self_attn.o_proj"] == 6
+        actual = through(bench.compare(copy.write(tmp_path / f"r{expected}"), wanted=kept))
+        assert actual["model.layers.1.output"] == (expected if patterns is LAYERS else 0)
+        assert actual["model.norm"] == actual["lm_head"] == 0
+    assert actual["model.layers.1.mlp.down_proj"] == 3
+    assert actual["model.layers.1.self_attn.o_proj"] == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -120,8 +120,8 @@ def test_independent_faults_are_all_found(one, actual, tmp_path):
     for name, row in faults.items():
         actual.at(name, *row).mul_(1.5)
     result = one.compare(actual.write(tmp_path / "r"))
-    found = {(f.tap, f.request, f.position) for f in result.findings if f.code is Code.LOCAL_ERROR}
-    assert {(name, *row) for name, row in faults.items()} <= found
+    measured = {(f.tap, f.request, f.position) for f in result.findings if f.code is Code.LOCAL_ERROR}
+    assert {(name, *row) for name, row in faults.items()} <= measured
     downstream = set().union(*(consumers(one, name) for name in faults))
     assert set(wrong(result)) - set(faults) <= downstream
 

@@ -63,8 +63,8 @@ def test_steps_of_one_request_after_the_other_recorded_as_one(one, tmp_path):
 def test_a_slot_of_another_request(one, tmp_path):
     actual = one.recorded("batched", engine="reference")
     step = next(step for step in actual.steps if len(set(step.request)) > 1)
-    other = next(row for row, request in enumerate(step.request) if request != step.request[0])
-    step.slot_mapping[other] = step.slot_mapping[0]
+    row_of_other = next(row for row, request in enumerate(step.request) if request != step.request[0])
+    step.slot_mapping[row_of_other] = step.slot_mapping[0]
     assert codes(one.measure(actual.write(tmp_path / "r"))) == {Code.SLOT_WRITTEN_TWICE}
 
 
@@ -99,15 +99,15 @@ def conflicts(*steps):
     ],
 )
 def test_rows_of_different_requests_and_tokens_in_one_slot(rows, slots, pair):
-    found = conflicts(Step(rows, slots=slots))
+    actual = conflicts(Step(rows, slots=slots))
     if pair is None:
-        assert found == []
+        assert actual == []
         return
-    (finding,) = found
-    (one, at), (other, there) = (rows[row] for row in pair)
-    told = f"request {one}, position {at}, and request {other}, position {there}"
+    (finding,) = actual
+    (request, at), (second, there) = (rows[row] for row in pair)
+    told = f"request {request}, position {at}, and request {second}, position {there}"
     assert finding.message == f"step 0 writes slot {slots[pair[0]]} twice: {told}"
-    assert (finding.code, finding.request, finding.position) == (Code.SLOT_WRITTEN_TWICE, other, there)
+    assert (finding.code, finding.request, finding.position) == (Code.SLOT_WRITTEN_TWICE, second, there)
 
 
 def test_the_first_step_with_a_conflict_is_told():
@@ -138,24 +138,24 @@ BY_HAND = (
 
 
 def test_who_wrote_a_slot_last():
-    found = history(*BY_HAND)
-    assert [found.writer(9, step) for step in range(4)] == [write(0, 1, 1, 1)] * 3 + [write(3, 0, 6, 0)]
-    assert [found.writer(3, step) for step in range(4)] == [None] * 3 + [write(3, 1, 1, 3)]
-    assert found.writer(-1, 3) is None, "no slot"
-    assert found.writer(0, 3) is None, "read back and not written"
-    assert str(found.writer(9, 3)) == "request 6, position 0, step 3"
+    slots = history(*BY_HAND)
+    assert [slots.writer(9, step) for step in range(4)] == [write(0, 1, 1, 1)] * 3 + [write(3, 0, 6, 0)]
+    assert [slots.writer(3, step) for step in range(4)] == [None] * 3 + [write(3, 1, 1, 3)]
+    assert slots.writer(-1, 3) is None, "no slot"
+    assert slots.writer(0, 3) is None, "read back and not written"
+    assert str(slots.writer(9, 3)) == "request 6, position 0, step 3"
 
 
 def test_slots_that_were_written_by_the_end_of_a_step():
-    found = history(*BY_HAND)
-    assert [sorted(found.written_slots(step)) for step in (-1, 0, 2, 3)] == [[], [8, 9], [8, 9], [3, 8, 9]]
+    slots = history(*BY_HAND)
+    assert [sorted(slots.written_slots(step)) for step in (-1, 0, 2, 3)] == [[], [8, 9], [8, 9], [3, 8, 9]]
 
 
 def test_block_tables_as_far_as_they_are_told():
-    found = history(*BY_HAND)
-    assert found.table(0, 1) == [2]
-    assert found.table(0, 3) == found.table(2, 1) == []
-    assert found.table(3, 6) == [2]
+    slots = history(*BY_HAND)
+    assert slots.table(0, 1) == [2]
+    assert slots.table(0, 3) == slots.table(2, 1) == []
+    assert slots.table(3, 6) == [2]
 
 
 def test_what_an_engine_does_not_say_is_not_known():
@@ -176,8 +176,8 @@ def stored(size, length, table, *, request=1, wrong=()):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 255, 256, 512, 4096])
 def test_the_size_of_a_block_is_found(size):
     length = 2 * size + 1
-    found = history(stored(size, length, [5, 2, 9][: -(-length // size)]))
-    assert found.block_size == size
+    slots = history(stored(size, length, [5, 2, 9][: -(-length // size)]))
+    assert slots.block_size == size
 
 
 def test_a_size_that_no_engine_has_is_not_looked_for():
@@ -198,20 +198,20 @@ def test_steps_are_looked_at_until_they_have_enough_rows(num_rows, size):
 
 
 def test_the_slots_of_a_table():
-    found = history(stored(3, 7, [4, 0, 2]))
-    assert found.slots([4, 0, 2], 7) == [12, 13, 14, 0, 1, 2, 6]
-    assert found.slots([4, 0], 7) == [12, 13, 14, 0, 1, 2], "as far as it reaches"
-    assert found.slots([4, 0], 2) == [12, 13]
-    assert found.slots([], 2) == []
+    slots = history(stored(3, 7, [4, 0, 2]))
+    assert slots.slots([4, 0, 2], 7) == [12, 13, 14, 0, 1, 2, 6]
+    assert slots.slots([4, 0], 7) == [12, 13, 14, 0, 1, 2], "as far as it reaches"
+    assert slots.slots([4, 0], 2) == [12, 13]
+    assert slots.slots([], 2) == []
 
 
 def test_rows_that_were_written_elsewhere_than_their_table_says():
     rows = [(1, 0), (6, 4), (1, 5), (1, 1), (1, 6)]
     step = Step(rows, slots=[12, 3, 1, 14, 8], tables={1: [4, 0], 6: [7]})
-    found = history(stored(3, 7, [4, 0, 2]), step)
-    assert found.block_size == 3
-    assert found.misplaced(1) == [(1, 5, 1, 2), (1, 1, 14, 13)], "position 4 of 6 and 6 of 1 lie after their tables"
-    assert found.misplaced(0) == []
+    slots = history(stored(3, 7, [4, 0, 2]), step)
+    assert slots.block_size == 3
+    assert slots.misplaced(1) == [(1, 5, 1, 2), (1, 1, 14, 13)], "position 4 of 6 and 6 of 1 lie after their tables"
+    assert slots.misplaced(0) == []
     assert history(stored(3, 7, [4, 0, 2]), Step([(1, 0)])).misplaced(1) == []
 
 
@@ -228,10 +228,10 @@ def test_writers_are_those_of_a_loop(seed):
             if slot >= 0 and is_written:
                 latest[slot] = write(index, row, request, position)
         expected.append(dict(latest))
-    found = history(*steps)
+    actual = history(*steps)
     for index, known in enumerate(expected):
-        assert {slot: found.writer(slot, index) for slot in range(8)} == {slot: known.get(slot) for slot in range(8)}
-        assert set(found.written_slots(index)) == set(known)
+        assert {slot: actual.writer(slot, index) for slot in range(8)} == {slot: known.get(slot) for slot in range(8)}
+        assert set(actual.written_slots(index)) == set(known)
 
 
 # What was written.
@@ -246,10 +246,10 @@ def with_taps():
 
 
 def test_what_was_written_of_a_tap():
-    found = history(*with_taps()).content([write(3, 1, 1, 1), None, write(1, 0, 1, 0), write(3, 0, 1, 0)], "k")
-    assert found.dtype is torch.float64
+    slots = history(*with_taps()).content([write(3, 1, 1, 1), None, write(1, 0, 1, 0), write(3, 0, 1, 0)], "k")
+    assert slots.dtype is torch.float64
     rows = [range(206, 212), [0] * 6, range(6), range(200, 206)]
-    assert found.tolist() == [[float(x) for x in row] for row in rows]
+    assert slots.tolist() == [[float(x) for x in row] for row in rows]
 
 
 def test_what_was_not_recorded_of_every_row_is_not_known():

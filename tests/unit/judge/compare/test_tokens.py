@@ -127,20 +127,22 @@ def drawn(seed):
     """An engine's steps with its choices, and a golden's logits of some rows; logits are small integers."""
     generator = random.Random(seed)
     golden = {row: [generator.randint(0, 4) for _ in range(VOCABULARY)] for row in EVERY if generator.random() < 0.8}
-    own = {row: [generator.randint(0, 4) for _ in range(VOCABULARY)] for row in EVERY if generator.random() < 0.8}
+    own_logits = {
+        row: [generator.randint(0, 4) for _ in range(VOCABULARY)] for row in EVERY if generator.random() < 0.8
+    }
     steps, chosen = [], []
     for _ in range(3):
         rows = generator.sample(EVERY, 4)
         sampled = [generator.choice([-1, *range(VOCABULARY + 2)]) for _ in rows]
-        taps = {"logits": torch.tensor([own.get(row, [0] * VOCABULARY) for row in rows], dtype=torch.float32)}
-        here = [at for at, row in enumerate(rows) if row in own]
+        taps = {"logits": torch.tensor([own_logits.get(row, [0] * VOCABULARY) for row in rows], dtype=torch.float32)}
+        here = [at for at, row in enumerate(rows) if row in own_logits]
         taps["logits"] = taps["logits"][here]
         steps.append(Step(rows, sampled=sampled, taps=taps if here else {}, rows_of={"logits": here}))
         chosen += [(row, token) for row, token in zip(rows, sampled, strict=True) if token >= 0 and row in golden]
     steps.append(Step(EVERY[:2], phase="decode"))
     known = list(golden)
     expected = Step(known, taps={"logits": torch.tensor(list(golden.values()), dtype=torch.float32)})
-    return steps, expected, chosen, golden, own
+    return steps, expected, chosen, golden, own_logits
 
 
 @pytest.mark.parametrize("is_sound", [False, True])
@@ -148,14 +150,14 @@ def drawn(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_choices_are_counted_as_a_loop_counts_them(monkeypatch, seed, block, is_sound):
     monkeypatch.setattr(tokens, "_BLOCK_ROWS", block)
-    steps, expected, chosen, golden, own = drawn(seed)
+    steps, expected, chosen, golden, own_logits = drawn(seed)
     threshold, equal, ties, wrong = 2.0, 0, 0, []
     for row, token in chosen:
         margin = max(golden[row]) - golden[row][token] if token < VOCABULARY else math.inf
         if margin == 0:
             equal += 1
         elif margin <= threshold or (
-            is_sound and row in own and token < VOCABULARY and own[row][token] == max(own[row])
+            is_sound and row in own_logits and token < VOCABULARY and own_logits[row][token] == max(own_logits[row])
         ):
             ties += 1
         else:

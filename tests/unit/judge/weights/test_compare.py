@@ -47,8 +47,8 @@ def test_engines_in_memory(model):
         assert compare_weights(one, two).outcome is Outcome.PASS
         name = next(name for name, tensor in two.weights().items() if name[:9] == "layers.1." and tensor.dim() == 2)
         two.weights()[name].mul_(1.01)
-        found = compare_weights(one, two)
-    (odd,) = [item for item in found.tensors if item.num_different]
+        result = compare_weights(one, two)
+    (odd,) = [item for item in result.tensors if item.num_different]
     assert "layers.1." in odd.name
     assert odd.relative == pytest.approx(0.01, rel=1e-4)
 
@@ -65,9 +65,9 @@ def test_a_vllm_of_two_ranks(tensors):
             for name, tensor in tensors.items()
             for part in [tensor.chunk(2, dim=-1)]
         }
-    found = compare_weights("qwen2-tiny", LLM())
-    assert found.outcome is Outcome.PASS
-    assert sorted(item.name for item in found.tensors if "layers.0.mlp.down_proj" in item.name) == [
+    result = compare_weights("qwen2-tiny", LLM())
+    assert result.outcome is Outcome.PASS
+    assert sorted(item.name for item in result.tensors if "layers.0.mlp.down_proj" in item.name) == [
         "1.model.layers.0.mlp.down_proj.weight",
         "model.layers.0.mlp.down_proj.weight",
     ]
@@ -139,9 +139,9 @@ def test_another_dtype_may_round(tensors):
 
 def test_one_bit_of_the_same_dtype_is_a_difference(tensors):
     name = "model.norm.weight"
-    other = {**tensors, name: tensors[name].clone()}
-    other[name][3] = torch.nextafter(other[name][3], torch.tensor(torch.inf))
-    result = compare_weights(tensors, other)
+    changed = {**tensors, name: tensors[name].clone()}
+    changed[name][3] = torch.nextafter(changed[name][3], torch.tensor(torch.inf))
+    result = compare_weights(tensors, changed)
     assert [(tensor.name, tensor.num_different) for tensor in result.different] == [(name, 1)]
     assert result.different[0].digests[0] != result.different[0].digests[1]
 
