@@ -206,9 +206,9 @@ class Locator:
 def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = False) -> dict[int, int]:
     """Return which request of `expected` each additional request of `actual` repeats, by their ids.
 
-    Every request of `expected` is in `actual` under the same id. Each additional request of `actual` has the same tokens,
-    or their beginning: it was sent again, or forked. Of a pool, `actual` holds any of the requests, under any ids. Drafts
-    that were rejected are not in `expected`.
+    Every request of `expected` is in `actual` under the same id. Each additional request of `actual` has the same
+    tokens, or their beginning: it was sent again, or forked. Of a pool, `actual` holds any of the requests, under any
+    ids. Drafts that were rejected are not in `expected`.
 
     Raises:
         HarnessError: DIFFERENT_PROMPTS: rows of different requests mean different things.

@@ -252,7 +252,7 @@ def _tokens(sequence: RowSequence, ahead: int) -> list[int]:
 
 
 def _rotary_lengths(recording: Recording) -> dict[int, int]:
-    """Return the length that decides the rotary frequencies of each request; empty if a forward's length decides them."""
+    """Return the length that decides the rotary frequencies of each request; empty if that of a forward does."""
     manifest = recording.manifest
     if manifest.numerics is None or not manifest.numerics.rotates_by_request:
         return {}
@@ -261,7 +261,7 @@ def _rotary_lengths(recording: Recording) -> dict[int, int]:
 
 
 def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int, int]) -> torch.Tensor:
-    """[tokens] bool: the sequence's own rows, and cached rows of a request of another length, whose keys may not fit."""
+    """[tokens] bool: the sequence's own rows, and cached rows of requests of another length: their keys may not fit."""
     if not lengths:
         return sequence.is_own
     is_judged, length = sequence.is_own.clone(), lengths[sequence.request.id]

@@ -32,11 +32,11 @@ def cache_errors(
 ) -> Iterator[tuple[Operation, LocalErrors]]:
     """Compare every `k_cache` and `v_cache` row with the key or value last recorded before it for the same tokens.
 
-    Any differing bit is an error: a cache stores, it does not compute. Rows that were computed in a wider dtype are stored
-    in the engine's dtype, or in the dtype that is declared for the cache; a narrower cache shows as rounding.
+    Any differing bit is an error: a cache stores, it does not compute. Rows that were computed in a wider dtype are
+    stored in the engine's dtype, or in the dtype that is declared for the cache; a narrower cache shows as rounding.
 
-    No row of these tokens may have been recorded: a prefix was taken over, or the engine shows its cache and not what it
-    writes. Then the row is wrong unless it is as near to the golden's as HF's own noise allows. The distance is estimated
+    Where no row of these tokens was recorded (a prefix was taken over, or the engine shows its cache and not what it
+    writes), the row is wrong unless it is as near to the golden's as HF's own noise allows. The distance is estimated
     for taps that are `sketched` in `expected`.
     """
     writes = _Writes(locator)
@@ -77,7 +77,8 @@ class _Writes:
     def stored(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
         """Return what was written as a cache of this engine holds it.
 
-        That is the declared format, or the engine's dtype. A cache whose content is in neither keeps its input unchanged.
+        That is the declared format, or the engine's dtype. A cache whose content is in neither keeps its input
+        unchanged.
         """
         declared = self.declared(operation)
         if declared is not None and declared.dtype is None:

@@ -211,8 +211,8 @@ def _in_e4m3(share: torch.Tensor, still: torch.Tensor) -> torch.Tensor:
 BLOCKS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mxfp4": _power_of_two, "nvfp4": _in_e4m3,
 }  # fmt: skip
-"""Formats of four bits: functions from a sixth of a block's largest number, and a fixed scale, to the scale of the block.
-The block's scale of `nvfp4` is a number of E4M3 times the fixed scale; that of `mxfp4` is a power of two alone."""
+"""Formats of four bits: functions from a sixth of a block's largest number and a fixed scale to the block's scale. That
+of `nvfp4` is a number of E4M3 times the fixed scale; that of `mxfp4` is a power of two alone."""
 FOUR_BITS = (6.0, nearest_of_four_bits)
 """The entry of `GRIDS` for the formats in `BLOCKS`."""
 
@@ -224,7 +224,7 @@ def blocks_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of_blocks(x: torch.Tensor, name: str, still: torch.Tensor, off: float = 0.0) -> torch.Tensor:
-    """Return the scale of each of [R, K, ..., H], float64, which is its block's; the block's largest is off by `off`."""
+    """Return the scale of the block of each of [R, K, ..., H], float64; the block's largest number is off by `off`."""
     share = blocks_of(x.to(torch.float64)).abs().amax(dim=-1, keepdim=True) * (1 + off) / FOUR_BITS[0]
     scale = BLOCKS[name](share, still[..., None])
     of_each: torch.Tensor = torch.where(scale > 0, scale, 1.0).expand(*scale.shape[:-1], BLOCK_SIZE).flatten(-2)
@@ -244,7 +244,7 @@ def in_blocks(x: torch.Tensor, name: str, still: torch.Tensor) -> Stored:
 
 
 def grid(name: str) -> tuple[float, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the largest number of a format and the function to its nearest number; raises KeyError for other formats."""
+    """Return the largest number of a format, and the function to its nearest number; raises KeyError for others."""
     return FOUR_BITS if name in BLOCKS else GRIDS[name]
 
 

@@ -77,8 +77,8 @@ def shared_rows(recorded: torch.Tensor, prefixes: Prefixes) -> torch.Tensor:
 def resumed_rows(recording: Recording, prefixes: Prefixes) -> torch.Tensor:
     """Return [requests, positions] bool: prompt rows that a request left out in the middle of its prompt.
 
-    It was preempted there, and found more in the cache than it had computed itself: other requests had computed the same
-    tokens meanwhile.
+    It was preempted there, and found more in the cache than it had computed itself: other requests had computed the
+    same tokens meanwhile.
     """
     requests = sorted(recording.manifest.requests, key=lambda request: request.id)
     left_out = torch.zeros(prefixes.table.shape, dtype=torch.bool)
@@ -221,8 +221,8 @@ def judged_or_before(graph: Graph, judged: Iterable[str]) -> set[str]:
 def multiply_adds(hf: HFModel, num_tokens: int) -> Mapping[str, float]:
     """Return the multiply-adds of each operation for one token, by tap; operations without any are left out.
 
-    A product has one for each element of its weights; experts have the share that a token chooses; attention has those of
-    scores and context over `num_tokens` keys. The lookup of an embedding has none.
+    A product has one for each element of its weights; experts have the share that a token chooses; attention has those
+    of scores and context over `num_tokens` keys. The lookup of an embedding has none.
     """
     cost: dict[str, float] = {}
     by_module = {op.module: op.tap for op in hf.graph if not op.is_kept}

@@ -48,7 +48,7 @@ from harness.results.tap_source import TapSource
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
-    """Run the plan and return what was found.
+    """Run the plan and return the result.
 
     Args:
         plan: what to check.
@@ -64,7 +64,7 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     deadline = math.inf if plan.case.budget_s is None else time.perf_counter() + plan.case.budget_s
-    with open_planned(plan) as engine:  # before the golden, which may take long: what it cannot do is known at once
+    with open_planned(plan) as engine:  # before the golden, which may take long: the engine may refuse the plan
         return _check_engine(plan, engine, out, report, deadline)
 
 
@@ -78,7 +78,7 @@ def _check_engine(
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
         if cached is not None:
-            hf.graph = cached.graph  # which need not be traced again
+            hf.graph = cached.graph  # it need not be traced again
         settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
@@ -151,7 +151,7 @@ def compare_planned(
     require: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare what the plan's engine recorded with a golden, as far as the engine offers it and the plan asks it."""
+    """Compare the recording of the plan's engine with a golden: the taps that the engine has and the plan wants."""
     return compare_run(
         actual,
         golden,
@@ -190,7 +190,7 @@ def preset_taps(preset: str, graph: Graph) -> list[str]:
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
-    """Say it if that is less than a reader of `pass` takes it for."""
+    """Yield notes on what was not judged, which a reader of `pass` would not expect."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
     if plan.case.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
         yield "stopped at the first operation that is wrong, as asked: what is after it was not judged"
@@ -266,7 +266,7 @@ def _inspection(plan: Plan) -> list[str]:
 def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
     """Return the check of one schedule, and of one request where its rows do not depend on others.
 
-    None where the shell cannot say what is fed.
+    None where the command line cannot state the tokens.
     """
     schedule, prompts = parse_schedule(run.schedule), list(plan.prompts)
     if any(prompt.prompt_length is not None for prompt in prompts):
