@@ -134,6 +134,7 @@ def test_sums_of_ranks_in_either_precision(count, dtype):
         ({}, [PARTIAL_SUMS.format(count) for count in (2, 4, 8)]),
         ({"name": "q_proj"}, []),
         ({"name": "down_proj", "num_ranks": 2}, [PARTIAL_SUMS.format(2)]),
+        ({"name": "c_proj", "num_ranks": 2}, [PARTIAL_SUMS.format(2)]),
         ({"dtype": torch.float32}, []),
         ({"num_ranks": 1}, []),
         ({"num_ranks": 3}, []),
@@ -186,6 +187,13 @@ def test_which_dtypes_inputs_are_rounded_to(changed, dtypes):
     for item, name in zip(alternatives, dtypes, strict=True):
         rounded = x.float().to(getattr(torch, name)).double()
         torch.testing.assert_close(item.expected(), rounded @ weight.double().T + bias, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "names"), [(torch.float16, ["float16"]), (torch.float32, [])])
+def test_inputs_are_rounded_only_to_a_dtype_that_holds_the_weight(dtype, names):
+    weight = draw(OUT, IN).to(dtype)
+    alternatives = ROUNDED(subject_of(weight.float(), draw(ROWS, IN), dtype=torch.float32))
+    assert [item.name for item in alternatives] == [ROUNDED_INPUTS.format(name) for name in names]
 
 
 def test_inputs_as_products_with_16_bits_see_them():

@@ -139,6 +139,17 @@ def test_several_values_on_ties_are_rounded_each_as_the_engine_did(num_out):
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-12)
 
 
+def test_many_values_of_a_row_on_ties_are_told_at_once():
+    """A quantised embedding after a norm of ones: a whole level of its grid is on ties."""
+    weight, upwards = draw(256, 96), draw(3, 96, seed=1) > 0
+    x = (40 * draw(3, 96, seed=2)).round().clamp(-100, 100)
+    x[:, ::32] = 127.0  # the scale is 1
+    x[:, 1:64:2] += 0.5
+    integers = torch.where(upwards, x.ceil(), x.floor())
+    expected, actual = expected_of(x, integers, weight)
+    torch.testing.assert_close(expected, actual, rtol=1e-9, atol=1e-9)
+
+
 def test_a_row_that_is_wrong_elsewhere_stays_wrong():
     weight, x = draw(6, 32), tied(2.5, 4.0)
     integers = x.round()
