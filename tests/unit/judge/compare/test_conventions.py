@@ -1,6 +1,5 @@
 """Legitimate orders of rounding: an engine that follows one is held to it, and no other engine is given its room."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -81,40 +81,6 @@ def test_a_bad_row_is_the_first_divergence(one, tmp_path):
     assert [finding.code for finding in result.findings] == [Code.PROPAGATED_ERROR]
 
 
-def test_a_row_without_noise_is_held_to_the_taps_median(one, tmp_path):
-    """Where HF happened to be exact another engine need not be."""
-    noise = dict(one.golden.noise)
-    noise[TAP] = noise[TAP].clone()
-    noise[TAP][:] = 1e-7
-    noise[TAP][sum(length + NUM_NEW - 1 for length in LENGTHS[:2]) + ROW[1]] = 0
-    result = one.measure(displaced(one, 3e-7).write(tmp_path / "r"), noise=noise)
-    assert tap(result).propagated_ratio_max == pytest.approx(3, rel=1e-3)
-
-
-def test_a_noisier_row_is_given_its_own_room(one, tmp_path):
-    noise = dict(one.golden.noise)
-    noise[TAP] = torch.full_like(noise[TAP], 1e-7)
-    noise[TAP][sum(length + NUM_NEW - 1 for length in LENGTHS[:2]) + ROW[1]] = 1e-5
-    result = one.measure(displaced(one, 3e-5).write(tmp_path / "r"), noise=noise)
-    assert tap(result).propagated_ratio_max == pytest.approx(3, rel=1e-3)
-
-
-def test_without_noise_roundings_add_up_on_the_way(one, tmp_path):
-    depth = 1 + [op.tap for op in one.hf.graph].index(TAP)
-    allowance = rounding_unit(torch.float32) * math.sqrt(depth)
-    result = one.measure(displaced(one, 5 * allowance).write(tmp_path / "r"), noise={})
-    assert tap(result).propagated_ratio_max == pytest.approx(5, rel=0.1)  # the depth counts taps that were recorded
-
-
-def test_noise_of_no_size_at_all(one, tmp_path):
-    """The embedding: HF makes no error, so any error is infinitely large."""
-    actual = Copy.of(one.golden.recording)
-    actual.at("model.embed_tokens", *ROW)[3] *= 1 + 1e-6
-    result = one.measure(actual.write(tmp_path / "r"))
-    assert tap(result, "model.embed_tokens").propagated_ratio_max == math.inf
-    assert result.first_divergence.tap == "model.embed_tokens"
-
-
 def test_figures_are_of_the_rows_whatever_the_schedule(one, tmp_path):
     """Every tap's figures from recordings of three schedules agree within the noise, and none is exact by chance."""
     results = [one.measure(one.recorded(name).write(tmp_path / name)) for name in ("plain", "chunked", "batched")]
