@@ -11,6 +11,7 @@ from harness.base.metrics import RowMetrics, rounding_unit, row_metrics
 from harness.formats.recording import Step
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.judge.compare.align import Locator, Prefixes, Rows, is_readback, step_rows
+from harness.judge.compare.bits import rows_differ
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.propagated import RATIO_BOUND
 from harness.judge.compare.row_judge import LocalErrors
@@ -223,5 +224,4 @@ def _differs(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
     """[rows] bool: a bit differs. Two NaN of the same bits are equal: the cache did not make them."""
     if read.dtype != written.dtype:
         return (read.to(torch.float64) != written.to(torch.float64)).any(dim=1)
-    read_bytes, written_bytes = (x.contiguous().view(torch.uint8) for x in (read, written))
-    return (read_bytes != written_bytes).any(dim=1)
+    return rows_differ(read, written)

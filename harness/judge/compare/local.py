@@ -21,6 +21,7 @@ from harness.base.workers import Workers, num_spare_threads
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
+from harness.judge.compare.conventions.entry import HALF
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
 from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
@@ -247,7 +248,7 @@ def _add(effects: Effects, rows: TapRows, errors: LocalErrors, slope: torch.Tens
 
 def _slope(rows: TapRows, errors: LocalErrors) -> torch.Tensor | None:
     """[R, W]: how the rows move with the softmax scale; None where single rows show that, or there is no such scale."""
-    if rows.value.call is None or errors.dtype not in (torch.bfloat16, torch.float16) or errors.num_bad:
+    if rows.value.call is None or errors.dtype not in HALF or errors.num_bad:
         return None
     call, at = judged_queries(rows)
     slope = score_slope(call).flatten(0, 1)

@@ -16,6 +16,7 @@ from harness.formats.taps import KINDS, ErrorModel, Kind
 from harness.judge.compare.align import Rows
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
+from harness.judge.compare.conventions.entry import HALF
 from harness.judge.compare.evidence import guarded
 from harness.judge.compare.replay import TapRows
 from harness.judge.compare.sequences import NOWHERE
@@ -72,7 +73,6 @@ def _noise(s: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
     return error.clamp(min=rounding_unit(control.dtype) * s.abs().where(is_seen, 0).amax(dim=1))
 
 
-_HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
 """Elements of a weight that are squared at a time, so that they stay in the second-level cache."""
 _OPEN_OF_ATTENTION = 0.5
@@ -181,7 +181,7 @@ class RowJudge:
     def _may_be_finer(self, rows: TapRows) -> bool:
         """Whether the tensors may be finer than the engine's dtype, and the truth is finer than they are."""
         is_derived = not rows.unrecorded and KINDS[rows.operation.kind].error_model is not None
-        if not is_derived or self._dtype not in _HALF or rows.actual.dtype != torch.float32:
+        if not is_derived or self._dtype not in HALF or rows.actual.dtype != torch.float32:
             return False
         is_on_grid = torch.equal(rows.actual.to(self._dtype).to(torch.float32), rows.actual)
         return rows.expected.dtype == torch.float64 and not is_on_grid

@@ -103,7 +103,7 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
         return at_rows(subject, attend(call, query, key, value, used))
 
     yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: read(None))
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in HALF:
         return
     # Another order of a score may round its probability the other way.
     yield Rounding(
@@ -193,7 +193,7 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
         return _attend(subject, call, operands, values, used)
 
     yield Rounding(name=KEPT.format(*names), model=MODEL, expected=lambda: expected(None), allowance=ties)
-    if values.dtype not in (torch.float16, torch.bfloat16):
+    if values.dtype is None or values.dtype not in HALF:
         return
     coarse = rounding_unit(values.dtype) / rounding_unit(subject.dtype)
     amplification = attention_sensitivity(call).amplification.flatten()[subject.rows].to("cpu", torch.float64)

@@ -19,7 +19,7 @@ from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.taps import ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
-from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, Blocks
+from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, TIE, Blocks
 from harness.oracle.experts import num_experts, reads_slots, run_experts
 from harness.oracle.precision import PreservePrecision, eager_experts
 
@@ -29,8 +29,6 @@ _MODEL = ErrorModel(roundings=1, accumulation=10)
 _ROUNDINGS_OF_PRODUCT = 3.0
 """Error of ggml's products, which are added up in float32: outside of experts it is 1.7 to 2.6 roundings in the median
 of the rows, and 5.3 at most (reports/cpu/llamacpp.md)."""
-_TIE = 2e-4
-"""Distance of a scaled value from the middle of two codes within which float32 may round it up or down."""
 _TIE_ROUNDINGS = 2
 """Roundings to the engine's dtype by which a value may be off before it becomes a code, as gate times up is."""
 _TIE_FACTOR = 1.5
@@ -135,7 +133,7 @@ class QuantisedInputs(TorchFunctionMode):
         scaled, step = self._steps(self._rounded(x))
         codes = scaled.round()
         if self._tie is not None:
-            is_tie = (scaled - codes).abs() > 0.5 - _TIE - self._tie * scaled.abs()
+            is_tie = (scaled - codes).abs() > 0.5 - TIE - self._tie * scaled.abs()
             codes = torch.where(is_tie, codes + torch.sign(scaled - codes), codes)
         return codes * step
 

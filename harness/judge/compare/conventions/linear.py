@@ -148,7 +148,7 @@ _WITH_MINIMA = frozenset({"Q2_K", "Q4_K", "Q5_K"})
 """Types whose weights are a scale times an integer less a minimum; each block has its own minimum."""
 _BLOCK_OF_MINIMA = 32
 """Weights that share a minimum in Q4_K and Q5_K. In Q2_K 16 do; with 32 the bound is a little larger."""
-_TIE = 2e-4
+TIE = 2e-4
 """Distance of a scaled value from the middle of two integers within which float32 may round it up or down."""
 _MAX_TIES = 1 << 14
 Blocks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -230,7 +230,7 @@ def product_of_integers(
         dtype: to which the inputs, integers times steps, are rounded once more.
     """
     integers = scaled.round()
-    is_tie = (scaled - integers).abs() > 0.5 - _TIE
+    is_tie = (scaled - integers).abs() > 0.5 - TIE
     inputs = (integers * step).to(dtype).to(torch.float64)
     expected = product(inputs, weight, bias)
     # The change of the input if it is rounded the other way.
