@@ -239,7 +239,7 @@ def test_taps_that_were_recorded_at_the_same_rows_share_a_signature():
         assert locator.recorded(tap).int().tolist() == [expected]
 
 
-def test_the_tokens_or_lengths_that_differ_are_said():
+def test_the_finding_names_the_tokens_or_lengths_that_differ():
     def refused(theirs, ours):
         with pytest.raises(HarnessError) as caught:
             match_requests(recording_of({3: theirs}, []), recording_of({3: ours}, []))

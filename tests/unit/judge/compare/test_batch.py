@@ -259,5 +259,5 @@ def test_so_many_wrong_rows_are_found_wherever_they_are(length, num_rows):
     assert least == 1 or worst(least - 1) > 1 - CONFIDENCE
 
 
-def test_a_sample_of_256_of_2048_rows_is_said_to_find_23():
+def test_a_sample_of_256_of_2048_rows_finds_23():
     assert RowSample(num_rows=256).least_found(2048) == 23

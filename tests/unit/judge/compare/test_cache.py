@@ -73,7 +73,7 @@ def without_the_writing_of_request_1(one):
     return actual
 
 
-def test_rows_whose_writing_was_not_recorded_are_held_to_the_golden(one, tmp_path):
+def test_rows_without_a_recorded_write_are_compared_with_the_golden(one, tmp_path):
     actual = without_the_writing_of_request_1(one)
     result = one.measure(actual.write(tmp_path / "r"))
     assert tap(result, KEY).num_rows == sum(len(request.token_ids) for request in actual.requests)
@@ -81,7 +81,7 @@ def test_rows_whose_writing_was_not_recorded_are_held_to_the_golden(one, tmp_pat
     assert {finding.code for finding in result.findings} == {Code.ROWS_MISSING}
 
 
-def test_content_that_nobody_computed_is_found(one, tmp_path):
+def test_content_that_no_request_computed_is_found(one, tmp_path):
     actual = without_the_writing_of_request_1(one)
     actual.at(KEY, 1, 2)[:] = actual.at(KEY, 0, 2)
     result = one.measure(actual.write(tmp_path / "r"))
@@ -110,7 +110,7 @@ def of_the_cache_alone(one, schedule="batched"):
     return actual, sorted(shown)
 
 
-def test_a_cache_whose_writing_was_not_recorded_is_held_to_the_golden(one, tmp_path):
+def test_a_cache_without_recorded_writes_is_compared_with_the_golden(one, tmp_path):
     actual, shown = of_the_cache_alone(one)
     result = one.compare(actual.write(tmp_path / "r"), wanted=shown)
     assert result.findings == ()
@@ -147,7 +147,7 @@ def test_a_wrong_row_of_a_cache_whose_writing_was_not_recorded(one, tmp_path, br
     assert "failed" not in explained.first_divergence.explanation.cause
 
 
-def test_a_cache_that_nothing_can_be_held_to_is_not_passed_over(bench, tmp_path):
+def test_a_cache_without_a_reference_is_a_finding(bench, tmp_path):
     one = bench()
     actual, shown = of_the_cache_alone(one)
     expected = one.recorded()

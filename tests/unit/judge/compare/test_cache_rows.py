@@ -51,7 +51,7 @@ ROW = torch.tensor([1.0, -2.3, 0.7, 5.1])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_row_is_whatever_was_written_before_of_the_same_tokens(seed):
+def test_a_cached_row_equals_an_earlier_write_of_the_same_tokens(seed):
     generator = random.Random(seed)
     every = [(request, at) for request, tokens in TOKENS.items() for at in range(len(tokens))]
     steps, written, expected = [], [], []
@@ -112,7 +112,7 @@ def test_what_is_written_afterwards_is_not_what_was_read():
     assert errors["k_cache"].roundings[0] == pytest.approx(1 / rounding_unit(torch.float32))
 
 
-def test_each_cache_is_held_to_its_own_writing():
+def test_each_cache_is_compared_with_its_own_writes():
     steps = [
         Step([(2, 0)], taps={"k": ROW[None], "v": -ROW[None]}),
         Step([(2, 0)], phase="readback", taps={"k_cache": ROW[None], "v_cache": ROW[None]}),
@@ -218,7 +218,7 @@ def against_golden(shares, noise, *, steps=(), dtype=torch.float32):
     return errors_of_steps([*steps, read], golden=golden, noise=noise, dtype=name)["k_cache"]
 
 
-def test_they_are_held_to_the_golden_by_ten_times_its_noise():
+def test_unwritten_rows_may_differ_from_the_golden_by_ten_times_its_noise():
     """The noise of a row, and the median of all rows at least."""
     noise = {"k": torch.tensor([0.001, 0.01, math.nan, 0.002])}
     for more, is_bad in ((0.99, False), (1.01, True)):
@@ -245,7 +245,7 @@ def test_a_row_that_is_not_finite_is_infinitely_far():
     assert errors.bad.tolist() == [False, True, True]
 
 
-def test_the_golden_is_asked_only_where_nothing_was_written():
+def test_the_golden_is_used_only_for_rows_without_a_write():
     wrote = [Step([(9, 0)], taps={"k": GOLDEN[:1] * 2})]  # the same tokens as (4, 0)
     errors = against_golden([0.0] * 3, {"k": torch.full((3,), 0.1)}, steps=wrote)
     assert list(zip(errors.rows.request.tolist(), errors.rows.position.tolist(), strict=True)) == [

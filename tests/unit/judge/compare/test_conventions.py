@@ -110,7 +110,7 @@ def one(bench):
     return bench("llama-tiny", torch.bfloat16)
 
 
-def test_rounded_scores_are_a_convention_that_an_engine_is_held_to(one, actual, tmp_path):
+def test_an_engine_is_judged_under_the_convention_of_rounded_scores(one, actual, tmp_path):
     loud(actual)
     attend(one, actual, "eager")
     comparison = one.comparison(actual.write(tmp_path / "a"))
@@ -149,7 +149,7 @@ def test_an_engine_that_does_not_round_its_scores_is_given_no_room_for_it(one, t
 # Products that several ranks add up.
 
 
-def test_an_engine_that_adds_partial_sums_is_held_to_them(bench, tmp_path):
+def test_an_engine_is_judged_under_the_convention_of_partial_sums(bench, tmp_path):
     one, name = bench("qwen3-tiny", torch.bfloat16), "model.layers.1.mlp.down_proj"
     actual, weight = one.recorded(), one.hf.module(name).weight.detach().double()
     for step in actual.computing():
@@ -291,7 +291,7 @@ def mixed(tmp_path_factory):
         yield judge, copy
 
 
-def test_activations_in_float32_are_held_to_float32(mixed, tmp_path):
+def test_activations_in_float32_have_the_bounds_of_float32(mixed, tmp_path):
     judge, actual = mixed
     sound = judge.comparison(actual.write(tmp_path / "a"))
     kinds = {tap: judge.hf.graph[tap].kind for tap in sound.errors}
@@ -308,7 +308,7 @@ def test_activations_in_float32_are_held_to_float32(mixed, tmp_path):
     assert wrong.result.first_divergence.tap == name
 
 
-def test_rows_on_the_engines_own_grid_are_held_to_its_dtype(bench, tmp_path):
+def test_rows_on_the_grid_of_the_engine_s_dtype_have_its_bounds(bench, tmp_path):
     """An engine of 16 bits that records float32, logits for one."""
     one, name = bench("qwen3-tiny", torch.bfloat16), "model.layers.1.mlp.down_proj"
     actual = one.recorded()

@@ -384,7 +384,7 @@ def test_what_was_reached_and_what_not():
     assert "gqa" in counted({"hidden": ALL}, traits=grouped)[0].triggers
 
 
-def test_caches_that_nothing_was_held_to():
+def test_caches_without_a_reference():
     locator = Locator(made([Step([(2, 0)], taps={"k_cache": torch.zeros(1, 1), "hidden": torch.zeros(1, 1)})]))
 
     def unjudged(usable, judged):

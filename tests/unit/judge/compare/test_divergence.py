@@ -179,7 +179,7 @@ def test_the_first_wrong_operation_at_its_first_bad_row():
     assert (divergence.verdict, divergence.code, divergence.schedule) == (Verdict.BUG, Code.LOCAL_ERROR, "by hand")
 
 
-def test_what_all_rows_show_together_is_told_at_the_first_of_them():
+def test_a_direction_of_all_rows_is_reported_at_the_first_row():
     effect = Effect(kind="gain", which="", size=1.0, low=0.9, high=1.1, roundings=3.0, statistic=20.0, num_rows=50)
     propagated = propagated_of([5.0, 6.0, 7.0, 8.0])
     judged = judgement(errors_of(SOUND, effect=effect), propagated=propagated, tap="b")

@@ -144,7 +144,7 @@ def test_rows_that_are_all_at_one_position_have_no_trend():
         (Kind.ROTARY, 2 * HEAD_DIM - 2, 2, 0),
     ],
 )
-def test_heads_are_told_apart_where_they_are_wide_enough(kind, width, num_heads, shown):
+def test_heads_are_separate_where_they_are_wide_enough(kind, width, num_heads, shown):
     truth, actual, positions = matrices(width=width)
     effects = added(truth, actual, positions, kind=kind, num_heads=num_heads).all()
     assert sum(effect.kind == "gain of head" for effect in effects) == shown
@@ -159,7 +159,7 @@ def test_how_many_rows_and_channels_are_enough(num_rows, width, is_enough):
     assert (effects.scale is not None) is (width == MIN_CHANNELS)
 
 
-def test_nothing_is_said_of_an_embedding():
+def test_an_embedding_has_no_effects():
     assert added(*matrices(), kind=Kind.EMBEDDING).all() == []
 
 

@@ -139,7 +139,7 @@ def test_a_row_at_its_bound_is_within_it(judge):
     assert made.judgement().errors[FIRST.tap].bad.tolist() == [False, True, True, False]
 
 
-def test_the_taps_on_the_way_are_told(judge):
+def test_the_unrecorded_taps_are_listed(judge):
     made = judge()
     made.unrecorded_before = {SECOND.tap: ("between", FIRST.tap), FIRST.tap: None}
     add(made, SECOND, [9.0], unrecorded=("between",))
@@ -152,7 +152,7 @@ def test_the_taps_on_the_way_are_told(judge):
 
 
 @pytest.mark.parametrize("stops_early", [True, False])
-def test_who_stops_early_is_decided_by_a_bad_row(judge, stops_early):
+def test_a_bad_row_ends_a_replay_that_stops_early(judge, stops_early):
     made = judge(stops_early=stops_early)
     add(made, FIRST, [1.0])
     assert not made.is_decided
@@ -321,7 +321,7 @@ def test_a_direction_that_the_control_has_too_is_none(judge, gain, is_one, is_al
         assert (made.judgement().errors[FIRST.tap].effect is not None) == (is_one or errors is None)
 
 
-def test_batches_that_show_nothing_by_themselves_are_held_against_the_control_together(judge):
+def test_batches_are_compared_with_the_control_together(judge):
     made = judge(is_alone=False)
     for batch in range(2):
         size = MIN_ROWS - 10
@@ -331,7 +331,7 @@ def test_batches_that_show_nothing_by_themselves_are_held_against_the_control_to
     assert made.judgement().errors[FIRST.tap].effect is None
 
 
-def test_a_control_is_not_measured_where_nothing_is_to_be_held_against_it(judge):
+def test_a_control_is_not_measured_where_it_is_not_needed(judge):
     for gain, is_measured in ((0.0, False), (0.9, True)):
         made = judge()
         add(made, FIRST, [0.9] * NUM, gain=gain, low=0.9, control=floats([0.9] * NUM))

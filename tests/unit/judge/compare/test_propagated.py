@@ -81,7 +81,7 @@ def test_a_bad_row_is_the_first_divergence(one, tmp_path):
     assert [finding.code for finding in result.findings] == [Code.PROPAGATED_ERROR]
 
 
-def test_figures_are_of_the_rows_whatever_the_schedule(one, tmp_path):
+def test_figures_do_not_depend_on_the_schedule(one, tmp_path):
     """Every tap's figures from recordings of three schedules agree within the noise, and none is exact by chance."""
     results = [one.measure(one.recorded(name).write(tmp_path / name)) for name in ("plain", "chunked", "batched")]
     for name in (TAP, "lm_head", "model.layers.2.attention"):
@@ -327,7 +327,7 @@ def with_errors(errors):
         ({"a": 9, "b": math.nan, "c": 1}, ["b"]),
     ],
 )
-def test_without_noise_an_operation_is_held_to_what_came_in(errors, far):
+def test_without_noise_the_bound_grows_with_earlier_ratios(errors, far):
     propagation = with_errors(errors)
     assert [tap for tap, item in propagation.items() if bool(item.is_far.any())] == far
     assert not any(item.has_noise for item in propagation.values())

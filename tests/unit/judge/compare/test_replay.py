@@ -228,7 +228,7 @@ def test_a_sample_judges_its_rows_as_all_rows_are_judged(bench, tmp_path, name, 
         assert errors.roundings.tolist() == near(expected, absolute=1e-6), key
 
 
-def test_what_a_sample_leaves_out_is_said(one, tmp_path):
+def test_the_result_counts_the_rows_that_a_sample_leaves_out(one, tmp_path):
     recording = one.recorded().write(tmp_path / "r")
     run = one.compare(recording, sample=SAMPLE)
     coverage, judged = run.coverage, tap(run, f"{PREFIX}mlp.up_proj").num_rows

@@ -308,7 +308,7 @@ def under(tried, *alternatives, roundings=BAD, unrecorded=()):
     return judge_of().judge(tap_rows(operation(), off(EXPECTED, roundings), EXPECTED, unrecorded=unrecorded))
 
 
-def test_conventions_are_asked_where_a_row_is_bad_and_nowhere_else(tried):
+def test_conventions_are_tried_only_where_a_row_is_bad(tried):
     under(tried, roundings=[0.5] * 4)
     under(tried, unrecorded=("between",))
     assert tried.subjects == []

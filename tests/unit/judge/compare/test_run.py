@@ -98,7 +98,7 @@ def test_the_first_divergence_is_the_first_in_graph_order_then_in_row_order(one,
     assert (first.tap, first.request, first.position) == ("model.layers.0.mlp.up_proj", 1, 5)
 
 
-def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behind_its_layer(one, actual, tmp_path):
+def test_a_check_that_stops_early_finds_the_same_first_divergence(one, actual, tmp_path):
     actual.at("model.layers.1.self_attn.q_proj", 1, 5).mul_(2)
     recording = actual.write(tmp_path / "r")
     whole, early = (one.compare(recording, stops_early=stops_early) for stops_early in (False, True))
@@ -110,7 +110,7 @@ def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behi
     assert {item.verdict for item in early.taps} <= {*SOUND, Verdict.BUG}
 
 
-def test_who_stops_early_judges_all_of_a_sound_run(one, tmp_path):
+def test_a_check_that_stops_early_judges_all_of_a_sound_run(one, tmp_path):
     result = one.compare(one.recorded().write(tmp_path / "r"), stops_early=True)
     assert len(result.taps) == len(one.hf.graph)
 
@@ -341,7 +341,7 @@ def test_two_engines_against_each_other(bench, tmp_path, dtype):
     assert result.first_divergence.tap == "model.layers.1.mlp.gate_proj"
 
 
-def test_an_eager_engine_is_held_to_its_own_convention(bench, tmp_path):
+def test_an_eager_engine_is_judged_under_its_convention(bench, tmp_path):
     """Scores rounded to bfloat16 are legitimate, and no wider bound for whoever does not round them."""
     one = bench("llama-tiny", torch.bfloat16)
     actual = one.recorded("batched", attention="eager")
@@ -400,12 +400,12 @@ SOUND_ROWS, BAD_ROWS = (0.5, 1.0, 2.0, 0.1), (0.5, 9.0, 2.0, 0.1)
         ([], False),
     ],
 )
-def test_who_follows_another_convention_and_is_sound(judged, follows):
+def test_a_sound_engine_that_follows_a_convention(judged, follows):
     assert _own_logits_decide(judged, "lm_head") == follows
 
 
 @pytest.mark.parametrize("errors", [SOUND_ROWS, BAD_ROWS])
-def test_the_logits_of_who_chose_other_experts_decide_if_all_is_sound(errors):
+def test_other_experts_let_the_engine_s_logits_decide_if_all_is_sound(errors):
     judged = [judgement(errors_of(errors), tap="lm_head"), judgement(errors_of(SOUND_ROWS))]
     assert _own_logits_decide(judged, "lm_head", has_other_choices=True) == (errors is SOUND_ROWS)
     assert not _own_logits_decide(judged[1:], "lm_head", has_other_choices=True)

@@ -146,7 +146,7 @@ def test_other_tokens_are_not_followed_whichever_request_came_first(tmp_path):
     assert computed[-1] == (9, expected(9, {0: 0, 1: 0, 2: 2}), expected(9, {0: 0, 1: 0, 2: 2}))
 
 
-def test_slots_that_nobody_wrote_say_nothing_of_those_behind_them(tmp_path):
+def test_slots_without_a_write_do_not_hide_later_slots(tmp_path):
     """A table whose first block was never written, and whose second is another's of the same tokens."""
     steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(5, 2), (5, 3)], [(1, 4)]]
     tables = [{1: [0, 1]}, {5: [8, 4]}, {1: [9, 4, 7]}]
@@ -219,7 +219,7 @@ def test_a_request_that_computed_nothing_has_no_sequence(tmp_path):
 ALIKE = {1: [1, 2, 3, 4, 5], 5: [1, 2, 3, 9, 9], 7: [1, 2, 3, 4, 5]}
 
 
-def test_a_beginning_found_in_the_cache_is_that_of_whoever_computed_it_first(tmp_path):
+def test_a_cached_prefix_is_that_of_the_request_that_computed_it_first(tmp_path):
     steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(5, 2), (5, 3)], [(7, 3), (7, 4)]]
     by_request = {
         request: (judged, values) for request, judged, values in epochs(record(tmp_path / "r", steps, requests=ALIKE))
@@ -235,7 +235,7 @@ def test_a_beginning_found_in_the_cache_is_that_of_whoever_computed_it_first(tmp
         ([[(1, 2), (1, 3)], [(5, 0), (5, 1), (5, 2)]], [2, 3]),  # computed only afterwards
     ],
 )
-def test_what_nobody_computed_before_is_a_hole(tmp_path, steps, known):
+def test_a_prefix_that_no_request_computed_is_a_hole(tmp_path, steps, known):
     computed = {request: values for request, _, values in epochs(record(tmp_path / "r", steps, requests=ALIKE))}
     assert sorted(computed[1]) == known
 
@@ -279,7 +279,7 @@ def test_rows_that_a_tap_does_not_cover_are_left_out(tmp_path, partial, lacking,
     assert values == {place: number(1, place, place // 3) for place in places}
 
 
-def test_a_tap_that_nobody_recorded(tmp_path):
+def test_a_tap_that_was_not_recorded(tmp_path):
     assert batch_of(record(tmp_path / "r", [[(1, 0)]])).recorded("model.norm") is None
 
 

@@ -110,7 +110,7 @@ def test_rows_of_different_requests_and_tokens_in_one_slot(rows, slots, pair):
     assert (finding.code, finding.request, finding.position) == (Code.SLOT_WRITTEN_TWICE, second, there)
 
 
-def test_the_first_step_with_a_conflict_is_told():
+def test_the_finding_names_the_first_step_with_a_conflict():
     sound, wrong = Step([(1, 2), (5, 2)], slots=[0, 1]), [(1, 2), (5, 2)]
     (finding,) = conflicts(sound, Step(wrong), Step(wrong, slots=[2, 2], phase="readback"),
                            Step(wrong, slots=[4, 4]), Step(wrong, slots=[8, 8]))  # fmt: skip
@@ -137,7 +137,7 @@ BY_HAND = (
 )
 
 
-def test_who_wrote_a_slot_last():
+def test_the_last_write_of_a_slot():
     slots = history(*BY_HAND)
     assert [slots.writer(9, step) for step in range(4)] == [write(0, 1, 1, 1)] * 3 + [write(3, 0, 6, 0)]
     assert [slots.writer(3, step) for step in range(4)] == [None] * 3 + [write(3, 1, 1, 3)]
@@ -151,7 +151,7 @@ def test_slots_that_were_written_by_the_end_of_a_step():
     assert [sorted(slots.written_slots(step)) for step in (-1, 0, 2, 3)] == [[], [8, 9], [8, 9], [3, 8, 9]]
 
 
-def test_block_tables_as_far_as_they_are_told():
+def test_block_tables_where_they_are_recorded():
     slots = history(*BY_HAND)
     assert slots.table(0, 1) == [2]
     assert slots.table(0, 3) == slots.table(2, 1) == []

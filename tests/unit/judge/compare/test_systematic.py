@@ -157,7 +157,7 @@ def test_nothing_is_beyond_where_nothing_was_measured():
     assert beyond_control(Effects(Kind.LINEAR, torch.bfloat16), None) is None
 
 
-def test_an_offset_is_held_against_that_of_the_same_channel():
+def test_an_offset_is_compared_with_that_of_the_same_channel():
     truth = rows(width=512)
 
     def offset(*channels):
@@ -171,7 +171,7 @@ def test_an_offset_is_held_against_that_of_the_same_channel():
     assert (effect.kind, effect.which) == ("offset", "77")
 
 
-def test_a_gain_of_a_head_is_held_against_that_of_the_same_head():
+def test_a_gain_of_a_head_is_compared_with_that_of_the_same_head():
     truth = rows()
 
     def gain(head):
@@ -282,7 +282,7 @@ def truncated_attention(q, k, v):
 
 
 @pytest.mark.parametrize("num_keys", [128, 512])
-def test_sums_that_truncate_are_a_gpu_s_and_nobody_else_s(num_keys):
+def test_only_a_gpu_may_truncate_its_sums(num_keys):
     q, k, v = (rows(num_rows, 64, seed).float().double() for num_rows, seed in ((300, 1), (num_keys, 2), (num_keys, 3)))
     truth = (q @ k.T * 64**-0.5).softmax(dim=1) @ v
     actual, everything = truncated_attention(q, k, v).float(), torch.ones(300, dtype=torch.bool)

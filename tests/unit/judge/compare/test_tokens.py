@@ -287,7 +287,7 @@ def test_a_run_is_reported_by_step(checked):
     assert said == f"{accepted} of {drafts} drafts in {len(run.acceptance)} steps, by HF's logits {accepted}"
 
 
-def test_steps_that_accept_another_number_are_said(checked):
+def test_the_report_names_steps_that_accept_another_number(checked):
     (run,) = checked.runs
     first = replace(run.acceptance[0], num_accepted=1, truth_least=2, truth_most=3)
     said = dict(facts(replace(checked, runs=(replace(run, acceptance=(first,)),))))["acceptance"]

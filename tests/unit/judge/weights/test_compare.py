@@ -146,7 +146,7 @@ def test_one_bit_of_the_same_dtype_is_a_difference(tensors):
     assert result.different[0].digests[0] != result.different[0].digests[1]
 
 
-def test_what_has_no_counterpart_is_said(tensors):
+def test_tensors_without_a_counterpart_are_listed(tensors):
     less = {name: tensor for name, tensor in tensors.items() if "layers.2.mlp.up_proj" not in name}
     result = compare_weights(tensors, less)
     assert result.outcome is Outcome.MISMATCH

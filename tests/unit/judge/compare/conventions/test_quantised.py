@@ -139,7 +139,7 @@ def test_several_values_on_ties_are_rounded_each_as_the_engine_did(num_out):
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-12)
 
 
-def test_many_values_of_a_row_on_ties_are_told_at_once():
+def test_many_ties_of_a_row_are_decided_at_once():
     """A quantised embedding after a norm of ones: a whole level of its grid is on ties."""
     weight, upwards = draw(256, 96), draw(3, 96, seed=1) > 0
     x = (40 * draw(3, 96, seed=2)).round().clamp(-100, 100)
@@ -159,7 +159,7 @@ def test_a_row_that_is_wrong_elsewhere_stays_wrong():
 
 
 @pytest.mark.parametrize(("most", "is_resolved"), [(3, True), (2, False)])
-def test_more_ties_than_can_be_told_are_left(monkeypatch, most, is_resolved):
+def test_more_ties_than_the_limit_are_left(monkeypatch, most, is_resolved):
     monkeypatch.setattr(linear, "_MAX_TIES", most)
     weight, x = draw(8, 32), torch.cat((tied(2.5, 5.5), tied(9.5)))
     integers = x.round()
@@ -191,7 +191,7 @@ def test_an_adapters_part_is_not_rounded():
         torch.testing.assert_close(by_name[name].expected(), product + update, rtol=1e-6, atol=1e-6)
 
 
-def test_ties_of_a_product_with_an_adapter_are_told_without_it():
+def test_ties_of_a_product_are_decided_without_its_adapter():
     x, weight = tied(17.5), draw(6, 32, seed=1)
     module, update = adapted(x * 1.0, weight)
     for value in (17.0, 18.0):

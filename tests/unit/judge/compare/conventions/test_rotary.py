@@ -98,7 +98,7 @@ STRETCHED = (1.0, 1.0, 0.5, 0.125)
 
 @pytest.mark.parametrize("stretch", [(1.0,) * PAIRS, STRETCHED])
 @pytest.mark.parametrize("order", range(6))
-def test_rows_are_held_to_the_order_that_they_are_nearest_to(order, stretch):
+def test_rows_are_judged_by_the_nearest_order(order, stretch):
     frequencies = frequencies_of(stretch=stretch)
     hf, expected = model_of(frequencies), turned(X, hf_angles(frequencies))
     actual = turned(X, orders(frequencies, THETA, stretch)[order])
@@ -148,7 +148,7 @@ def test_what_the_angles_are_made_of():
 
 
 @pytest.mark.parametrize(("pairs", "theta"), [(4, 500.0), (2, 500.0), (1, 1.0)])
-def test_a_theta_that_the_model_does_not_say_is_told_by_its_frequencies(pairs, theta):
+def test_a_missing_theta_is_derived_from_the_frequencies(pairs, theta):
     subject = SimpleNamespace(hf=model_of(None, theta=None), positions=torch.tensor(POSITIONS))
     angles = rotary._angles(subject, SimpleNamespace(frequencies=frequencies_of(500.0, pairs=pairs)))
     assert angles.theta == pytest.approx(theta, rel=1e-6)
