@@ -33,7 +33,13 @@ _OTHERS = {
     "compare/judged": ("test_judged.py", "test_divergence.py", "test_run.py"),
     "compare/local": ("test_local.py", "test_bounds.py", "test_conventions.py", "test_replay.py", "test_run.py"),
     "compare/replay": ("test_replay_rows.py", "test_replay.py"),
-    "compare/row_judge": ("test_row_judge.py", "test_choices.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/row_judge": (
+        "test_row_judge.py",
+        "test_choices.py",
+        "test_bounds.py",
+        "test_conventions.py",
+        "test_run.py",
+    ),
     "compare/sequences": ("test_sequences.py", "test_slots.py"),
     "compare/systematic": ("test_effects.py", "test_systematic.py"),
     **{
