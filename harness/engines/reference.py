@@ -130,7 +130,7 @@ class ReferenceEngine:
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
         with reference_errors(self._folder), self._opened(workload) as engine:
-            is_other = engine.runner.acceleration.changes_when_observed
+            is_other = engine.runner.kernels.changes_when_observed
             engine.runner.shows_operations = workload.taps == "all" or not is_other
             memory = ReferenceMemory(engine) if workload.poison is not None else None
             _run(engine, workload, _Recorder(writer, ForcedDrafts(workload), workload.poison, memory))

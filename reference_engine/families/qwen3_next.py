@@ -8,7 +8,7 @@ H value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,9 @@ from torch.nn.functional import conv1d, silu, softplus
 
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.delta_net import DeltaNetShape
-from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.families.parts import LayerParts
+from reference_engine.families.state_cache import Piece, StateCache
 from reference_engine.layers import Linear, Rotation
-from reference_engine.state_cache import Piece, StateCache
 
 __all__ = ["GatedDeltaNet", "GatedRMSNorm", "build_delta_net", "gated_delta_rule"]
 
@@ -166,24 +166,19 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def build_delta_net(
-    config: ModelConfig,
-    layer: int,
-    weights: Mapping[str, torch.Tensor],
-    linear: Callable[[str], Linear],
-    states: StateCache,
-) -> GatedDeltaNet:
-    """Assemble the mixer of a layer; `linear` takes the names of its products."""
-    own = f"model.layers.{layer}.linear_attn."
+def build_delta_net(parts: LayerParts) -> GatedDeltaNet:
+    """Assemble the mixer of a layer."""
+    config, states = parts.whole.config, parts.whole.states
+    assert states is not None, "whoever builds the decoder of such a model gives it states"
     return GatedDeltaNet(
-        layer=tuple(config.delta_nets).index(layer),
-        shape=config.delta_nets[layer],
-        in_proj_qkvz=linear("linear_attn.in_proj_qkvz"),
-        in_proj_ba=linear("linear_attn.in_proj_ba"),
-        conv_weight_C1W=weights[f"{own}conv1d.weight"],
-        dt_bias_N=weights[f"{own}dt_bias"],
-        a_log_N=weights[f"{own}A_log"],
-        norm=GatedRMSNorm(weights[f"{own}norm.weight"], config.rms_norm_eps),
-        out_proj=linear("linear_attn.out_proj"),
+        layer=tuple(config.delta_nets).index(parts.layer),
+        shape=config.delta_nets[parts.layer],
+        in_proj_qkvz=parts.linear("linear_attn.in_proj_qkvz"),
+        in_proj_ba=parts.linear("linear_attn.in_proj_ba"),
+        conv_weight_C1W=parts.weight("linear_attn.conv1d.weight"),
+        dt_bias_N=parts.weight("linear_attn.dt_bias"),
+        a_log_N=parts.weight("linear_attn.A_log"),
+        norm=GatedRMSNorm(parts.weight("linear_attn.norm.weight"), config.rms_norm_eps),
+        out_proj=parts.linear("linear_attn.out_proj"),
         states=states,
     )

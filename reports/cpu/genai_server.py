@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, {"error": {"message": f"not offered: {', '.join(refused) or 'this prompt'}"}})
         try:
             return self.answer(200, complete(asked))
-        except Exception as error:  # noqa: BLE001 - GenAI refuses an option
+        except Exception as error:
             return self.answer(400, {"error": {"message": str(error)}})
 
     def answer(self, status, body):

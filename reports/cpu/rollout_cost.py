@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import harness
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
-
 KINDS = {"monitor, trainer at hand": True, "monitor, between": False, "monitor, log alone": False}
 
 

@@ -20,22 +20,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from harness.extensions.server.chat.tokens import run as tokens_run
+from harness.extensions.server.chat.tokens import written
 from harness.extensions.server.endpoint.address import Address
 from harness.extensions.server.endpoint.client import Client
 from harness.extensions.server.sampler.run import check_sampler
-from harness.extensions.server.chat.tokens import run as tokens_run
-from harness.extensions.server.chat.tokens import written
 from harness.formats.checkpoint import Checkpoint
 from harness.plan import plan_engine
 from harness.results.check import Outcome
 from reference_engine import EngineConfig, LLMEngine
 from reference_engine.server.app import build_app
 from reference_engine.server.text import Text
-from tests.loopback import serving
-from tests.extensions.server.sampler.conftest import plan_of, served
-from tests.extensions.server.sampler.test_grammar import masked_first, masking
 from tests.extensions.server.chat.structured.conftest import write_json_tokenizer
 from tests.extensions.server.chat.tokens.conftest import write_tokenizer
+from tests.extensions.server.sampler.conftest import plan_of, served
+from tests.extensions.server.sampler.test_grammar import masked_first, masking
+from tests.loopback import serving
 
 WORDS = ["stone", "naïve", "日本", "42", "x_y", "Ωmega", "🦉", "to", "the", "\n", "--", "e\u0301", "{}", "end"]
 SPACINGS = ("any whitespace", "no whitespace")

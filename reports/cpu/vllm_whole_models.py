@@ -16,8 +16,17 @@ from typing import Any
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
-from transformers import Cohere2Config, Cohere2ForCausalLM, Gemma3nTextConfig, Gemma4ForCausalLM, Gemma4TextConfig
-from transformers import HrmTextConfig, HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM, Lfm2MoeConfig
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    HrmTextConfig,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    Lfm2MoeConfig,
+)
 from transformers.models.gemma3n import modeling_gemma3n as gemma3n
 from transformers.models.hrm_text import modeling_hrm_text as hrm
 from transformers.models.lfm2_moe import modeling_lfm2_moe as lfm2_moe

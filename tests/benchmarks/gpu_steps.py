@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3ForCausalLM
 
+import reference_engine.cache_spec
 import reference_engine.model_runner
 from harness.extensions.bench.shape import SHAPES
 from harness.extensions.bench.workload import uneven_workload
@@ -55,7 +56,7 @@ def random_weights(_folder: object, config: ModelConfig, dtype: torch.dtype, dev
 
 def opened(shape: str, **options: Any) -> LLMEngine:
     reference_engine.model_runner.load_weights = random_weights
-    reference_engine.model_runner.read_cache_scales = lambda *_: ()
+    reference_engine.cache_spec.read_cache_scales = lambda *_: ()
     folder = tempfile.mkdtemp()
     SHAPES[shape].config().save_pretrained(folder)
     return LLMEngine(folder, EngineConfig(**{**DEFAULTS, **options}))

@@ -48,8 +48,8 @@ def _scaled_by(width: Callable[[LatentShape], int]) -> Any:
     """Scale scores by the root of a width alone."""
 
     def make(original: Call) -> Call:
-        def scaled(self: Any, config: Any, model_dir: Any) -> Any:
-            return replace(original(self, config, model_dir), score_scale=width(self.model_config.latent) ** -0.5)
+        def scaled(self: Any, *args: Any) -> Any:
+            return replace(original(self, *args), score_scale=width(self.model_config.latent) ** -0.5)
 
         return scaled
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
+import reference_engine.families.build
 import reference_engine.layers
-import reference_engine.model
 from harness.extensions.faults.fault import FIRST, FIRST_DECODE, Category, FaultConfig, table_of
 from harness.extensions.faults.injection import replacing
 from reference_engine.layers import MLP, RMSNorm
@@ -18,12 +18,12 @@ _LAYER = "model.layers.0."
 
 
 def edited_layers(edit: Callable[[Any], Any]) -> Any:
-    """Change what `_build_layer` returns."""
+    """Change what `build_layer` returns."""
 
     def make(build: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: edit(build(*args, **kwargs))
 
-    return replacing((reference_engine.model, "_build_layer", make))
+    return replacing((reference_engine.families.build, "build_layer", make))
 
 
 def norm_scaled_by(statistic: Callable[[RMSNorm, torch.Tensor], torch.Tensor]) -> Any:

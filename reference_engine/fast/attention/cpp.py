@@ -17,9 +17,9 @@ import torch
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.fast.attention.limits import KernelLimits
 from reference_engine.fast.cpp_operators import find_compiler, load_operators
-from reference_engine.kv_cache import CacheSpec
 
 __all__ = ["CppAttention", "CppPlan"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from reference_engine.attention.limits import refusals_of_stored_dtype
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.cache_spec import CacheSpec
 
 __all__ = ["KernelLimits"]
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from reference_engine.batch import Batch
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.fast.attention.limits import KernelLimits
 from reference_engine.fast.kernels.tiling import MAX_HEAD_DIM, find_tiling
-from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
+from reference_engine.kv_cache import KVCache, context_slots
 
 __all__ = ["TritonAttention", "TritonPlan"]
 

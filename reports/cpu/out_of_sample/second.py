@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import gelu, silu
-
 from first import (
     NOTHING,
     Bug,
@@ -23,6 +21,8 @@ from first import (
     projected,
     weight,
 )
+from torch.nn.functional import gelu, silu
+
 from harness.extensions.faults.attention import attend
 from harness.extensions.faults.cache import stored
 from harness.extensions.faults.experts import mixed, routed, sum_of

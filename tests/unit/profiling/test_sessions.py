@@ -137,7 +137,7 @@ def test_fused_operations_are_under_the_name_of_the_first(open_on, monkeypatch, 
 def test_an_engine_that_replays_graphs_says_what_that_means_for_its_profile(own):
     engine, session = own
     assert session.notes == ()
-    engine.runner.acceleration.replays_graphs = True
+    engine.runner.kernels.replays_graphs = True
     (note,) = ReferenceSession(engine, session._folder).notes
     assert "replayed as CUDA graphs" in note
 

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.errors import BlockError
-from reference_engine.kv_cache import CacheSpec, KVCache
-from reference_engine.observing.debug_checks import DebugChecks
+from reference_engine.hooks.debug_checks import DebugChecks
+from reference_engine.kv_cache import KVCache
 from reference_engine.prefix_cache import PrefixCache
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import ScheduledChunk, Sequence

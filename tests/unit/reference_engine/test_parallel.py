@@ -15,7 +15,8 @@ from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
 from reference_engine.errors import ConfigError
-from reference_engine.model import Decoder
+from reference_engine.families.build import build_decoder
+from reference_engine.families.parts import Parts
 from reference_engine.model_runner import ModelRunner
 from reference_engine.parallel import ranks as parallel
 from reference_engine.parallel.messages import decode_chunks, encode_chunks
@@ -199,6 +200,8 @@ def test_the_bias_of_a_sum_is_added_by_the_first_rank_alone(rank: int) -> None:
     for placement in weight_table(config).values():
         weights[placement.parameter] = torch.zeros(placement.shape)
     weights.setdefault(LM_HEAD, weights[TOKEN_EMBEDDING])
-    built: Any = Decoder.build(config, weights, None, None, ranks_of(2)[rank])  # type: ignore[arg-type]
+    built: Any = build_decoder(
+        Parts(config=config, weights=weights, backend=None, parallel=ranks_of(2)[rank], rotary=None)  # type: ignore[arg-type]
+    )
     assert (built.layers[0].attention.o_proj.linear.bias_O is None) == (rank == 1)
     assert built.layers[0].attention.qkv_proj.bias_O is not None

@@ -15,7 +15,7 @@ from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.quantisation import Quantisation
 from reference_engine.errors import ConfigError
-from reference_engine.quantised import MAX_ELEMENTS, Float8Product, Int8Product, dequantised, in_int8
+from reference_engine.families.quantised import MAX_ELEMENTS, Float8Product, Int8Product, dequantised, in_int8
 from tests.quantised_checkpoints import write_quantised
 
 FORMATS = ("w8a8", "fp8-dynamic", "fp8-static", "deepseek", "fp8-blocks")
@@ -60,7 +60,7 @@ def test_large_weights_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch)
     x, bias, product = torch.randn(3, 40), torch.randn(70), Float8Product(scale, 20)
     assert weight.numel() < MAX_ELEMENTS
     whole = product(x, weight, bias)
-    monkeypatch.setattr("reference_engine.quantised.MAX_ELEMENTS", 400)
+    monkeypatch.setattr("reference_engine.families.quantised.MAX_ELEMENTS", 400)
     torch.testing.assert_close(product(x, weight, bias), whole)
     expected = x @ dequantised(weight, scale, 20, torch.float32).T + bias
     torch.testing.assert_close(whole, expected)

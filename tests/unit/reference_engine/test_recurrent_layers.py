@@ -16,9 +16,9 @@ from reference_engine.checkpoint.delta_net import DeltaNetShape
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.errors import BlockError, ConfigError, UnsupportedModelError
 from reference_engine.families.qwen3_next import gated_delta_rule
+from reference_engine.families.state_cache import Piece, StateCache, StateSpec
 from reference_engine.parallel.worker import parallel_engine
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
-from reference_engine.state_cache import Piece, StateCache, StateSpec
 
 from .conftest import Checkpoint, make_qwen3_next
 from .recorder import Recorder

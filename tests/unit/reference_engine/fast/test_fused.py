@@ -43,7 +43,7 @@ class Everything:
 def observed(folder: Any, config: EngineConfig) -> list[tuple[str, torch.Tensor]]:
     everything = Everything()
     with LLMEngine(folder, config, observer=everything) as engine:
-        assert engine.runner.acceleration.is_fused is config.fused_kernels
+        assert engine.runner.kernels.is_fused is config.fused_kernels
         engine.generate(PROMPTS, FORCED)
     return everything.taps
 
@@ -129,6 +129,6 @@ def test_otherwise_the_decoder_stays_plain(
     launch_on("cpu", monkeypatch)
     config = EngineConfig(**{"attention_backend": "triton", "max_model_len": 32, **options})
     with LLMEngine(checkpoint.folder, config) as engine:
-        assert not engine.runner.acceleration.is_fused
+        assert not engine.runner.kernels.is_fused
         decoder = engine.runner._decoder
         assert isinstance(getattr(decoder, "plain", decoder), Decoder)

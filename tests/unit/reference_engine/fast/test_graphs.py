@@ -154,7 +154,7 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
     expected = LLMEngine(checkpoint.folder, config).generate(PROMPTS, params)
     engine = LLMEngine(checkpoint.folder, config)
 
-    graphs = engine.runner.acceleration.record(engine.backend, CudaCapture(device) if device.type == "cuda" else again)
+    graphs = engine.runner.kernels.record(engine.backend, CudaCapture(device) if device.type == "cuda" else again)
     served: list[torch.Tensor | None] = []
     run = graphs.run
 

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.attention.backend import find_backend
+from reference_engine.attention.select import find_backend
 from reference_engine.errors import ConfigError
 from reference_engine.fast import products
-from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import cpp
 from reference_engine.fast.attention import triton as triton_backend
+from reference_engine.fast.fast_kernels import FastKernels
 from reference_engine.fast.products import FewRows
 
 from ..recorder import Recorder, assert_same_rows
 from ..test_kv_cache import make_spec
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 
-BACKENDS = FastAcceleration.backends
+BACKENDS = FastKernels.backends
 
 pytestmark = IGNORE_NUMPY
 CUDA = torch.device("cuda")

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.attention.backend import find_backend
+from reference_engine.attention.select import find_backend
 from reference_engine.errors import ConfigError
-from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import varlen
 from reference_engine.fast.attention.limits import KernelLimits
+from reference_engine.fast.fast_kernels import FastKernels
 
 from ..recorder import Recorder
 from ..test_attention import naive
 from ..test_kv_cache import make_spec
 
-BACKENDS = FastAcceleration.backends
+BACKENDS = FastKernels.backends
 
 PROMPTS = [list(range(4, 41)), [5, 6, 7], list(range(4, 24)), [44]]
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)

@@ -12,10 +12,10 @@ from itertools import chain
 from reference_engine.batch import slots_of
 from reference_engine.block_pool import NULL_BLOCK, BlockPool
 from reference_engine.errors import BlockError
+from reference_engine.families.state_cache import StateCache
 from reference_engine.kv_cache import KVCache
 from reference_engine.prefix_cache import Prefix
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
-from reference_engine.state_cache import StateCache
 
 __all__ = ["DebugChecks"]
 
