@@ -63,7 +63,7 @@ class Adapter:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by their paths."""
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for update in (update for updates in self.updates.values() for update in updates):
             tensors |= {f"{update.name}.lora_A": update.a_RI, f"{update.name}.lora_B": update.b_OR}
         return tensors

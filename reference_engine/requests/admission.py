@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 from reference_engine.checkpoint.rope_config import RopeConfig
 from reference_engine.errors import CapacityError, RequestError
@@ -99,7 +100,7 @@ class Admission:
                 expected=f"at most the vocabulary of {self.vocab_size}", actual=params.num_logprobs,
             )  # fmt: skip
 
-    def _check_token_ids(self, token_ids: Iterable[int] | str, name: str) -> list[int]:
+    def _check_token_ids(self, token_ids: Iterable[Any], name: str) -> list[int]:
         try:
             checked = [index(token_id) for token_id in token_ids]
         except TypeError as error:

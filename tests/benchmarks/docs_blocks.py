@@ -112,7 +112,7 @@ SERVERS = {
     "sampler": ["--model", "{model}"],
     "tokens": ["--model", "{made}/chat"],
 }
-"""Options of the `harness serve` that a page's commands ask."""
+"""Options of the `reference-engine serve` that a page's commands ask."""
 
 EXPECTED = {
     ("check-onnxruntime", "harness check"): 1,
@@ -206,7 +206,7 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
     """Serve until the end of the block, once the server answers."""
     with (folder.parent / "server.txt").open("w") as out:
         process = subprocess.Popen(
-            ["harness", "serve", "--port", str(PORT), *arguments],
+            ["reference-engine", "serve", "--port", str(PORT), *arguments],
             cwd=folder,
             env=environment(folder),
             stdout=out,
@@ -286,7 +286,7 @@ def one(page: str, number: int, command: str, running: ExitStack, options: argpa
     for own, part, reason in NOT_RUN:
         if own in ("", page) and (part in command if page != "models" else command.endswith(part)):
             return Ended(page, number, command, None, expected, 0.0, reason, "")
-    if command.startswith("harness serve"):
+    if command.startswith("reference-engine serve"):
         begin = time.monotonic()
         arguments = command.replace(f"--port {PORT}", "").split()[2:]
         with server(arguments, options.clone) if page == "README" else ExitStack() as _:

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/endpoint_cost.py [--model FOLDER] [--prompts 100] [--tokens 64] [--turns 3]
 
-Without --model: a Qwen3 of random weights (hidden 512, 8 layers, vocabulary 8192). The server is `harness serve` in a
-process of its own. All columns are seconds; `truth` runs beside the others, `own work` is what is left of it, loading
-and judging.
+Without --model: a Qwen3 of random weights (hidden 512, 8 layers, vocabulary 8192). The server is `reference-engine
+serve` in a process of its own. All columns are seconds; `truth` runs beside the others, `own work` is what is left of
+it, loading and judging.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or random_model(Path(scratch) / "model")
-        command = [sys.executable, "-c", "from harness.cli import main; main()", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "reference_engine", "serve", "--port", "0"]
         command += ["--model", str(folder), "--dtype", "float32", "--engine-option", "enable_prefix_caching=false"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

@@ -38,7 +38,6 @@ COMMANDS = {
     "fuzz": ["fuzz", "--seconds", "2"],
     "invariance": ["fuzz", "--invariance", "--seconds", "1"],
     "profile": ["profile", "--out", "kept", "--quick", "--prompt-tokens", "4", "--max-new-tokens", "3"],
-    "generate": ["generate", "--prompt", "a", "--max-new-tokens", "3"],
     "check": ["check", "--no-isolate", "--token-ids", "1,2,3"],
     "run": ["run", "--no-isolate", "--token-ids", "1,2,3", "--out", "kept"],
 }
@@ -104,7 +103,6 @@ LONG = {
     "profile": ["profile", "--out", "kept", "--runs", "500"],
     "faults": ["faults"],
     "suite": ["suite", "case.toml"],
-    "serve": ["serve", "--port", "0"],
     "bench": ["bench", "engine", "--repeats", "99"],
 }
 CASE = """

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from harness.engines import open_engine
 from harness.engines.continuation import Continuation
-from harness.engines.reference_backend import choose_backend
 from harness.engines.reference_errors import reference_errors
 from harness.engines.reference_options import parse_reference_options
 from harness.extensions.bench.peer import OURS, BenchConfig, Generation
 from harness.extensions.bench.workload import BenchWorkload
 from reference_engine import EngineConfig
+from reference_engine.launch import choose_backend
 
 STEP_TOKENS = EngineConfig().max_num_batched_tokens
 """Tokens of a step, for every engine that lets us choose."""

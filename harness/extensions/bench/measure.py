@@ -10,8 +10,6 @@ from harness.base.environment import describe_machine
 from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
 from harness.engines.adapter import engine_module, refuse_unknown_options
-from harness.engines.reference_backend import choose_backend
-from harness.engines.reference_threads import engine_threads
 from harness.errors import Code, HarnessError
 from harness.extensions.bench.agreement import Agreement, find_divergences, judge_divergences
 from harness.extensions.bench.bandwidth import copy_bandwidth
@@ -24,6 +22,7 @@ from harness.extensions.bench.shape import Shape, Sizes, build_checkpoint, find_
 from harness.extensions.bench.workload import BenchWorkload, even_workload, uneven_workload
 from harness.formats.case import DTYPES
 from harness.formats.checkpoint import Checkpoint
+from reference_engine.launch import choose_backend, engine_threads
 
 BATCH_SIZES = (1, 16)
 Tokens = dict[str, Sequence[Sequence[int]]]

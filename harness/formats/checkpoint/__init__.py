@@ -2,7 +2,7 @@
 
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.locations import cache_dir, embedded_cases
-from harness.formats.checkpoint.names import resolve
+from harness.formats.checkpoint.names import embedded_model, resolve
 from harness.formats.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME
 from harness.formats.checkpoint.tokenizer import HFTokenizer
 
@@ -14,5 +14,6 @@ __all__ = [
     "HFTokenizer",
     "cache_dir",
     "embedded_cases",
+    "embedded_model",
     "resolve",
 ]

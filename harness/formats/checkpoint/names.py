@@ -59,6 +59,11 @@ def embedded_folder(model: str) -> Path | None:
     return folder if exists(folder / CONFIG_NAME) else None
 
 
+def embedded_model() -> str:
+    """Return the embedded checkpoint that is used if none is named."""
+    return str(embedded_cases() / "checkpoints" / "qwen3-tiny")
+
+
 def _local_path(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""Faults planted in the sampler of `harness serve`: each with the setting that shows it and what it is called."""
+"""Faults planted in the sampler of `reference-engine serve`, each with the setting that shows it and its name."""
 
 from __future__ import annotations
 
