@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from harness.engines import open_engine
 from harness.engines.continuation import Continuation
-from harness.engines.reference_errors import reference_errors
-from harness.engines.reference_options import parse_reference_options
+from harness.engines.reference.errors import parse_reference_options, reference_errors
 from harness.extensions.bench.peer import OURS, BenchConfig, Generation
 from harness.extensions.bench.workload import BenchWorkload
 from reference_engine import EngineConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.engines.hf_session import HFSession
-from harness.engines.reference_session import ReferenceSession
+from harness.engines.reference.session import ReferenceSession
 from harness.engines.stepping import PREPARE, SAMPLE
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model

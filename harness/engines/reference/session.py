@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from harness.engines.reference_errors import reference_errors
+from harness.engines.reference.errors import reference_errors
 from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ExpertsLoad, ModelShape, OperationWatcher
 from harness.results.profile import StepShape
 from reference_engine import LLMEngine, SamplingParams, StepInfo
