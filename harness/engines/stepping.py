@@ -106,7 +106,7 @@ class OperatorWatcher(OperationWatcher, Protocol):
 
 
 class TokenSession(Protocol):
-    """An engine that is driven step by step: what `harness bench engine` and `harness generate` need.
+    """An engine that is driven step by step: what `harness bench engine` needs.
 
     A session may have a method `close`, which gives the engine's memory back.
     """
@@ -240,7 +240,7 @@ def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> C
             where="open_session",
             expected=f"{', '.join(_WATCHED)}, as harness.engines.stepping.Session has them",
             actual=type(session).__name__,
-            hint="harness bench engine and harness generate do without",
+            hint="harness bench engine does without",
         )
     return ClosableSession(engine.name, session)
 
