@@ -1,31 +1,51 @@
-"""What a caller may ask of a request that has not finished: fork it, rewind it, suspend and resume it, abort it."""
+"""The requests of an engine: added, forked, rewound, suspended and resumed, aborted by their callers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from itertools import count
 
 from reference_engine.config import EngineConfig
 from reference_engine.errors import RequestError
+from reference_engine.observer import Observer
 from reference_engine.requests.admission import Admission
 from reference_engine.requests.outputs import FinishReason
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import Sequence
 from reference_engine.scheduler import Scheduler
 
-__all__ = ["RequestControl", "rewind_tokens"]
+__all__ = ["Prompt", "RequestControl", "rewind_tokens"]
+
+Prompt = str | Iterable[int]
+"""Text, which the checkpoint's tokenizer reads, or token ids."""
 
 
 class RequestControl:
-    """The unfinished requests of an engine, by id. Every method raises RequestError for an unknown id."""
+    """The unfinished requests of an engine, by id. Methods that take an id raise RequestError for an unknown one."""
 
     config: EngineConfig
     scheduler: Scheduler
+    observer: Observer | None
     _admission: Admission
 
     def __init__(self, *, block_size: int, keeps_states: bool) -> None:
         self._block_size, self._keeps_states = block_size, keeps_states
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = count()
+        self._is_closed = False
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a request, text or token ids, and return its id.
+
+        Raises:
+            RequestError: the prompt is empty, holds an id outside the vocabulary, or is too long for the model; or the
+                engine is closed.
+            CapacityError: the request is larger than the whole pool of blocks.
+            ConfigError: it is text or has stop strings, and the checkpoint has no tokenizer to read them with.
+        """
+        params = params or SamplingParams()
+        return self._add(self._check(prompt, params), params)
 
     def fork(self, request_id: int, params: SamplingParams | None = None) -> int:
         """Continue a request a second time from where it is, and return the new request's id.
@@ -104,6 +124,48 @@ class RequestControl:
                 actual=request_id,
             )  # fmt: skip
         return self._sequences[request_id]
+
+    def _check_all(
+        self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[tuple[list[int], SamplingParams]]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                "prompts and params do not pair", where="LLMEngine.generate", expected=f"{len(prompts)} params",
+                actual=len(params),
+            )  # fmt: skip
+        return [(self._check(*request), request[1]) for request in zip(prompts, params, strict=True)]
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        if self._is_closed:
+            raise RequestError("the engine is closed", where="LLMEngine", hint="Open another one.")
+        return self._admission.check(prompt, params)
+
+    def _add(self, prompt: list[int], params: SamplingParams) -> int:
+        request_id = next(self._request_ids)
+        sequence = self._sequences[request_id] = Sequence(
+            request_id=request_id,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            params=params,
+            rope_len=self._admission.rope_len(len(prompt), params),
+            seed=self._seed(params, request_id),
+        )
+        self.scheduler.add(sequence)
+        return request_id
+
+    def _drop_all(self) -> None:
+        """Abort all requests without telling the observer: it may be the one that failed."""
+        observer, self.observer = self.observer, None
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+        self.observer = observer
+
+    def _finish(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens)
+        self.scheduler.finish(sequence)
 
     def _seed(self, params: SamplingParams, request_id: int) -> int:
         return (self.config.seed << 32) + request_id if params.seed is None else params.seed

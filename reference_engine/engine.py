@@ -13,7 +13,7 @@ from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import EngineConfig
-from reference_engine.control import RequestControl
+from reference_engine.control import Prompt, RequestControl
 from reference_engine.errors import RequestError
 from reference_engine.hooks.debug_checks import DebugChecks
 from reference_engine.model_runner import ModelRunner
@@ -27,7 +27,7 @@ from reference_engine.requests.stopping import finish_reason
 from reference_engine.requests.tokenizer import Tokenizer
 from reference_engine.sampler import Sampled
 from reference_engine.scheduler import Scheduler
-from reference_engine.speculation import Drafter, Speculation, open_drafter
+from reference_engine.speculation import Drafter, DraftModel, Speculation, open_drafter
 from reference_engine.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["LLMEngine"]
 
 _Choice: TypeAlias = "tuple[int, TokenLogprobs | None]"
-Prompt = str | Iterable[int]
-"""Text, which the checkpoint's tokenizer reads, or token ids."""
 
 
 class LLMEngine(RequestControl):
@@ -94,9 +92,9 @@ class LLMEngine(RequestControl):
             adapters=self.runner.adapters,
             open_tokenizer=lambda: self.tokenizer,
         )
-        drafter = open_drafter(config, self.vocab_size, backend.has_blocks, LLMEngine)
-        self.speculation = Speculation(drafter, config.max_num_batched_tokens)
-        self._is_closed = False
+        self.drafter: Drafter | None = open_drafter(config, self.vocab_size, backend.has_blocks, LLMEngine)
+        """Guesses tokens for each step to verify; may be set at any time between steps."""
+        self.speculation = Speculation(config.max_num_batched_tokens)
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -115,16 +113,8 @@ class LLMEngine(RequestControl):
             self._is_closed = True
             self._drop_all()
             self.runner.close()
-            self.speculation.close()
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """Guesses tokens for each step to verify; may be set at any time between steps."""
-        return self.speculation.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter | None) -> None:
-        self.speculation.drafter = drafter
+            if isinstance(self.drafter, DraftModel):
+                self.drafter.close()
 
     @property
     def vocab_size(self) -> int:
@@ -144,18 +134,6 @@ class LLMEngine(RequestControl):
     def weights(self) -> Mapping[str, Tensor]:
         """Return the tensors of the model and its adapters by their paths, as they are in memory."""
         return self.runner.weights()
-
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a request, text or token ids, and return its id.
-
-        Raises:
-            RequestError: the prompt is empty, holds an id outside the vocabulary, or is too long for the model; or the
-                engine is closed.
-            CapacityError: the request is larger than the whole pool of blocks.
-            ConfigError: it is text or has stop strings, and the checkpoint has no tokenizer to read them with.
-        """
-        params = params or SamplingParams()
-        return self._add(self._check(prompt, params), params)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
@@ -209,46 +187,9 @@ class LLMEngine(RequestControl):
                 sequence.text = self._decode(sequence.token_ids[sequence.num_prompt_tokens :])
         return [sequence.output() for sequence in sequences]
 
-    def _check_all(
-        self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None
-    ) -> list[tuple[list[int], SamplingParams]]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(
-                "prompts and params do not pair", where="LLMEngine.generate", expected=f"{len(prompts)} params",
-                actual=len(params),
-            )  # fmt: skip
-        return [(self._check(*request), request[1]) for request in zip(prompts, params, strict=True)]
-
-    def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        if self._is_closed:
-            raise RequestError("the engine is closed", where="LLMEngine", hint="Open another one.")
-        return self._admission.check(prompt, params)
-
-    def _add(self, prompt: list[int], params: SamplingParams) -> int:
-        request_id = next(self._request_ids)
-        sequence = self._sequences[request_id] = Sequence(
-            request_id=request_id,
-            token_ids=prompt,
-            num_prompt_tokens=len(prompt),
-            params=params,
-            rope_len=self._admission.rope_len(len(prompt), params),
-            seed=self._seed(params, request_id),
-        )
-        self.scheduler.add(sequence)
-        return request_id
-
-    def _drop_all(self) -> None:
-        """Abort all requests without telling the observer: it may be the one that failed."""
-        observer, self.observer = self.observer, None
-        for request_id in list(self._sequences):
-            self.abort(request_id)
-        self.observer = observer
-
     def _compute(self) -> tuple[list[ScheduledChunk], Sampled]:
         """Compute one batch, drafts included; return its chunks and the choices at their sampled rows."""
-        self.speculation.propose(self.scheduler.running)
+        self.speculation.propose(self.scheduler.running, self.drafter)
         chunks = self.scheduler.schedule()
         self.speculation.drop_unscheduled(chunks)
         assert chunks or not self.has_unfinished(), "the oldest request can always take the blocks of the others"
@@ -291,11 +232,6 @@ class LLMEngine(RequestControl):
             )
             if sequence.finish_reason is not None:
                 return
-
-    def _finish(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request_id]
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens)
-        self.scheduler.finish(sequence)
 
     def _decode(self, token_ids: Seq[int]) -> str:
         return self.tokenizer.decode(token_ids)

@@ -1,4 +1,4 @@
-"""The model on its device: weights, KV cache and attention, and the forward of one step."""
+"""One step on the device: from chunks to a batch, to logits, to tokens. `loader` puts the model there."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from pathlib import Path
 
 import torch
 
-from reference_engine.attention.select import find_backend
 from reference_engine.batch import Batch, build_batch, slots_of
-from reference_engine.cache_spec import CacheSpec, read_scales
-from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.config import EngineConfig
-from reference_engine.families.build import build_decoder, open_rotaries
-from reference_engine.families.parts import Parts
-from reference_engine.families.state_cache import StateCache, StateSpec
 from reference_engine.hooks.steps import describe, show_cache, show_states
 from reference_engine.hooks.weights import named_tensors
-from reference_engine.kernels import Kernels
-from reference_engine.lora.adapter import read_adapter
+from reference_engine.loader import load_model
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
@@ -30,7 +23,7 @@ from reference_engine.sampler import Sampled, sample
 from reference_engine.speculation import sampling_views
 from reference_engine.tensor_parallel import TensorParallel
 
-__all__ = ["ModelRunner", "find_kernels"]
+__all__ = ["ModelRunner"]
 
 
 class ModelRunner:
@@ -53,43 +46,15 @@ class ModelRunner:
     ) -> None:
         self.shows_operations = True
         """Whether an observer sees every intermediate. If not, it sees the logits, and steps run as without it."""
-        config.check_model(model_config, has_adapters=bool(adapters), has_ranks=ranks is not None)
         self._parallel = parallel = TensorParallel() if ranks is None else ranks
-        self.model_config = model_config.shard(parallel.size)
-        self.device = parallel.open_device(config.device)
-        self._numerics = step_numerics if self.device.type == "cuda" else nullcontext
-        self.dtype: torch.dtype = getattr(torch, config.resolve_dtype(model_config))
+        config.check_model(model_config, has_adapters=bool(adapters), has_ranks=ranks is not None)
+        loaded = load_model(model_dir, config, model_config, parallel, adapters or {})
+        self.model_config, self.device, self.dtype = loaded.model_config, loaded.device, loaded.dtype
         self.max_model_len = config.resolve_max_model_len(model_config)
-        state_spec = StateSpec.of(self.model_config, self.dtype, self.device)
-        spec = self._cache_spec(config, model_dir, state_spec)
-        self.kernels = kernels = find_kernels()(config, spec, num_engines=parallel.size, has_adapters=bool(adapters))
-        open_backend = find_backend(config.attention_backend, spec, kernels.backends)
-        with_blocks = (name for name, backend in kernels.backends.items() if backend.has_blocks)
-        config.check_prefix_caching(open_backend.has_blocks, with_blocks)
-        rotary, local_rotary = open_rotaries(model_config, self.device, self.dtype)
-        weights = load_weights(model_dir, model_config, self.dtype, self.device, parallel.rank, parallel.size)
-        # After the weights, so that on a GPU the cache takes its part of what they leave.
-        budget_bytes = parallel.cache_budget_bytes(self.device)
-        self.backend = open_backend(replace(spec, budget_bytes=budget_bytes, prepare=kernels.prepare_cache))
-        self.states = None if state_spec is None else StateCache.open(state_spec, self.backend, config)
-        self.model = build_decoder(
-            Parts(
-                config=self.model_config,
-                weights=weights,
-                backend=self.backend,
-                parallel=parallel,
-                rotary=rotary,
-                local_rotary=local_rotary,
-                states=self.states,
-                product=kernels.linears(weights, self.backend),
-                quantised=kernels.quantised_linears(self.backend),
-            )
-        )
-        self._decoder = kernels.decoder(self.model, self.backend)
-        self.adapters = {
-            name: read_adapter(name, folder, self.model_config, self.dtype, self.device)
-            for name, folder in (adapters or {}).items()
-        }
+        self.backend, self.states, self.kernels = loaded.backend, loaded.states, loaded.kernels
+        self.model, self.adapters = loaded.decoder, loaded.adapters
+        self._decoder = self.kernels.decoder(self.model, self.backend)
+        self._numerics = step_numerics if self.device.type == "cuda" else nullcontext
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the model's tensors and those of its adapters by their paths: `layers.3.mlp.down_proj.weight`."""
@@ -172,22 +137,3 @@ class ModelRunner:
 
     def _planned(self, batch: Batch) -> Batch:
         return replace(batch, plan=self.backend.plan(batch))
-
-    def _cache_spec(
-        self, config: EngineConfig, model_dir: str | Path, state_spec: StateSpec | None = None
-    ) -> CacheSpec:
-        model_config = self.model_config
-        scales = read_scales(config, model_dir, model_config.attention_layers, model_config.latent is not None)
-        state_bytes = 0 if state_spec is None else state_spec.num_bytes
-        return CacheSpec.of(config, model_config, scales, dtype=self.dtype, device=self.device, state_bytes=state_bytes)
-
-
-def find_kernels() -> type[Kernels]:
-    """Return those of the room `fast` where it is there, else the plain ones."""
-    try:
-        from reference_engine.fast.fast_kernels import FastKernels
-    except ModuleNotFoundError as error:
-        if error.name != "reference_engine.fast":
-            raise
-        return Kernels
-    return FastKernels

@@ -128,25 +128,24 @@ def open_drafter(
 class Speculation:
     """The drafts of an engine's steps: made before a step is scheduled, verified after it is computed."""
 
-    def __init__(self, drafter: Drafter | None, max_num_batched_tokens: int) -> None:
-        self.drafter = drafter
+    def __init__(self, max_num_batched_tokens: int) -> None:
         self.num_drafted = self.num_accepted = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._proposed: list[Sequence] = []
         """The requests that may have drafts which are not yet verified."""
 
-    def propose(self, running: Seq[Sequence]) -> None:
+    def propose(self, running: Seq[Sequence], drafter: Drafter | None) -> None:
         """Add drafts to the running requests that are one token behind, the oldest first.
 
         Of all rows of a step, one is left for each request.
         """
-        self._proposed = [] if self.drafter is None else list(running)
+        self._proposed = [] if drafter is None else list(running)
         num_left = self._max_num_batched_tokens - len(running)
         for sequence in self._proposed:
             last = sequence.num_prompt_tokens + sequence.params.max_new_tokens - 1
             num_drafts = min(num_left, last - sequence.num_tokens)
-            if self.drafter is not None and num_drafts > 0 and sequence.num_remaining_tokens == 1:
-                drafts = list(self.drafter.draft(sequence))[:num_drafts]
+            if drafter is not None and num_drafts > 0 and sequence.num_remaining_tokens == 1:
+                drafts = list(drafter.draft(sequence))[:num_drafts]
                 sequence.token_ids += drafts
                 sequence.num_drafts = len(drafts)
                 num_left -= len(drafts)
@@ -164,11 +163,6 @@ class Speculation:
         num_accepted = verify(chunk, chosen)
         self.num_accepted += num_accepted
         return num_accepted
-
-    def close(self) -> None:
-        """Give the memory of a draft model back."""
-        if isinstance(self.drafter, DraftModel):
-            self.drafter.close()
 
 
 def verify(chunk: ScheduledChunk, chosen: Seq[int]) -> int:

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3ForCausalLM
 
 import reference_engine.cache_spec
-import reference_engine.model_runner
+import reference_engine.loader
 from harness.extensions.bench.shape import SHAPES
 from harness.extensions.bench.workload import uneven_workload
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
@@ -55,7 +55,7 @@ def random_weights(_folder: object, config: ModelConfig, dtype: torch.dtype, dev
 
 
 def opened(shape: str, **options: Any) -> LLMEngine:
-    reference_engine.model_runner.load_weights = random_weights
+    reference_engine.loader.load_weights = random_weights
     reference_engine.cache_spec.read_cache_scales = lambda *_: ()
     folder = tempfile.mkdtemp()
     SHAPES[shape].config().save_pretrained(folder)

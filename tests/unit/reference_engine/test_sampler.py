@@ -18,7 +18,8 @@ from transformers import (
 from reference_engine import sampler
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import Sequence
-from reference_engine.sampler import allowed_tokens, penalise, sample, uniforms
+from reference_engine.sampler import allowed_tokens, sample, uniforms
+from reference_engine.scores import penalise
 
 V = 50
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.model_runner import find_kernels
+from reference_engine.loader import find_kernels
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = "tests.unit.reference_engine.without_fast"

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from reference_engine import cache_spec, model_runner
+from reference_engine import cache_spec, loader
 
 from .launching import IGNORE_NUMPY, launch_on
 
@@ -30,7 +30,7 @@ def script(name: str) -> ModuleType:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for module, name in (
-        (model_runner, "load_weights"),
+        (loader, "load_weights"),
         (cache_spec, "read_cache_scales"),
     ):  # which the script replaces
         monkeypatch.setattr(module, name, getattr(module, name))
