@@ -1,7 +1,7 @@
 """What makes the engine faster, as the core sees it: the few things that can also be done in another way.
 
-`Kernels` does them the plain way. The room `fast` does them in its own way; the model runner looks for it, and is
-the only place of the core that names it. Without that room everything runs as it is written here.
+`Kernels` does them the plain way. The room `fast` does them in its own way; `loader` looks for it, and is the only
+place of the core that names it. Without that room everything runs as it is written here.
 
 Shapes: O outputs, I inputs, R sampled rows, V vocab.
 """
