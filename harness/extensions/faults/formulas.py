@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import reference_engine.loader
 import reference_engine.rope_types
 from harness.extensions.faults.attention import everywhere
 from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, table_of
@@ -91,7 +92,7 @@ def _without_layer(index: int) -> Any:
 
         return built
 
-    return replacing((Decoder, "build", make))
+    return replacing((reference_engine.loader, "build_decoder", make))
 
 
 def _stale_head(weights: Weights, config: Any) -> None:
