@@ -10,12 +10,12 @@ The core is read in one sitting, in this order:
 6. `attention.paged`, `kv_cache`: attention through block tables;
 7. `sampler`: the next tokens.
 
-Beside each step of it stands what can be read later, or left out:
+What can be read later, or left out:
 
-- of requests: `control` (fork, rewind, suspend), `speculation` (drafts), `requests` (limits, parameters, text), `scores`
-  (penalties, log probabilities);
-- of the model: `loader` (a checkpoint on its device), `checkpoint`, `families` (layers of few families, how a decoder is
-  built), `lora`, `rope_types`, `cache_spec`;
+- of requests: `control` (fork, rewind, suspend), `speculation` (drafts), `requests` (limits, parameters, text),
+  `scores` (penalties, log probabilities);
+- of the model: `loader` (a checkpoint on its device), `checkpoint`, `families` (layers of few families, how a decoder
+  is built), `lora`, `rope_types`, `cache_spec`;
 - of attention: `attention.backend` (the interface), `attention.sdpa` (the call of torch's kernel), the other backends;
 - `tensor_parallel` and `parallel` (several processes), `kernels` and `fast` (kernels, packed weights, recorded steps):
   the first of each is all that the core knows of the second, and it runs without;

@@ -77,12 +77,12 @@ class GatedDeltaNet:
 
     def _split(self, qkvz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q, k and v side by side, [T, C], and the gates [T, N, H]: the product has them by key head."""
-        own = self.shape
-        by_head = qkvz.view(len(qkvz), own.num_key_heads, -1)
-        values = own.value_size // own.num_key_heads
-        q, k, v, gate = by_head.split([own.key_head_dim, own.key_head_dim, values, values], dim=-1)
+        shape = self.shape
+        by_head = qkvz.view(len(qkvz), shape.num_key_heads, -1)
+        values = shape.value_size // shape.num_key_heads
+        q, k, v, gate = by_head.split([shape.key_head_dim, shape.key_head_dim, values, values], dim=-1)
         qkv_TC = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)
-        return qkv_TC, gate.reshape(len(gate), own.num_value_heads, own.value_head_dim)
+        return qkv_TC, gate.reshape(len(gate), shape.num_value_heads, shape.value_head_dim)
 
     def _scan(self, qkv_TC: torch.Tensor, decay_TN: torch.Tensor, beta_TN: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return what each row reads of its state, [T, N, H]."""
@@ -153,9 +153,9 @@ def _correct(
     faded = decay.cumsum(-1)
     is_later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     between = (faded[..., :, None] - faded[..., None, :]).masked_fill(is_later, float("-inf")).exp()
-    own = (beta * faded.exp())[..., None] * k
+    updated = (beta * faded.exp())[..., None] * k
     system = beta[..., None] * (k @ k.mT) * between
-    missed = beta[..., None] * v - own @ state
+    missed = beta[..., None] * v - updated @ state
     corrections = torch.linalg.solve_triangular(system, missed, upper=False, unitriangular=True)
     out = (q * faded.exp()[..., None]) @ state + ((q @ k.mT) * between) @ corrections
     kept = k * (faded[..., -1:] - faded).exp()[..., None]

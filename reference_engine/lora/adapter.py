@@ -134,7 +134,7 @@ def read_adapter(
         )
         updates.setdefault(place.parameter.removesuffix(".weight"), []).append(update)
     _check_targets(settings, places, adapted, path)
-    return Adapter(name=name, updates={product: tuple(own) for product, own in updates.items()})
+    return Adapter(name=name, updates={product: tuple(parts) for product, parts in updates.items()})
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

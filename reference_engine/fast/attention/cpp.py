@@ -31,10 +31,10 @@ class CppLimits(KernelLimits):
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
         """See `KernelLimits.refusals`; this also looks for the compiler."""
-        found = super().refusals(spec)
+        refusals = super().refusals(spec)
         if not find_compiler():
-            found.append(("a C++ compiler (c++, g++, clang++ or the variable CXX)", "none"))
-        return found
+            refusals.append(("a C++ compiler (c++, g++, clang++ or the variable CXX)", "none"))
+        return refusals
 
 
 _LIMITS = CppLimits(device_types=("cpu",))

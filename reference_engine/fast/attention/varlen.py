@@ -47,10 +47,10 @@ class VarlenLimits(KernelLimits):
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
         """See `KernelLimits.refusals`; this also looks at torch."""
-        found = super().refusals(spec)
+        refusals = super().refusals(spec)
         if _kernel() is None:
-            found.append(("a torch whose varlen_attn reads block tables (2.13 does)", torch.__version__))
-        return found
+            refusals.append(("a torch whose varlen_attn reads block tables (2.13 does)", torch.__version__))
+        return refusals
 
 
 _LIMITS = VarlenLimits(
