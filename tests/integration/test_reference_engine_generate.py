@@ -87,8 +87,8 @@ def test_a_stream_adds_up_to_the_text(generate, checkpoints, monkeypatch, name):
 
 def test_equal_seeds_draw_equal_texts(generate):
     options = ("--max-new-tokens", 12, "--temperature", "4", "--seed")
-    first, again, other = (generate(*options, seed).out for seed in (1, 1, 2))
-    assert first == again != other
+    first, again, another_seed = (generate(*options, seed).out for seed in (1, 1, 2))
+    assert first == again != another_seed
 
 
 def test_top_k_of_one_is_greedy_at_any_temperature(generate):
@@ -215,12 +215,12 @@ def test_an_adapter_changes_the_text_and_one_that_is_none_is_refused(generate, t
     assert "the adapter's weights cannot be read" in refused.err
 
 
-@pytest.mark.parametrize(("options", "given"), [((), "neither"), (("--prompt", "hu", "--chat", "chat.json"), "both")])
-def test_a_prompt_or_a_chat(engine, options, given):
+@pytest.mark.parametrize(("options", "actual"), [((), "neither"), (("--prompt", "hu", "--chat", "chat.json"), "both")])
+def test_a_prompt_or_a_chat(engine, options, actual):
     ran = engine("generate", *options)
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith("ConfigError: one request is continued\n")
-    assert f"actual:   {given}\n" in ran.err
+    assert f"actual:   {actual}\n" in ran.err
 
 
 def test_an_error_is_json_where_json_is_asked_for(generate):

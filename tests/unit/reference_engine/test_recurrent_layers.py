@@ -167,8 +167,8 @@ def test_a_fork_and_its_original_go_on_from_one_state(checkpoint: Checkpoint) ->
         forced = SamplingParams(max_new_tokens=6, forced_token_ids=[begin, 17, 23], ignore_eos=True)
         fork = engine.fork(first, forced)
         made = finish(engine)
-    own, forked = ([begin, *made[request]] for request in (first, fork))
-    assert own == checkpoint.greedy(PROMPTS[0], 6)
+    original, forked = ([begin, *made[request]] for request in (first, fork))
+    assert original == checkpoint.greedy(PROMPTS[0], 6)
     assert forked[3:] == checkpoint.greedy([*PROMPTS[0], *forked[:3]], 3)
 
 

@@ -212,8 +212,8 @@ def test_the_latest_place_with_the_longest_match_is_looked_up(tokens, drafts):
 def test_a_model_that_guesses_as_itself_is_always_right(checkpoint):
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     expected, _ = continuations(checkpoint, params)
-    own = {"num_speculative_tokens": 3, "draft_model": str(checkpoint.folder)}
-    actual, engine = continuations(checkpoint, params, **own)
+    options = {"num_speculative_tokens": 3, "draft_model": str(checkpoint.folder)}
+    actual, engine = continuations(checkpoint, params, **options)
     assert actual == expected
     assert engine.speculation.num_accepted == engine.speculation.num_drafted > 0
 
@@ -222,8 +222,12 @@ def test_a_model_that_guesses_as_itself_is_always_right(checkpoint):
 def test_another_model_s_guesses_change_no_token(checkpoints, backend):
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     expected, _ = continuations(checkpoints["qwen3-next"], params)
-    own = {"num_speculative_tokens": 3, "draft_model": str(checkpoints["llama"].folder), "attention_backend": backend}
-    actual, engine = continuations(checkpoints["qwen3-next"], params, **own)
+    options = {
+        "num_speculative_tokens": 3,
+        "draft_model": str(checkpoints["llama"].folder),
+        "attention_backend": backend,
+    }
+    actual, engine = continuations(checkpoints["qwen3-next"], params, **options)
     assert actual == expected
     assert engine.speculation.num_accepted < engine.speculation.num_drafted
 

@@ -131,9 +131,9 @@ def test_every_tap_is_there_and_as_it_was(checkpoint: Any, dtype: str) -> None:
     fused, plain = (observed(checkpoint.folder, replace(config, fused_kernels=is_on)) for is_on in (True, False))
     assert [name for name, _ in fused] == [name for name, _ in plain]
     limit = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]  # errors of two layers
-    for (name, own), (_, other) in zip(fused, plain, strict=True):
-        assert (own.shape, own.dtype) == (other.shape, other.dtype), name
-        assert (own.double() - other.double()).norm() <= limit * other.double().norm(), name
+    for (name, fused_value), (_, plain_value) in zip(fused, plain, strict=True):
+        assert (fused_value.shape, fused_value.dtype) == (plain_value.shape, plain_value.dtype), name
+        assert (fused_value.double() - plain_value.double()).norm() <= limit * plain_value.double().norm(), name
 
 
 @needs_compiler

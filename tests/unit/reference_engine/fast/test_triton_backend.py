@@ -154,5 +154,5 @@ def test_a_gpu_without_e4m3_is_refused_such_a_cache(
     kept = replace(cuda, stored_dtype=torch.float8_e4m3fn)
     refusals = [what for what, _ in triton_backend.TritonAttention.limits.refusals(kept)]
     assert ("compute capability 8.9 for a cache in float8_e4m3fn" in refusals) is not is_served
-    for other in (cuda, replace(cuda, stored_dtype=torch.float8_e5m2)):
-        assert not any("capability" in what for what, _ in triton_backend.TritonAttention.limits.refusals(other))
+    for spec in (cuda, replace(cuda, stored_dtype=torch.float8_e5m2)):
+        assert not any("capability" in what for what, _ in triton_backend.TritonAttention.limits.refusals(spec))

@@ -71,8 +71,8 @@ def test_the_kernel_is_handed_what_its_documentation_asks_for(checkpoint: Any, l
     assert [output.token_ids for output in outputs] == [output.token_ids for output in paged]
     for output in outputs:
         for tap in ("lm_head", "model.layers.1.k_cache"):
-            own, other = (recorder.rows(tap, output.request_id) for recorder in (actual, expected))
-            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+            actual_rows, expected_rows = (recorder.rows(tap, output.request_id) for recorder in (actual, expected))
+            torch.testing.assert_close(actual_rows, expected_rows, rtol=1e-4, atol=1e-4)
 
 
 def test_the_function_that_stands_in_for_the_kernel_is_attention() -> None:
