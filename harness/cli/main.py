@@ -67,8 +67,6 @@ _COMMANDS = (
     _core("new-adapter", Panel.CHECK, "Write the files of a new adapter."),
     _core("profile", Panel.PROFILE, "Profile prefill and decode of an engine.", has_engines=True),
     _core("gate", Panel.PROFILE, "Compare a profile with a baseline."),
-    _core("generate", Panel.OTHERS, "Continue a prompt or a conversation."),
-    _core("serve", Panel.OTHERS, "Serve a model with the reference engine."),
 )
 """Commands of the core, in the order of the help; those of extensions follow in their panels."""
 

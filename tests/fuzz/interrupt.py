@@ -134,8 +134,8 @@ class Interruptions:
             for stream, file in ((1, "out.txt"), (2, "err")):
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.argv = ["harness", *command]
-            main()
+            sys.argv = ["program", *command]
+            reference_engine.cli.main() if command[0] == "serve" else main()
         except SystemExit as end:
             status = int(end.code or 0)
         except KeyboardInterrupt:  # before or after what `main` does

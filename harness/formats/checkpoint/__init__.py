@@ -13,5 +13,6 @@ __all__ = [
     "HFTokenizer",
     "cache_dir",
     "embedded_cases",
+    "embedded_model",
     "resolve",
 ]

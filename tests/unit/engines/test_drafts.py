@@ -79,7 +79,7 @@ def test_a_cache_of_states_is_refused(checkpoints, monkeypatch):
 
 
 def test_an_engine_that_claims_to_verify_and_does_not_fails(checkpoints, monkeypatch):
-    monkeypatch.setattr("reference_engine.engine.propose", lambda *_: None)
+    monkeypatch.setattr("reference_engine.speculation.Speculation.propose", lambda *_: None)
     (run,) = check(checkpoints, "reference", schedules=["speculative"]).runs
     messages = {finding.message for finding in run.findings if finding.code is Code.TRIGGER_NOT_REACHED}
     assert "no step computed an accepted draft (raise --max-new-tokens to at least 4)" in messages

@@ -51,9 +51,7 @@ def test_compiled_layers_make_the_same_tokens(checkpoint: Any, monkeypatch: pyte
 @pytest.mark.usefixtures("_no_collector")
 def test_recorded_steps_are_freed_with_the_engine_at_once(checkpoint: Any) -> None:
     config = EngineConfig(max_model_len=32, max_num_seqs=2)
-    assert_freed_at_once(
-        checkpoint.folder, config, lambda engine: engine.runner.acceleration.record(engine.backend, again)
-    )
+    assert_freed_at_once(checkpoint.folder, config, lambda engine: engine.runner.kernels.record(engine.backend, again))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The fast way to do what `Acceleration` does the plain way."""
+"""The fast way to do what `Kernels` does the plain way."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from reference_engine.acceleration import Acceleration
-from reference_engine.attention.backend import BACKENDS, AttentionBackend, BackendClass
+from reference_engine.attention.backend import AttentionBackend
+from reference_engine.attention.select import BACKENDS, BackendClass
 from reference_engine.batch import Batch
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.config import EngineConfig
 from reference_engine.errors import ConfigError
+from reference_engine.families.quantised import QuantisedLinear
 from reference_engine.fast.attention.cpp import CppAttention
 from reference_engine.fast.attention.triton import TritonAttention
 from reference_engine.fast.attention.varlen import VarlenAttention
@@ -23,15 +25,14 @@ from reference_engine.fast.huge_pages import prefer_huge_pages
 from reference_engine.fast.products import Products, with_row_kernel
 from reference_engine.fast.quantised import with_quantised_kernels
 from reference_engine.fast.row_way import with_row_way
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.kernels import Kernels
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder, Forward
-from reference_engine.quantised import QuantisedLinear
 
-__all__ = ["FastAcceleration"]
+__all__ = ["FastKernels"]
 
 
-class FastAcceleration(Acceleration):
+class FastKernels(Kernels):
     """Kernels, packed weights, huge pages and recorded steps, as the engine's options ask for them."""
 
     backends: Mapping[str, BackendClass] = {
@@ -48,13 +49,13 @@ class FastAcceleration(Acceleration):
             _refuse_adapters(config)
 
     def prepare_cache(self, memory: torch.Tensor) -> None:
-        """See `Acceleration.prepare_cache`."""
+        """See `Kernels.prepare_cache`."""
         prefer_huge_pages(memory)
 
     def linears(
         self, weights: Mapping[str, torch.Tensor], backend: AttentionBackend
     ) -> Callable[[torch.Tensor, torch.Tensor | None], Linear]:
-        """See `Acceleration.linears`."""
+        """See `Kernels.linears`."""
         kernel = getattr(_operators(backend), "linear", None)
         if isinstance(backend, TritonAttention):
             return Linear if self.config.compile_layers else partial(with_row_kernel, backend.operators.linear)
@@ -64,13 +65,13 @@ class FastAcceleration(Acceleration):
         return self._products
 
     def quantised_linears(self, backend: AttentionBackend) -> QuantisedLinear:
-        """See `Acceleration.quantised_linears`."""
+        """See `Kernels.quantised_linears`."""
         if isinstance(backend, TritonAttention) and not self.config.compile_layers:
             return partial(with_quantised_kernels, backend.operators)
         return super().quantised_linears(backend)
 
     def decoder(self, decoder: Decoder, backend: AttentionBackend) -> Forward:
-        """See `Acceleration.decoder`."""
+        """See `Kernels.decoder`."""
         if self._products is not None:
             self._products.finish()
         is_wanted = self.config.cuda_graphs and self.spec.device.type == "cuda" and not self.has_adapters
@@ -94,7 +95,7 @@ class FastAcceleration(Acceleration):
         return self._graphs
 
     def run(self, forward: Forward, batch: Batch) -> torch.Tensor | None:
-        """See `Acceleration.run`."""
+        """See `Kernels.run`."""
         if self._graphs is not None and batch.observer is None:
             logits_RV = self._graphs.run(forward, batch)
             if logits_RV is not None:

@@ -5,6 +5,7 @@ The oracle is content: for every slot, remember which token was written there af
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
@@ -12,12 +13,12 @@ from itertools import chain
 from reference_engine.batch import slots_of
 from reference_engine.block_pool import NULL_BLOCK, BlockPool
 from reference_engine.errors import BlockError
+from reference_engine.families.state_cache import StateCache
 from reference_engine.kv_cache import KVCache
 from reference_engine.prefix_cache import Prefix
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
-from reference_engine.state_cache import StateCache
 
-__all__ = ["DebugChecks"]
+__all__ = ["DebugChecks", "check_pool"]
 
 
 class DebugChecks:
@@ -71,7 +72,7 @@ class DebugChecks:
         Raises:
             BlockError: an invariant is broken.
         """
-        pool.check([sequence.block_table for sequence in running])
+        check_pool(pool, [sequence.block_table for sequence in running])
         for sequence in running if self._states is not None else ():
             self._check_state(sequence, pool.block_size)
         if self._cache is None:
@@ -124,3 +125,33 @@ class DebugChecks:
             ancestors.append(ancestors[-1].parent)
         token_ids = chain.from_iterable(ancestor.token_ids for ancestor in reversed(ancestors))
         return self._ids(token_ids, prefix.salt)[-len(prefix.token_ids) :]
+
+
+def check_pool(pool: BlockPool, block_tables: Iterable[Seq[int]] | None = None) -> None:
+    """Verify that unused, idle and live blocks partition the pool, and that owners are those of the block tables.
+
+    Args:
+        pool: the pool, whose own bookkeeping is read.
+        block_tables: those of all requests; None: owners are not compared.
+
+    Raises:
+        BlockError: they do not; this is a bug of the pool, or of code that changed it from outside.
+    """
+    num_owners = pool._num_owners
+    expected = [block for block in range(1, pool.num_blocks) if num_owners[block] == 0]
+    free = [*pool._unused, *pool._idle]
+    _compare("free blocks are not those without an owner", expected, sorted(free))
+    _compare("an owner count is impossible", (0, True), (num_owners[NULL_BLOCK], min(num_owners) >= 0))
+    cached = set() if pool.prefix_cache is None else set(pool.prefix_cache.prefixes)
+    _compare("idle blocks are not the cached ones without an owner", cached & set(free), set(pool._idle))
+    if block_tables is not None:
+        tables = [list(table) for table in block_tables]
+        _compare("a block is twice in one table", [], [table for table in tables if len(set(table)) < len(table)])
+        counts = Counter(block for table in tables for block in table)
+        owners = {block: number for block, number in enumerate(num_owners) if number}
+        _compare("owner counts are not those of the block tables", dict(counts), owners)
+
+
+def _compare(what: str, expected: object, actual: object) -> None:
+    if expected != actual:
+        raise BlockError(what, where="BlockPool", expected=expected, actual=actual)

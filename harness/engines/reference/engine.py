@@ -1,29 +1,23 @@
-"""The reference engine under test: the one place where the harness imports it."""
+"""The reference engine under test: its adapter, which opens it and says what it can do."""
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.base.numerics import Numerics
-from harness.engines.adapter import LIMITS, Capabilities, Control, Engine, Timeline, Workload
-from harness.engines.poison import Poison
-from harness.engines.reference_drafts import ForcedDrafts
-from harness.engines.reference_errors import reference_errors
-from harness.engines.reference_memory import ReferenceMemory
-from harness.engines.reference_options import parse_reference_options
-from harness.engines.reference_session import ReferenceSession
+from harness.engines.adapter import LIMITS, Capabilities, Control, Engine, Workload
+from harness.engines.reference.errors import parse_reference_options, reference_errors
+from harness.engines.reference.run import ForcedDrafts, Recorder, ReferenceMemory, run_workload
+from harness.engines.reference.session import ReferenceSession
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.converted import cache_scales, served_folder
-from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.taps import LOGITS
+from harness.formats.recording import RecordingWriter
 from harness.results.settings import ModelSettings, distinct
-from reference_engine import EngineConfig, LLMEngine, SamplingParams, StepInfo, TokenOutput
+from reference_engine import EngineConfig, LLMEngine
 from reference_engine.checkpoint.experts import ExpertsShape
 from reference_engine.checkpoint.load import read_cache_scales
 from reference_engine.checkpoint.model_config import ModelConfig
@@ -57,8 +51,9 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
         raise HarnessError(Code.BAD_OPTION, what, where="--engine-option weights", expected=expected, actual=weights)
     if weights == "checkpoint":
         folder = served_folder(folder)
-    own = parse_reference_options(config)
-    return ReferenceEngine(folder=folder, dtype=dtype, device=device, options=own, adapters=adapters)
+    return ReferenceEngine(
+        folder=folder, dtype=dtype, device=device, options=parse_reference_options(config), adapters=adapters
+    )
 
 
 class ReferenceEngine:
@@ -110,7 +105,9 @@ class ReferenceEngine:
             pairs = read_cache_scales(self._folder, layers)
         taps = [tuple(f"model.layers.{layer}.{part}_cache" for part in "kv") for layer in layers]
         read = cache_scales(self._folder) or {
-            tap: (scale,) for pair, own in zip(taps, pairs, strict=False) for tap, scale in zip(pair, own, strict=True)
+            tap: (scale,)
+            for names, scales in zip(taps, pairs, strict=False)
+            for tap, scale in zip(names, scales, strict=True)
         }
         if read and not all(len(read.get(tap, ())) == 1 for pair in taps for tap in pair):
             what = "the reference engine has one scale for K and one for V of each layer"
@@ -130,10 +127,10 @@ class ReferenceEngine:
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
         with reference_errors(self._folder), self._opened(workload) as engine:
-            is_other = engine.runner.acceleration.changes_when_observed
+            is_other = engine.runner.kernels.changes_when_observed
             engine.runner.shows_operations = workload.taps == "all" or not is_other
             memory = ReferenceMemory(engine) if workload.poison is not None else None
-            _run(engine, workload, _Recorder(writer, ForcedDrafts(workload), workload.poison, memory))
+            run_workload(engine, workload, Recorder(writer, ForcedDrafts(workload), workload.poison, memory))
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: what the engine reads of config.json, and its rotary embeddings' frequencies."""
@@ -202,138 +199,3 @@ def _settings(config: ModelConfig) -> ModelSettings:
         num_experts=distinct(expert.num_experts for expert in experts),
         num_chosen_experts=distinct(expert.num_chosen for expert in experts),
     )
-
-
-def _run(engine: LLMEngine, workload: Workload, observer: "_Recorder") -> None:
-    if workload.timeline is not None:
-        _Driver(engine, observer, workload.requests, workload.timeline).run()
-        return
-    if workload.schedule.num_drafts:
-        engine.drafter = observer.drafts
-    copies = dict(zip((request.id for request in workload.requests), workload.copies, strict=False))
-    forks = copies if workload.schedule.trigger == "forked" else {}
-    _drive(engine, observer, workload.requests, forks)
-    if not forks and not workload.schedule.has_drafts:
-        _drive(engine, observer, workload.copies, {})
-
-
-def _drive(
-    engine: LLMEngine, observer: "_Recorder", requests: Sequence[RequestInfo], forks: Mapping[int, RequestInfo]
-) -> None:
-    """Run requests to their end; one named in `forks` is forked when it has made its first token."""
-    timeline = Timeline(forks={fork.id: original for original, fork in forks.items()})
-    _Driver(engine, observer, [*requests, *forks.values()], timeline).run()
-
-
-class _Driver:
-    """Adds requests to an engine, forks and aborts them, and runs its steps until nothing is left to do."""
-
-    def __init__(
-        self, engine: LLMEngine, observer: "_Recorder", requests: Sequence[RequestInfo], timeline: Timeline
-    ) -> None:
-        self._engine, self._observer, self._timeline = engine, observer, timeline
-        self._requests = {request.id: request for request in requests}
-        self._prompt_lengths = {request.id: request.prompt_length for request in requests}
-        arriving = [request for request in requests if request.id not in timeline.forks]
-        self._arriving = deque(sorted(arriving, key=lambda request: timeline.arrivals.get(request.id, 0)))
-        self._forks: dict[int, list[RequestInfo]] = {}
-        for fork, original in timeline.forks.items():
-            self._forks.setdefault(original, []).append(self._requests[fork])
-        self._num_made: Counter[int] = Counter()
-
-    def run(self) -> None:
-        """Run all requests to their end."""
-        self._engine.observer = self._observer
-        for step in count():
-            self._add(step)
-            if not self._engine.has_unfinished():
-                return
-            for output in self._engine.step():
-                self._follow(output)
-
-    def _add(self, step: int) -> None:
-        """Add the requests that have arrived by now; the next one if there is nothing else to do."""
-        while self._arriving:
-            is_idle = not self._engine.has_unfinished()
-            if not is_idle and self._timeline.arrivals.get(self._arriving[0].id, 0) > step:
-                return
-            request = self._arriving.popleft()
-            prompt, detour = request.token_ids[: request.prompt_length], self._observer.drafts.detour(request)
-            number = self._engine.add_request(prompt, self._params(request, detour or request))
-            self._observer.request_ids[number] = request.id
-            self._observer.drafts.begin(request, detour)
-
-    def _follow(self, output: TokenOutput) -> None:
-        """Fork the request that has made a token as often as it is to be, and abort it if it has made enough."""
-        own = self._observer.request_ids[output.request_id]
-        self._num_made[own] += 1
-        for fork in self._forks.pop(own, ()) if output.finish_reason is None else ():
-            self._prompt_lengths[fork.id], self._num_made[fork.id] = self._prompt_lengths[own], self._num_made[own]
-            request_id = self._engine.fork(output.request_id, self._params(fork, fork))
-            self._observer.request_ids[request_id] = fork.id
-        self._go_back(output.request_id, self._requests[own])
-        if own in self._timeline.aborted and self._num_made[own] == self._num_wanted(self._requests[own]):
-            self._engine.abort(output.request_id)
-
-    def _go_back(self, number: int, request: RequestInfo) -> None:
-        """Let a request that has computed all of its detour go on with its own tokens."""
-        detour = self._observer.drafts.detour(request)
-        if detour is not None and self._num_made[request.id] == self._num_wanted(detour):
-            self._observer.drafts.begin(request, None)
-            self._engine.rewind(number, request.prompt_length, self._params(request, request))
-
-    def _num_wanted(self, request: RequestInfo) -> int:
-        """Return how many tokens a request makes: one after each row from its prompt's last one on."""
-        return len(request.token_ids) - self._prompt_length(request) + 1
-
-    def _prompt_length(self, request: RequestInfo) -> int:
-        return self._prompt_lengths.get(request.id, request.prompt_length)
-
-    def _params(self, request: RequestInfo, fed: RequestInfo) -> SamplingParams:
-        """Feed what follows the prompt in `fed`, as far; what the engine would have chosen is still reported."""
-        forced = fed.token_ids[self._prompt_length(fed) :]
-        num_tokens = self._num_wanted(request) + (request.id in self._timeline.aborted)
-        adapter = next(iter(self._engine.runner.adapters), None)
-        return SamplingParams(
-            max_new_tokens=num_tokens, forced_token_ids=forced or None, ignore_eos=True, adapter=adapter
-        )
-
-
-@dataclass(slots=True)
-class _Recorder:
-    """The engine's observer: hands every step to the recording."""
-
-    writer: RecordingWriter
-    drafts: ForcedDrafts
-    poison: Poison | None
-    memory: ReferenceMemory | None
-
-    @property
-    def request_ids(self) -> dict[int, int]:
-        """By the engine's own number of a request, its id."""
-        return self.drafts.request_ids
-
-    def begin_step(self, step: StepInfo) -> None:
-        if self.poison is not None and step.phase != "readback":
-            numbers = (number for number, request in self.request_ids.items() if request == self.poison.victim)
-            self.poison.before_step(self.memory, next(numbers, None))
-        request = self.drafts.whose(step.request_ids, step.positions)
-        tables = {self.request_ids[number]: blocks for number, blocks in step.block_tables.items()}
-        for own, number in zip(request, step.request_ids, strict=True):  # a draft's rows are in its request's blocks
-            if number in step.block_tables:
-                tables[own] = step.block_tables[number]
-        self.writer.begin_step(
-            phase=step.phase,
-            request=request,
-            position=step.positions,
-            sampled_rows=step.sampled_rows,
-            slot_mapping=step.slot_mapping or None,
-            block_tables=tables or None,
-            partial_rows={LOGITS: step.sampled_rows} if len(step.sampled_rows) else None,
-        )
-
-    def tap(self, name: str, tensor: torch.Tensor) -> None:
-        self.writer.tap(name, tensor)
-
-    def end_step(self, sampled: Sequence[int]) -> None:
-        self.writer.end_step(sampled)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from harness.engines.reference_errors import reference_errors
+from harness.engines.reference.errors import reference_errors
 from harness.engines.stepping import COMMIT, PREPARE, SAMPLE, ExpertsLoad, ModelShape, OperationWatcher
 from harness.results.profile import StepShape
 from reference_engine import LLMEngine, SamplingParams, StepInfo
@@ -46,7 +46,7 @@ class ReferenceSession:
         self._requests: set[int] = set()
         self.model = _model_shape(engine)
         self._adapter = next(iter(engine.runner.adapters), None)
-        notes = {_REPLAYS_GRAPHS: engine.runner.acceleration.replays_graphs, _ADAPTED: self._adapter is not None}
+        notes = {_REPLAYS_GRAPHS: engine.runner.kernels.replays_graphs, _ADAPTED: self._adapter is not None}
         self.notes = tuple(note for note, holds in notes.items() if holds)
 
     def add(self, prompt: Sequence[int], max_new_tokens: int) -> int:
@@ -75,7 +75,7 @@ class ReferenceSession:
             self._engine.observer = before
 
     def _computed_with_another(self) -> tuple[str, ...]:
-        if not self._engine.runner.acceleration.is_fused:
+        if not self._engine.runner.kernels.is_fused:
             return _COMPUTED_WITH_ANOTHER
         fused = _FUSED_WITH_ANOTHER if self.model.has_qk_norm else _FUSED_WITH_ANOTHER[:-1]
         return (*_COMPUTED_WITH_ANOTHER, *fused)

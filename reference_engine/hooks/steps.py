@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import sampled_rows, slots_of
+from reference_engine.families.state_cache import StateCache
 from reference_engine.observer import Observer, StepInfo
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
-from reference_engine.state_cache import StateCache
 
 __all__ = ["describe", "show_cache", "show_states"]
 

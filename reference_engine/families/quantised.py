@@ -52,9 +52,9 @@ class Float8Product:
         """Return x W^T + bias, [T, O]."""
         step = max(1, MAX_ELEMENTS // weight_OI.shape[1])
         parts = []
-        for own in (slice(at, at + step) for at in range(0, len(weight_OI), step)):
-            weight = dequantised(weight_OI[own], self.scale_OB[own], self.block, x_TI.dtype)
-            parts.append(linear(x_TI, weight, None if bias_O is None else bias_O[own]))
+        for outputs in (slice(at, at + step) for at in range(0, len(weight_OI), step)):
+            weight = dequantised(weight_OI[outputs], self.scale_OB[outputs], self.block, x_TI.dtype)
+            parts.append(linear(x_TI, weight, None if bias_O is None else bias_O[outputs]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

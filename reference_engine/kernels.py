@@ -1,7 +1,7 @@
 """What makes the engine faster, as the core sees it: the few things that can also be done in another way.
 
-`Acceleration` does them the plain way. The room `fast` does them in its own way; the model runner looks for it, and is
-the only place of the core that names it. Without that room everything runs as it is written here.
+`Kernels` does them the plain way. The room `fast` does them in its own way; `loader` looks for it, and is the only
+place of the core that names it. Without that room everything runs as it is written here.
 
 Shapes: O outputs, I inputs, R sampled rows, V vocab.
 """
@@ -12,18 +12,19 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from reference_engine.attention.backend import BACKENDS, AttentionBackend, BackendClass
+from reference_engine.attention.backend import AttentionBackend
+from reference_engine.attention.select import BACKENDS, BackendClass
 from reference_engine.batch import Batch
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.config import EngineConfig
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.families.quantised import QuantisedLinear, quantised_linear
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder, Forward
-from reference_engine.quantised import QuantisedLinear, quantised_linear
 
-__all__ = ["Acceleration"]
+__all__ = ["Kernels"]
 
 
-class Acceleration:
+class Kernels:
     """The plain way: torch, one operation after the other.
 
     `num_engines` are opened on this machine together and share its memory. `has_adapters` says whether LoRA adapters

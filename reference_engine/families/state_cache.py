@@ -19,8 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
+from reference_engine.attention.backend import AttentionBackend
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.checkpoint.delta_net import DeltaNetShape
+from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.config import EngineConfig
 from reference_engine.errors import BlockError, CapacityError
 from reference_engine.requests.sequence import ScheduledChunk
 
@@ -37,6 +40,12 @@ class StateSpec:
     dtype: torch.dtype
     """Of what a convolution sees. What a recurrence goes on from is float32, as in transformers."""
     device: torch.device
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> StateSpec | None:
+        """Return the sizes of a model's states; None: it has none."""
+        shapes = list(config.delta_nets.values())
+        return cls(num_layers=len(shapes), shape=shapes[0], dtype=dtype, device=device) if shapes else None
 
     @property
     def conv_shape(self) -> tuple[int, int]:
@@ -84,6 +93,12 @@ class StateCache:
         """By number of a state, the tokens that it is computed from."""
         self._guesses: dict[int, int] = {}
         """By slot of a guess of the last step, the number of its state."""
+
+    @classmethod
+    def open(cls, spec: StateSpec, backend: AttentionBackend, config: EngineConfig) -> StateCache:
+        """Allocate the states of all blocks of a backend, and those of a step's drafts."""
+        num_guesses = config.max_num_seqs * config.num_speculative_tokens
+        return cls(spec, backend.num_blocks, backend.block_size, num_guesses)
 
     def plan(self, chunks: Iterable[ScheduledChunk]) -> list[Piece]:
         """Cut a step's rows into pieces, and note what will be in the states that they end in.

@@ -10,16 +10,16 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from reference_engine.cache_spec import cache_budget_bytes
 from reference_engine.device import open_device
-from reference_engine.kv_cache import cache_budget_bytes
 from reference_engine.layers import Embedding, Linear
 from reference_engine.observer import Observer
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
-__all__ = ["Share"]
+__all__ = ["TensorParallel"]
 
 
-class Share:
+class TensorParallel:
     """All of the model, in the only process that there is."""
 
     rank = 0

@@ -1,7 +1,8 @@
-"""The reference engine's errors in the harness's own codes."""
+"""The reference engine's errors in the harness's own codes, and its options, which may be wrong."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from harness.errors import Code, HarnessError
 from reference_engine.errors import (
@@ -13,6 +14,7 @@ from reference_engine.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from reference_engine.launch import parse_options
 
 _CODES: dict[type[EngineError], Code] = {
     CheckpointError: Code.TENSORS_CONTRADICT_CONFIG,
@@ -32,3 +34,17 @@ def reference_errors(where: object) -> Iterator[None]:
     except EngineError as error:
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), Code.ENGINE_FAILED)
         raise HarnessError(code, f"the reference engine: {error}", where=where) from error
+
+
+def parse_reference_options(options: Mapping[str, str]) -> dict[str, Any]:
+    """Return options of the engine with values of the types that the fields of `EngineConfig` have.
+
+    Raises:
+        HarnessError: BAD_OPTION: there is no such field, or its value has another type.
+    """
+    try:
+        return parse_options(options)
+    except ConfigError as error:
+        raise HarnessError(
+            Code.BAD_OPTION, error.what, where=error.where, expected=error.expected, actual=error.actual
+        ) from error
