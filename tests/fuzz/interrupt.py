@@ -18,6 +18,7 @@ from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose threads have computed would wait for them
 
+import reference_engine.cli
 from harness.base.files import MARK
 from harness.cli.main import main
 from harness.command.interrupts import INTERRUPTED

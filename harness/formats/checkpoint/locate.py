@@ -103,6 +103,11 @@ def embedded_folder(model: str) -> Path | None:
     return folder if exists(folder / CONFIG_NAME) else None
 
 
+def embedded_model() -> str:
+    """Return the embedded checkpoint that is used if none is named."""
+    return str(embedded_cases() / "checkpoints" / "qwen3-tiny")
+
+
 def at_hand(path: Path) -> Path:
     """Return the folder of an embedded checkpoint where a path is its name, and else the path."""
     embedded = None if path.exists() else embedded_folder(str(path))
