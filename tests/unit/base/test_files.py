@@ -39,7 +39,7 @@ def test_a_folder_is_gone_though_its_removal_was_interrupted(tmp_path, monkeypat
         raise KeyboardInterrupt
 
     def leave():
-        with scratch_folder(".making-", tmp_path) as later:
+        with scratch_folder(".making-", tmp_path) as folder:
             (folder / "file").write_text("x")
             monkeypatch.setattr(os, "unlink", interrupted)
 
