@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from harness.base.plugins import READERS, load
+from harness.base import plugins
 from harness.formats.checkpoint.converted import QUANTISED_INFO, read_info
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class QuantisedSource:
         Raises:
             HarnessError: CHECKPOINT_CHANGED: it is not that which the folder was made of; as the reader.
         """
-        return cast(OpenedQuantised, load(READERS, READER).open_source(self))
+        return cast(OpenedQuantised, plugins.load(plugins.READERS, READER).open_source(self))
 
     def __str__(self) -> str:
         """Say what was read, for the head of a verdict."""

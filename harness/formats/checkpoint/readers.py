@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.plugins import READERS, load_all
+from harness.base import plugins
 from harness.formats.checkpoint.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -43,5 +43,5 @@ def reader_of(path: Path) -> Reader | None:
     Raises:
         HarnessError: EXTENSION_FAILED.
     """
-    readers: list[Reader] = load_all(READERS)
+    readers: list[Reader] = plugins.load_all(plugins.READERS)
     return next((reader for reader in readers if reader.reads(path)), None)

@@ -7,7 +7,7 @@ of operation, here in this folder (docs/how-verdicts-work.md); an extension brin
 
 from functools import cache
 
-from harness.base.plugins import CONVENTIONS, load_all
+from harness.base import plugins
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import (
     activation,
@@ -36,7 +36,7 @@ _CORE: tuple[Convention, ...] = (
 @cache
 def all_conventions() -> tuple[Convention, ...]:
     """Return the conventions of the core, then those of extensions."""
-    brought = (convention for module in load_all(CONVENTIONS) for convention in module.CONVENTIONS)
+    brought = (convention for module in plugins.load_all(plugins.CONVENTIONS) for convention in module.CONVENTIONS)
     return (*_CORE, *brought)
 
 
