@@ -88,7 +88,7 @@ def test_what_somebody_else_made_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".making-linked", ".making-plans"]
 
 
-def test_a_place_that_is_not_there(tmp_path):
+def test_a_missing_place_stays_missing(tmp_path):
     sweep(tmp_path / "nowhere", ".making-")
     assert not (tmp_path / "nowhere").exists()
 

@@ -89,7 +89,7 @@ def test_a_correct_block_manager_passes(manager: type) -> None:
     ("manager", "invariants"),
     [*(pytest.param(*bug, marks=pytest.mark.sampled(4)) for bug in BUGS), *BUGS_OF_GROUPS_AND_SWAPPING],
 )
-def test_a_known_bug_is_found_and_told_as_a_program(manager: type, invariants: set[int]) -> None:
+def test_a_known_bug_is_found_and_reported_as_a_program(manager: type, invariants: set[int]) -> None:
     report = search_block_manager(manager, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:
         report.raise_findings()

@@ -128,7 +128,7 @@ def test_a_correct_scheduler_passes(scheduler: type) -> None:
         *(pytest.param(*bug, marks=pytest.mark.slow) for bug in BUGS_OF_STEPS_AHEAD),
     ],
 )
-def test_a_bug_of_a_scheduler_is_found_and_told_as_a_program(scheduler: type, invariants: set[int]) -> None:
+def test_a_bug_of_a_scheduler_is_found_and_reported_as_a_program(scheduler: type, invariants: set[int]) -> None:
     report = search_scheduler(scheduler, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:
         report.raise_findings()
