@@ -12,8 +12,8 @@ from importlib import import_module
 
 import torch
 
+from harness.base import plugins
 from harness.base.metrics import rounding_unit
-from harness.base.plugins import EXPLANATIONS, entries, load
 from harness.formats.taps import KINDS, Kind
 from harness.judge.compare.evidence import guarded
 from harness.judge.explain.attention.unrecorded import PARAMETERS, unrecorded_attention
@@ -94,14 +94,14 @@ def causes_of(kind: Kind) -> Sequence[Explain]:
 def _modules(kind: Kind) -> list[str]:
     """Return the modules of explanations of a kind: what extensions bring comes before what says less."""
     causes = KINDS[kind].causes
-    brought = [f"{_BROUGHT}{name}" for name in entries(EXPLANATIONS)]
+    brought = [f"{_BROUGHT}{name}" for name in plugins.entries(plugins.EXPLANATIONS)]
     return [*(name for name in causes if name not in _LAST), *brought, *(name for name in causes if name in _LAST)]
 
 
 def _explanations(name: str, kind: Kind) -> Sequence[Explain]:
     explanations: Sequence[Explain]
     if name.startswith(_BROUGHT):
-        explanations = load(EXPLANATIONS, name.removeprefix(_BROUGHT)).EXPLANATIONS.get(kind, ())
+        explanations = plugins.load(plugins.EXPLANATIONS, name.removeprefix(_BROUGHT)).EXPLANATIONS.get(kind, ())
     else:
         explanations = import_module(f"harness.judge.explain.{name}").EXPLANATIONS
     return explanations
