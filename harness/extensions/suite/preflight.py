@@ -96,10 +96,6 @@ def _version(name: str) -> str:
         return _NOT_INSTALLED if find_spec(name) is None else "unknown"
 
 
-if __name__ == "__main__":
-    sys.stdout.write(installation().model_dump_json())
-
-
 _LOOK_LIMIT_S = 60.0
 """Longest time for an interpreter to say what it has."""
 
@@ -245,3 +241,7 @@ def _files_of_options(case: SuiteCase) -> list[tuple[str, str]]:
 
 def _unknown() -> str:
     return uuid.uuid4().hex
+
+
+if __name__ == "__main__":
+    sys.stdout.write(installation().model_dump_json())
