@@ -104,11 +104,10 @@ class Format:
 def planted(change: Change) -> Any:
     """Store what a change makes of keys and of values."""
 
-    def make(store: Callable[..., None]) -> Callable[..., None]:
-        def stored(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-            store(self, layer, change(k, layer, 0), change(v, layer, 1), slots)
-
-        return stored
+    def make(
+        store: Callable[..., None], self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        store(self, layer, change(k, layer, 0), change(v, layer, 1), slots)
 
     return replacing((KVCache, "store", make))
 

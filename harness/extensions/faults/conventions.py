@@ -14,7 +14,7 @@ from harness.base.numerics import Numerics
 from harness.extensions.faults.cache import stored
 from harness.extensions.faults.fault import FaultConfig, Variant
 from harness.extensions.faults.formats import quantised
-from harness.extensions.faults.injection import replaced, replacing
+from harness.extensions.faults.injection import replacing
 from harness.extensions.faults.norm import edited_layers
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import Linear
@@ -34,19 +34,16 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def _angles(compute: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> Any:
     """Replace the angles [T, H/2]: `compute` gets positions [T, 1], the frequencies [H/2] and theta."""
 
-    def make(init: Callable[..., None]) -> Callable[..., None]:
-        def made(self: Any, config: Any, *args: Any) -> None:
-            init(self, config, *args)
-            self.theta = config.rope.theta
+    def make(init: Callable[..., None], self: Any, config: Any, *args: Any) -> None:
+        init(self, config, *args)
+        self.theta = config.rope.theta
 
-        return made
-
-    def call(self: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(original: Any, self: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = compute(positions[:, None], self.inv_freq, self.theta)
         turned = torch.cat((angles, angles), dim=-1)[:, None]
         return turned.cos().to(self._dtype), turned.sin().to(self._dtype)
 
-    return replacing((RotaryEmbedding, "__init__", make), (RotaryEmbedding, "__call__", lambda original: call))
+    return replacing((RotaryEmbedding, "__init__", make), (RotaryEmbedding, "__call__", call))
 
 
 def _exponents(inv_freq: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -91,12 +88,12 @@ def _one_from_another(positions: torch.Tensor, inv_freq: torch.Tensor, theta: fl
 def products(compute: Product) -> Any:
     """Replace every product with a weight: `compute` gets x [T, I] and the weight [O, I], both in float32."""
 
-    def call(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    def call(original: Any, self: Linear, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight_OI.to_dense() if self.weight_OI.is_mkldnn else self.weight_OI
         out = compute(x.float(), weight.float())
         return (out if self.bias_O is None else out + self.bias_O.float()).to(x.dtype)
 
-    return replacing((Linear, "__call__", lambda original: call))
+    return replacing((Linear, "__call__", call))
 
 
 def rounded_inputs(dtype: torch.dtype, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -166,23 +163,21 @@ def norms_in_order(gain: float = 1.0) -> Callable[[DecoderLayer], DecoderLayer]:
     return edit
 
 
-def _unrounded_sums(call: Callable[..., Any]) -> Callable[..., Any]:
+def _unrounded_sums(
+    call: Callable[..., Any], self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any
+) -> torch.Tensor:
     """Fused kernels normalise the sum of the stream before it is rounded."""
-
-    def called(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
-        normed = self.input_layernorm(x)
-        batch.tap(self.prefix, "input_layernorm", normed)
-        exact = x.float() + self.attention(normed, rotation, batch, self.prefix).float()
-        x = exact.to(x.dtype)
-        batch.tap(self.prefix, "attn_residual", x)
-        norm = self.post_attention_layernorm
-        normed = (norm.weight_X * _normalised(exact, norm.eps)).to(x.dtype)
-        batch.tap(self.prefix, "post_attention_layernorm", normed)
-        x = x + self.mlp(normed, batch, self.prefix)
-        batch.tap(self.prefix, "output", x)
-        return x
-
-    return called
+    normed = self.input_layernorm(x)
+    batch.tap(self.prefix, "input_layernorm", normed)
+    exact = x.float() + self.attention(normed, rotation, batch, self.prefix).float()
+    x = exact.to(x.dtype)
+    batch.tap(self.prefix, "attn_residual", x)
+    norm = self.post_attention_layernorm
+    normed = (norm.weight_X * _normalised(exact, norm.eps)).to(x.dtype)
+    batch.tap(self.prefix, "post_attention_layernorm", normed)
+    x = x + self.mlp(normed, batch, self.prefix)
+    batch.tap(self.prefix, "output", x)
+    return x
 
 
 # A cache in a lower dtype.
@@ -208,32 +203,26 @@ def patched_attention(attend: Attend, kept: Callable[[torch.Tensor], torch.Tenso
         group = q.shape[0] // k.shape[1]
         return attend(q.float(), *(x.float().repeat_interleave(group, dim=1) for x in (k, v))).to(q.dtype)
 
-    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def chunk(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         ends = range(len(k) - len(q) + 1, len(k) + 1)
         return torch.stack([row(own, k[:end], v[:end]) for own, end in zip(q, ends, strict=True)])
 
-    def single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def single(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         keep = torch.ones(k.shape[:2], dtype=torch.bool) if mask is None else mask[:, 0, 0]
         return torch.stack([row(own, k[at, keep[at]], v[at, keep[at]]) for at, own in enumerate(q)])
 
-    def planted() -> Any:
-        return replaced(
-            (reference_engine.attention.paged, "attend_chunk", lambda original: chunk),
-            (reference_engine.attention.paged, "attend_single", lambda original: single),
-            (KVCache, "store", _keeping(kept)),
-        )
+    def store(original: Any, self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        original(self, layer, kept(k), kept(v), slots)
 
-    return planted
-
-
-def _keeping(kept: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    def make(store: Callable[..., None]) -> Callable[..., None]:
-        def stored(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-            store(self, layer, kept(k), kept(v), slots)
-
-        return stored
-
-    return make
+    return replacing(
+        (reference_engine.attention.paged, "attend_chunk", chunk),
+        (reference_engine.attention.paged, "attend_single", single),
+        (KVCache, "store", store),
+    )
 
 
 def _in_float16(x: torch.Tensor) -> torch.Tensor:

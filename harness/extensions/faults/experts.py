@@ -22,17 +22,14 @@ Route = tuple[torch.Tensor, torch.Tensor]
 def routed(change: Callable[[Experts, torch.Tensor], Route]) -> Any:
     """Choose and weigh by `change`, of the router's logits [T, E], and show that."""
 
-    def make(original: Any) -> Callable[[Experts, torch.Tensor, Batch, str], Route]:
-        def route(self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> Route:
-            logits_TE = self.router(x_TD)
-            batch.tap(prefix, "mlp.gate", logits_TE)
-            weights_TC, chosen_TC = change(self, logits_TE)
-            weights_TC = weights_TC.to(x_TD.dtype)
-            batch.tap(prefix, "mlp.gate.topk", chosen_TC)
-            batch.tap(prefix, "mlp.gate.1", weights_TC)
-            return weights_TC, chosen_TC
-
-        return route
+    def make(original: Any, self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> Route:
+        logits_TE = self.router(x_TD)
+        batch.tap(prefix, "mlp.gate", logits_TE)
+        weights_TC, chosen_TC = change(self, logits_TE)
+        weights_TC = weights_TC.to(x_TD.dtype)
+        batch.tap(prefix, "mlp.gate.topk", chosen_TC)
+        batch.tap(prefix, "mlp.gate.1", weights_TC)
+        return weights_TC, chosen_TC
 
     return replacing((Experts, "_route", make))
 
@@ -80,14 +77,11 @@ def _reversed(self: Experts, logits_TE: torch.Tensor) -> Route:
 def mixed(change: Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     """Compute the experts by `change`, of tokens [T, D], weights and numbers [T, C], which are shown as they are."""
 
-    def make(original: Any) -> Callable[[Experts, torch.Tensor, Batch, str], torch.Tensor]:
-        def call(self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
-            weights_TC, chosen_TC = self._route(x_TD, batch, prefix)
-            out_TD = change(self, x_TD, weights_TC, chosen_TC)
-            batch.tap(prefix, "mlp.experts", out_TD)
-            return out_TD
-
-        return call
+    def make(original: Any, self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+        weights_TC, chosen_TC = self._route(x_TD, batch, prefix)
+        out_TD = change(self, x_TD, weights_TC, chosen_TC)
+        batch.tap(prefix, "mlp.experts", out_TD)
+        return out_TD
 
     return replacing((Experts, "__call__", make))
 

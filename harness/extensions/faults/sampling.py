@@ -22,61 +22,48 @@ from reference_engine.model import Decoder
 def _sampling_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """In a prefill, the rows whose logits are taken are others."""
 
-    def make(build: Callable[..., Any]) -> Callable[..., Any]:
-        def built(*args: Any, **kwargs: Any) -> Any:
-            batch = build(*args, **kwargs)
-            if batch.sampled_rows_ is None:
-                return batch
-            return replace(batch, sampled_rows_=change(batch.sampled_rows_))
-
-        return built
+    def make(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = build(*args, **kwargs)
+        if batch.sampled_rows_ is None:
+            return batch
+        return replace(batch, sampled_rows_=change(batch.sampled_rows_))
 
     return replacing((reference_engine.model_runner, "build_batch", make))
 
 
-def _coarse_logits(logits: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(self: Decoder, x: torch.Tensor, batch: Any) -> Any:
-        head = self.lm_head
-        wrong = replace(self, lm_head=lambda rows: head(rows).to(torch.bfloat16).to(rows.dtype))
-        return logits(wrong, x, batch)
-
-    return computed
+def _coarse_logits(logits: Callable[..., Any], self: Decoder, x: torch.Tensor, batch: Any) -> Any:
+    head = self.lm_head
+    wrong = replace(self, lm_head=lambda rows: head(rows).to(torch.bfloat16).to(rows.dtype))
+    return logits(wrong, x, batch)
 
 
-def _second_best(sample: Callable[..., Any]) -> Callable[..., Any]:
-    def sampled(logits: torch.Tensor, sequences: Any) -> Any:
-        return replace(sample(logits, sequences), token_ids=logits.topk(2).indices[:, 1].tolist())
-
-    return sampled
+def _second_best(sample: Callable[..., Any], logits: torch.Tensor, sequences: Any) -> Any:
+    return replace(sample(logits, sequences), token_ids=logits.topk(2).indices[:, 1].tolist())
 
 
-def _first_of_the_list(read: Callable[..., frozenset[int]]) -> Callable[..., frozenset[int]]:
+def _first_of_the_list(read: Callable[..., frozenset[int]], generation: Any, config: Any, where: Any) -> frozenset[int]:
     """Of several end-of-sequence tokens the first one counts."""
-
-    def first(generation: Any, config: Any, where: Any) -> frozenset[int]:
-        eos = generation.get("eos_token_id")
-        return read({"eos_token_id": eos[0]} if isinstance(eos, list) else generation, config, where)
-
-    return first
+    eos = generation.get("eos_token_id")
+    return read({"eos_token_id": eos[0]} if isinstance(eos, list) else generation, config, where)
 
 
 def _with_params(change: Callable[[Any], Any]) -> Any:
     """Change the parameters that the sets of allowed tokens are made from."""
 
-    def make(allowed: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda scores, params: allowed(scores, [change(own) for own in params])
+    def make(allowed: Callable[..., torch.Tensor], scores: Any, params: Any) -> torch.Tensor:
+        return allowed(scores, [change(own) for own in params])
 
     return replacing((reference_engine.sampler, "allowed_tokens", make))
 
 
-def _seeds_of_the_batch(uniforms: Callable[..., Any]) -> Callable[..., Any]:
+def _seeds_of_the_batch(uniforms: Callable[..., Any], seeds: Any, indices: Any) -> Any:
     """The draws of a row depend on how many rows stand beside it."""
-    return lambda seeds, indices: uniforms([seed + len(seeds) for seed in seeds], indices)
+    return uniforms([seed + len(seeds) for seed in seeds], indices)
 
 
-def _draws_again(sample: Callable[..., Any]) -> Callable[..., Any]:
+def _draws_again(sample: Callable[..., Any], seeds: Any, indices: Any) -> Any:
     """Every token of a request is drawn with the same number."""
-    return lambda seeds, indices: sample([0 for _ in seeds], [0 for _ in indices])
+    return sample([0 for _ in seeds], [0 for _ in indices])
 
 
 class _HalfAccumulation:

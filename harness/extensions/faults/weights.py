@@ -16,13 +16,10 @@ Weights = dict[str, torch.Tensor]
 def loaded(change: Callable[[Weights, Any], None]) -> Any:
     """Change the parameters in place once they are loaded: `change` gets them and the model's config."""
 
-    def make(load: Callable[..., Weights]) -> Callable[..., Weights]:
-        def loaded(folder: Any, config: Any, *args: Any, **kwargs: Any) -> Weights:
-            weights = {name: tensor.clone() for name, tensor in load(folder, config, *args, **kwargs).items()}
-            change(weights, config)
-            return weights
-
-        return loaded
+    def make(load: Callable[..., Weights], folder: Any, config: Any, *args: Any, **kwargs: Any) -> Weights:
+        weights = {name: tensor.clone() for name, tensor in load(folder, config, *args, **kwargs).items()}
+        change(weights, config)
+        return weights
 
     return replacing((reference_engine.model_runner, "load_weights", make))
 
