@@ -18,7 +18,7 @@ from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.extensions.faults.fault import FaultConfig, Variant
 from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.trial import FaultTrial, try_variant
+from harness.extensions.faults.run import FaultTrial, try_variant
 from reference_engine.kv_cache import KVCache
 
 NUM_LAYERS = 3

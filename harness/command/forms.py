@@ -76,7 +76,7 @@ _DOCUMENT = f"{__name__}:document"
 _REPORT = "harness.report"
 DOCUMENT = f"{_REPORT}.document:document"
 """Makes a document of any result."""
-_FAULTS = "harness.extensions.faults.tables"
+_FAULTS = "harness.extensions.faults.report"
 _ANSWER = "harness.cli.answer:TimedContinuation"
 
 CHECKS = Forms(

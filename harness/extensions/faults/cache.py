@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults import suites
 from harness.extensions.faults.fault import (
     BLOCK_SIZE,
     FIRST,
@@ -18,6 +17,7 @@ from harness.extensions.faults.fault import (
     Category,
     FaultConfig,
     Row,
+    block_manager_suite,
     table_of,
 )
 from harness.extensions.faults.injection import InjectedFault, replaced, replacing
@@ -300,7 +300,7 @@ FAULTS = [
     _fault("hash-of-partial-block",
            "A block can be found as soon as it is begun, under the tokens that it holds by then.",
            replacing((BlockManager, "publish", _published_when_begun)), "hash|published|prefix|holds", None, None,
-           suite=suites.block_manager),
+           suite=block_manager_suite),
     _fault("stale-hash", "The hash of an evicted block still leads to it when it holds something else.",
            replacing((PrefixCache, "forget", _remembers_the_evicted), (BlockPool, "share_prefix", _hit_by_hash_alone)),
            "another request wrote", _K_CACHE, (2, 0),

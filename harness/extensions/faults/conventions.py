@@ -1,4 +1,7 @@
-"""Legitimate orders of rounding, one engine for each convention: none of them may alarm."""
+"""Legitimate orders of rounding, of which none may alarm, and orders just outside of them, which are wrong.
+
+Numbers in 8 bits are kept as ggml keeps them; the formulas are written once more here, apart from the judge's own.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,14 +15,35 @@ from torch.nn.functional import linear
 import reference_engine.attention.paged
 from harness.base.numerics import Numerics
 from harness.extensions.faults.cache import stored
-from harness.extensions.faults.fault import FaultConfig, Variant
-from harness.extensions.faults.formats import quantised
+from harness.extensions.faults.fault import FIRST, SECOND, Category, FaultConfig, Variant, table_of
 from harness.extensions.faults.injection import replacing
 from harness.extensions.faults.norm import edited_layers
+from harness.extensions.faults.position import frequencies_changed
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import Linear
 from reference_engine.model import DecoderLayer
 from reference_engine.rotary import RotaryEmbedding
+
+_BLOCK = 32
+
+
+def quantised(x: torch.Tensor, block: int = _BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers [..., I/block, block] and scales [..., I/block, 1] of Q8_0, or of other blocks."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    return (blocks * inverse).round(), scale.half().float()
+
+
+def in_format(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a checkpoint's tensor rounded to a dtype; to `Q8_0` if it is a matrix."""
+    if name != "Q8_0":
+        return x.to(getattr(torch, name)).to(x.dtype)
+    if x.dim() != 2:
+        return x
+    integers, scale = quantised(x)
+    return (integers * scale).flatten(-2).to(x.dtype)
+
 
 MODELS = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
 _FLOAT32, _HALF = ("float32",), ("bfloat16", "float16")
@@ -331,3 +355,34 @@ def variants() -> Iterator[Variant]:
                     setting=FaultConfig(model=model, dtype=dtype, **fields),
                     inject=inject(dtype),
                 )
+
+
+_SITES = ("input_layernorm", "self_attn.q_proj", "q_rope", "k_cache", "attention")
+_NORM, _Q_PROJ, _Q_ROPE, _K_CACHE, _ATTENTION = (f"model.layers.0.{site}" for site in _SITES)
+
+
+_fault = table_of(category=Category.NUMBERS, tap=_Q_PROJ, row=FIRST)
+FAULTS = [
+    _fault("inputs-bf16-of-fp32-weights", "Inputs are rounded to bfloat16, and the weights are float32.",
+           products(partial(rounded_inputs, torch.bfloat16)), "input of the product is rounded to bfloat16"),
+    _fault("inputs-fp16-of-bf16-weights", "Inputs are rounded to float16, and the weights are bfloat16.",
+           products(partial(rounded_inputs, torch.float16)), "inputs? .*float16", weights_in="bfloat16"),
+    _fault("inputs-q8-undeclared", "Inputs are quantised in blocks of 32, and the engine says nothing of it.",
+           products(partial(quantised_inputs, 32)), "input.*int8.*for 32 inputs", weights_in="Q8_0"),
+    _fault("inputs-q8-blocks-of-16", "Inputs are quantised in blocks of 16 where Q8_0 has blocks of 32.",
+           products(partial(quantised_inputs, 16)), "input.*int8.*for 16 inputs", weights_in="Q8_0",
+           numerics=Numerics(weights=("Q8_0",))),
+    _fault("rope-frequencies-fp16", "The frequencies are kept in float16.",
+           frequencies_changed(lambda config, inv_freq: inv_freq.half().float()), "frequencies in float16",
+           tap=_Q_ROPE, row=SECOND),
+    _fault("rope-frequencies-off-by-1e-6", "The frequencies are too high by a part in a million.",
+           frequencies_changed(lambda config, inv_freq: inv_freq * (1 + 1e-6)),
+           "frequencies are off by a factor of 1.000001", tap=_Q_ROPE, row=SECOND),
+    _fault("squares-summed-in-order-and-large", "The squares are summed in order, and the norm is too large by 4e-6.",
+           edited_layers(norms_in_order(1 + 4e-6)), "constant gain", tap=_NORM),
+    _fault("queries-scaled-first-and-large", "The queries are scaled in bfloat16, by 1.25 times the scale.",
+           patched_attention(scaled_first(torch.bfloat16, 1.25), lambda x: x), "softmax scale", tap=_ATTENTION,
+           row=SECOND, dtype="bfloat16"),
+    _fault("cache-bf16-declared-fp16", "The cache is declared to be float16, and is bfloat16.",
+           coarse_cache(torch.bfloat16), "lower dtype: bfloat16", tap=_K_CACHE, numerics=Numerics(cache="float16")),
+]  # fmt: skip

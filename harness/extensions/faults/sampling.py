@@ -11,8 +11,15 @@ import reference_engine.layers
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
-from harness.extensions.faults import suites
-from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, Category, FaultConfig, table_of
+from harness.extensions.faults.fault import (
+    FIRST,
+    FIRST_SAMPLED,
+    Category,
+    FaultConfig,
+    sampling_suite,
+    stopping_suite,
+    table_of,
+)
 from harness.extensions.faults.injection import replacing
 from harness.extensions.faults.norm import edited_layers
 from reference_engine.layers import Linear
@@ -93,20 +100,20 @@ FAULTS = [
            replacing((reference_engine.model_runner, "sample", _second_best)), "second largest", "lm_head"),
     _fault("eos-list-cut", "Of a list of end-of-sequence tokens only the first ends a request.",
            replacing((reference_engine.checkpoint.model_config, "_eos_token_ids", _first_of_the_list)), "the end is",
-           suite=suites.stopping, instance="vllm#4182"),
+           suite=stopping_suite, instance="vllm#4182"),
     _fault("top-k-off-by-one", "One token more than top-k may be drawn.",
            _with_params(lambda own: replace(own, top_k=own.top_k and own.top_k + 1)), _NO_SUCH_SET,
-           suite=suites.sampling),
+           suite=sampling_suite),
     _fault("top-p-ignored", "Top-p is not applied.", _with_params(lambda own: replace(own, top_p=1.0)), _NO_SUCH_SET,
-           suite=suites.sampling),
+           suite=sampling_suite),
     _fault("min-p-ignored", "Min-p is not applied.", _with_params(lambda own: replace(own, min_p=0.0)), _NO_SUCH_SET,
-           suite=suites.sampling),
+           suite=sampling_suite),
     _fault("seed-of-the-batch", "What a request draws depends on its batch mates.",
            replacing((reference_engine.sampler, "uniforms", _seeds_of_the_batch)), "in the batch|same in any batch",
-           suite=suites.sampling, instance="vllm#51226"),
+           suite=sampling_suite, instance="vllm#51226"),
     _fault("seed-ignored", "All requests draw the same number.",
            replacing((reference_engine.sampler, "uniforms", _draws_again)), "as often as|chi-square",
-           suite=suites.sampling),
+           suite=sampling_suite),
     _fault("logits-bf16", "Logits are rounded to bfloat16.", replacing((Decoder, "logits", _coarse_logits)),
            "rounded to bfloat16", "lm_head", category=Category.NUMBERS),
     _fault("product-fp16", "A matrix product takes and gives float16.", edited_layers(_half_accumulation), "float16",

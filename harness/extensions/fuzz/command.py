@@ -162,7 +162,7 @@ def _opened(
         yield plan_engine(**given, local_files_only=local_files_only), options
         return
     from harness.extensions.faults.catalogue import choose
-    from harness.extensions.faults.trial import checkpoint
+    from harness.extensions.faults.run import checkpoint
 
     if given:
         what = "a fault comes with the engine, the model and the dtype that show it"

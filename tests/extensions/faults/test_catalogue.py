@@ -15,8 +15,7 @@ from harness.errors import Code, HarnessError
 from harness.extensions.faults.catalogue import FAULTS, choose
 from harness.extensions.faults.fault import Category, Fault, FaultConfig
 from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.scoreboard import score_fault
-from harness.extensions.faults.trial import FaultTrial, try_fault, try_variant
+from harness.extensions.faults.run import FaultTrial, score_fault, try_fault, try_variant
 from harness.extensions.faults.variants import variants
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager

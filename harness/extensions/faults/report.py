@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from harness.extensions.faults.fault import Category
 from harness.extensions.faults.peers import RULES, TOKENS
-from harness.extensions.faults.scoreboard import FaultScore, Score
+from harness.extensions.faults.run import FaultScore, Score
 
 
 def as_json(score: Score) -> dict[str, Any]:
