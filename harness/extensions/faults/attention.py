@@ -34,10 +34,10 @@ def attend(
 ) -> torch.Tensor:
     """Attention by its definition: q [T, N, H], k and v [C, K, H], mask [T, C]; returns [T, N, H]."""
     num_heads, num_kv = q.shape[1], k.shape[1]
-    own = torch.arange(num_heads) // (num_heads // num_kv) if heads is None else heads(num_heads, num_kv)
-    of_values = own if value_heads is None else value_heads(num_heads, num_kv)
+    kv_heads = torch.arange(num_heads) // (num_heads // num_kv) if heads is None else heads(num_heads, num_kv)
+    of_values = kv_heads if value_heads is None else value_heads(num_heads, num_kv)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("tnh,cnh->ntc", q.float(), k[:, own].float()) * factor
+    scores = torch.einsum("tnh,cnh->ntc", q.float(), k[:, kv_heads].float()) * factor
     probs = softmax(scores.masked_fill(~mask, -torch.inf))
     return torch.einsum("ntc,cnh->tnh", probs.float(), v[:, of_values].float()).to(q.dtype)
 
@@ -63,8 +63,8 @@ def everywhere(**changed: Any) -> Any:
         keys = torch.ones(len(q), k.shape[1], dtype=torch.bool) if visible is None else visible[:, 0, 0]
         rows = []
         for row, keep in enumerate(keys):
-            own = mask(1, int(keep.sum()), None)
-            rows.append(attend(q[row : row + 1], k[row, keep], v[row, keep], own, **changed))
+            row_mask = mask(1, int(keep.sum()), None)
+            rows.append(attend(q[row : row + 1], k[row, keep], v[row, keep], row_mask, **changed))
         return torch.cat(rows)
 
     return replacing(

@@ -35,8 +35,8 @@ _K_CACHE, _ATTENTION = "model.layers.0.k_cache", "model.layers.0.attention"
 def stored(change: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Any:
     """Change what is stored where: `change` gets the cache, k, v and slots, and returns k, v and slots."""
 
-    def make(store: Callable[..., None], self: KVCache, layer: int, *given: torch.Tensor) -> None:
-        k, v, slots = change(self, *given)
+    def make(store: Callable[..., None], self: KVCache, layer: int, *tensors: torch.Tensor) -> None:
+        k, v, slots = change(self, *tensors)
         rows = _last_of_each(slots)
         store(self, layer, k[rows], v[rows], slots[rows])
 
@@ -196,14 +196,14 @@ def _remembers_the_evicted(forget: Callable[..., None], self: PrefixCache, block
 def _hit_by_hash_alone(share: Callable[..., list[int]], self: BlockPool, chain: Any) -> list[int]:
     assert self.prefix_cache is not None
     known = self.prefix_cache._blocks
-    found = [known[prefix.key] for prefix in takewhile(lambda prefix: prefix.key in known, chain)]
-    for block in found:
+    blocks = [known[prefix.key] for prefix in takewhile(lambda prefix: prefix.key in known, chain)]
+    for block in blocks:
         if block in self._idle:
             del self._idle[block]
         elif block in self._unused:
             self._unused.remove(block)
         self._num_owners[block] += 1
-    return found
+    return blocks
 
 
 def _hit_without_owner(share: Callable[..., list[int]], self: BlockPool, chain: Any) -> list[int]:
@@ -291,11 +291,11 @@ FAULTS = [
            replacing((BlockPool, "free", _free_twice), _UNCHECKED), "another request wrote", _K_CACHE, (2, 0),
            setting=_TWO_AT_A_TIME, instance="sglang#29310"),
     _fault("hash-without-parent", "A block is found by its own tokens, whatever came before.",
-           prefixes_changed(_keyed_by_own_tokens, lambda own, other: own.token_ids == other.token_ids),
+           prefixes_changed(_keyed_by_own_tokens, lambda prefix, cached: prefix.token_ids == cached.token_ids),
            "another request wrote", "model.layers.1.k_cache", (3, BLOCK_SIZE),
            setting=FaultConfig(schedule="prefix-hit", prompts=_TWINS)),
     _fault("collision-taken-for-a-hit", "Two prefixes with the same hash are taken for the same.",
-           prefixes_changed(_keyed_by_depth, lambda own, other: True), "another request wrote", _K_CACHE, (1, 0),
+           prefixes_changed(_keyed_by_depth, lambda prefix, cached: True), "another request wrote", _K_CACHE, (1, 0),
            setting=FaultConfig(schedule="prefix-hit", prompts=(tuple(range(40, 60)), tuple(range(70, 90))))),
     _fault("hash-of-partial-block",
            "A block can be found as soon as it is begun, under the tokens that it holds by then.",

@@ -56,13 +56,13 @@ _AGAIN = {
 
 def in_16_bits(faults: Iterable[Fault]) -> list[Fault]:
     """Return the faults that are tried in 16 bits as well, in the dtype that they are tried in."""
-    own = {fault.id: fault for fault in faults}
+    by_id = {fault.id: fault for fault in faults}
     return [
         replace(
-            own[id],
+            by_id[id],
             id=f"{id}-in-{dtype}",
-            summary=f"{own[id].summary} The engine computes in {dtype}.",
-            setting=replace(own[id].setting, dtype=dtype),
+            summary=f"{by_id[id].summary} The engine computes in {dtype}.",
+            setting=replace(by_id[id].setting, dtype=dtype),
         )
         for dtype, ids in _AGAIN.items()
         for id in ids

@@ -136,8 +136,8 @@ def _in_parts(count: int, sums: torch.dtype, x: torch.Tensor, weight: torch.Tens
     """Round what each of so many ranks makes of its share, and add all up in `sums`."""
     shares = zip(x.chunk(count, dim=-1), weight.chunk(count, dim=-1), strict=True)
     total = torch.zeros((), dtype=sums)
-    for own, columns in shares:
-        total = total + linear(own, columns).to(dtype).to(sums)
+    for share, columns in shares:
+        total = total + linear(share, columns).to(dtype).to(sums)
     return total
 
 
@@ -231,13 +231,13 @@ def patched_attention(attend: Attend, kept: Callable[[torch.Tensor], torch.Tenso
         original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
     ) -> torch.Tensor:
         ends = range(len(k) - len(q) + 1, len(k) + 1)
-        return torch.stack([row(own, k[:end], v[:end]) for own, end in zip(q, ends, strict=True)])
+        return torch.stack([row(query, k[:end], v[:end]) for query, end in zip(q, ends, strict=True)])
 
     def single(
         original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         keep = torch.ones(k.shape[:2], dtype=torch.bool) if mask is None else mask[:, 0, 0]
-        return torch.stack([row(own, k[at, keep[at]], v[at, keep[at]]) for at, own in enumerate(q)])
+        return torch.stack([row(query, k[at, keep[at]], v[at, keep[at]]) for at, query in enumerate(q)])
 
     def store(original: Any, self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         original(self, layer, kept(k), kept(v), slots)

@@ -183,7 +183,7 @@ def _ring() -> AbstractContextManager[InjectedFault]:
     def verified(original: Callable[..., Any], self: LLMEngine, chunk: ScheduledChunk, choices: Any) -> Any:
         end = chunk.stop
         slots = slots_of(ScheduledChunk(chunk.sequence, 0, end), BLOCK_SIZE)
-        found = original(self, chunk, choices)
+        result = original(self, chunk, choices)
         cache = self.backend.cache
         assert cache is not None
         for layer, window in enumerate(self.model_config.layer_windows):
@@ -191,7 +191,7 @@ def _ring() -> AbstractContextManager[InjectedFault]:
                 if window is not None and position >= window:
                     old, new = (divmod(slots[item], BLOCK_SIZE) for item in (position - window, position))
                     cache.data[:, layer, old[0], old[1]] = cache.data[:, layer, new[0], new[1]]
-        return found
+        return result
 
     return replaced((LLMEngine, "_verified", verified))
 

@@ -91,8 +91,8 @@ def sum_of(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_T
     out_TD = torch.zeros_like(x_TD)
     for number in chosen_TC.unique().tolist():
         rows, places = torch.where(chosen_TC == number)
-        own = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
-        out_TD.index_add_(0, rows, own)
+        outputs = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
+        out_TD.index_add_(0, rows, outputs)
     return out_TD
 
 
@@ -111,9 +111,9 @@ def _swapped(weights: Weights, config: Any) -> None:
     _exchange(weights, _E0 + "1.", _E0 + "6.")
 
 
-def _exchange(weights: Weights, one: str, other: str) -> None:
-    for name in [name for name in weights if name.startswith(one)]:
-        there = other + name.removeprefix(one)
+def _exchange(weights: Weights, first: str, second: str) -> None:
+    for name in [name for name in weights if name.startswith(first)]:
+        there = second + name.removeprefix(first)
         weights[name], weights[there] = weights[there], weights[name]
 
 

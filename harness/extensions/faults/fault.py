@@ -102,14 +102,14 @@ class Variant:
     inject: Callable[[], AbstractContextManager[InjectedFault]] | None = None
 
 
-def table_of(**given: Any) -> Callable[..., Fault]:
+def table_of(**defaults: Any) -> Callable[..., Fault]:
     """Return what makes the lines of a table of faults: `fault(id, summary, inject, cause, tap, row, ...)`.
 
     What a line leaves out is as given here, fields of a fault and of its setting. A fault without a tap has no row.
     """
 
-    def fault(id: str, summary: str, inject: Any, cause: str, *place: Any, **own: Any) -> Fault:
-        line = {**given, "id": id, "summary": summary, "inject": inject, "cause": cause, **own}
+    def fault(id: str, summary: str, inject: Any, cause: str, *place: Any, **fields_of_line: Any) -> Fault:
+        line = {**defaults, "id": id, "summary": summary, "inject": inject, "cause": cause, **fields_of_line}
         line |= zip(("tap", "row"), place, strict=False)
         line["row"] = line["row"] if line["tap"] is not None else None
         changes = {item.name: line.pop(item.name) for item in fields(FaultConfig) if item.name in line}

@@ -95,7 +95,7 @@ def _stale_head(weights: Weights, config: Any) -> None:
     weights["lm_head.weight"] = table + 0.1 * table.std() * noise
 
 
-def _embedding_scaled(call: Callable[..., torch.Tensor], self: Embedding, ids: torch.Tensor) -> torch.Tensor:
+def _embedding_scaled(call: Callable[..., torch.Tensor], self: Embedding, ids: torch.Tensor) -> Any:
     return call(self, ids) * self.weight_VD.shape[1] ** 0.5
 
 

@@ -57,15 +57,15 @@ def replacing(*changes: Change) -> Callable[[], AbstractContextManager[InjectedF
     return lambda: replaced(*changes)
 
 
-def device_of(given: Any) -> AbstractContextManager[Any]:
-    """Return the device on which tensors are made from now on: that of the first one of `given` that is on a GPU."""
-    devices = (x.device for x in _tensors(given) if x.device.type != "cpu")
+def device_of(arguments: Any) -> AbstractContextManager[Any]:
+    """Return the device on which tensors are made from now on: that of the first argument that is on a GPU."""
+    devices = (x.device for x in _tensors(arguments) if x.device.type != "cpu")
     return next(devices, nullcontext())
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
+def _tensors(arguments: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of arguments, and those that batches among them hold."""
-    for leaf in tree_leaves(given):
+    for leaf in tree_leaves(arguments):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif is_dataclass(leaf):

@@ -227,6 +227,10 @@ def _one_token_too_many(take: Callable[..., int], self: BlockManager, sequence: 
     return int(sequence.num_computed_tokens)
 
 
+def _has_same_key(prefix: Any, cached: Any) -> bool:
+    return bool(prefix.key == cached.key)
+
+
 def _without_last_token(cache: PrefixCache) -> None:
     cache._hash = lambda data: data[:-8]
 
@@ -349,13 +353,13 @@ FAULTS = [
            replacing(_batches(_logits_of_the_first_row)), "another token, the first one of its step", "lm_head",
            (3, 36), _PREFIX),
     _fault("hash-without-last-token", "The last token of a block is not hashed.",
-           prefixes_changed(_without_last_token, lambda own, other: own.key == other.key), "another request wrote",
+           prefixes_changed(_without_last_token, _has_same_key), "another request wrote",
            _K_CACHE, (1, 7), _PREFIX, prompts=_LAST_DIFFERS),
     _fault("hash-without-last-token-in-bfloat16", "The last token of a block is not hashed.",
-           prefixes_changed(_without_last_token, lambda own, other: own.key == other.key), "another request wrote",
+           prefixes_changed(_without_last_token, _has_same_key), "another request wrote",
            _K_CACHE, (1, 7), _PREFIX, _BF16, prompts=_LAST_DIFFERS),
     _fault("hash-without-order", "The tokens of a block are hashed without their order.",
-           prefixes_changed(_without_order, lambda own, other: own.key == other.key), "another request wrote",
+           prefixes_changed(_without_order, _has_same_key), "another request wrote",
            _K_CACHE, (1, 0), _PREFIX, _FP16, prompts=_REORDERED),
     _fault("fork-copies-keys-only", "A fork that writes into a shared block copies its keys and not its values.",
            _copied(_keys_copied_only), "zeros come back", "model.layers.0.v_cache", (0, 32), "forked"),

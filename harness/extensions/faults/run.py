@@ -354,15 +354,15 @@ def _says(pattern: str, text: str) -> bool:
     return re.search(pattern, text) is not None
 
 
-def _same_layer(found: str | None, truth: str | None) -> bool:
+def _same_layer(shown: str | None, truth: str | None) -> bool:
     """Whether a tap is of the layer of the truth; what comes after the layers is one by itself."""
 
     def layer(tap: str) -> str:
         return ".".join(tap.split(".")[:3]) if tap.startswith("model.layers.") else tap
 
-    if found is None or truth is None:
+    if shown is None or truth is None:
         return False
-    return layer(found) == layer("model.layers.0" if truth == "model.embed_tokens" else truth)
+    return layer(shown) == layer("model.layers.0" if truth == "model.embed_tokens" else truth)
 
 
 def _score_variant(variant: Variant, seed: int, device: str) -> VariantScore:

@@ -58,7 +58,7 @@ def _with_params(change: Callable[[Any], Any]) -> Any:
     """Change the parameters that the sets of allowed tokens are made from."""
 
     def make(allowed: Callable[..., torch.Tensor], scores: Any, params: Any) -> torch.Tensor:
-        return allowed(scores, [change(own) for own in params])
+        return allowed(scores, [change(request) for request in params])
 
     return replacing((reference_engine.sampler, "allowed_tokens", make))
 
@@ -102,12 +102,12 @@ FAULTS = [
            replacing((reference_engine.checkpoint.model_config, "_eos_token_ids", _first_of_the_list)), "the end is",
            suite=stopping_suite, instance="vllm#4182"),
     _fault("top-k-off-by-one", "One token more than top-k may be drawn.",
-           _with_params(lambda own: replace(own, top_k=own.top_k and own.top_k + 1)), _NO_SUCH_SET,
+           _with_params(lambda params: replace(params, top_k=params.top_k and params.top_k + 1)), _NO_SUCH_SET,
            suite=sampling_suite),
-    _fault("top-p-ignored", "Top-p is not applied.", _with_params(lambda own: replace(own, top_p=1.0)), _NO_SUCH_SET,
-           suite=sampling_suite),
-    _fault("min-p-ignored", "Min-p is not applied.", _with_params(lambda own: replace(own, min_p=0.0)), _NO_SUCH_SET,
-           suite=sampling_suite),
+    _fault("top-p-ignored", "Top-p is not applied.", _with_params(lambda params: replace(params, top_p=1.0)),
+           _NO_SUCH_SET, suite=sampling_suite),
+    _fault("min-p-ignored", "Min-p is not applied.", _with_params(lambda params: replace(params, min_p=0.0)),
+           _NO_SUCH_SET, suite=sampling_suite),
     _fault("seed-of-the-batch", "What a request draws depends on its batch mates.",
            replacing((reference_engine.sampler, "uniforms", _seeds_of_the_batch)), "in the batch|same in any batch",
            suite=sampling_suite, instance="vllm#51226"),

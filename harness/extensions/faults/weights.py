@@ -96,8 +96,8 @@ def _one_weight_flipped(weights: Weights, config: Any) -> None:
 _of_weights = table_of(category=Category.WEIGHTS, row=FIRST)
 
 
-def _fault(id: str, summary: str, change: Any, *rest: Any, **own: Any) -> Fault:
-    return _of_weights(id, summary, loaded(change), *rest, **own)
+def _fault(id: str, summary: str, change: Any, *rest: Any, **fields: Any) -> Fault:
+    return _of_weights(id, summary, loaded(change), *rest, **fields)
 
 
 _QWEN2 = FaultConfig(model="qwen2-tiny")

@@ -10,11 +10,11 @@ from harness.extensions.suite.nodes import Look, look, refuse_differences, refus
 from harness.extensions.suite.preflight import Installation, fingerprint, installation
 from harness.extensions.suite.ray_pool import ClusterNode, RayPool, _Running
 from harness.extensions.suite.store import Store
-from harness.extensions.suite.task import FOUND, Loss, Resources, Task, TaskResult
+from harness.extensions.suite.task import TASK_OUTCOME, Loss, Resources, Task, TaskResult
 
 
 def seen(name: str = "n", **more) -> Look:
-    found = {"own": installation(), "missing_models": [], "environments": {}, "store_error": None}
+    found = {"default": installation(), "missing_models": [], "environments": {}, "store_error": None}
     return Look(name=name, **{**found, **more})
 
 
@@ -93,7 +93,7 @@ def run_and_end(pool, task, said):
 def test_a_node_that_loses_a_task_gets_no_other_until_it_was_looked_at_again(pool, make_case):
     pool._ray, pool._refused, task = StubRay(), set(), Task(kind="case", case=make_case("x"))
     pool._nodes = {"dead": node("dead", cpus=4.0), "sound": node("sound")}
-    found = run_and_end(pool, task, StubRay.exceptions.RayError("the node died\nand more")).found
+    found = run_and_end(pool, task, StubRay.exceptions.RayError("the node died\nand more")).outcome
     assert found == Loss(reason="RayError on dead: the node died")
     assert place(pool, make_case("y")) == "sound"
     assert pool._refreshed == 0.0, "it is looked at again at once"
@@ -111,7 +111,7 @@ def test_a_golden_that_is_gone_says_nothing_of_the_node(pool, make_case):
 
 
 def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
-    other = seen("odd", own=installed(**{**fingerprint(), "torch": "1.0"}))
+    other = seen("odd", default=installed(**{**fingerprint(), "torch": "1.0"}))
     with pytest.raises(HarnessError) as caught:
         refuse_differences([seen(), other])
     error = caught.value
@@ -140,14 +140,14 @@ def test_a_model_or_environment_that_no_node_has_is_refused_with_its_case(make_c
 
 @pytest.mark.slow
 def test_an_engine_that_no_node_has_is_refused_with_its_case_and_place(make_case):
-    case, without = make_case("x"), seen(own=installed("hf", "mine"))
+    case, without = make_case("x"), seen(default=installed("hf", "mine"))
     refuse_missing([without, seen()], [case])
     with pytest.raises(HarnessError, match="no node has an engine called 'reference'") as caught:
         refuse_missing([without], [case])
     error = caught.value
     assert (error.code, error.where, error.expected) == (Code.UNKNOWN_ENGINE, "x", "hf, mine")
     with pytest.raises(HarnessError, match="no node has an engine called 'reference' in the environment 'old'"):
-        refuse_missing([seen(environments={"old": without.own})], [case.model_copy(update={"environment": "old"})])
+        refuse_missing([seen(environments={"old": without.default})], [case.model_copy(update={"environment": "old"})])
 
 
 @pytest.mark.slow
@@ -160,10 +160,10 @@ def test_a_node_says_what_it_has(tmp_path):
     environments = {"own": {}, "none": {"python": "/no/python"}}
     found = Look.model_validate_json(look(models, environments, str(tmp_path / "store"), digest))
     assert found.missing_models == ["/no/such/model"]
-    assert found.environments["own"] == found.own == installation()
+    assert found.environments["own"] == found.default == installation()
     assert found.environments["none"] is None
-    assert found.own.versions == fingerprint()
-    assert "reference" in found.own.engines
+    assert found.default.versions == fingerprint()
+    assert "reference" in found.default.engines
     assert found.store_error is None
 
 
@@ -178,4 +178,4 @@ def test_what_a_node_has_found_comes_back(make_case, monkeypatch):
     for said in (TaskResult(verdict="pass", seconds=2.0), Loss(reason="gone", needs_golden=True)):
         monkeypatch.setattr(nodes._shelf, "run", lambda _task, _more, said=said: said)
         text = nodes.run_on_node(Task(kind="case", case=make_case("x")).model_dump_json())
-        assert FOUND.validate_json(text) == said
+        assert TASK_OUTCOME.validate_json(text) == said

@@ -49,7 +49,7 @@ class ScriptedPool:
 
     def wait(self, timeout_s):
         tasks, self.waiting = self.waiting, []
-        return [Ended(task=task, found=self.find(task), node="node") for task in tasks]
+        return [Ended(task=task, outcome=self.find(task), node="node") for task in tasks]
 
     def find(self, task):
         found = self.script.get(task.label.replace("golden of ", "golden_"))
