@@ -48,7 +48,9 @@ class Planted:
 
 def _batch(change: Callable[..., Any]) -> Callable[[], Any]:
     """Change the batch of each step before it is planned."""
-    return replacing((reference_engine.model_runner, "build_batch", lambda build, *given: change(build(*given))))
+    return replacing(
+        (reference_engine.model_runner, "build_batch", lambda build, *arguments: change(build(*arguments)))
+    )
 
 
 def _lengths(batch):
@@ -101,10 +103,10 @@ def _freed_early():
     return replaced((Scheduler, "advance", advance), (BlockPool, "free", free))
 
 
-def _scores_of_all(plan, self, *given):
+def _scores_of_all(plan, self, *arguments):
     """Shorter requests see the keys behind their end, whose values count for nothing."""
-    found = plan(self, *given)
-    return replace(found, mask_R11C=None, padding=None) if isinstance(found, SingleBlocks) else found
+    planned = plan(self, *arguments)
+    return replace(planned, mask_R11C=None, padding=None) if isinstance(planned, SingleBlocks) else planned
 
 
 def _norm_of_batch(norm, self, x):
