@@ -11,7 +11,7 @@ from harness.base.progress import Progress
 from harness.base.scratch import scratch_folder
 from harness.engines.quantised_form import quantising, served_model
 from harness.errors import Code, HarnessError
-from harness.extensions.exports import is_export
+from harness.extensions.exports.checkpoint import is_export
 from harness.extensions.llamacpp.engine.options import LlamaCppOptions
 from harness.extensions.llamacpp.engine.tensor import is_installed
 from harness.extensions.llamacpp.gguf import checkpoint_of_gguf, is_gguf, open_gguf

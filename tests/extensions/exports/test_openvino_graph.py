@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.extensions.exports import exported_folder
+from harness.extensions.exports.checkpoint import exported_folder
 from harness.formats.checkpoint import resolve
 from harness.formats.checkpoint.quantised_source import served_folder
 from harness.oracle.model import load_model
