@@ -8,6 +8,7 @@ from harness.properties.reference.blocks import PoolAndCache
 from reference_engine import control
 from reference_engine.batch import slots_of
 from reference_engine.checkpoint.delta_net import DeltaNetShape
+from reference_engine.families.state_cache import StateCache, StateSpec
 from reference_engine.prefix_cache import Prefix
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
