@@ -40,7 +40,7 @@ def audit(
 
     Args:
         endpoint: address of the server.
-        hypotheses: names as `harness audit` has them, the first as the server says: `bf16`, `fp8`, `q4`, a folder,
+        hypotheses: names as for `harness server audit`, the claimed one first: `bf16`, `fp8`, `q4`, a folder,
             `bf16+temperature=0.7`, ...
         model: checkpoint that dtypes and types are of; None: the embedded default.
         dtype: of the server.

@@ -29,7 +29,7 @@ def _claim(result: AuditResult) -> str:
     if len(remaining) == 1:
         words = "every other hypothesis is excluded, but its log probabilities are off by more than rounding"
         return f"no claim: nearest is {remaining[0].name}; {words}"
-    return f"no claim: {', '.join(result.remaining)} cannot be told with so many tokens"
+    return f"no claim: {', '.join(result.remaining)} cannot be told apart with so many tokens"
 
 
 def _table(result: AuditResult) -> list[str]:

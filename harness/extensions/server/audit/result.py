@@ -11,7 +11,7 @@ from harness.results.check import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HypothesisResult:
-    """One hypothesis before a server's answers."""
+    """What a server's answers say of one hypothesis."""
 
     IN_DOCUMENT: ClassVar = ("is_excluded", "fits")
     name: str
@@ -38,7 +38,7 @@ class HypothesisResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult(ServerResult):
-    """What the answers of a server say of some hypotheses. The first is the one that is said to be served."""
+    """What a server's answers say of some hypotheses. The first is the one that the server claims."""
 
     IN_DOCUMENT: ClassVar = ("outcome", "claim", "remaining")
     num_tokens: int

@@ -59,7 +59,7 @@ def run_audit(
     """Find out which of some hypotheses a server serves.
 
     The plan says checkpoint, dtype of the server, and precision of the truth; its prompts are not used. The first of
-    the `names` is the hypothesis that is said to be served; `ask` has parameters of the sampler, as NAME=VALUE; at
+    the `names` is the hypothesis that the server claims; `ask` has parameters of the sampler, as NAME=VALUE; at
     least `num_tokens` are asked for.
 
     Raises:

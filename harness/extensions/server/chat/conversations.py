@@ -224,7 +224,7 @@ class Renderer:
             raise self._bad(str(error)) from None
         except MemoryError:
             raise self._bad(f"it takes more than {_MOST_BYTES >> 30} GiB") from None
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise any exception
             self.refusal = f"{type(error).__name__}: {error}"[:200]
             return None
         if len(text) > _MOST_CHARACTERS:
@@ -290,7 +290,7 @@ def _limited_memory() -> Iterator[None]:
 
 
 def template_notes(renderer: Renderer) -> Iterator[str]:
-    """Yield what is worth knowing of a template."""
+    """Yield what a server that follows the template does as well."""
     user = Conversation(messages=({"role": "user", "content": "x"},))
     plain, without = renderer.render(user), renderer.render(user, has_prompt=False)
     assert plain is not None

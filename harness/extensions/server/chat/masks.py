@@ -117,7 +117,7 @@ _TRIALS = 8
 
 
 class MaskCheck:
-    """The check of one mask function; whatever it raises is a finding."""
+    """The check of one mask function; an exception of the function is a finding."""
 
     def __init__(self, hf: Any, mask: MaskFunction, limit_s: float, progress: Progress) -> None:
         self._hf, self._mask, self._limit_s, self._progress = hf, mask, limit_s, progress
@@ -129,7 +129,7 @@ class MaskCheck:
         self._num_masks = 0
 
     def result(self, model: str, num: int, seed: int, user_schemas: Sequence[Mapping[str, Any]]) -> FunctionResult:
-        """Run the check, on so many generated schemas if none are given; raises HarnessError (BAD_SCHEMA)."""
+        """Run the check on the user's schemas, else on `num` generated ones; raises HarnessError (BAD_SCHEMA)."""
         examples: list[Mapping[str, Any]] = list(user_schemas)
         if not user_schemas:
             find_smallest(schemas().map(examples.append), bool, num, seed)
@@ -146,7 +146,9 @@ class MaskCheck:
             model=model,
             counts={"mask": self._num_masks, "schema": len({repr(schema) for schema in examples})},
             differences=smallest if self._hang is None else [self._hang],
-            not_judged={"the distribution inside of the mask": "a mask has none: harness sampler --only json_schema"},
+            not_judged={
+                "the distribution inside of the mask": "a mask has none: harness server sampler --only json_schema"
+            },
             notes=(f"whitespace: {spacing}, the convention that fits best",),
         )
 

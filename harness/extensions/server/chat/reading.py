@@ -253,7 +253,7 @@ def _string(expected: str, actual: str, marks: Sequence[str] | None) -> str:
 
 
 def _content(expected: Utterance, actual: Reading, marks: Sequence[str] | None) -> Named | None:
-    """Return what is wrong about the content; whitespace around it is anybody's."""
+    """Return what is wrong about the content; whitespace around it is not judged."""
     if actual.content is None or actual.content.strip() == expected.content.strip():
         return None
     written, read = expected.content.strip(), actual.content.strip()

@@ -1,4 +1,7 @@
-"""What a server saw of a conversation: its tokens where it shows them, else its text, else their number."""
+"""The checks of a server's chats, and of a function that renders them.
+
+A server shows what it saw of a conversation: the tokens, or only their text, or only their number.
+"""
 
 import asyncio
 import os
@@ -172,7 +175,7 @@ def compare_renderings(
 ) -> TokensResult:
     """Compare a function with HF's tokenizer and chat template.
 
-    Whatever `render` raises is a refusal; `model` is a checkpoint, or its folder.
+    An exception of `render` is a refusal; `model` is a checkpoint, or its folder.
 
     Raises:
         HarnessError: NO_TOKENIZER, NO_CHAT_TEMPLATE, BAD_TEMPLATE.

@@ -50,7 +50,7 @@ class Writer:
         self.marks = marks_of(self.text(samples()["a call"]) or "")
         added = renderer.tokenizer.hf.added_tokens_decoder.values()
         self.whole = sorted({str(token) for token in added}, key=len, reverse=True)
-        """Tokens of their own, which no piece of a stream can hold half of."""
+        """Added tokens: no piece of a stream has half of one."""
 
     def _look(self) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the parts of answers that the template takes, and why it does not take the others."""
@@ -126,7 +126,7 @@ class ParserCheck:
         self._found: dict[str, tuple[Utterance, Cut]] = {}
 
     def result(self, model: str, num: int, seed: int) -> FunctionResult:
-        """Run the check on so many generated answers, and those with a hard text each; raises as `Writer.text`."""
+        """Run the check on `num` generated answers, and on one with each hard text; raises as `Writer.text`."""
         misreadings, not_judged = self._run(num, seed), dict(self._writer.refused)
         if self._stream is None:
             not_judged["streams"] = "no function for them was given"

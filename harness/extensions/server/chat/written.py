@@ -1,7 +1,7 @@
 """What a server writes: the text of its tokens, whole and in pieces, where it ends, and how often.
 
 The server's own plain answer is the measure of its other answers to the same request, and HF's decoder that of the
-plain answer, where the server names its tokens. Whatever is wrong is asked again: it counts if both answers come back.
+plain answer, where the server names its tokens. A wrong answer counts if it comes back a second time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ from harness.extensions.server.truth import TruthRow
 from harness.results.check import Finding, TokenResult
 
 _MOST_FINDINGS = 3
-"""Findings of a kind that are worth saying of one request."""
+"""Wrong tokens of one request that are listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

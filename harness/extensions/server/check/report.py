@@ -78,7 +78,7 @@ def _figures(logprobs: LogprobResult) -> tuple[str, ...]:
 
 
 def findings(runs: Sequence[ScheduleResult], width: int) -> Iterator[str]:
-    """Yield the findings worth reading first, each once for all schedules that share it."""
+    """Yield the first findings of each code, each once for all schedules that share it."""
     schedules: dict[Finding, list[str]] = {}
     for run in runs:
         for finding in run.findings:

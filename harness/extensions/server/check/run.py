@@ -8,10 +8,11 @@ from typing import Any
 from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
-from harness.extensions.server.check.judge import JudgedCompletion, Promised, is_number, judge
+from harness.extensions.server.check.judge import JudgedCompletion, Promised, judge
 from harness.extensions.server.check.requests import ScheduledRequests, Sent, Way, ask
 from harness.extensions.server.check.result import EndpointResult, ScheduleResult
 from harness.extensions.server.completion import Completion
+from harness.extensions.server.logprobs import is_number
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, failure, note_ignore_eos
 from harness.extensions.server.truth import BackgroundTruth, Rows, eos_of

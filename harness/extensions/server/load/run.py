@@ -99,7 +99,7 @@ TIMES = ("ttft", "tpot", "e2e")
 _TURNED_AWAY = (429, 503)
 """Statuses with which a server under too much load may refuse."""
 _LATE_S = 0.05
-"""Lateness of the client that is worth a note."""
+"""Lateness of the client from which on a note says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ async def _send(
         probed = await probe(client, requests[0].prompt.token_ids, names, fallback_model=plan.case.model)
     if not probed.has("streaming"):
         what = "the server does not stream, so no token has a time of its own"
-        raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness check --endpoint judges it")
+        raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness server check judges it")
     num_done = 0
 
     def is_done() -> None:
@@ -272,7 +272,7 @@ def _notes(probed: Probed, answers: Sequence[TimedAnswer], num_judged: int, num_
     if probed.dialect.num_logprobs:
         yield "the server names tokens only with log probabilities, so they were asked for: they cost it time"
     if num_judged < num_answered:
-        yield f"{num_judged:,} of {num_answered:,} answers were held to HF's truth"
+        yield f"{num_judged:,} of {num_answered:,} answers were checked against HF's truth"
     late = max(answer.sent_s - answer.due_s for answer in answers)
     if late > _LATE_S:
         yield f"the client was late by up to {1e3 * late:.0f} ms: the load was less even than asked for"

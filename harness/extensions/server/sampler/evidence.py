@@ -90,7 +90,7 @@ class Power:
         return Power(self.mean + more.mean, self.variance + more.variance, self.log_unseen + more.log_unseen)
 
     def chance(self, threshold: float) -> float:
-        """Return the probability that so many draws find it."""
+        """Return the probability that the draws find it."""
         deviation = math.sqrt(self.variance) or 1e-12
         by_ratio = 0.5 * math.erfc((threshold - self.mean) / (deviation * math.sqrt(2)))
         return max(by_ratio, 1 - math.exp(self.log_unseen))

@@ -170,7 +170,7 @@ class Pooled:
 
 
 def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_named: bool) -> Pooled:
-    """Judge each alternative over all settings that it changes, and say what so many draws find.
+    """Judge each alternative over all settings that it changes, and say which of them the draws find.
 
     `is_named` says whether a setting is wrong: what is wrong is then said there.
     """
@@ -182,7 +182,7 @@ def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_
     findings = []
     best = max(totals, key=lambda name: totals[name], default=None)
     if best is not None and totals[best] > levels.log_ratio and not is_named:
-        message = f"over all settings the draws are rather those of another chain: {best} (e^{totals[best]:.0f} times)"
+        message = f"over all settings the draws fit another chain better: {best} (e^{totals[best]:.0f} times)"
         findings.append(Finding(code=Code.SAMPLER_DIFFERS, message=message))
     return Pooled(
         would_find=tuple(name for name, chance in chances.items() if chance >= _SURE),

@@ -1,4 +1,4 @@
-"""What a server's sampler is asked: a few settings, each with many prompts that are asked once."""
+"""What a sampler is asked: a few settings with many prompts each, and some requests again with the same seed."""
 
 import asyncio
 import random
@@ -155,7 +155,7 @@ def draw_requests(
     *,
     seed: int,
 ) -> Iterator[DrawRequest]:
-    """Yield the requests of all settings by turns, so that each batch is a mixture.
+    """Yield the requests of all settings in turn, so that each batch mixes settings.
 
     Of each setting there are at least `num_draws`; prompts are made of `ids`.
     """

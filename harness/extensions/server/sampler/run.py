@@ -12,6 +12,7 @@ from harness.extensions.server.chat.automaton import Automaton
 from harness.extensions.server.check.judge import wrong_length
 from harness.extensions.server.client import refused_with
 from harness.extensions.server.completion import Completion
+from harness.extensions.server.logprobs import DefinitionResult
 from harness.extensions.server.probe import failure, words
 from harness.extensions.server.sampler.draws import drawn, read_draws, within_schemas
 from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
@@ -35,7 +36,7 @@ from harness.extensions.server.sampler.requests import (
     ask_draws,
     chosen_settings,
 )
-from harness.extensions.server.sampler.result import DefinitionResult, SamplerResult, SeedResult, SettingResult
+from harness.extensions.server.sampler.result import SamplerResult, SeedResult, SettingResult
 from harness.oracle.sampling import Chain
 from harness.plan import Plan
 from harness.results.check import Finding
@@ -75,7 +76,7 @@ def check_sampler(
 
 
 class _Judged:
-    """All answers, held against the truth."""
+    """All answers, and their comparison with the truth."""
 
     def __init__(
         self, asked: AskedSampler, chain: Chain, *, seed: int, truth: str, automaton: Automaton | None

@@ -37,7 +37,7 @@ def test_nothing_is_claimed_where_two_cannot_be_told(url):
     assert (found.claim, found.remaining) == (None, ("fp32", "fp32+top_k=100"))
     needed = found.hypotheses[0].needed["fp32+top_k=100"]
     assert needed is None or needed > 50
-    assert "no claim: fp32, fp32+top_k=100 cannot be told with so many tokens" in str(found)
+    assert "no claim: fp32, fp32+top_k=100 cannot be told apart with so many tokens" in str(found)
 
 
 def test_a_cache_in_float8_is_not_claimed_of_one_that_is_not(harness, url):

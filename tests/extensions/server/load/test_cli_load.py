@@ -38,7 +38,7 @@ def test_a_sound_server_passes(load):
     ran = load(*SIZES, "--rate", 100, "--burst", 3, "--judged", 4)
     assert ran.status == 0, ran.err
     assert "6 requests, 100 a second in bursts of 3" in ran.out
-    assert "4 of 6 answers were held to HF's truth" in ran.out
+    assert "4 of 6 answers were checked against HF's truth" in ran.out
 
 
 def test_too_few_good_requests_are_status_4(load):
