@@ -84,9 +84,6 @@ class Completion:
     """Tokens of the prompt by the server's own count (`usage`)."""
     num_new_tokens: int | None = None
     """New tokens by the server's own count."""
-    text: str | None = None
-    seconds: float = 0.0
-    """From the request to the end of the answer."""
 
     def logprobs_at(self, step: int) -> Mapping[int, float | None] | None:
         """Return the log probabilities of one new token; None if there are none."""
@@ -94,11 +91,11 @@ class Completion:
 
 
 def read_answer(
-    body: Any, prompt: Sequence[int], names: TokenNames, *, where: str, is_echoed: bool = False, seconds: float = 0.0
+    body: Any, prompt: Sequence[int], names: TokenNames, *, where: str, is_echoed: bool = False
 ) -> Completion:
     """Return the only choice of a completion.
 
-    `is_echoed` says whether the prompt was asked for as well, `seconds` how long the answer took; errors name `where`.
+    `is_echoed` says whether the prompt was asked for as well; errors name `where`.
 
     Raises:
         HarnessError: ENDPOINT_UNREADABLE: it is no completion; ENDPOINT_CANNOT: its tokens cannot be told;
@@ -139,8 +136,6 @@ def read_answer(
         num_unechoed=num_unechoed,
         num_prompt_tokens=usage_count(body, "prompt_tokens"),
         num_new_tokens=num_counted,
-        text=text if isinstance(text, str) else None,
-        seconds=seconds,
     )
 
 

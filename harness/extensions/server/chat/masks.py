@@ -1,4 +1,4 @@
-"""JSON schemas, and how they are generated: what every library of masks takes."""
+"""The check of a mask function: random walks through JSON schemas, with both masks at each token."""
 
 import json
 import random

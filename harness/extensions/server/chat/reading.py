@@ -1,4 +1,4 @@
-"""What a parser returned, in one form: content and calls, from a message, from calls alone, or from a stream."""
+"""What a parser reads, in one form, and the names of its differences from what was written."""
 
 import html
 import json

@@ -1,4 +1,7 @@
-"""The text that a model writes for an answer: HF's rendering from the generation prompt to the end of the turn."""
+"""The check of a parser: it reads what HF's template writes, at once and in pieces.
+
+What a model writes is HF's rendering of an answer, from the generation prompt to the end of the turn.
+"""
 
 import copy
 import re

@@ -99,23 +99,18 @@ class Sender:
         return ScheduledRequests(way=way, sent=tuple(results), seconds=time.perf_counter() - begin)
 
     async def _ask(self, way: Way, number: int, prompt: Prompt) -> Sent:
+        ids, max_tokens = prompt.token_ids, prompt.max_new_tokens
         result: Completion | HarnessError
         try:
-            result = await self._answer(way, prompt)
+            body = self.dialect.body(ids, max_tokens, self.names, with_prompt=way is Way.PROMPT)
+            if way is Way.STREAMED:
+                answer = joined(await self.client.stream(COMPLETIONS, body))
+            else:
+                answer = await self.client.post(COMPLETIONS, body)
+            result = read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=bool(body.get("echo")))
         except HarnessError as error:
             result = error
-        return Sent(request=number, prompt=prompt.token_ids, max_tokens=prompt.max_new_tokens, result=result)
-
-    async def _answer(self, way: Way, prompt: Prompt) -> Completion:
-        begin, ids = time.perf_counter(), prompt.token_ids
-        body = self.dialect.body(ids, prompt.max_new_tokens, self.names, with_prompt=way is Way.PROMPT)
-        if way is Way.STREAMED:
-            answer = joined(await self.client.stream(COMPLETIONS, body))
-        else:
-            answer = await self.client.post(COMPLETIONS, body)
-        seconds = time.perf_counter() - begin
-        is_echoed = bool(body.get("echo"))
-        return read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=is_echoed, seconds=seconds)
+        return Sent(request=number, prompt=ids, max_tokens=max_tokens, result=result)
 
 
 def continued(prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Completion]) -> list[tuple[int, Prompt]]:

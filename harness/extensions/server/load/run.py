@@ -1,4 +1,4 @@
-"""Sends requests when they are due, streamed, and keeps when each part of an answer came."""
+"""The job: probe a server, send streamed requests when they are due, run the truth along the answers, judge."""
 
 import asyncio
 import random
@@ -26,10 +26,17 @@ from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 from harness.profiling.passes.timing import percentiles_ms
 
+TIMES = ("ttft", "tpot", "e2e")
+"""Times of one request, which may have a limit."""
+_TURNED_AWAY = (429, 503)
+"""Statuses with which a server under too much load may refuse."""
+_LATE_S = 0.05
+"""Lateness of the client from which on a note says so."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedAnswer:
-    """One request, what came of it, and when; times are in seconds after the first request was due."""
+    """One request, its answer, and the times of both, in seconds after the start."""
 
     sent: Sent
     due_s: float
@@ -44,47 +51,34 @@ class TimedAnswer:
         return isinstance(self.sent.result, Completion)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSender:
-    """Sends the requests of a load to a server whose dialect is known."""
+async def _send_when_due(
+    client: Client, dialect: Dialect, names: TokenNames, requests: Sequence[LoadRequest], on_done: Callable[[], None]
+) -> list[TimedAnswer]:
+    """Send each request when it is due, and return the answers in the order of the requests."""
+    prompts = [request.prompt for request in requests]
+    bodies = [dialect.body(prompt.token_ids, prompt.max_new_tokens, names) for prompt in prompts]
+    begin = time.perf_counter()
 
-    client: Client
-    dialect: Dialect
-    names: TokenNames
-    on_done: Callable[[], None]
-
-    async def send(self, requests: Sequence[LoadRequest]) -> list[TimedAnswer]:
-        """Send each request when it is due, and return the answers in the order of the requests."""
-        bodies = [self._body(request) for request in requests]  # made before the clock runs
-        begin = time.perf_counter()
-
-        async def one(number: int) -> TimedAnswer:
-            await asyncio.sleep(max(0.0, begin + requests[number].at_s - time.perf_counter()))
-            answer = await self._ask(number, requests[number], bodies[number], begin)
-            self.on_done()
-            return answer
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number)) for number in range(len(requests))]
-        return [task.result() for task in tasks]
-
-    def _body(self, request: LoadRequest) -> dict[str, Any]:
-        return self.dialect.body(request.prompt.token_ids, request.prompt.max_new_tokens, self.names)
-
-    async def _ask(self, number: int, request: LoadRequest, body: dict[str, Any], begin: float) -> TimedAnswer:
-        sent_s, prompt = time.perf_counter() - begin, request.prompt
-        parts: tuple[float, ...] = ()
+    async def ask(number: int) -> TimedAnswer:
+        prompt, due_s = prompts[number], requests[number].at_s
+        await asyncio.sleep(max(0.0, begin + due_s - time.perf_counter()))
+        sent_s, part_s = time.perf_counter() - begin, tuple[float, ...]()
         result: Completion | HarnessError
         try:
-            events = await self.client.timed_stream(COMPLETIONS, body)
+            events = await client.timed_stream(COMPLETIONS, bodies[number])
             end_s = time.perf_counter() - begin
-            parts = tuple(at - begin for at, event in events if _has_tokens(event))
-            answer = joined([event for _, event in events])
-            result = read_answer(answer, prompt.token_ids, self.names, where=COMPLETIONS, seconds=end_s - sent_s)
+            part_s = tuple(at - begin for at, event in events if _has_tokens(event))
+            body = joined([event for _, event in events])
+            result = read_answer(body, prompt.token_ids, names, where=COMPLETIONS)
         except HarnessError as error:
             result, end_s = error, time.perf_counter() - begin
+        on_done()
         sent = Sent(request=number, prompt=prompt.token_ids, max_tokens=prompt.max_new_tokens, result=result)
-        return TimedAnswer(sent=sent, due_s=request.at_s, sent_s=sent_s, part_s=parts, end_s=end_s)
+        return TimedAnswer(sent=sent, due_s=due_s, sent_s=sent_s, part_s=part_s, end_s=end_s)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(number)) for number in range(len(requests))]
+    return [task.result() for task in tasks]
 
 
 def _has_tokens(event: Any) -> bool:
@@ -92,14 +86,6 @@ def _has_tokens(event: Any) -> bool:
         return False
     part = only_choice(event, where=COMPLETIONS)
     return bool(part.get("text") or part.get("token_ids"))
-
-
-TIMES = ("ttft", "tpot", "e2e")
-"""Times of one request, which may have a limit."""
-_TURNED_AWAY = (429, 503)
-"""Statuses with which a server under too much load may refuse."""
-_LATE_S = 0.05
-"""Lateness of the client from which on a note says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +170,7 @@ async def _send(
 
     probed.dialect = _plain(probed)
     async with Client(replace(address, retries=0)) as client:
-        sender = LoadSender(client=client, dialect=probed.dialect, names=names, on_done=is_done)
-        return probed, await sender.send(requests)
+        return probed, await _send_when_due(client, probed.dialect, names, requests, is_done)
 
 
 def _plain(probed: Probed) -> Dialect:
