@@ -54,7 +54,11 @@ def audited(folder, url, *names, tokens=100):
     plan = plan_engine(model=str(folder), dtype="float32")
     parts = [name and f"+template={folder / name}.jinja" for name in names]
     result = run_audit(plan, Address(url=url, timeout_s=600), [f"fp32{part}" for part in parts], num_tokens=tokens)
-    claim = None if result.claim is None else names[[own.name for own in result.hypotheses].index(result.claim)]
+    claim = (
+        None
+        if result.claim is None
+        else names[[hypothesis.name for hypothesis in result.hypotheses].index(result.claim)]
+    )
     return result, claim
 
 
@@ -83,7 +87,7 @@ def test_none_of_the_templates_is_claimed_where_a_third_one_is_used(folder, serv
     text, url = server
     monkeypatch.setattr(text._chat_tokenizer, "chat_template", OTHER)
     result, claim = audited(folder, url, "", "unprompted")
-    assert (claim, any(own.fits for own in result.hypotheses)) == (None, False), result
+    assert (claim, any(hypothesis.fits for hypothesis in result.hypotheses)) == (None, False), result
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,12 @@ def test_another_first_hypothesis_is_a_mismatch(harness, url):
 def test_nothing_is_claimed_where_two_cannot_be_told(url):
     import harness
 
-    found = harness.audit(url, ["fp32", "fp32+top_k=100"], dtype="float32", tokens=50)
-    assert not found
-    assert (found.claim, found.remaining) == (None, ("fp32", "fp32+top_k=100"))
-    needed = found.hypotheses[0].needed["fp32+top_k=100"]
+    report = harness.audit(url, ["fp32", "fp32+top_k=100"], dtype="float32", tokens=50)
+    assert not report
+    assert (report.claim, report.remaining) == (None, ("fp32", "fp32+top_k=100"))
+    needed = report.hypotheses[0].needed["fp32+top_k=100"]
     assert needed is None or needed > 50
-    assert "no claim: fp32, fp32+top_k=100 cannot be told apart with so many tokens" in str(found)
+    assert "no claim: fp32, fp32+top_k=100 cannot be told apart with so many tokens" in str(report)
 
 
 def test_a_cache_in_float8_is_not_claimed_of_one_that_is_not(harness, url):

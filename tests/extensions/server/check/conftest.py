@@ -117,8 +117,8 @@ def streams_alone(spoil: Callable[..., Any]) -> Callable[..., Any]:
 
 async def reply(send: Any, body: bytes, *, status: int = 200, headers: tuple[Any, ...] = (), claims: int = 0) -> None:
     """Answer with a body; `claims` more bytes are promised than sent."""
-    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body) + claims).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body) + claims).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*standard, *headers]})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -24,8 +24,8 @@ def test_json_and_the_status_of_a_mismatch(harness, url):
     options = ["--model", FOLDER, "--token-ids", "1,5,6,7", "--max-new-tokens", 4, "--again", 0, "--format", "json"]
     ran = harness("server", "check", "--endpoint", url, "--dtype", "float32", *options)
     assert (ran.status, ran.json["verdict"], ran.json["schedules"]) == (0, "pass", ["together"])
-    other = FOLDER.parent / "llama-tiny"
-    ran = harness("server", "check", "--endpoint", url, "--dtype", "float32", "--model", other, *options[2:])
+    llama = FOLDER.parent / "llama-tiny"
+    ran = harness("server", "check", "--endpoint", url, "--dtype", "float32", "--model", llama, *options[2:])
     assert ran.status == 1
     assert {finding["code"] for finding in ran.json["findings"]} >= {"H117"}
 

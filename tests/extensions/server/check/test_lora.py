@@ -69,7 +69,7 @@ def busy(url, models):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "one", "two"])
 def test_base_and_adapters_in_the_same_batches(url, adapters, model):
-    with busy(url, [other for other in ("base", "one", "two") if other != model]):
+    with busy(url, [name for name in ("base", "one", "two") if name != model]):
         result = check(url, model, adapters.get(model))
     assert result.served_model == model
     assert [run.findings for run in result.runs if run.findings] == []
@@ -84,6 +84,6 @@ def test_another_adapter_is_found(url, adapters, served, judged_as):
 
 
 def test_another_scale_is_found(url, adapters, tmp_path):
-    other = write_adapter(tmp_path / "other", seed=1, alpha=6.0)
-    result = check(url, "one", other)
+    adapter = write_adapter(tmp_path / "other", seed=1, alpha=6.0)
+    result = check(url, "one", adapter)
     assert any(finding.code == "H117" for finding in result.runs[0].findings)

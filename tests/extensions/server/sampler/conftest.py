@@ -30,8 +30,8 @@ def served(*, dtype: str = "float32", drafter: Any = None, **options: Any) -> It
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[Address]:
-    with served() as own:
-        yield own
+    with served() as served_address:
+        yield served_address
 
 
 def plan_of(dtype: str = "float32") -> Any:

@@ -37,10 +37,10 @@ class HotSpoilt:
         if answer is None:
             await self.app(scope, again, send)
             return
-        status, own = answer
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(own)).encode())]
+        status, content = answer
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": own})
+        await send({"type": "http.response.body", "body": content})
 
     def answer_to(self, body):
         """Return status and body; None: the sound server answers."""

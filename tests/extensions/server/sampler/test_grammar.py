@@ -77,8 +77,8 @@ class Masking:
             schema = self.schemas.get(sequence.params.seed)
             if schema is not None:
                 answer = sequence.token_ids[sequence.num_prompt_tokens :]
-                own = torch.from_numpy(self._automaton.allowed(schema, self._spacing, answer))
-                allowed[row] = torch.nn.functional.pad(own, (0, logits.shape[1] - len(own)))
+                allowed = torch.from_numpy(self._automaton.allowed(schema, self._spacing, answer))
+                allowed[row] = torch.nn.functional.pad(allowed, (0, logits.shape[1] - len(allowed)))
         return allowed
 
 
@@ -105,7 +105,7 @@ def unmasked(server):
 
 def uniform_inside(server):
     def sample(logits, sequences):
-        is_bound = torch.tensor([own.params.seed in server.schemas for own in sequences])[:, None]
+        is_bound = torch.tensor([sequence.params.seed in server.schemas for sequence in sequences])[:, None]
         return masked_first(server)(logits.masked_fill(is_bound, 0.0), sequences)
 
     return sample
