@@ -90,6 +90,17 @@ class Completion:
         return self.logprobs[step] if self.logprobs is not None and step < len(self.logprobs) else None
 
 
+def wrong_length(num: int, num_asked: int, reason: str | None) -> str | None:
+    """Return what is wrong with an answer of so many tokens that ends for a reason; None: nothing."""
+    if num > num_asked:
+        return f"{num} tokens where {num_asked} were asked for"
+    if reason not in ("length", "stop"):
+        return f"the answer ends after {num} of {num_asked} tokens with finish_reason {reason!r}"
+    if reason == "length" and num < num_asked:
+        return f"{num} tokens where {num_asked} were asked for, and finish_reason is 'length'"
+    return None
+
+
 def read_answer(
     body: Any, prompt: Sequence[int], names: TokenNames, *, where: str, is_echoed: bool = False
 ) -> Completion:

@@ -6,7 +6,6 @@ from typing import Any
 
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
-from harness.extensions.server.check.result import Capability
 from harness.extensions.server.client import Client, refused_with
 from harness.extensions.server.completion import (
     COMPLETIONS,
@@ -18,6 +17,7 @@ from harness.extensions.server.completion import (
     usage_count,
 )
 from harness.extensions.server.names import TokenNames
+from harness.extensions.server.result import Capability
 from harness.plan import Plan
 from harness.results.check import Finding
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from harness.extensions.server.check.report import curl
+from harness.extensions.server.report import curl
 
 
 def test_a_body_reaches_the_server_as_it_is():

@@ -11,9 +11,8 @@ from typing import Any
 from harness.errors import Code, HarnessError
 from harness.extensions.server.chat.causes import around_difference
 from harness.extensions.server.chat.result import Difference
-from harness.extensions.server.check.judge import wrong_length
 from harness.extensions.server.client import Client
-from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable
+from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable, wrong_length
 from harness.extensions.server.probe import refusal, words
 
 _TOKENS = 48

@@ -9,9 +9,8 @@ from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.chat.automaton import Automaton
-from harness.extensions.server.check.judge import wrong_length
 from harness.extensions.server.client import refused_with
-from harness.extensions.server.completion import Completion
+from harness.extensions.server.completion import Completion, wrong_length
 from harness.extensions.server.logprobs import DefinitionResult
 from harness.extensions.server.probe import failure, words
 from harness.extensions.server.sampler.draws import drawn, read_draws, within_schemas
