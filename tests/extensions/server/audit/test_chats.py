@@ -13,12 +13,9 @@ from harness.extensions.server.address import Address
 from harness.extensions.server.audit.run import run_audit
 from harness.plan import plan_engine
 from harness.results.check import Outcome
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.server.app import build_app
-from reference_engine.server.text import Text
 
-from ....loopback import serving
 from ..chat.tokens.conftest import TEMPLATE, write_tokenizer
+from ..served import serve
 
 UNPROMPTED = TEMPLATE.replace("{%- if add_generation_prompt %}", "{%- if false %}")
 OTHER = "{% for each in messages %}### {{ each.role }}: {{ each.content }}\n{% endfor %}### assistant:"
@@ -42,12 +39,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """The text part of a server, which tests break, and its URL."""
-    text = Text(folder)
-    with (
-        LLMEngine(folder, EngineConfig(dtype="float32")) as engine,
-        serving(build_app(engine, text, model="chat")) as url,
-    ):
-        yield text, url
+    with serve(folder, model="chat") as server:
+        yield server.text, server.url
 
 
 def audited(folder, url, *names, tokens=100):

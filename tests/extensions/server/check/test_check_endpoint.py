@@ -18,21 +18,17 @@ from harness.extensions.server.check.run import check_endpoint
 from harness.extensions.server.completion import Dialect
 from harness.extensions.server.probe import Probed, parameters
 from harness.results.check import Outcome
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.server.app import build_app
-from reference_engine.server.text import Text
 
-from ....loopback import serving
+from ..served import serve
 from .conftest import PROMPTS, asked_otherwise, changed, make_plan, reply
 
 WAYS = ["together", "repeated", "alone", "reversed", "continued", "streamed", "prompt"]
 
 
 @contextmanager
-def served(folder, *, dtype, **options):
-    config = EngineConfig(dtype=dtype, max_num_seqs=16, enable_prefix_caching=True, **options)
-    with LLMEngine(folder, config) as engine, serving(build_app(engine, Text(folder), model="tiny")) as url:
-        yield Address(url=url)
+def served(folder, **options):
+    with serve(folder, max_num_seqs=16, enable_prefix_caching=True, **options) as server:
+        yield server.address()
 
 
 @pytest.mark.sampled(1)

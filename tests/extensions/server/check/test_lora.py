@@ -12,12 +12,9 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from harness.extensions.server.address import Address  # noqa: E402
 from harness.extensions.server.check.run import check_endpoint  # noqa: E402
 from harness.results.check import Outcome  # noqa: E402
-from reference_engine import EngineConfig, LLMEngine  # noqa: E402
-from reference_engine.server.app import build_app  # noqa: E402
-from reference_engine.server.text import Text  # noqa: E402
 
-from ....loopback import serving  # noqa: E402
 from ....unit.lora_adapter import FOLDER, write_adapter  # noqa: E402
+from ..served import serve  # noqa: E402
 from .conftest import make_plan  # noqa: E402
 
 
@@ -32,11 +29,9 @@ def adapters(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(adapters):
-    config = EngineConfig(dtype="bfloat16", max_num_seqs=32, enable_prefix_caching=True)
-    with LLMEngine(FOLDER, config, adapters=adapters) as engine:
-        app = build_app(engine, Text(FOLDER), model="base")
-        with serving(app) as address:
-            yield address
+    options = {"dtype": "bfloat16", "max_num_seqs": 32, "enable_prefix_caching": True}
+    with serve(FOLDER, model="base", adapters=adapters, **options) as server:
+        yield server.url
 
 
 def check(url, model, lora):
