@@ -134,7 +134,7 @@ def campaign(truth, names, plan, options, scratch):
     hf = answers.hf
     draws, failed = audit._draws(answers)
     assert not failed
-    given = [{} if options.without_logprobs else audit._given(answers, *own) for own in draws.values()]
+    given = [{} if options.without_logprobs else audit._logprobs(answers, *own) for own in draws.values()]
     hypotheses = parse_hypotheses(names, SamplingSettings())
     every = max(1, ceil(len(draws) / 3000))
     views = audit._views(plan, hypotheses, draws, given, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None)
@@ -149,7 +149,7 @@ def campaign(truth, names, plan, options, scratch):
             if kind == "without" or truth in names:
                 kept = [at for at, name in enumerate(names) if kind == "with" or name != truth]
                 own_views = [sliced(views[at], rows) for at in kept]
-                judged = audit._Judged(hypotheses=[hypotheses[at] for at in kept], views=own_views, given=table)
+                judged = audit._Judged(hypotheses=[hypotheses[at] for at in kept], views=own_views, logprobs=table)
                 results = list(judged.results())
                 result = audit.AuditResult(
                     url="", server="", served_model="", model="", dtype="", num_tokens=0, num_requests=0, num_logprobs=0,

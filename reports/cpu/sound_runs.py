@@ -110,7 +110,7 @@ def text(seed):
 
         async def run():
             async with Client(address) as client:
-                writing = written.Writing(client, "chat", Checkpoint(Path(name)).tokenizer.hf)
+                writing = written.TextCheck(client, "chat", Checkpoint(Path(name)).tokenizer.hf)
                 await writing.run()
             return writing
 

@@ -20,10 +20,10 @@ from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
 from harness.extensions.server.sampler.judge import (
     FALSE_ALARM,
     Levels,
-    all_totals,
     judge_independence,
     judge_pooled,
     judge_setting,
+    total_log_ratios,
 )
 from harness.extensions.server.sampler.requests import SETTINGS, TOKENS
 from harness.oracle.sampling import Chain, Past
@@ -71,7 +71,7 @@ def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> Sam
 
 def is_alarmed(evidence: dict[str, SamplerEvidence], level: float) -> bool:
     """Whether any test of the draws alarms where so many false alarms are allowed."""
-    levels, totals = replace(Levels.of(evidence), false_alarm=level), all_totals(evidence)
+    levels, totals = replace(Levels.of(evidence), false_alarm=level), total_log_ratios(evidence)
     own = {name: judge_setting(name, item, levels, totals) for name, item in evidence.items()}
     follows = {name: item.follows for name, item in own.items()}
     return (

@@ -209,7 +209,7 @@ def _answers_with(status: int) -> str:
     return f"the server answers with status {status}"
 
 
-def refused_with(error: HarnessError, statuses: Collection[int]) -> bool:
+def has_status(error: HarnessError, statuses: Collection[int]) -> bool:
     """Whether an error is that a server answered with one of some statuses."""
     return error.what in map(_answers_with, statuses)
 

@@ -170,7 +170,7 @@ def unreadable(what: str, *, where: str, actual: object) -> HarnessError:
     return HarnessError(Code.ENDPOINT_UNREADABLE, what, where=where, actual=repr(actual)[:200])
 
 
-def joined(events: Sequence[Any]) -> dict[str, Any]:
+def join_events(events: Sequence[Any]) -> dict[str, Any]:
     """Join the events of a streamed completion to the body of the whole answer."""
     choice: dict[str, Any] = {"text": "", "finish_reason": None}
     body: dict[str, Any] = {"choices": [choice]}

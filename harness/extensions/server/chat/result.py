@@ -53,9 +53,9 @@ class TokensResult:
     features: Sequence[str]
     """Parts that conversations had."""
     num_conversations: int
-    num_texts: int
+    num_texts: int = 0
     """Texts that were tokenised and put together again."""
-    num_ends: int
+    num_ends: int = 0
     """Tokens of the generation config that were seen to end an answer."""
     num_answers: int = 0
     """Answers whose text was judged."""

@@ -13,7 +13,7 @@ from harness.extensions.server.chat.causes import around_difference
 from harness.extensions.server.chat.result import Difference
 from harness.extensions.server.client import Client
 from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable, wrong_length
-from harness.extensions.server.probe import refusal, words
+from harness.extensions.server.probe import error_text, refusal
 
 _TOKENS = 48
 _PROMPTS = tuple(
@@ -62,7 +62,7 @@ class Check:
     finish_reason: str | None = None
 
 
-class Writing:
+class TextCheck:
     """The check of one server's text."""
 
     def __init__(self, client: Client, model: str, tokenizer: Any) -> None:
@@ -127,7 +127,7 @@ class Writing:
             ]
         except HarnessError as error:
             is_unfinished = check.is_streamed and error.code is Code.ENDPOINT_HUNG_UP
-            self.not_judged.setdefault(name, words(error) if is_unfinished else refusal(error))
+            self.not_judged.setdefault(name, error_text(error) if is_unfinished else refusal(error))
             return
         if is_sure or check.of == "n":  # which is drawn anew each time
             self._keep(path, prompt, {**sent, "stream": True} if check.is_streamed else sent, wrong)

@@ -10,7 +10,7 @@ from harness.base.progress import Progress
 from harness.errors import HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.client import Client
-from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, joined, read_answer
+from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, join_events, read_answer
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, probe
 from harness.extensions.server.truth import Walk
@@ -104,7 +104,7 @@ class Sender:
         try:
             body = self.dialect.body(ids, max_tokens, self.names, with_prompt=way is Way.PROMPT)
             if way is Way.STREAMED:
-                answer = joined(await self.client.stream(COMPLETIONS, body))
+                answer = join_events(await self.client.stream(COMPLETIONS, body))
             else:
                 answer = await self.client.post(COMPLETIONS, body)
             result = read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=bool(body.get("echo")))
@@ -113,7 +113,9 @@ class Sender:
         return Sent(request=number, prompt=ids, max_tokens=max_tokens, result=result)
 
 
-def continued(prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Completion]) -> list[tuple[int, Prompt]]:
+def continue_prompts(
+    prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Completion]
+) -> list[tuple[int, Prompt]]:
     """Return numbered prompts that begin in the middle of their answers; short answers are left out."""
     from_the_middle = []
     for number, prompt in prompts:
@@ -168,7 +170,7 @@ rounding, by which answers are judged, may differ from batch to batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ServerAnswers:
     """The requests to a server, and its answers."""
 
     probed: Probed
@@ -188,7 +190,7 @@ async def ask(
     vocab_size: int,
     add_walks: Callable[[dict[int, Walk]], None],
     progress: Progress,
-) -> Asked:
+) -> ServerAnswers:
     """Probe a server, and send all that it can take.
 
     `num_again` prompts are sent again in other ways. `add_walks` is given the walks of a block of prompts, by number,
@@ -211,7 +213,9 @@ async def ask(
         )
         runs = await requests.send()
         blocks.add(range(requests.num_again), [sent for run in runs for sent in run.sent])
-        return Asked(probed=probed, names=names, runs=runs, num_retries=client.num_retries, waited_s=client.waited_s)
+        return ServerAnswers(
+            probed=probed, names=names, runs=runs, num_retries=client.num_retries, waited_s=client.waited_s
+        )
 
 
 def _other_ways(probed: Probed) -> Iterator[Way]:
@@ -276,7 +280,7 @@ class _Requests:
         for way in self.ways if answers else ():
             asked[way] = again
             if way is Way.CONTINUED:
-                asked[way] = continued(again, answers)
+                asked[way] = continue_prompts(again, answers)
             elif way is Way.PROMPT:
                 asked[way] = [(number, replace(prompt, max_new_tokens=1)) for number, prompt in again]
         return {way: prompts for way, prompts in asked.items() if prompts}

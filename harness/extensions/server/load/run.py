@@ -13,9 +13,9 @@ from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.check.requests import BLOCK_PROMPTS, ScheduledRequests, Sent, Way, walk_of
-from harness.extensions.server.check.run import judged, promised, require_an_answer
-from harness.extensions.server.client import Client, refused_with
-from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, joined, only_choice, read_answer
+from harness.extensions.server.check.run import judge_run, promises_of, require_an_answer
+from harness.extensions.server.client import Client, has_status
+from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, join_events, only_choice, read_answer
 from harness.extensions.server.load.result import LoadResult, Quantiles
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, probe
@@ -68,7 +68,7 @@ async def _send_when_due(
             events = await client.timed_stream(COMPLETIONS, bodies[number])
             end_s = time.perf_counter() - begin
             part_s = tuple(at - begin for at, event in events if _has_tokens(event))
-            body = joined([event for _, event in events])
+            body = join_events([event for _, event in events])
             result = read_answer(body, prompt.token_ids, names, where=COMPLETIONS)
         except HarnessError as error:
             result, end_s = error, time.perf_counter() - begin
@@ -128,7 +128,7 @@ def run_load(
     eos, prompts = eos_of(hf), [request.prompt for request in requests]
     truth = _truth(hf, _walks(run, prompts, _chosen(run, options), eos), plan.case.truth, report)
     kept = tuple(sent for sent in run.sent if sent.request in truth or _is_failure(sent.result))
-    judgement = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
+    judgement = judge_run(replace(run, sent=kept), run, prompts, truth, eos, promises_of(probed, names, Way.STREAMED))
     truth_s = time.perf_counter() - begin
     wrong = {finding.request for finding in judgement.findings}
     done = [item for item in answers if item.is_answered]
@@ -213,7 +213,7 @@ def _is_failure(result: Completion | HarnessError) -> bool:
 
 
 def _is_turned_away(result: Completion | HarnessError) -> bool:
-    return isinstance(result, HarnessError) and refused_with(result, _TURNED_AWAY)
+    return isinstance(result, HarnessError) and has_status(result, _TURNED_AWAY)
 
 
 def _times_of(answer: TimedAnswer) -> dict[str, float]:

@@ -11,7 +11,7 @@ from harness.base.progress import Progress
 from harness.extensions.server.chat.automaton import SPACING, Automaton
 from harness.extensions.server.completion import Completion
 from harness.extensions.server.sampler.evidence import Draw
-from harness.extensions.server.sampler.requests import TOKENS, AskedSampler, DrawRequest, SamplerSetting
+from harness.extensions.server.sampler.requests import TOKENS, DrawRequest, SamplerAnswers, SamplerSetting
 from harness.extensions.server.truth import Rounding, WalkRows, walk_logits
 from harness.oracle.model import HFModel
 from harness.oracle.sampling import Past
@@ -22,7 +22,7 @@ ReadDraw = Callable[[DrawRequest, Draw, torch.Tensor, torch.Tensor], None]
 """Is given a draw with the logits of its row, [V] float64: the truth's, and those of HF in the server's dtype."""
 
 
-def drawn(asked: AskedSampler, left_out: Container[str] = ()) -> Draws:
+def draws_of(asked: SamplerAnswers, left_out: Container[str] = ()) -> Draws:
     """Return the draws of all answers, but for settings that are left out."""
     return {
         place: (request, draw)
@@ -81,7 +81,7 @@ _Item = tuple[tuple[int, int], tuple[DrawRequest, Draw]]
 _Answer = list[_Item]
 
 
-def within_schemas(draws: Draws, automaton: Automaton) -> Draws:
+def bind_to_schemas(draws: Draws, automaton: Automaton) -> Draws:
     """Return draws with the tokens that a schema allows there, where their setting has one.
 
     Raises:

@@ -135,7 +135,7 @@ class SamplerEvidence:
         ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=LEAST)).log()
         self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
         share, all_AV = shares.random(), torch.cat([p[None], q_AV])
-        is_larger, is_oftener = _befores(logits, draw.past, token_id)
+        is_larger, is_oftener = _tokens_before(logits, draw.past, token_id)
         by_rank, by_past = (
             (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist() for before in (is_larger, is_oftener)
         )
@@ -180,7 +180,7 @@ def _moments(q_AV: torch.Tensor, ratios_AV: torch.Tensor, possible: torch.Tensor
     return torch.stack([mean, variance, (-unseen).log1p()])
 
 
-def _befores(logits: torch.Tensor, past: Past, token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens_before(logits: torch.Tensor, past: Past, token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [V] bool twice: the tokens before one, by their logits; and with tokens that came most often first."""
     ids = torch.arange(len(logits), device=logits.device)
     is_larger = (logits > logits[token_id]) | ((logits == logits[token_id]) & (ids < token_id))
@@ -225,9 +225,9 @@ def alternatives(chain: Chain, settings: SamplingSettings, eos: tuple[int, ...])
     masked = (*settings.logit_bias, *((token_id, _NEVER) for token_id in eos))
     return [
         *_ignored(chain, settings),
-        *_otherwise(chain, settings),
+        *_misread(chain, settings),
         *_moved(chain, settings),
-        *_over_others(chain, settings),
+        *_counting_over(chain, settings),
         *_not_asked(chain, settings),
         _with("end tokens are never drawn", chain, settings, logit_bias=masked),
     ]
@@ -244,7 +244,7 @@ def _ignored(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
         yield _with(words, chain, settings, **{name: getattr(default, name)})
 
 
-def _otherwise(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
+def _misread(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
     """Yield one parameter taken in another sense."""
     yield _with("the likeliest token, nothing is drawn", chain, settings, temperature=0.0)
     temperature, top_k = settings.temperature, settings.top_k
@@ -295,7 +295,7 @@ def _moved(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
         yield Alternative(name=f"{second} before {first}", chain=moved, settings=settings)
 
 
-def _over_others(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
+def _counting_over(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
     """Yield penalties that count other tokens."""
     for over in Over:
         if settings.repetition_penalty != 1 and over is not chain.repetition_over:

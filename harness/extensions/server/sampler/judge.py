@@ -80,7 +80,7 @@ class SettingJudgement:
     findings: tuple[Finding, ...] = ()
 
 
-def all_totals(evidence: Mapping[str, SamplerEvidence]) -> dict[str, float]:
+def total_log_ratios(evidence: Mapping[str, SamplerEvidence]) -> dict[str, float]:
     """Return the log likelihood ratios of the alternatives, over all settings that they change."""
     totals = dict[str, float]()
     for setting in evidence.values():
@@ -174,7 +174,7 @@ def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_
 
     `is_named` says whether a setting is wrong: what is wrong is then said there.
     """
-    powers, totals = dict[str, Power](), all_totals(evidence)
+    powers, totals = dict[str, Power](), total_log_ratios(evidence)
     for setting in evidence.values():
         for name in setting.names:
             powers[name] = powers.get(name, Power()).plus(setting.powers[name])

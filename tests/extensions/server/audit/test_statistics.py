@@ -81,7 +81,7 @@ def test_all_are_excluded_where_a_temperature_is_served_that_is_not_among_them()
 
 def test_what_is_within_rounding_is_never_told_by_tokens():
     views, _ = _views(3, [0.0, 0.01], noise=0.3)
-    assert not evidence.is_told(views[0], views[1])
+    assert not evidence.is_distinguishable(views[0], views[1])
     assert evidence.num_draws_needed(views[0], views[1], ALPHA, 2) is None
     assert evidence.excluded_after(views, ALPHA) == [None, None]
 

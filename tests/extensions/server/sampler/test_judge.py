@@ -10,12 +10,12 @@ pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence, alternatives
 from harness.extensions.server.sampler.judge import (
     Levels,
-    all_totals,
     judge_independence,
     judge_pooled,
     judge_seeds,
     judge_setting,
     shift,
+    total_log_ratios,
 )
 from harness.extensions.server.sampler.logprobs import LogprobEvidence
 from harness.oracle.sampling import Chain, Past, SamplingSettings
@@ -41,7 +41,7 @@ def evidence_of(chain, settings, *, seed=0, num=300, noise=0.0):
 
 
 def judged(evidence):
-    levels, totals = Levels.of({"x": evidence}), all_totals({"x": evidence})
+    levels, totals = Levels.of({"x": evidence}), total_log_ratios({"x": evidence})
     judgement = judge_setting("x", evidence, levels, totals)
     pooled = judge_pooled({"x": evidence}, levels, is_named=bool(judgement.findings))
     return (

@@ -10,7 +10,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.extensions.server.chat.report import tokens_text
 from harness.extensions.server.chat.result import TokensResult
-from harness.extensions.server.chat.written import Writing
+from harness.extensions.server.chat.written import TextCheck
 from harness.extensions.server.client import Client
 from reference_engine.requests import stopping
 from reference_engine.server import answer, chat, choice, completions
@@ -185,7 +185,7 @@ FAULTS = {
 def written(address, tokenizer):
     async def run():
         async with Client(address) as client:
-            writing = Writing(client, "chat", tokenizer)
+            writing = TextCheck(client, "chat", tokenizer)
             await writing.run()
             return writing
 
