@@ -15,7 +15,7 @@ from harness.extensions.server.address import Address
 from harness.extensions.server.chat.conversations import Conversation, Renderer, Seen, template_notes
 from harness.extensions.server.chat.result import Difference, TokensResult
 from harness.extensions.server.chat.search import ConversationSearch, find_smallest, texts
-from harness.extensions.server.chat.written import TextCheck
+from harness.extensions.server.chat.text import TextCheck
 from harness.extensions.server.client import Client
 from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable, usage_count
 from harness.extensions.server.names import TokenNames
