@@ -24,7 +24,7 @@ def at_server(server: str, url: str) -> str:
 
 
 def not_judged(result: Any) -> tuple[str, str]:
-    """Return the fact of what was not judged, with the reasons."""
+    """Return what was not judged and why, as a fact of a report."""
     words = "; ".join(f"{name} ({reason[:80]})" for name, reason in result.not_judged.items())
     return "not judged", words or "nothing was left out"
 

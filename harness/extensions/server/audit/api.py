@@ -13,7 +13,7 @@ from harness.results.check import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AuditReport(AuditResult):
-    """What the answers of a server say. It is true if the claim is the first hypothesis."""
+    """The result of an audit. It is true if the server serves the first hypothesis."""
 
     def __bool__(self) -> bool:
         return self.outcome is Outcome.PASS

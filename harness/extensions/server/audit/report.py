@@ -1,4 +1,4 @@
-"""An audit for people: what remains of the hypotheses, one row each, and what a claim is worth."""
+"""An audit for people: the claim, a table of hypotheses, and the rate of wrong claims."""
 
 from collections.abc import Iterator
 

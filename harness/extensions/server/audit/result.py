@@ -58,7 +58,7 @@ class AuditResult(ServerResult):
 
     @property
     def claim(self) -> str | None:
-        """What is served, of the hypotheses: the only one that remains, if it fits."""
+        """The hypothesis that the server serves: the only one that remains, if it fits."""
         remaining = [hypothesis for hypothesis in self.hypotheses if not hypothesis.is_excluded]
         return remaining[0].name if len(remaining) == 1 and remaining[0].fits else None
 

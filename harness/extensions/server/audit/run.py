@@ -199,7 +199,7 @@ class _Judged:
             )
 
     def _needed(self, served: int, rival: int, readings: Sequence[HypothesisValues], alpha: float) -> int | None:
-        """Return how many tokens exclude one hypothesis if another one is served, by what tells it sooner."""
+        """Return how many tokens exclude one hypothesis if another one is served, by the evidence that needs fewer."""
         numbers = [num_draws_needed(self.views[served], self.views[rival], alpha, len(self.views))]
         if self.logprobs is not None:
             firsts = {reading.at: reading for reading in reversed(readings)}  # of each hypothesis the raw ones

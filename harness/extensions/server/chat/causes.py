@@ -1,4 +1,4 @@
-"""Names of differences: what must be done to HF's rendering so that it becomes what was seen.
+"""Names of differences: the mistake that turns HF's rendering into what the server saw.
 
 A mistake that changes every conversation in a known way is named only if no conversation speaks against it.
 """
@@ -29,7 +29,7 @@ Shows = Callable[[Seen, Rendered, Renderer], bool]
 
 
 def is_same(seen: Seen, rendered: Rendered) -> bool:
-    """Whether what was seen is a rendering, as far as it is known."""
+    """Whether the server saw a rendering, as far as its answer shows."""
     if seen.token_ids is not None:
         return seen.token_ids == rendered.token_ids
     if seen.text is not None:
@@ -46,7 +46,7 @@ class Cause:
     shows: Shows | None = None
 
     def explains(self, conversation: Conversation, seen: Seen, expected: Rendered, renderer: Renderer) -> bool | None:
-        """Return whether a conversation is seen as it is under this mistake; None: that cannot be told."""
+        """Return whether this mistake makes of a conversation what the server saw; None: it is not known."""
         if self.shows is not None:
             return self.shows(seen, expected, renderer)
         assert self.render is not None
@@ -55,7 +55,7 @@ class Cause:
 
     @property
     def is_general(self) -> bool:
-        """Whether the mistake says what every conversation becomes, so that one that is sound speaks against it."""
+        """Whether the mistake changes every conversation in a known way, so that a sound conversation refutes it."""
         return self.render is not None
 
 

@@ -67,14 +67,14 @@ def with_arguments(call: Mapping[str, Any], change: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A conversation as it was seen; what is not known is None."""
+    """What a server saw of a conversation; None where its answer does not show it."""
 
     token_ids: tuple[int, ...] | None = None
     is_first_hidden: bool = False
-    """Whether the first token is not among them: it is taken to be HF's."""
+    """Whether the server hides the first token, which is taken to be HF's."""
     text: str | None = None
     count: int | None = None
-    """Tokens by the server's own count."""
+    """Number of tokens by the server's own count."""
     refusal: str | None = None
     """The words in the place of an answer."""
 

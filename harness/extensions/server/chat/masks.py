@@ -270,7 +270,7 @@ class MaskCheck:
         )
 
     def _next(self, allowed: NDArray[np.int64], chance: random.Random) -> int:
-        """Return a token at random: every second one ends something, if any does."""
+        """Return a random token. Half of the time it is one that ends a value, if there is one."""
         ends = [
             int(token_id)
             for token_id in allowed

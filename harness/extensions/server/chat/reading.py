@@ -183,7 +183,7 @@ def _calls(expected: Sequence[ToolCall], actual: Reading) -> str | None:
 
 
 def held_mark(expected: Utterance, marks: Sequence[str]) -> str | None:
-    """Return a mark of the format that stands in an argument, which explains much."""
+    """Return a mark of the format that an argument contains: it explains many differences."""
     text = json.dumps([dict(call.arguments) for call in expected.calls], ensure_ascii=False)
     return next((mark for mark in marks if mark in text), None)
 

@@ -10,7 +10,7 @@ from harness.results.check import Finding, Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One way in which conversations are seen otherwise, at the shortest conversation that shows it."""
+    """One way in which a server sees conversations differently, at the shortest conversation that shows it."""
 
     name: str
     """`BOS twice`, `tools dropped`, `other tokens`, ..."""

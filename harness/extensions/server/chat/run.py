@@ -130,7 +130,7 @@ async def see(way: Observation, client: ChatClient, conversation: Conversation) 
 
 
 async def strongest_observation(client: ChatClient, conversation: Conversation) -> Observation:
-    """Return the way that shows the most.
+    """Return the observation that shows the most.
 
     Raises:
         HarnessError: ENDPOINT_CANNOT: none shows anything.
@@ -336,13 +336,13 @@ class _Job:
         return tokens
 
     def _wrong_text(self, text: str) -> str | None:
-        """Return the tokens that a text becomes if they are not HF's: with or without those that HF puts before."""
+        """Return the server's tokens of a text if they differ from HF's with and without special tokens."""
         hf, tokens = self._renderer.tokenizer.hf, self._tokens_of(text)
         expected = [list(hf(text, add_special_tokens=adds)["input_ids"]) for adds in (True, False)]
         return None if tokens in expected else repr(tokens)[:200]
 
     def _ends(self, model: str) -> tuple[int, list[Finding]]:
-        """See whether each end token of the generation config ends an answer, by a bias that makes it certain."""
+        """Check that each end token of the generation config ends an answer; a bias makes the token certain."""
         prompt = self._renderer.render(_USER)
         assert prompt is not None
         ends = sorted(eos_ids(self._checkpoint.folder, self._checkpoint.config.get("eos_token_id")))

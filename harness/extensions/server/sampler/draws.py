@@ -28,12 +28,14 @@ def draws_of(asked: SamplerAnswers, left_out: Container[str] = ()) -> Draws:
         place: (request, draw)
         for request in asked.requests
         if request.setting.name not in left_out and isinstance(answer := asked.answers[request.number], Completion)
-        for place, draw in _draws_of(request, answer, asked.eos)
+        for place, draw in _draws_of_answer(request, answer, asked.eos)
     }
 
 
-def _draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> Iterator[tuple[tuple[int, int], Draw]]:
-    """Yield the draws of an answer by their place, an end of text that the server does not name among them."""
+def _draws_of_answer(
+    request: DrawRequest, answer: Completion, eos: Sequence[int]
+) -> Iterator[tuple[tuple[int, int], Draw]]:
+    """Yield the draws of an answer by their place, with an end of text that the server does not name."""
     tokens: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
     is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(item,) for item in eos]
     if is_hidden and eos and len(tokens) < TOKENS:

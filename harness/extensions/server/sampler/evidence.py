@@ -245,7 +245,7 @@ def _ignored(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
 
 
 def _misread(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
-    """Yield one parameter taken in another sense."""
+    """Yield one parameter with another meaning."""
     yield _with("the likeliest token, nothing is drawn", chain, settings, temperature=0.0)
     temperature, top_k = settings.temperature, settings.top_k
     if temperature != 1:

@@ -14,7 +14,7 @@ from harness.extensions.server.sampler.judge import (
     judge_pooled,
     judge_seeds,
     judge_setting,
-    shift,
+    kolmogorov_distance,
     total_log_ratios,
 )
 from harness.extensions.server.sampler.logprobs import LogprobEvidence
@@ -79,8 +79,8 @@ def test_a_draw_that_is_hidden_is_one_of_the_end_tokens():
 
 
 def test_distances_and_what_rounding_explains_of_seeds():
-    assert shift([0.125, 0.375, 0.625, 0.875]) == pytest.approx(0.125)
-    assert shift([0.5] * 9) == pytest.approx(0.5)
+    assert kolmogorov_distance([0.125, 0.375, 0.625, 0.875]) == pytest.approx(0.125)
+    assert kolmogorov_distance([0.5] * 9) == pytest.approx(0.5)
     levels = Levels(num_tests=100)
     assert levels.shift(400, 0.01) == pytest.approx(0.1435, abs=1e-3)
     assert judge_seeds({"alone": 2}, [1e-7] * 8, levels)[0] == 0
