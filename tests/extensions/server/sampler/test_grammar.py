@@ -74,8 +74,8 @@ class Masking:
             schema = self.schemas.get(sequence.params.seed)
             if schema is not None:
                 answer = sequence.token_ids[sequence.num_prompt_tokens :]
-                allowed = torch.from_numpy(self._automaton.allowed(schema, self._spacing, answer))
-                allowed[row] = torch.nn.functional.pad(allowed, (0, logits.shape[1] - len(allowed)))
+                by_schema = torch.from_numpy(self._automaton.allowed(schema, self._spacing, answer))
+                allowed[row] = torch.nn.functional.pad(by_schema, (0, logits.shape[1] - len(by_schema)))
         return allowed
 
 
