@@ -20,6 +20,26 @@ from hypothesis import strategies as st  # noqa: E402
 from hypothesis.strategies import DrawFn, SearchStrategy  # noqa: E402
 
 _MOST_TURNS = 3
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Return the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+WORST = (
+    "", " ", "\n", " x", "x ", "x\n\n", "\tx", "a\r\nb", "e\u0301", "\ufb01", "\u212b", "\u200d", "\ufeffx", "\u202ex",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u0130", "\ud55c\uae00", "\x00", "x  y", "{{ 7 * 7 }}", "</think>",
+    "<think>x</think>y", "x" * 300,
+)  # fmt: skip
+_MOST_S = 5.0
+"""Longest time of one rendering."""
+_MOST_CHARACTERS = 4 << 20
+_MOST_BYTES = 2 << 30
+"""Memory that a template may take."""
+_TEMPLATE_FILES = ("<template>", "<unknown>")
+"""File names that jinja2 gives to compiled templates."""
 
 
 class Feature(StrEnum):
@@ -77,21 +97,6 @@ class Seen:
     """Number of tokens by the server's own count."""
     refusal: str | None = None
     """The words in the place of an answer."""
-
-
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Return the weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-WORST = (
-    "", " ", "\n", " x", "x ", "x\n\n", "\tx", "a\r\nb", "e\u0301", "\ufb01", "\u212b", "\u200d", "\ufeffx", "\u202ex",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u0130", "\ud55c\uae00", "\x00", "x  y", "{{ 7 * 7 }}", "</think>",
-    "<think>x</think>y", "x" * 300,
-)  # fmt: skip
 
 
 def samples() -> dict[Feature, Conversation]:
@@ -159,15 +164,6 @@ def _conversations(draw: DrawFn, features: frozenset[Feature], special: tuple[st
         messages.append(answer)
     messages.append({"role": "user", "content": draw(texts)})
     return Conversation(messages=tuple(messages), tools=(_TOOL,) if has_tools else ())
-
-
-_MOST_S = 5.0
-"""Longest time of one rendering."""
-_MOST_CHARACTERS = 4 << 20
-_MOST_BYTES = 2 << 30
-"""Memory that a template may take."""
-_TEMPLATE_FILES = ("<template>", "<unknown>")
-"""File names that jinja2 gives to compiled templates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,20 @@ from harness.extensions.server.chat.search import find_smallest
 _KEYS = ("a", "b", "name", "x y", "\u00e9")
 _CONSTANTS = ("", "a", "a b", "\u00e9", 0, -1, 10, True, None)
 """None with an escape: libraries differ in whether a constant may be written with another one."""
+_NUMBER = re.compile(r"[-+.eE\d]+")
+_KINDS = {
+    '"': "the beginning of a string", "{": "an object", "[": "an array", "tfn": "a constant", ",": "a comma",
+    ":": "a colon", "}": "the end of an object", "]": "the end of an array",
+}  # fmt: skip
+"""What begins with a character."""
+_ESCAPE = r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})"
+_CHARACTERS = re.compile(rf'(?:[^"\\]|{_ESCAPE})*(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?')
+MaskFunction = Callable[[Mapping[str, Any], Sequence[int]], Any]
+"""Takes a schema and the tokens of the answer so far; returns the ids that may come next, or a boolean a token."""
+_MOST_STEPS = 40
+_MOST_NAMES = 6
+_TRIALS = 8
+"""Schemas by which the convention of whitespace is chosen."""
 
 
 def schemas() -> SearchStrategy[dict[str, Any]]:
@@ -47,18 +61,6 @@ def object_of(properties: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of an object with these properties and no others."""
     required = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties} | required
-
-
-_NUMBER = re.compile(r"[-+.eE\d]+")
-_KINDS = {
-    '"': "the beginning of a string", "{": "an object", "[": "an array", "tfn": "a constant", ",": "a comma",
-    ":": "a colon", "}": "the end of an object", "]": "the end of an array",
-}  # fmt: skip
-"""What begins with a character."""
-
-
-_ESCAPE = r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})"
-_CHARACTERS = re.compile(rf'(?:[^"\\]|{_ESCAPE})*(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?')
 
 
 def is_open(before: str, token: str, *, is_allowed: bool) -> bool:
@@ -106,14 +108,6 @@ def _in_string(token: str) -> str:
 
 def _is_in_string(text: str) -> bool:
     return len(re.findall(r'"', re.sub(r"\\.", "", text))) % 2 == 1
-
-
-MaskFunction = Callable[[Mapping[str, Any], Sequence[int]], Any]
-"""Takes a schema and the tokens of the answer so far; returns the ids that may come next, or a boolean a token."""
-_MOST_STEPS = 40
-_MOST_NAMES = 6
-_TRIALS = 8
-"""Schemas by which the convention of whitespace is chosen."""
 
 
 class MaskCheck:

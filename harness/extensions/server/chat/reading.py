@@ -10,6 +10,9 @@ from typing import Any
 
 from harness.extensions.server.chat.utterances import ToolCall, Utterance
 
+Named = tuple[str, str, str]
+"""Name, expected and actual."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -112,10 +115,6 @@ def pieces_of(text: str, size: int, at: int, whole: Sequence[str]) -> tuple[str,
             ends -= set(range(begin + 1, begin + len(token)))
             begin = text.find(token, begin + 1)
     return tuple(text[first:last] for first, last in pairwise(sorted(ends | {0, len(text)})))
-
-
-Named = tuple[str, str, str]
-"""Name, expected and actual."""
 
 
 def _bytes_read_as(text: str, encoding: str) -> str:

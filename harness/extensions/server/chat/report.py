@@ -10,6 +10,7 @@ from harness.report.check.table import count
 from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
 
 _MOST_WORDS = 200
+_MOST_FUNCTION_WORDS = 400
 
 
 def tokens_text(result: TokensResult, *, width: int) -> str:
@@ -52,9 +53,6 @@ def _facts(result: TokensResult) -> Iterator[tuple[str, str]]:
     if result.num_answers:
         yield "answers", f"the text of {count(result.num_answers, 'answer')} judged"
     yield from (("note", note) for note in result.notes)
-
-
-_MOST_FUNCTION_WORDS = 400
 
 
 def function_text(result: FunctionResult, *, width: int) -> str:

@@ -24,6 +24,11 @@ from harness.extensions.server.truth import eos_ids
 from harness.formats.checkpoint import Checkpoint
 from harness.results.check import Finding
 
+_USER = Conversation(messages=({"role": "user", "content": "x"},))
+_BIAS = 100.0
+RenderFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], Sequence[int]]
+"""Takes messages and tools, in HF's form, and returns token ids up to where the assistant's answer begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -164,13 +169,6 @@ def _list(value: Any) -> list[Any]:
 def _count(answer: Any) -> int | None:
     count = usage_count(answer, "prompt_tokens")
     return count if count is not None and count >= 0 else None
-
-
-_USER = Conversation(messages=({"role": "user", "content": "x"},))
-_BIAS = 100.0
-
-RenderFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], Sequence[int]]
-"""Takes messages and tools, in HF's form, and returns token ids up to where the assistant's answer begins."""
 
 
 def compare_renderings(

@@ -31,6 +31,18 @@ from harness.extensions.server.chat.utterances import USER, Utterance, answers, 
 from harness.extensions.server.truth import eos_ids
 from harness.formats.checkpoint import Checkpoint
 
+ParseFunction = Callable[[str, list[dict[str, Any]]], Any]
+"""Takes the model's text and the tools, and returns a message in OpenAI's form, or a list of calls."""
+StreamFunction = Callable[[Iterable[str], list[dict[str, Any]]], Iterable[Any]]
+"""Takes the pieces of the text and the tools, and yields deltas in OpenAI's form, or None."""
+_MOST_NAMES = 8
+_HELD = ", where an argument holds "
+_IN_PIECES = re.compile(", in a stream|, at a boundary of pieces")
+_WHOLE = (0, 0)
+_CUTS = ((1, 0), (3, 1), (7, 2))
+"""Length of a piece, and where the first one ends."""
+Cut = tuple[int, int] | None
+
 
 class Writer:
     """A template as the model's hand.
@@ -100,20 +112,6 @@ class Writer:
             self._renderer.refusal = "the generation prompt is no beginning of the rendered answer"
             return None
         return self._end.sub("", whole.text[len(prompt.text) :])
-
-
-ParseFunction = Callable[[str, list[dict[str, Any]]], Any]
-"""Takes the model's text and the tools, and returns a message in OpenAI's form, or a list of calls."""
-StreamFunction = Callable[[Iterable[str], list[dict[str, Any]]], Iterable[Any]]
-"""Takes the pieces of the text and the tools, and yields deltas in OpenAI's form, or None."""
-_MOST_NAMES = 8
-_HELD = ", where an argument holds "
-_IN_PIECES = re.compile(", in a stream|, at a boundary of pieces")
-_WHOLE = (0, 0)
-_CUTS = ((1, 0), (3, 1), (7, 2))
-"""Length of a piece, and where the first one ends."""
-
-Cut = tuple[int, int] | None
 
 
 class ParserCheck:

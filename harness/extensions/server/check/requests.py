@@ -17,6 +17,10 @@ from harness.extensions.server.truth import Walk
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
 
+BLOCK_PROMPTS = 16
+"""Prompts whose truth is run as one batch. Which ones they are does not depend on who is answered first: HF's own
+rounding, by which answers are judged, may differ from batch to batch."""
+
 
 class Way(StrEnum):
     """A way to send requests."""
@@ -162,11 +166,6 @@ def _want(wanted: dict[int, set[int]], walk: Sequence[int], prompt: Sequence[int
     for position, logprobs in enumerate(answer.prompt_logprobs or ()):
         if position:
             wanted.setdefault(position - 1, set()).update(logprobs, [walk[position]])
-
-
-BLOCK_PROMPTS = 16
-"""Prompts whose truth is run as one batch. Which ones they are does not depend on who is answered first: HF's own
-rounding, by which answers are judged, may differ from batch to batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

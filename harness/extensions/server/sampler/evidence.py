@@ -29,6 +29,23 @@ NOISE_MARGIN = 2.0
 """A server's logits may be off by this many times what HF's own are off in the server's dtype."""
 RESOLUTION = 5e-6
 """In nats: the room for sums of probabilities in float32 at the edge of a set."""
+_SETS = ("top_k", "top_p", "min_p", "typical_p")
+_NOT_ASKED: dict[str, tuple[float, ...]] = {
+    "temperature": (0.7,), "top_k": (20, 40, 50), "top_p": (0.9, 0.95), "min_p": (0.05,), "repetition_penalty": (1.1,),
+}  # fmt: skip
+"""Defaults that engines and generation configs are known to have."""
+_COUNTED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Parameters that do nothing here where they count tokens that hardly come here."""
+_NEVER = -1e9
+_MISTAKEN_STEPS = {
+    ("repetition", "repetition_penalty"): (
+        "repetition that divides negative logits",
+        "repetition_penalty divides negative logits too",
+    ),
+    ("top_p", "top_p"): ("top_p without the token that crosses", "top_p without the token that crosses"),
+    ("min_p", "min_p"): ("min_p of the whole", "min_p as a share of the whole, not of the likeliest token"),
+}
+"""By step and parameter: the step in its place, and how that is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,25 +206,6 @@ def _tokens_before(logits: torch.Tensor, past: Past, token_id: int) -> tuple[tor
     number[list(counts)] = torch.tensor(list(counts.values()), dtype=torch.int64, device=logits.device)
     is_oftener = number > number[token_id]
     return is_larger, is_oftener | ((number == number[token_id]) & is_larger)
-
-
-_SETS = ("top_k", "top_p", "min_p", "typical_p")
-_NOT_ASKED: dict[str, tuple[float, ...]] = {
-    "temperature": (0.7,), "top_k": (20, 40, 50), "top_p": (0.9, 0.95), "min_p": (0.05,), "repetition_penalty": (1.1,),
-}  # fmt: skip
-"""Defaults that engines and generation configs are known to have."""
-_COUNTED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Parameters that do nothing here where they count tokens that hardly come here."""
-_NEVER = -1e9
-_MISTAKEN_STEPS = {
-    ("repetition", "repetition_penalty"): (
-        "repetition that divides negative logits",
-        "repetition_penalty divides negative logits too",
-    ),
-    ("top_p", "top_p"): ("top_p without the token that crosses", "top_p without the token that crosses"),
-    ("min_p", "min_p"): ("min_p of the whole", "min_p as a share of the whole, not of the likeliest token"),
-}
-"""By step and parameter: the step in its place, and how that is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
