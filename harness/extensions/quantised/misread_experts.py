@@ -14,8 +14,7 @@ from harness.extensions.quantised.inputs import by_rows, quantised_checkpoint, w
 from harness.extensions.quantised.misread import MISREADINGS
 from harness.extensions.quantised.scheme import InputScheme
 from harness.judge.compare.conventions.experts import QuantisedInputs
-from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.experts.mixture import Mixture, changed, exactly, mixture_of
 
 _MOST_ELEMENTS = 1 << 26
@@ -27,16 +26,16 @@ Weights = Mapping[int, torch.Tensor]
 """By expert: [O, I] float32."""
 
 
-def misread_experts(failure: Failure) -> Iterator[Hypothesis]:
+def misread_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weights of the chosen experts, or of some of their products, were read with one mistake."""
-    mixture, checkpoint = mixture_of(failure), quantised_checkpoint(failure.hf)
+    mixture, checkpoint = mixture_of(wrong), quantised_checkpoint(wrong.hf)
     if mixture is None or checkpoint is None:
         return
-    codes = _codes(failure, mixture, checkpoint)
+    codes = _codes(wrong, mixture, checkpoint)
     if codes is None:
         return
     misread = {product: _misread(product, codes) for product in _PRODUCTS}
-    scheme = input_scheme(failure.hf, failure.operation)
+    scheme = input_scheme(wrong.hf, wrong.operation)
     for products in _TOGETHER:
         for cause in misread[products[0]]:
             if all(cause in misread[product] for product in products):
@@ -46,10 +45,12 @@ def misread_experts(failure: Failure) -> Iterator[Hypothesis]:
                     yield Hypothesis(cause=f"in {whose}the experts, {cause}", output=output)
 
 
-def _codes(failure: Failure, mixture: Mixture, checkpoint: QuantisedCheckpoint) -> dict[str, dict[int, Codes]] | None:
+def _codes(
+    wrong: WrongOperation, mixture: Mixture, checkpoint: QuantisedCheckpoint
+) -> dict[str, dict[int, Codes]] | None:
     """Return the codes of each product of the chosen experts; None if they are not all there, or are too large."""
     names = {
-        (product, expert): f"{failure.operation.module}.{expert}.{product}.weight"
+        (product, expert): f"{wrong.operation.module}.{expert}.{product}.weight"
         for product in _PRODUCTS
         for expert in mixture.chosen.unique().tolist()
     }
@@ -90,8 +91,8 @@ def _outputs(mixture: Mixture, weights: Mapping[str, Weights], scheme: InputSche
                 _put(other[expert], name, product, weight)
         return other
 
-    way = None if scheme is None else next(ways_to_round(by_rows(scheme), None, mixture.failure.dtype))
-    with exactly(mixture.failure), changed(mixture.module, change):
+    way = None if scheme is None else next(ways_to_round(by_rows(scheme), None, mixture.wrong.dtype))
+    with exactly(mixture.wrong), changed(mixture.module, change):
         for inputs in (None, way)[: 1 if way is None else 2]:
             with nullcontext() if inputs is None else QuantisedInputs(inputs.steps, inputs.scheme.group or 1):
                 yield mixture.run()

@@ -23,7 +23,7 @@ _MAX_ROWS_OF_HISTORY = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class PartInputs:
     """What is needed to run the part of the model with an operation again, over all of a batch."""
 
     batch: PaddedBatch
@@ -48,7 +48,7 @@ class Evidence:
     """Attention only; their rows one after the other are `rows`."""
     unrecorded: tuple[str, ...] = ()
     """Taps before the operation that were not recorded, so that HF computed them."""
-    scene: Scene | None = None
+    part_inputs: PartInputs | None = None
     """Of the first batch with wrong rows; None outside of the parts of the model."""
 
     def select(self, keep: torch.Tensor) -> "Evidence":

@@ -13,7 +13,7 @@ from harness.base.workers import Workers
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.choices import choice_errors
-from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged
+from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartInputs, histories, merged
 from harness.judge.compare.granularity import unrecorded_before
 from harness.judge.compare.replay import Judge, TapRows
 from harness.judge.compare.row_judge import RowErrors, RowJudge, judged_queries
@@ -245,7 +245,7 @@ class LocalJudge(Judge):
                 dtype=errors.dtype,
                 histories=found,
                 unrecorded=() if is_choice else rows.unrecorded,
-                scene=None if is_choice or rows.part is None else Scene(batch=rows.batch, call=rows.part),
+                part_inputs=None if is_choice or rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
             )
         )
 

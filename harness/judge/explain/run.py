@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from harness.base.metrics import rounding_unit
 from harness.base.scratch import scratch_folder
 from harness.errors import Code
 from harness.formats.recording import Recording
@@ -19,15 +20,14 @@ from harness.judge.compare.row_sample import spread
 from harness.judge.compare.run import Comparison
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.slot_history import SlotHistory
-from harness.judge.explain.core.failure import Failure, gathered
-from harness.judge.explain.core.rerun import Rerun
-from harness.judge.explain.experts.choice import explain_count
-from harness.judge.explain.layer.not_run import layers_that_did_not_run
-from harness.judge.explain.products.declared import declared_failures
+from harness.judge.explain.core.rerun import Rerun, replay
+from harness.judge.explain.core.wrong_operation import WrongOperation, gathered
+from harness.judge.explain.experts.router import explain_count
+from harness.judge.explain.products.linear import declared_failures
 from harness.judge.explain.tokens import explain_token
+from harness.judge.explain.trial.description import first_bad_row, scope
 from harness.judge.explain.trial.direction import explain_direction
 from harness.judge.explain.trial.ranking import rank_hypotheses, with_failures
-from harness.judge.explain.trial.scope import first_bad_row, scope
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel
@@ -38,6 +38,8 @@ from harness.results.check import Explanation, Finding, RunResult, Verdict
 
 _EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.STATE_DIFFERS, Code.SYSTEMATIC_ERROR)
 _SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
+_FALL = 0.5
+_MAX_ROWS = 192
 
 
 def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
@@ -67,15 +69,15 @@ def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation
     )
 
 
-def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
+def _explained(wrong: WrongOperation, where: str) -> Explanation:
     """Return what fits the rows as they are, or under the conventions that the engine declares."""
-    found = rank_hypotheses(failure, evidence.roundings, evidence.bound, where)
+    found = rank_hypotheses(wrong, where)
     if found.is_cause:
         return found
     failures = list[str]()
     with guarded(declared_failures.__name__, failures):
-        for declared in declared_failures(failure):
-            other = rank_hypotheses(declared, evidence.roundings, evidence.bound, where)
+        for declared in declared_failures(wrong):
+            other = rank_hypotheses(declared, where)
             if other.is_cause:
                 return other
     return with_failures(found, failures)
@@ -156,10 +158,10 @@ class _Explainer:
                 return None
             if evidence is None:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
-            failure = self._scene(evidence, stack)
-            if failure is not None and errors.effect is not None and not is_bad:
-                return explain_direction(failure, errors.effect)
-            return None if failure is None else _explained(failure, evidence, where)
+            wrong = self._wrong_operation(evidence, stack)
+            if wrong is not None and errors.effect is not None and not is_bad:
+                return explain_direction(wrong, errors.effect)
+            return None if wrong is None else _explained(wrong, where)
 
     def _state_behind(self, operation: Operation) -> Explanation | None:
         """Return the cause of a wrong state that an operation goes on from, if there is one."""
@@ -177,20 +179,20 @@ class _Explainer:
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
 
-    def _scene(self, evidence: Evidence, stack: ExitStack) -> Failure | None:
+    def _wrong_operation(self, evidence: Evidence, stack: ExitStack) -> WrongOperation | None:
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
         if actual is None or actual.shape != evidence.expected.shape:
             return None
         rerun = None
-        if evidence.scene is not None:
+        if evidence.part_inputs is not None:
             rerun = Rerun(
                 hf=self.hf,
                 watch=stack.enter_context(watching(self.hf)),
-                scene=evidence.scene,
+                part_inputs=evidence.part_inputs,
                 operation=evidence.operation,
                 usable=self.usable,
             )
-        return Failure(
+        return WrongOperation(
             operation=evidence.operation,
             hf=self.hf,
             recording=self.recording,
@@ -199,6 +201,8 @@ class _Explainer:
             actual=actual,
             expected=evidence.expected,
             inputs=list(evidence.inputs),
+            roundings=evidence.roundings,
+            bound=evidence.bound,
             dtype=evidence.dtype,
             views=evidence.histories,
             slot_history=self.slot_history,
@@ -271,3 +275,35 @@ class _Explainer:
             truth = str(golden.info.key["truth"]).removeprefix("torch.")
             golden = make_golden(self.hf, prompts, folder / "golden", truth=truth, keeps_values=False, whole=kept)
         return Locator(golden.recording, aliases)
+
+
+def layers_that_did_not_run(
+    operation: Operation, errors: LocalErrors, hf: HFModel, locator: Locator, dtype: torch.dtype, scope: str
+) -> Explanation | None:
+    """Explain an operation that stands after layers of which nothing was recorded; None if it stands elsewhere."""
+    computed = {op.tap for op in hf.graph if not op.is_kept} & set(locator.taps())
+    silent = [layer for layer in hf.graph.layers if not any(op.tap in computed for op in hf.graph.of_layer(layer))]
+    layers = sorted({layer for layer in silent for op in hf.graph.of_layer(layer) if op.tap in errors.unrecorded})
+    if not layers:
+        return None
+    names = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
+    rows = errors.rows.select(errors.bad.nonzero()[:_MAX_ROWS, 0])
+    before = hf.graph.of_layer(layers[0])[0].inputs[0]
+    actual, stream = gathered(locator, operation.tap, rows), gathered(locator, before, rows)
+    given = None if stream is None else replay(hf, operation, [stream])
+    roundings, bound = errors.roundings[errors.bad][:_MAX_ROWS], errors.bound[errors.bad][:_MAX_ROWS].clamp(min=1)
+    residual = torch.full_like(roundings, torch.inf)
+    if given is not None and actual is not None and given.shape == actual.shape:
+        residual = (actual - given).norm(dim=1) / given.norm(dim=1) / rounding_unit(dtype)
+    holds = (residual <= bound) & (residual <= _FALL * roundings)
+    did_not_run = bool(holds.float().mean() > _FALL)
+    nothing = f"nothing of {names} was recorded"
+    return Explanation(
+        cause=f"{names} did not run: {nothing}, and this fits {before}" if did_not_run else nothing,
+        scope=scope,
+        residual_before=float(roundings.median()),
+        residual_after=float(residual[holds].median()) if did_not_run else None,
+        num_rows=len(rows),
+        num_explained=int(holds.sum()) if did_not_run else 0,
+        is_cause=did_not_run,
+    )

@@ -131,9 +131,10 @@ class SamplerEvidence:
         ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=LEAST)).log()
         self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
         share, all_AV = shares.random(), torch.cat([p[None], q_AV])
-        is_larger, is_oftener = _befores(logits, draw.past, token_id)
+        is_larger, is_more_frequent = _earlier_tokens(logits, draw.past, token_id)
         by_rank, by_past = (
-            (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist() for before in (is_larger, is_oftener)
+            (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist()
+            for before in (is_larger, is_more_frequent)
         )
         own_p, starts = float(p[token_id]), (float(p[is_larger].sum()), float(p[:token_id].sum()))
         self.draws.append(
@@ -176,12 +177,12 @@ def _moments(q_AV: torch.Tensor, ratios_AV: torch.Tensor, possible: torch.Tensor
     return torch.stack([mean, variance, (-unseen).log1p()])
 
 
-def _befores(logits: torch.Tensor, past: Past, token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _earlier_tokens(logits: torch.Tensor, past: Past, token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [V] bool twice: the tokens before one, by their logits; and with tokens that came most often first."""
     ids = torch.arange(len(logits), device=logits.device)
     is_larger = (logits > logits[token_id]) | ((logits == logits[token_id]) & (ids < token_id))
     counts: Mapping[int, int] = past.counts(Over.BOTH)
     number = torch.zeros_like(ids)
     number[list(counts)] = torch.tensor(list(counts.values()), dtype=torch.int64, device=logits.device)
-    is_oftener = number > number[token_id]
-    return is_larger, is_oftener | ((number == number[token_id]) & is_larger)
+    is_more_frequent = number > number[token_id]
+    return is_larger, is_more_frequent | ((number == number[token_id]) & is_larger)

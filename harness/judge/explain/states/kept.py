@@ -14,8 +14,7 @@ from harness.formats.schedule import ScheduleKind
 from harness.formats.taps import Kind
 from harness.judge.compare.states import ReadState, StateRuns, line_of, sequence_of, states_read
 from harness.judge.explain.core.drafts import GivenUp, given_up
-from harness.judge.explain.core.failure import Failure, gathered
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
 
 _MOST_SHIFT = 3
 _MOST_OTHERS = 4
@@ -32,42 +31,42 @@ Way = tuple[str, Find]
 """A way to get a state wrong: its cause, and the rows that are in the state then."""
 
 
-def other_rows(failure: Failure) -> Iterator[Hypothesis]:
+def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Yield what the state would be with other rows in it, for the ways that give the first wrong one."""
-    if failure.states is None:
+    if wrong.states is None:
         return
-    known = _Ways(failure, failure.states)
+    known = _Ways(wrong, wrong.states)
     ways = list(known.all())
-    outputs = _after(failure, [rows(known.reads[0]) for _, rows in ways], [0] * len(ways))
-    errors = row_errors(failure.actual[:1].expand_as(outputs), outputs)
+    outputs = _after(wrong, [rows(known.reads[0]) for _, rows in ways], [0] * len(ways))
+    errors = row_errors(wrong.actual[:1].expand_as(outputs), outputs)
     for at in errors.argsort(stable=True)[:_KEPT].tolist():
-        if float(errors[at]) <= _NEAR * rounding_unit(failure.dtype):
+        if float(errors[at]) <= _NEAR * rounding_unit(wrong.dtype):
             cause, rows = ways[at]
             lines = [rows(read) for read in known.reads]
-            yield Hypothesis(cause=cause, output=_after(failure, lines, range(len(lines))))
+            yield Hypothesis(cause=cause, output=_after(wrong, lines, range(len(lines))))
 
 
-def _after(failure: Failure, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
+def _after(wrong: WrongOperation, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
     """Return [lines, W] float64: the state after each line; where there is none, what it should be at that row."""
-    assert failure.states is not None
+    assert wrong.states is not None
     asked = [at for at, line in enumerate(lines) if line]
-    found = failure.states.after([sequence_of(lines[at] or []) for at in asked])
-    output = torch.stack([torch.zeros_like(failure.expected[row]) for row in rows])
+    found = wrong.states.after([sequence_of(lines[at] or []) for at in asked])
+    output = torch.stack([torch.zeros_like(wrong.expected[row]) for row in rows])
     for at, line in enumerate(lines):
         if line is None:
-            output[at] = failure.expected[rows[at]]
+            output[at] = wrong.expected[rows[at]]
     for at, states in zip(asked, found, strict=True):
-        output[at] = states[failure.operation.tap]
+        output[at] = states[wrong.operation.tap]
     return output
 
 
 class _Ways:
     """The ways that a workload allows: what a state was when it was first wrong, or each time."""
 
-    def __init__(self, failure: Failure, runs: StateRuns) -> None:
-        self._failure, self._runs = failure, runs
-        self._requests = {request.id: request for request in failure.recording.manifest.requests}
-        places = (failure.rows.request, failure.rows.position, failure.rows.step)
+    def __init__(self, wrong: WrongOperation, runs: StateRuns) -> None:
+        self._failure, self._runs = wrong, runs
+        self._requests = {request.id: request for request in wrong.recording.manifest.requests}
+        places = (wrong.rows.request, wrong.rows.position, wrong.rows.step)
         self.reads = [ReadState(*item) for item in zip(*(column.tolist() for column in places), strict=True)]
         self._lines: dict[ReadState, Line] = {}
         self._first: dict[int, ReadState] = {}
@@ -127,11 +126,11 @@ class _Ways:
 
     def _is_sound_beside(self, read: ReadState) -> bool:
         """Whether another state of the layer is right at the place where this one is wrong."""
-        failure = self._failure
+        wrong = self._failure
         (truth,) = self._runs.after([self._runs.rows_of(read)])
-        for op in failure.graph.of_layer(failure.operation.layer):
-            if op.kind is Kind.STATE and op.tap != failure.operation.tap:
-                found = gathered(failure.locator, op.tap, failure.rows.select(torch.tensor([0])))
+        for op in wrong.graph.of_layer(wrong.operation.layer):
+            if op.kind is Kind.STATE and op.tap != wrong.operation.tap:
+                found = gathered(wrong.locator, op.tap, wrong.rows.select(torch.tensor([0])))
                 if found is not None and self._is_near(found, truth[op.tap][None]):
                     return True
         return False
@@ -269,8 +268,5 @@ class _Ways:
         return sorted((key for key, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
 
 
-def _is_under(failure: Failure, schedule: ScheduleKind) -> bool:
-    return (failure.recording.manifest.schedule or "") == schedule
-
-
-EXPLANATIONS = (other_rows,)
+def _is_under(wrong: WrongOperation, schedule: ScheduleKind) -> bool:
+    return (wrong.recording.manifest.schedule or "") == schedule

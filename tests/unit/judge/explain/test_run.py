@@ -11,7 +11,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.explain import run as subject
+from harness.judge.explain import run
 from harness.judge.explain.run import _Explainer, explain_run
 from harness.oracle.golden import Golden
 from harness.results.check import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
@@ -139,10 +139,8 @@ def test_an_explanation_that_raises_costs_the_finding_nothing(explainer, monkeyp
 
 
 def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
-    monkeypatch.setattr(
-        subject, "explain_token", lambda recording, logits, request, position: (logits, request, position)
-    )
-    monkeypatch.setattr(subject, "explain_count", lambda operation, recording: operation.tap)
+    monkeypatch.setattr(run, "explain_token", lambda recording, logits, request, position: (logits, request, position))
+    monkeypatch.setattr(run, "explain_count", lambda operation, recording: operation.tap)
     tokens = Code.TOKENS_DIFFER
     assert explainer().explained(finding(tokens, request=1, position=0)).explanation == (HEAD, 1, 0)
     assert explainer().explained(finding(tokens, request=0)).explanation is None
@@ -162,9 +160,9 @@ def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
 )  # fmt: skip
 def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_evidence, way):
     monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: "failure")
-    monkeypatch.setattr(subject, "_explained", lambda failure, evidence, where: ("ranked", where))
-    monkeypatch.setattr(subject, "explain_direction", lambda failure, effect: ("direction", effect))
-    monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
+    monkeypatch.setattr(run, "_explained", lambda failure, evidence, where: ("ranked", where))
+    monkeypatch.setattr(run, "explain_direction", lambda failure, effect: ("direction", effect))
+    monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
     errors = errors_of([(0, 0), (0, 1)], [bad, False], effect=SimpleNamespace(size=1) if effect else None)
     kept = {tap: errors}
     given = explainer(kept, kept, {tap: "evidence"} if has_evidence else {})._explain(
@@ -181,7 +179,7 @@ def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_
     explainer, monkeypatch, is_cause, layer, is_said
 ):
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
-    monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: behind)
+    monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: behind)
     monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: None)
     errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
     caches = {CACHE: errors_of([(0, 0)], [True])}
@@ -211,25 +209,26 @@ def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeyp
 
 def test_a_cause_under_what_the_engine_declares_comes_second(monkeypatch):
     monkeypatch.setattr(
-        subject, "rank_hypotheses", lambda failure, *_: SimpleNamespace(cause=failure, is_cause=failure in asserted)
+        run, "rank_hypotheses", lambda failure, *_: SimpleNamespace(cause=failure, is_cause=failure in asserted)
     )
-    monkeypatch.setattr(subject, "declared_failures", lambda failure: ["one", "two"])
-    evidence, asserted = SimpleNamespace(roundings=None, bound=None), set()
+    monkeypatch.setattr(run, "declared_failures", lambda failure: ["one", "two"])
+    asserted = set()
     for causes, named in ((("own", "two"), "own"), (("two", "one"), "one"), (("two",), "two"), ((), "own")):
         asserted.clear()
         asserted.update(causes)
-        assert subject._explained("own", evidence, "").cause == named
+        assert run._explained("own", "").cause == named
 
 
 def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(explainer):
     def evidence(width, *places):
         return SimpleNamespace(operation=OPERATIONS[0], rows=rows(*places), expected=torch.zeros(len(places), width),
-                               inputs=[], dtype=torch.float32, histories=(), unrecorded=(), scene=None)  # fmt: skip
+                               roundings=torch.ones(len(places)), bound=torch.ones(len(places)), inputs=[],
+                               dtype=torch.float32, histories=(), unrecorded=(), part_inputs=None)  # fmt: skip
 
-    assert explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
-    assert explainer()._scene(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
-    assert explainer()._scene(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
-    failure = explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack())
+    assert explainer()._wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
+    assert explainer()._wrong_operation(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
+    assert explainer()._wrong_operation(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
+    failure = explainer()._wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack())
     assert torch.equal(failure.actual, torch.stack([KEYS[0, 1], KEYS[1, 3]]))
     assert isinstance(failure.locator, Locator)
 

@@ -14,7 +14,7 @@ from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.attention_context import AttentionContext
-from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.wrong_operation import WrongOperation
 
 from .toys import ToyModel, failure_of, random, recorded
 
@@ -196,7 +196,7 @@ class Toy:
         *,
         expected: Callable[[Place], torch.Tensor] | None = None,
         **others: object,
-    ) -> Failure:
+    ) -> WrongOperation:
         """Return the failure of rows that are `actual`, [R, N*H] or what it gives of each place."""
         operations = graph()
         own = next(operation for operation in operations if operation.tap == OUT)
@@ -220,7 +220,7 @@ class Toy:
         *,
         tap: str = K_CACHE,
         dtype: torch.dtype = torch.float32,
-    ) -> Failure:
+    ) -> WrongOperation:
         """Return the failure of rows [K, H] of the cache that are read back as `actual` gives them of each place."""
         operations = graph()
         own = next(operation for operation in operations if operation.tap == tap)

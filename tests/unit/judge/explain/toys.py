@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.slot_history import SlotHistory
-from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 from ....recording_writer import new_writer
 
@@ -117,23 +117,29 @@ def failure_of(
     request: Sequence[int] | None = None,
     position: Sequence[int] | None = None,
     step: Sequence[int] | None = None,
+    bound: float = 3.0,
     **others: object,
-) -> Failure:
-    """Return the failure of rows that should be `expected` [R, W]: of request 0, one after the other, in step 0."""
+) -> WrongOperation:
+    """Return wrong rows that should be `expected` [R, W]: of request 0, one after the other, in step 0."""
     count = len(actual)
+    roundings = torch.zeros(count, dtype=torch.float64)
+    if actual.shape == expected.shape:
+        norms = (x.double().norm(dim=1) for x in (actual - expected, expected))
+        roundings = torch.div(*norms) / rounding_unit(dtype)
     rows = Rows(
         request=torch.tensor(request or [0] * count),
         position=torch.arange(count) if position is None else torch.tensor(position),
         step=torch.tensor(step or [0] * count),
     )
-    return Failure(
+    return WrongOperation(
         operation=operation, hf=model or ToyModel(operation), recording=recording,
         locator=None if recording is None else Locator(recording), rows=rows, actual=actual, expected=expected,
-        inputs=list(inputs), dtype=dtype, slot_history=None if recording is None else SlotHistory(recording), **others,
+        inputs=list(inputs), dtype=dtype, roundings=roundings, bound=torch.full_like(roundings, bound),
+        slot_history=None if recording is None else SlotHistory(recording), **others,
     )  # fmt: skip
 
 
-def found(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) -> dict[str, Hypothesis]:
+def found(explain: Callable[[WrongOperation], Iterable[Hypothesis]], failure: WrongOperation) -> dict[str, Hypothesis]:
     """Return what an explanation yields by its cause; of one that it yields twice, the first."""
     by_cause: dict[str, Hypothesis] = {}
     with torch.no_grad():  # as where explanations are run
@@ -143,13 +149,17 @@ def found(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) 
     return by_cause
 
 
-def outputs(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) -> dict[str, torch.Tensor]:
+def outputs(
+    explain: Callable[[WrongOperation], Iterable[Hypothesis]], failure: WrongOperation
+) -> dict[str, torch.Tensor]:
     """Return the rows that each cause would give."""
     return {cause: hypothesis.output for cause, hypothesis in found(explain, failure).items()}
 
 
 def assert_outputs(
-    explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure, expected: Mapping[str, torch.Tensor]
+    explain: Callable[[WrongOperation], Iterable[Hypothesis]],
+    failure: WrongOperation,
+    expected: Mapping[str, torch.Tensor],
 ) -> None:
     """Assert that an explanation yields these causes, with these rows, and no others."""
     actual = outputs(explain, failure)

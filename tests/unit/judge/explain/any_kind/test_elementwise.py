@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.any_kind.elementwise import clamped, soft_capped
+from harness.judge.explain.layer.activation import clamped, soft_capped
 
 from ..toys import ToyModel, failure_of, found, random
 
@@ -19,18 +19,18 @@ def of(actual, expected=ROWS, **config):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "where", "freedom"),
+    ("low", "high", "where", "num_fitted"),
     [
         (-1.5, 2.0, "outside of -1.5 to 2", 2),
         (-9.0, 2.25, "beyond 2.25", 1),
         (-2.5, 9.0, "beyond -2.5", 1),
     ],
 )
-def test_a_limit_cuts_off_what_is_beyond_it(low, high, where, freedom):
+def test_a_limit_cuts_off_what_is_beyond_it(low, high, where, num_fitted):
     actual = ROWS.clamp(low, high)
     ((cause, hypothesis),) = found(clamped, of(actual)).items()
     assert cause == f"values {where} are cut off"
-    assert hypothesis.freedom == freedom
+    assert hypothesis.num_fitted == num_fitted
     assert torch.equal(hypothesis.output, actual)
 
 
@@ -67,20 +67,20 @@ def test_the_usual_caps_and_one_that_is_fitted():
     causes = found(soft_capped, of(bent(7.25)))
     expected = dict.fromkeys((15, 20, 30, 50), 0) | {7.25: 1}
     assert set(causes) == {f"a soft cap of {cap:g} is applied, which the model does not have" for cap in expected}
-    for cap, freedom in expected.items():
+    for cap, num_fitted in expected.items():
         hypothesis = causes[f"a soft cap of {cap:g} is applied, which the model does not have"]
-        assert hypothesis.freedom == freedom
+        assert hypothesis.num_fitted == num_fitted
         torch.testing.assert_close(hypothesis.output, bent(cap), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("cap", [0.4, 1.0, 3.0, 40.0, 140.0])
 def test_caps_are_fitted_from_strong_to_weak(cap):
-    (fitted,) = (item for item in found(soft_capped, of(bent(cap))).values() if item.freedom)
+    (fitted,) = (item for item in found(soft_capped, of(bent(cap))).values() if item.num_fitted)
     assert fitted.cause == f"a soft cap of {cap:g} is applied, which the model does not have"
 
 
 def test_the_fitted_cap_has_four_digits():
-    (fitted,) = (item for item in found(soft_capped, of(bent(7.123456))).values() if item.freedom)
+    (fitted,) = (item for item in found(soft_capped, of(bent(7.123456))).values() if item.num_fitted)
     assert fitted.cause.startswith("a soft cap of 7.123 ")
     torch.testing.assert_close(fitted.output, bent(7.123), rtol=1e-12, atol=0)
 
@@ -88,12 +88,12 @@ def test_the_fitted_cap_has_four_digits():
 @pytest.mark.parametrize("actual", [ROWS, 1.1 * ROWS, bent(160.0), torch.zeros_like(ROWS) + 9 * ROWS.sign()])
 def test_no_cap_is_fitted_where_elements_are_as_large_or_larger_or_hardly_smaller(actual):
     """The largest element is 3: a cap of more than 150 bends nothing that could be measured."""
-    assert not [item for item in found(soft_capped, of(actual)).values() if item.freedom]
+    assert not [item for item in found(soft_capped, of(actual)).values() if item.num_fitted]
 
 
 def test_the_fit_takes_noise():
     actual = bent(5.0) + 1e-4 * random(4, 6)
-    (fitted,) = (item for item in found(soft_capped, of(actual)).values() if item.freedom)
+    (fitted,) = (item for item in found(soft_capped, of(actual)).values() if item.num_fitted)
     torch.testing.assert_close(fitted.output, bent(5.0), rtol=1e-3, atol=1e-3)
 
 
@@ -101,7 +101,7 @@ def test_a_cap_of_the_models_own_that_is_left_out():
     failure = of(ROWS, bent(6.0), final_logit_softcapping=6.0, softcap_off=None, num_caps=0, capacity=-1.0, width=8)
     (hypothesis,) = (item for cause, item in found(soft_capped, failure).items() if "left out" in cause)
     assert hypothesis.cause == "the soft cap of 6 is left out"
-    assert hypothesis.freedom == 0
+    assert hypothesis.num_fitted == 0
     torch.testing.assert_close(hypothesis.output, ROWS, rtol=1e-9, atol=1e-12)
 
 
@@ -118,5 +118,5 @@ def test_what_a_cap_cannot_give_was_not_capped():
 def test_a_cap_of_the_models_own_that_is_another():
     causes = found(soft_capped, of(bent(5.0), bent(3.5), final_logit_softcapping=3.5))
     hypothesis = causes["the soft cap is 5 instead of 3.5"]
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     torch.testing.assert_close(hypothesis.output, bent(5.0), rtol=1e-9, atol=0)

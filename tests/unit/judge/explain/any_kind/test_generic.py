@@ -9,6 +9,7 @@ from torch import nn
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.any_kind import generic
+from harness.judge.explain.causes import LATER_STAGES
 from harness.judge.explain.core.formats import cut_off
 
 from ..toys import ToyModel, assert_outputs, failure_of, found, linear, random, recorded
@@ -99,14 +100,14 @@ EACH = "each row is scaled by a factor of its own"
 def test_one_gain_of_all_rows(of, factor):
     (hypothesis,) = found(generic.constant_gain, of(factor * RIGHT)).values()
     assert hypothesis.cause == f"a constant gain of {factor:.6g}"
-    assert (hypothesis.freedom, hypothesis.allowance, hypothesis.is_cause) == (1, 1.0, True)
+    assert (hypothesis.num_fitted, hypothesis.allowance, hypothesis.is_cause) == (1, 1.0, True)
     torch.testing.assert_close(hypothesis.output, factor * RIGHT)
 
 
 def test_a_gain_of_each_row(of):
     factors = torch.linspace(1.5, 2.5, len(PLACES), dtype=torch.float64)[:, None]
     (hypothesis,) = found(generic.constant_gain, of(factors * RIGHT)).values()
-    assert (hypothesis.cause, hypothesis.is_cause, hypothesis.freedom) == (EACH, False, len(PLACES))
+    assert (hypothesis.cause, hypothesis.is_cause, hypothesis.num_fitted) == (EACH, False, len(PLACES))
     assert hypothesis.detail == "from 1.5 to 2.5"
     torch.testing.assert_close(hypothesis.output, factors * RIGHT)
 
@@ -176,7 +177,7 @@ def test_an_offset(of):
     (hypothesis,) = found(generic.offset_per_channel, failure).values()
     assert hypothesis.cause == f"a constant offset per channel, norm {float(offset.norm()):.3g}"
     torch.testing.assert_close(hypothesis.output, RIGHT + offset)
-    assert hypothesis.freedom == round(failure.num_elements)
+    assert hypothesis.num_fitted == round(failure.num_elements)
     assert (hypothesis.allowance, hypothesis.is_cause) == (1.0, True)
     assert found(generic.offset_per_channel, of(RIGHT[:2] + offset, PLACES[:2]))
     assert found(generic.offset_per_channel, of(RIGHT[:1] + offset, PLACES[:1])) == {}
@@ -188,18 +189,18 @@ ROW = "the row is that of another token, "
 
 
 @pytest.mark.parametrize(
-    ("source", "where", "freedom"),
+    ("source", "where", "num_fitted"),
     [
         (lambda r, p: (r, p + 1), "+1 positions away", 1), (lambda r, p: (r, 4 - p), "elsewhere", 3),
         (lambda r, p: (1 - r, p), "elsewhere", 3), (lambda r, p: (r, p - 1), "-1 positions away", 1),
     ],
 )  # fmt: skip
-def test_rows_of_other_tokens(of, source, where, freedom):
+def test_rows_of_other_tokens(of, source, where, num_fitted):
     places = [(0, 1), (0, 3), (1, 1)]
     actual = torch.stack([RIGHT[PLACES.index(source(*place))] for place in places])
     hypothesis = found(generic.row_of_another, of(actual, places))[f"{ROW}{where}"]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert hypothesis.freedom == freedom
+    assert hypothesis.num_fitted == num_fitted
     pairs = [(place, source(*place)) for place in places]
     assert hypothesis.detail == "; ".join(
         f"request {r}, position {p} holds that of request {other}, position {at}" for (r, p), (other, at) in pairs
@@ -270,7 +271,7 @@ def test_another_input(of):
 def test_another_output(of):
     """Of the layer, the one before, and what has no layer; not the cache's rows, nor of another width."""
     given = found(generic.another_output, of(RIGHT))
-    assert {cause: item.freedom for cause, item in given.items()} == {
+    assert {cause: item.num_fitted for cause, item in given.items()} == {
         "the output is that of wide": 1, f"the output is that of {EMBED}": 1,
     }  # fmt: skip
     torch.testing.assert_close(given["the output is that of wide"].output, TENSORS[WIDE])
@@ -495,7 +496,10 @@ def test_an_explanation_that_raises_costs_no_other(bench, monkeypatch):
         raise ValueError("of this shape I know nothing")
         yield
 
-    monkeypatch.setattr("harness.judge.explain.products.linear.EXPLANATIONS", (broken,))
+    monkeypatch.setattr(
+        "harness.judge.explain.trial.ranking.stages_of",
+        lambda kind: [[broken], *LATER_STAGES[kind]],
+    )
     assert bench.explain(RECORDED_TAP, bench.tap(RECORDED_TAP) * 1.25).cause == "a constant gain of 1.25"
     noise = torch.randn(bench.tap(RECORDED_TAP).shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     assert "could not be tried: broken: ValueError" in bench.explain(RECORDED_TAP, noise).detail

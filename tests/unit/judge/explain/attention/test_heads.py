@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.judge.explain.attention import heads as attention_heads
+from harness.judge.explain.attention import reads
 
 from ..toy_attention import PLACES, N, step_of
 from ..toys import found
@@ -23,16 +23,16 @@ def test_what_is_read_of_other_heads(toy, other, cause, is_key, is_value):
     failure = toy.failure(lambda place: toy.context(place, heads=keys, value_heads=values))
     is_tiled = other == [0, 1, 0, 1, 0, 1]
     name = "KV heads are tiled instead of repeated" if is_tiled and cause == WRONG else cause
-    hypothesis = found(attention_heads.other_kv_heads, failure)[name]
+    hypothesis = found(reads.other_kv_heads, failure)[name]
     torch.testing.assert_close(hypothesis.output, failure.actual)
     assert hypothesis.detail == f"KV head of each query head: {other}"
-    assert hypothesis.freedom == (0 if is_tiled else 6)
+    assert hypothesis.num_fitted == (0 if is_tiled else 6)
 
 
 def test_a_context_that_is_laid_out_by_element(toy):
     rows = toy.contexts(PLACES)
     by_element = torch.stack([torch.stack([row[at::4] for at in range(4)]).flatten() for row in rows])
-    given = found(attention_heads.other_layout, toy.failure())
+    given = found(reads.other_layout, toy.failure())
     torch.testing.assert_close(given["the context is laid out by element, then by head"].output, by_element)
 
 
@@ -43,21 +43,21 @@ def test_a_context_that_is_reshaped_without_transposing(toy):
         at = step.index(place)
         return torch.cat(of_heads[N * at : N * at + N])
 
-    given = found(attention_heads.other_layout, toy.failure())
+    given = found(reads.other_layout, toy.failure())
     cause = "the context is reshaped without transposing heads and tokens"
     torch.testing.assert_close(given[cause].output, toy.contexts(PLACES, row))
 
 
 def test_heads_that_read_their_own(toy):
-    assert found(attention_heads.other_kv_heads, toy.failure()) == {}
+    assert found(reads.other_kv_heads, toy.failure()) == {}
 
 
 def test_one_kv_head_has_no_other(toy, monkeypatch):
     failure = toy.failure(lambda place: toy.context(place, heads=[1, 0, 0, 1, 1, 1]))
-    monkeypatch.setattr(attention_heads, "_MOST", 1)
-    assert found(attention_heads.other_kv_heads, failure) == {}
-    monkeypatch.setattr(attention_heads, "_MOST", 2)
-    assert found(attention_heads.other_kv_heads, failure)
+    monkeypatch.setattr(reads, "_MOST", 1)
+    assert found(reads.other_kv_heads, failure) == {}
+    monkeypatch.setattr(reads, "_MOST", 2)
+    assert found(reads.other_kv_heads, failure)
 
 
 def test_the_nearest_head_over_all_rows_counts(toy):
@@ -65,5 +65,5 @@ def test_the_nearest_head_over_all_rows_counts(toy):
     other = [1, 0, 0, 1, 1, 1]
     actual = toy.contexts(PLACES, lambda place: toy.context(place, heads=other))
     actual[3] += 0.5
-    hypothesis = found(attention_heads.other_kv_heads, toy.failure(actual))[WRONG]
+    hypothesis = found(reads.other_kv_heads, toy.failure(actual))[WRONG]
     assert hypothesis.detail.endswith(str(other))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness.judge.explain.attention import order
+from harness.judge.explain.attention import masks, softmax
 
 from ..toy_attention import KEY, PLACES, VALUE, N, Q, Toy, step_of
 from ..toys import assert_outputs
@@ -65,18 +65,18 @@ def test_masked_scores_that_take_part(toy):
     for bias in (1, 10, 100):
         lowered = softmax_of(toy, lambda score, is_masked, bias=bias: score - bias * is_masked)
         expected[f"masked scores are lowered by {bias} instead of left out"] = weighted(toy, lowered)
-    assert_outputs(order.mask_otherwise, toy.failure(), expected)
+    assert_outputs(masks.mask_otherwise, toy.failure(), expected)
 
 
 def test_rows_that_see_all_there_is_say_nothing_of_the_mask(toy):
     last = [place for place in PLACES if place == max(computed(place))]
-    assert list(order.mask_otherwise(toy.failure(places=last))) == []
+    assert list(masks.mask_otherwise(toy.failure(places=last))) == []
 
 
 def test_a_scale_of_the_probabilities(toy):
     expected = toy.contexts(PLACES, lambda place: toy.context(place, scale=1.0) * SCALE)
     cause = "the softmax scale is applied after the softmax"
-    assert_outputs(order.scaled_after, toy.failure(), {cause: expected})
+    assert_outputs(softmax.scaled_after, toy.failure(), {cause: expected})
 
 
 def test_a_softmax_over_the_heads(toy):
@@ -95,4 +95,4 @@ def test_a_softmax_over_the_heads(toy):
     heads = "the softmax runs over the heads instead of the keys"
     queries = "the softmax runs over the queries of a step instead of the keys"
     expected = {heads: weighted(toy, weight), queries: weighted(toy, of_the_queries)}
-    assert_outputs(order.over_the_heads, toy.failure(), expected)
+    assert_outputs(softmax.over_the_heads, toy.failure(), expected)

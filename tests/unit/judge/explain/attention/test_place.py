@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from harness.judge.explain.attention import place as attention_place
-from harness.judge.explain.attention.place import wrong_place
+from harness.judge.explain.attention import reads
+from harness.judge.explain.attention.reads import wrong_place
 
 from ..toy_attention import Toy
 from ..toys import found
@@ -64,7 +64,7 @@ def test_one_position_of_the_history(toy, places, replaced, cause, text):
     assert hypothesis.cause == cause
     torch.testing.assert_close(hypothesis.output, failure.actual)
     assert hypothesis.detail == "; ".join(f"request 0, position {p} reads {text}" for _, p in LATE)
-    assert (hypothesis.is_cause, hypothesis.freedom) == (True, 2 * len({place[0] for place in places}))
+    assert (hypothesis.is_cause, hypothesis.num_fitted) == (True, 2 * len({place[0] for place in places}))
     provenance = hypothesis.provenance()
     assert (provenance.request, provenance.position) == (0, replaced(places[0])[0])
     source = replaced(places[0])[1]
@@ -89,7 +89,7 @@ def test_the_newest_token_of_each_row_is_one_cause(toy, replaced, cause):
     (hypothesis,) = wrong_place(failure)
     assert hypothesis.cause == cause
     torch.testing.assert_close(hypothesis.output, failure.actual)
-    assert (hypothesis.is_cause, hypothesis.freedom) == (True, 2)
+    assert (hypothesis.is_cause, hypothesis.num_fitted) == (True, 2)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_another_place_in_each_row_is_no_cause(toy, replaced):
     (hypothesis,) = wrong_place(failure)
     assert hypothesis.cause == EACH
     torch.testing.assert_close(hypothesis.output, failure.actual)
-    assert (hypothesis.is_cause, hypothesis.freedom) == (False, 2 * len(LATE))
+    assert (hypothesis.is_cause, hypothesis.num_fitted) == (False, 2 * len(LATE))
 
 
 def test_only_what_a_row_sees_is_replaced(tmp_path):
@@ -122,7 +122,7 @@ def test_only_what_a_row_sees_is_replaced(tmp_path):
 def test_the_search_ends_where_it_would_take_too_long(toy, monkeypatch):
     failure = toy.failure(places=[(0, 8)])
     num_products = 9 * 16 * 24  # history rows, known rows, elements of a query
-    monkeypatch.setattr(attention_place, "_MAX_PRODUCT", num_products)
+    monkeypatch.setattr(reads, "_MAX_PRODUCT", num_products)
     assert found(wrong_place, failure)
-    monkeypatch.setattr(attention_place, "_MAX_PRODUCT", num_products - 1)
+    monkeypatch.setattr(reads, "_MAX_PRODUCT", num_products - 1)
     assert found(wrong_place, failure) == {}

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.judge.explain.attention import scores as attention
-from harness.judge.explain.attention import splits as attention_splits
+from harness.judge.explain.attention import masks
+from harness.judge.explain.attention import masks as masks_module
+from harness.judge.explain.attention import softmax as attention_softmax
 
 from ....tiny_models import WINDOW
 from ..conftest import BLOCK_SIZE
@@ -49,7 +50,7 @@ def test_causal_masks(toy):
         ),
         "no causal mask: a row sees all tokens of its step": masked(toy, lambda row, p, s: s <= step_of(row)),
     }
-    assert_outputs(attention.causal_mask_off, toy.failure(), expected)
+    assert_outputs(masks_module.causal_mask_off, toy.failure(), expected)
 
 
 def test_misaligned_masks(toy):
@@ -67,7 +68,7 @@ def test_misaligned_masks(toy):
             toy, lambda row, p, s: p <= row[1] and s != step_of(row)
         ),
     }
-    assert_outputs(attention.mask_misaligned, toy.failure(), expected)
+    assert_outputs(masks_module.mask_misaligned, toy.failure(), expected)
 
 
 def test_windows(windowed):
@@ -77,7 +78,7 @@ def test_windows(windowed):
     failure = windowed.failure(
         expected=lambda row: windowed.context(row, [(row[0], p) for p in range(row[1] + 1)][-3:])
     )
-    causes = {c: h.output for c, h in found(attention.wrong_window, failure).items() if not h.freedom}
+    causes = {c: h.output for c, h in found(masks_module.wrong_window, failure).items() if not h.num_fitted}
     expected = {
         "sliding window off by one (too narrow): 2 instead of 3": masked(windowed, seen(2)),
         "sliding window off by one (too wide): 4 instead of 3": masked(windowed, seen(4)),
@@ -103,20 +104,20 @@ SPANS = {
 @pytest.mark.parametrize("cause", SPANS)
 def test_spans_are_fitted_to_the_row_that_has_most_to_see(toy, cause, number):
     actual = masked(toy, SPANS[cause](number))
-    given = found(attention.wrong_window, toy.failure(actual))
+    given = found(masks_module.wrong_window, toy.failure(actual))
     hypothesis = given[cause.format(number)]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert (hypothesis.freedom, hypothesis.is_vague) == (1, False)
+    assert (hypothesis.num_fitted, hypothesis.is_vague) == (1, False)
     assert len(given) == len(SPANS)
 
 
 def test_a_window_says_more_than_a_span(windowed):
-    given = found(attention.wrong_window, windowed.failure())
-    assert {h.is_vague for h in given.values() if h.freedom} == {True}
+    given = found(masks_module.wrong_window, windowed.failure())
+    assert {h.is_vague for h in given.values() if h.num_fitted} == {True}
 
 
 def test_one_row_of_one_token_has_no_span(toy):
-    assert found(attention.wrong_window, toy.failure(places=[(0, 0)])) == {}
+    assert found(masks_module.wrong_window, toy.failure(places=[(0, 0)])) == {}
 
 
 # Keys of zeros.
@@ -139,7 +140,7 @@ def longest(place):
 
 
 @pytest.mark.parametrize(
-    ("number", "cause", "freedom", "is_cause"),
+    ("number", "cause", "num_fitted", "is_cause"),
     [
         (lambda place: 3, f"{PADDING}: keys of zeros take part", 1, True),
         (lambda place: longest(place) - own_length(place), f"{PADDING} in a ragged batch", 0, True),
@@ -154,34 +155,34 @@ def longest(place):
         (lambda place: place[1] % 3, f"{PADDING}: keys of zeros take part", len(PLACES), False),
     ],
 )
-def test_keys_of_zeros(toy, number, cause, freedom, is_cause):
+def test_keys_of_zeros(toy, number, cause, num_fitted, is_cause):
     failure = toy.failure(padded(toy, number))
-    (hypothesis,) = attention.padding_attended(failure)
-    assert (hypothesis.cause, hypothesis.freedom, hypothesis.is_cause) == (cause, freedom, is_cause)
+    (hypothesis,) = masks_module.padding_attended(failure)
+    assert (hypothesis.cause, hypothesis.num_fitted, hypothesis.is_cause) == (cause, num_fitted, is_cause)
     torch.testing.assert_close(hypothesis.output, failure.actual)
     shown = ", ".join(str(number(place)) for place in PLACES[:6])
     assert hypothesis.detail == f"number of them, row by row: {shown}"
 
 
 def test_two_rows_have_a_number_in_common(toy):
-    (hypothesis,) = attention.padding_attended(toy.failure(padded(toy, lambda place: 3), [(0, 7), (0, 8)]))
-    assert (hypothesis.is_cause, hypothesis.freedom) == (True, 1)
+    (hypothesis,) = masks_module.padding_attended(toy.failure(padded(toy, lambda place: 3), [(0, 7), (0, 8)]))
+    assert (hypothesis.is_cause, hypothesis.num_fitted) == (True, 1)
 
 
 def test_one_row_alone_has_no_number_in_common_with_others(toy):
     failure = toy.failure(padded(toy, lambda place: 3), [(0, 7)])
-    (hypothesis,) = attention.padding_attended(failure)
-    assert (hypothesis.is_cause, hypothesis.freedom) == (False, 1)
+    (hypothesis,) = masks_module.padding_attended(failure)
+    assert (hypothesis.is_cause, hypothesis.num_fitted) == (False, 1)
 
 
 def test_no_keys_of_zeros_where_a_row_points_the_other_way(toy):
     actual = toy.contexts(PLACES)
     actual[5] *= -1
-    assert found(attention.padding_attended, toy.failure(actual)) == {}
+    assert found(masks_module.padding_attended, toy.failure(actual)) == {}
 
 
 def test_rows_that_grew_have_no_keys_of_zeros(toy):
-    (hypothesis,) = attention.padding_attended(toy.failure(1.5 * toy.contexts(PLACES)))
+    (hypothesis,) = masks_module.padding_attended(toy.failure(1.5 * toy.contexts(PLACES)))
     assert hypothesis.detail == "number of them, row by row: 0, 0, 0, 0, 0, 0"
 
 
@@ -206,7 +207,7 @@ def scales(own=0.4, head_dim=4, hidden=20, heads=6, kv=8):
 
 
 def test_known_scales(toy):
-    given = {c: h for c, h in found(attention.wrong_scale, toy.failure()).items() if not h.freedom}
+    given = {c: h for c, h in found(attention_softmax.wrong_scale, toy.failure()).items() if not h.num_fitted}
     expected = {f"the softmax scale is {name}: {scale:.4g} instead of 0.4": scale for name, scale in scales().items()}
     assert set(given) == set(expected)
     for cause, scale in expected.items():
@@ -215,14 +216,14 @@ def test_known_scales(toy):
 
 
 def test_the_models_sizes_are_no_reason_where_another_layer_is_right(toy):
-    causes = found(attention.wrong_scale, toy.failure(sound=frozenset({"model.layers.0.attention"})))
+    causes = found(attention_softmax.wrong_scale, toy.failure(sound=frozenset({"model.layers.0.attention"})))
     assert "the softmax scale is missing: 1 instead of 0.4" in causes
     assert not any(word in cause for cause in causes for word in ("taken from", "padded"))
 
 
 def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
     usual = Toy(tmp_path / "r", scale=0.5)  # the root of 1/4: twice is 1/4
-    causes = found(attention.wrong_scale, usual.failure())
+    causes = found(attention_softmax.wrong_scale, usual.failure())
     assert "the softmax scale is applied twice: 0.25 instead of 0.5" in causes
     assert not any("without its root" in cause for cause in causes)
 
@@ -230,7 +231,7 @@ def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
 @pytest.mark.parametrize("scale", [0.05, 0.3, 0.77, 4.0])
 def test_a_scale_is_fitted(toy, scale):
     failure = toy.failure(lambda place: toy.context(place, scale=scale))
-    (hypothesis,) = (item for item in found(attention.wrong_scale, failure).values() if item.freedom)
+    (hypothesis,) = (item for item in found(attention_softmax.wrong_scale, failure).values() if item.num_fitted)
     assert hypothesis.cause == f"the softmax scale is {scale:g} instead of 0.4"
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-4, atol=1e-5)
 
@@ -238,7 +239,9 @@ def test_a_scale_is_fitted(toy, scale):
 def test_a_scale_is_fitted_to_the_first_four_rows(toy):
     places = [(0, p) for p in range(1, 9)]
     actual = toy.contexts(places, lambda place: toy.context(place, scale=0.9 if place[1] <= 4 else 0.1))
-    (hypothesis,) = (h for h in found(attention.wrong_scale, toy.failure(actual, places)).values() if h.freedom)
+    (hypothesis,) = (
+        h for h in found(attention_softmax.wrong_scale, toy.failure(actual, places)).values() if h.num_fitted
+    )
     assert hypothesis.cause == "the softmax scale is 0.9 instead of 0.4"
 
 
@@ -274,7 +277,11 @@ def coarse(toy, dtype, part):
 def test_a_softmax_in_16_bits(toy, dtype):
     places = [(0, 3), (0, 8), (1, 6)]
     name = str(dtype).removeprefix("torch.")
-    given = [h for h in attention.coarse_softmax(toy.failure(places=places)) if h.cause == f"the softmax is in {name}"]
+    given = [
+        h
+        for h in attention_softmax.coarse_softmax(toy.failure(places=places))
+        if h.cause == f"the softmax is in {name}"
+    ]
     assert [h.detail for h in given] == ["its result", "its input", "input and result", "all of it"]
     exact = toy.contexts(places)
     for hypothesis in given:
@@ -340,7 +347,7 @@ def test_pieces_that_are_merged_wrongly(toy):
     cuts |= {f"{count} pieces": in_pieces(count) for count in range(2, 9)}
     cuts["keys of earlier steps, and those of the step itself"] = old_and_own
     failure = toy.failure(places=places)
-    given = {(h.cause, h.detail): h.output for h in attention_splits.splits_merged_wrongly(failure)}
+    given = {(h.cause, h.detail): h.output for h in attention_softmax.splits_merged_wrongly(failure)}
     wanted = {(cause, cut) for cause in (*MERGES, *UNWEIGHTED) for cut in cuts}
     wanted.remove(("split KV: only the last piece counts", "keys of earlier steps, and those of the step itself"))
     assert set(given) == wanted
@@ -350,8 +357,8 @@ def test_pieces_that_are_merged_wrongly(toy):
 
 
 def test_pieces_shorter_than_the_longest_history_are_tried(toy):
-    assert attention_splits._split_sizes(toy.failure()) == [2, BLOCK, 4, 2 * BLOCK, 8]
-    assert attention_splits._split_sizes(toy.failure(places=[(1, 6)])) == [2, BLOCK, 4, 2 * BLOCK]
+    assert attention_softmax._split_sizes(toy.failure()) == [2, BLOCK, 4, 2 * BLOCK, 8]
+    assert attention_softmax._split_sizes(toy.failure(places=[(1, 6)])) == [2, BLOCK, 4, 2 * BLOCK]
 
 
 @pytest.mark.parametrize(("block_size", "multiple"), [(12, 12), (None, 16)])
@@ -361,11 +368,19 @@ def test_splits_are_tried_at_powers_of_two_and_at_multiples_of_the_block_size(bl
     )
     blocks = {multiple * number for number in range(1, 9)}
     sizes = {2, 4, 8, 16, 32, 64} | blocks
-    assert attention_splits._split_sizes(failure) == sorted(size for size in sizes if size < 100)
+    assert attention_softmax._split_sizes(failure) == sorted(size for size in sizes if size < 100)
 
 
 def test_outputs_of_all_explanations_have_the_rows_shape(toy):
-    for explain in attention.EXPLANATIONS:
+    for explain in (
+        masks.causal_mask_off,
+        masks.mask_misaligned,
+        masks.wrong_window,
+        masks.padding_attended,
+        attention_softmax.wrong_scale,
+        attention_softmax.bias_added,
+        attention_softmax.coarse_softmax,
+    ):
         assert outputs(explain, toy.failure(places=[(1, 6), (0, 4)]))
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from harness.base.numerics import Numerics
-from harness.judge.explain.attention import tensors as attention_tensors
-from harness.judge.explain.cache.declared import declared_format
+from harness.judge.explain.attention import reads
+from harness.judge.explain.cache.formats import declared_format
 from harness.judge.explain.core.formats import cut_off
 
 from ..toy_attention import KEY, PLACES, RAW, VALUE, H, K, Toy, step_of
@@ -41,7 +41,7 @@ EXTENTS = {"for tokens of every step": lambda place, at: True, "for tokens of ea
 def test_values_that_are_narrower_than_keys(tmp_path):
     """Those of latent attention: keys and values cannot stand for each other, the cache of another layer can."""
     latent = Toy(tmp_path / "r", value_size=3)
-    given = {(h.cause, h.detail): h.output for h in attention_tensors.other_tensors(latent.failure())}
+    given = {(h.cause, h.detail): h.output for h in reads.other_tensors(latent.failure())}
     causes = {"keys are cached before rotary", *(f"reads the cache of layer {layer}" for layer in OTHERS)}
     assert set(given) == {(cause, extent) for cause in causes for extent in EXTENTS}
     key, value = (latent.tensors[tap].__getitem__ for tap in OTHERS[2])
@@ -59,7 +59,7 @@ def test_other_tensors(toy):
         "keys are cached before rotary": (RAW, VALUE),
         **{f"reads the cache of layer {layer}": taps for layer, taps in OTHERS.items()},
     }
-    given = {(h.cause, h.detail): h.output for h in attention_tensors.other_tensors(toy.failure())}
+    given = {(h.cause, h.detail): h.output for h in reads.other_tensors(toy.failure())}
     assert set(given) == {(cause, extent) for cause in causes for extent in EXTENTS}
     for (cause, extent), output in given.items():
         key, value = (tensors[tap] for tap in causes[cause])
@@ -69,7 +69,7 @@ def test_other_tensors(toy):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_coarser_dtypes(toy, dtype):
     name = f"in a lower dtype: {str(dtype).removeprefix('torch.')}"
-    given = [h for h in attention_tensors.coarse_cache(toy.failure()) if h.cause.endswith(f"cache is {name}")]
+    given = [h for h in reads.coarse_cache(toy.failure()) if h.cause.endswith(f"cache is {name}")]
 
     def low(tap):
         return lambda at: toy.tensors[tap][at].to(dtype).double()
@@ -88,12 +88,12 @@ def test_coarser_dtypes(toy, dtype):
 
 
 def test_what_the_cache_gives_back(tmp_path, toy):
-    assert found(attention_tensors.read_back, toy.failure()) == {}, "it was not read back"
+    assert found(reads.read_back, toy.failure()) == {}, "it was not read back"
     read = {f"model.layers.1.{name}_cache": {place: random(K, H, seed=700 + 50 * at + number)
                                              for number, place in enumerate(PLACES)}
             for at, name in enumerate("kv")}  # fmt: skip
     back = Toy(tmp_path / "r", readback=read)
-    (hypothesis,) = found(attention_tensors.read_back, back.failure()).values()
+    (hypothesis,) = found(reads.read_back, back.failure()).values()
     assert hypothesis.cause == "reads what the cache gives back, which is not what was written: see k_cache and v_cache"
     assert hypothesis.is_vague
     keys, values = (read[f"model.layers.1.{name}_cache"].__getitem__ for name in "kv")
@@ -102,7 +102,7 @@ def test_what_the_cache_gives_back(tmp_path, toy):
 
 def test_a_cache_of_which_one_place_was_not_read_back_says_nothing(tmp_path):
     read = {f"model.layers.1.{name}_cache": {place: random(K, H) for place in PLACES[1:]} for name in "kv"}
-    assert found(attention_tensors.read_back, Toy(tmp_path / "r", readback=read).failure()) == {}
+    assert found(reads.read_back, Toy(tmp_path / "r", readback=read).failure()) == {}
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_a_cache_of_which_one_place_was_not_read_back_says_nothing(tmp_path):
     ],
 )
 def test_a_tensor_that_was_not_recorded_cannot_be_told(tmp_path, toy, omitted, cause):
-    given = found(attention_tensors.other_tensors, Toy(tmp_path / "r", omitted=(omitted,)).failure())
-    assert set(given) == set(found(attention_tensors.other_tensors, toy.failure())) - {cause}
+    given = found(reads.other_tensors, Toy(tmp_path / "r", omitted=(omitted,)).failure())
+    assert set(given) == set(found(reads.other_tensors, toy.failure())) - {cause}
 
 
 def test_a_declared_cache_that_is_cut_off(toy):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness.judge.explain.attention.views import fitted_factor, joined, rows_of
+from harness.judge.explain.attention.softmax import fitted_factor
 
 from ..toy_attention import PLACES, Toy
 
@@ -27,10 +27,10 @@ def test_the_deeper_of_two_valleys_is_found():
 
 def test_the_rows_of_each_view(tmp_path):
     failure = Toy(tmp_path / "r").failure(torch.arange(len(PLACES) * 24.0, dtype=torch.float64).view(-1, 24))
-    first, second = (failure.actual[rows_of(failure, view)] for view in failure.views)
+    first, second = (failure.actual[failure.rows_of(view)] for view in failure.views)
     assert len(first) == len(failure.views[0].rows)
     assert torch.equal(torch.cat((first, second)), failure.actual)
-    assert torch.equal(joined(failure, lambda view: view.query.flatten(1)),
+    assert torch.equal(failure.over_views(lambda view: view.query.flatten(1)),
                        torch.cat([view.query.flatten(1) for view in failure.views]))  # fmt: skip
-    with pytest.raises(ValueError, match="not of this failure"):
-        rows_of(failure, failure.views[0].select(torch.arange(2)))
+    with pytest.raises(ValueError, match="not of this operation"):
+        failure.rows_of(failure.views[0].select(torch.arange(2)))

@@ -8,9 +8,9 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.cache import content as cache_content
-from harness.judge.explain.cache import quantised
-from harness.judge.explain.cache.content import single_bits
+from harness.judge.explain.cache import entries, formats
+from harness.judge.explain.cache.entries import single_bits
+from harness.judge.explain.causes import EXPLANATIONS
 
 from ..toy_attention import K_CACHE, KEY, PLACES, READBACK, H, K, Toy, graph
 from ..toys import ToyModel, assert_outputs, failure_of, found, outputs, random, recorded
@@ -58,7 +58,7 @@ def eighth(dtype):
 
 
 def test_coarser_dtypes(of):
-    given = {(h.cause, h.detail): h.output for h in cache_content.coarser_dtype(of(WRITTEN))}
+    given = {(h.cause, h.detail): h.output for h in entries.coarser_dtype(of(WRITTEN))}
     expected = {}
     for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         dtype = getattr(torch, name)
@@ -76,7 +76,7 @@ def test_coarser_dtypes(of):
 
 def test_few_bits_with_a_scale_for_each_group(of):
     failure = of(WRITTEN)
-    given = {(h.cause, h.detail): h.output for h in quantised.in_few_bits(failure)}
+    given = {(h.cause, h.detail): h.output for h in formats.in_few_bits(failure)}
     expected = {}
     for name in ("float8_e4m3fn", "float8_e5m2", "int8"):
         change = levels if name == "int8" else eighth(getattr(torch, name))
@@ -99,17 +99,15 @@ def test_a_grid_of_whole_numbers(of, scale, largest):
     """What is cut off at the largest number comes out there."""
     step = float(WRITTEN.abs().max()) / largest / 1.25
     actual = (WRITTEN / step).round().clamp(-largest, largest) * step
-    (hypothesis,) = (
-        h for h in found(cache_content.grid, of(scale * actual, scale * WRITTEN)).values() if "int8" in h.cause
-    )
+    (hypothesis,) = (h for h in found(entries.grid, of(scale * actual, scale * WRITTEN)).values() if "int8" in h.cause)
     torch.testing.assert_close(hypothesis.output, scale * actual, rtol=1e-9, atol=1e-12)
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     assert hypothesis.detail == f"with one scale, {scale * step:.4g}"
 
 
 def test_a_grid_is_cut_off_on_either_side_where_its_own_numbers_end(of):
     actual = (WRITTEN / 0.1).round().clamp(-8, 5) * 0.1
-    hypothesis = found(cache_content.grid, of(actual))[f"{LOWER}: int8"]
+    hypothesis = found(entries.grid, of(actual))[f"{LOWER}: int8"]
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-9, atol=1e-12)
 
 
@@ -118,10 +116,10 @@ def test_a_grid_is_cut_off_on_either_side_where_its_own_numbers_end(of):
 def test_a_grid_of_a_float8(of, dtype, scale):
     actual = (WRITTEN / scale).to(dtype).double() * scale
     name = str(dtype).removeprefix("torch.")
-    hypothesis = found(cache_content.grid, of(actual))[f"{LOWER}: {name}"]
+    hypothesis = found(entries.grid, of(actual))[f"{LOWER}: {name}"]
     normal = actual.abs() >= 2**-6 * scale  # what is smaller has fewer bits than the grid that is fitted
     torch.testing.assert_close(hypothesis.output[normal], actual[normal], rtol=1e-9, atol=1e-12)
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     fitted = float(hypothesis.detail.removeprefix("with a scale of ").split()[0])
     assert hypothesis.detail.endswith(" times a power of two")
     assert (
@@ -137,7 +135,7 @@ def test_a_grid_holds_up_to_four_roundings(of, dtype, roundings, is_grid):
     signs = torch.ones_like(WRITTEN)
     signs[::2] = -1
     actual = grid * (1 + roundings * rounding_unit(dtype) * signs)
-    assert any("int8" in cause for cause in found(cache_content.grid, of(actual, dtype=dtype))) == is_grid
+    assert any("int8" in cause for cause in found(entries.grid, of(actual, dtype=dtype))) == is_grid
 
 
 @pytest.mark.parametrize(("num_off", "is_grid"), [(9, True), (60, False)])
@@ -147,12 +145,12 @@ def test_next_to_all_elements_lie_on_it(of, num_off, is_grid):
     off = (actual != 0).nonzero()[:num_off]
     actual[off[:, 0], off[:, 1]] *= 1 + 0.03 * (-1.0) ** torch.arange(num_off)
     failure = of(actual, dtype=torch.bfloat16)
-    assert any("int8" in cause for cause in found(cache_content.grid, failure)) == is_grid
+    assert any("int8" in cause for cause in found(entries.grid, failure)) == is_grid
 
 
 def test_numbers_of_no_grid_and_zeros_have_none(of):
-    assert found(cache_content.grid, of(WRITTEN.float().double())) == {}
-    assert found(cache_content.grid, of(torch.zeros_like(WRITTEN))) == {}
+    assert found(entries.grid, of(WRITTEN.float().double())) == {}
+    assert found(entries.grid, of(torch.zeros_like(WRITTEN))) == {}
 
 
 # Gains and orders.
@@ -160,23 +158,23 @@ def test_numbers_of_no_grid_and_zeros_have_none(of):
 
 @pytest.mark.parametrize("factor", [0.5, -2.0, 0.0011])
 def test_a_gain(of, factor):
-    given = found(cache_content.gain, of(factor * WRITTEN))
+    given = found(entries.gain, of(factor * WRITTEN))
     hypothesis = given[f"what comes back is that with a gain of {factor:.6g}"]
     torch.testing.assert_close(hypothesis.output, factor * WRITTEN)
-    assert (hypothesis.freedom, hypothesis.is_vague) == (1, False)
+    assert (hypothesis.num_fitted, hypothesis.is_vague) == (1, False)
 
 
 def test_a_gain_of_next_to_nothing_is_none(of):
-    assert found(cache_content.gain, of(0.0009 * WRITTEN)) == {}
-    assert found(cache_content.gain, of(-0.0009 * WRITTEN)) == {}
+    assert found(entries.gain, of(0.0009 * WRITTEN)) == {}
+    assert found(entries.gain, of(-0.0009 * WRITTEN)) == {}
 
 
 def test_a_gain_of_each_head(of):
     factors = [0.25, 3.0, -1.5]
     actual = torch.cat([factor * WRITTEN[:, 4 * at : 4 * at + 4] for at, factor in enumerate(factors)], dim=1)
-    hypothesis = found(cache_content.gain, of(actual))["each head comes back with a gain of its own"]
+    hypothesis = found(entries.gain, of(actual))["each head comes back with a gain of its own"]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert (hypothesis.freedom, hypothesis.is_vague, hypothesis.detail) == (3, True, "by head: 0.25, 3, -1.5")
+    assert (hypothesis.num_fitted, hypothesis.is_vague, hypothesis.detail) == (3, True, "by head: 0.25, 3, -1.5")
 
 
 EXCHANGED = "heads and elements of a row are exchanged: it is written as [heads, elements] and read as the reverse"
@@ -184,17 +182,17 @@ EXCHANGED = "heads and elements of a row are exchanged: it is written as [heads,
 
 def test_heads_in_another_order(of):
     actual = torch.cat((WRITTEN[:, 4:8], WRITTEN[:, 8:], WRITTEN[:, :4]), dim=1)
-    given = found(cache_content.heads_in_another_order, of(actual))
+    given = found(entries.heads_in_another_order, of(actual))
     hypothesis = given["the heads come back in another order: [1, 2, 0]"]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert hypothesis.freedom == 3
+    assert hypothesis.num_fitted == 3
     turned = [[row[head * 4 + at] for at in range(4) for head in range(3)] for row in WRITTEN.tolist()]
     expected = {EXCHANGED: torch.tensor(turned, dtype=torch.float64)}
-    assert_outputs(cache_content.heads_in_another_order, of(WRITTEN), expected)
+    assert_outputs(entries.heads_in_another_order, of(WRITTEN), expected)
 
 
 def test_one_head_has_no_order(of):
-    assert found(cache_content.heads_in_another_order, of(WRITTEN[:, :4] * 2, WRITTEN[:, :4])) == {}
+    assert found(entries.heads_in_another_order, of(WRITTEN[:, :4] * 2, WRITTEN[:, :4])) == {}
 
 
 # Bits.
@@ -223,15 +221,15 @@ def flipped(x, bit, places, dtype):
 def test_one_bit(of, dtype, bit, name):
     written = WRITTEN.to(dtype).double()
     every = flipped(written, bit, [(row, 6) for row in range(ROWS)], dtype)
-    (hypothesis,) = found(cache_content.single_bits, of(every, written, dtype)).values()
+    (hypothesis,) = found(entries.single_bits, of(every, written, dtype)).values()
     assert hypothesis.cause == f"one bit is flipped: {name}"
     assert hypothesis.detail == "element 2 of KV head 1, in every wrong row"
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     assert torch.equal(hypothesis.output, every)
     some = flipped(written, bit, [(0, 1), (7, 6), (8, 11)], dtype)
-    (hypothesis,) = found(cache_content.single_bits, of(some, written, dtype)).values()
+    (hypothesis,) = found(entries.single_bits, of(some, written, dtype)).values()
     assert hypothesis.detail == f"in 3 elements of {ROWS} rows"
-    assert hypothesis.freedom == 6
+    assert hypothesis.num_fitted == 6
 
 
 def test_what_is_no_single_bit(of):
@@ -239,8 +237,8 @@ def test_what_is_no_single_bit(of):
     together = flipped(flipped(WRITTEN, 3, [(0, 1)], torch.float32), 4, [(0, 1)], torch.float32)
     written = WRITTEN.float().double()
     for actual in (two, together, written):
-        assert found(cache_content.single_bits, of(actual, written)) == {}
-    assert found(cache_content.single_bits, of(two, written, torch.float64)) == {}
+        assert found(entries.single_bits, of(actual, written)) == {}
+    assert found(entries.single_bits, of(two, written, torch.float64)) == {}
 
 
 # Content that nobody has.
@@ -254,7 +252,7 @@ BOUNDARY = ", at a block boundary (slot mapping)"
 )  # fmt: skip
 def test_unknown_content(of, position, where):
     actual = random(len(position), 12, seed=5)
-    (hypothesis,) = found(cache_content.unknown_content, of(actual, WRITTEN[position], position=position)).values()
+    (hypothesis,) = found(entries.unknown_content, of(actual, WRITTEN[position], position=position)).values()
     assert hypothesis.cause == f"the slot holds what no recorded row has{where}"
     assert torch.equal(hypothesis.output, actual)
     assert not hypothesis.is_cause
@@ -268,7 +266,7 @@ def test_blocks_of_one_token_have_no_boundary(tmp_path):
     failure = failure_of(
         OPERATION, WRITTEN[:2], WRITTEN[1:3], model=ToyModel(*graph()), recording=recording, position=[1, 2]
     )
-    assert list(found(cache_content.unknown_content, failure)) == ["the slot holds what no recorded row has"]
+    assert list(found(entries.unknown_content, failure)) == ["the slot holds what no recorded row has"]
 
 
 def test_every_explanation_is_tried(tmp_path):
@@ -276,7 +274,7 @@ def test_every_explanation_is_tried(tmp_path):
     toy = Toy(tmp_path / "r", readback={K_CACHE: zeros})
     failure = toy.cache_failure(lambda place: 0.5 * toy.tensors[KEY][place])
     assert failure.rows.step.unique().tolist() == [READBACK]
-    tried = {cause for explain in cache_content.EXPLANATIONS for cause in outputs(explain, failure)}
+    tried = {cause for explain in EXPLANATIONS[Kind.CACHE] for cause in outputs(explain, failure)}
     assert "what comes back is that with a gain of 0.5" in tried
 
 
@@ -367,9 +365,9 @@ def recorded_flipped(*places, bit=4):
 
 def test_bits_of_one_element_and_of_several():
     (one,) = recorded_flipped((0, 6), (1, 6), (2, 6))
-    assert (one.detail, one.freedom) == ("element 2 of KV head 1, in every wrong row", 1)
+    assert (one.detail, one.num_fitted) == ("element 2 of KV head 1, in every wrong row", 1)
     (several,) = recorded_flipped((0, 6), (1, 5))
-    assert (several.detail, several.freedom) == ("in 2 elements of 3 rows", 4)
+    assert (several.detail, several.num_fitted) == ("in 2 elements of 3 rows", 4)
     assert recorded_flipped() == []
 
 

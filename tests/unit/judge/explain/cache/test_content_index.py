@@ -5,7 +5,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.judge.compare.slot_history import SlotHistory, Write
-from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
+from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
 
 LAYER = 1
 TAPS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.explain.cache.replay import contents_of, history, in_order, provenance_of, replayed_reads, row_keys
+from harness.judge.explain.cache.contents import contents_of, history, in_order, provenance_of, replayed_reads, row_keys
 
 from ..toy_attention import BLOCK, KEY, OUT, PLACES, RAW, TABLES, VALUE, Toy, graph, step_of
 

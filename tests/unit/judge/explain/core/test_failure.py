@@ -7,8 +7,8 @@ from torch import nn
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
-from harness.judge.explain.core import failure as subject
-from harness.judge.explain.core.failure import gathered, row_in_step, row_inputs, token_ids
+from harness.judge.explain.core import wrong_operation
+from harness.judge.explain.core.wrong_operation import gathered, row_in_step, row_inputs, token_ids
 
 from .....recording_writer import new_writer, requests_of
 from ..toy_attention import PLACES, Toy
@@ -141,7 +141,7 @@ def test_weights_are_copies_as_out_and_in(monkeypatch):
     assert failure.weight(TAP, "bias") is None
     assert failure.weight("no such tap") is None
     for most, is_held in ((20, True), (19, False)):
-        monkeypatch.setattr(subject, "_MAX_WEIGHT_ELEMENTS", most)
+        monkeypatch.setattr(wrong_operation, "_MAX_WEIGHT_ELEMENTS", most)
         assert (failure.weight(TAP) is not None) == is_held
 
 

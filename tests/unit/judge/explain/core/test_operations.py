@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.core.operations import activation_of, factors_of, replay
+from harness.judge.explain.core.rerun import activation_of, factors_of, replay
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import load_model
 from harness.oracle.precision import upcast

@@ -145,7 +145,7 @@ def test_weights_and_choices_that_are_used_otherwise(of):
     }  # fmt: skip
     given = check(of(), expected)
     assert set(given) == set(expected)
-    assert {item.freedom for item in given.values()} == {0}
+    assert {item.num_fitted for item in given.values()} == {0}
 
 
 def three(order=(0, 1, 2)):
@@ -192,7 +192,7 @@ def test_experts_in_the_place_of_others(of, moved, cause):
     parts = {"chosen": CHOSEN[rows], "x": X[rows]}
     actual = mixed(GIVEN[rows], number=lambda n: moved.get(n, n), **parts)
     given = check(of(actual, given=GIVEN[rows], **parts), {cause: actual})
-    assert given[cause].freedom == len(moved)
+    assert given[cause].num_fitted == len(moved)
 
 
 def test_an_exchange_is_said_beside_other_moves(of):
@@ -202,7 +202,7 @@ def test_an_exchange_is_said_beside_other_moves(of):
     given = check(of(actual), {
         "the experts are in another order: 1 for 0, 0 for 1, 3 for 2": actual, "experts 0 and 1 are swapped": exchanged,
     })  # fmt: skip
-    assert given["experts 0 and 1 are swapped"].freedom == 2
+    assert given["experts 0 and 1 are swapped"].num_fitted == 2
 
 
 @pytest.mark.parametrize(("factor", "is_own"), [(0.7, True), (0.68, False)])
@@ -245,15 +245,15 @@ LACK = "some rows lack the output of experts that they chose, as under a limited
 def test_experts_whose_output_is_lost(of, numbers, cause):
     actual = mixed(without(numbers))
     given = check(of(actual), {cause: actual, LACK: actual})
-    assert (given[cause].freedom, given[cause].is_cause) == (0, True)
-    assert (given[LACK].freedom, given[LACK].is_cause) == (sum(n in numbers for pair in PAIRS for n in pair), False)
+    assert (given[cause].num_fitted, given[cause].is_cause) == (0, True)
+    assert (given[LACK].num_fitted, given[LACK].is_cause) == (sum(n in numbers for pair in PAIRS for n in pair), False)
 
 
 def test_an_expert_that_some_rows_have_is_not_lost(of):
     actual = mixed(without([2], [at for at, pair in enumerate(PAIRS) if 2 in pair][1:]))
     given = check(of(actual), {LACK: actual})
     assert not any("is not added" in cause and "first" not in cause for cause in given)
-    assert given[LACK].freedom == 5
+    assert given[LACK].num_fitted == 5
 
 
 @pytest.mark.parametrize(("num_right", "is_lost"), [(2, True), (3, False)])
@@ -309,7 +309,7 @@ def test_one_expert_that_computes_something_else(of):
     }  # fmt: skip
     failure = alone(of, lambda n, row: torch.ones(D, dtype=torch.float64))
     given = check(failure, expected)
-    assert {given[cause].freedom for cause in expected if "is computed with" in cause} == {1}
+    assert {given[cause].num_fitted for cause in expected if "is computed with" in cause} == {1}
     assert given[FALLBACK].is_fallback
     assert given[FALLBACK].detail == "each of the 6 wrong rows that were looked at chose it"
     torch.testing.assert_close(given[FALLBACK].output, failure.actual)
@@ -326,7 +326,7 @@ def test_one_expert_that_is_scaled(of, factor, is_said):
     assert (cause in given) == is_said
     if is_said:
         torch.testing.assert_close(given[cause].output, failure.actual)
-        assert given[cause].freedom == 1
+        assert given[cause].num_fitted == 1
 
 
 def is_one(of, **others):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.experts import choice, router
+from harness.judge.explain.experts import router
 
 from ..toys import ToyModel, assert_outputs, failure_of, found, random, recorded
 
@@ -163,9 +163,9 @@ def test_a_choice_in_groups_without_its_bias(tmp_path):
     """The best of each group of two: those of the scores alone are these."""
     failure = of_choice(tmp_path / "r", [[0, 0], [1, 1], [0, 0], [1, 1]], gate=Gate(correction_bias=torch.ones(4)))
     cause = "the router's bias is left out of the choice"
-    assert holds(choice.choice_by_other_scores, failure) == set()
+    assert holds(router.choice_by_other_scores, failure) == set()
     grouped = type(failure)(**{**vars(failure), "operation": replace(failure.operation, shape=(2, 1))})
-    assert holds(choice.choice_by_other_scores, grouped) == {cause}
+    assert holds(router.choice_by_other_scores, grouped) == {cause}
 
 
 def test_choices_of_another_router_are_not_its_own(tmp_path):
@@ -213,22 +213,22 @@ def holds(explain, failure):
     ],
 )
 def test_choices(tmp_path, actual, causes):
-    assert holds(choice.other_choice, of_choice(tmp_path / "r", actual)) == causes
+    assert holds(router.other_choice, of_choice(tmp_path / "r", actual)) == causes
 
 
 def test_rows_that_are_right_have_other_experts(tmp_path):
     one = [[2, 1]] * 4
-    assert holds(choice.other_choice, of_choice(tmp_path / "a", one, right=[[0, 2, 3, 1]])) == {SAME}
-    causes = found(choice.other_choice, of_choice(tmp_path / "b", one, right=[[3, 2, 0, 1]]))
+    assert holds(router.other_choice, of_choice(tmp_path / "a", one, right=[[0, 2, 3, 1]])) == {SAME}
+    causes = found(router.other_choice, of_choice(tmp_path / "b", one, right=[[3, 2, 0, 1]]))
     assert SAME not in causes
 
 
 def test_a_choice_of_all_experts_has_no_second(tmp_path):
     chosen = LOGITS.argsort(dim=1, descending=True)
     failure = of(tmp_path / "r", chosen.double(), kind=Kind.CHOICE, chosen=chosen)
-    assert SECOND not in found(choice.other_choice, failure)
+    assert SECOND not in found(router.other_choice, failure)
     failure = of(tmp_path / "s", chosen[:, :3].double(), kind=Kind.CHOICE, chosen=chosen[:, :3])
-    assert SECOND in found(choice.other_choice, failure)
+    assert SECOND in found(router.other_choice, failure)
 
 
 @pytest.mark.parametrize(("num_wrong", "is_cause"), [(2, True), (3, False)])
@@ -239,7 +239,7 @@ def test_next_to_all_rows_must_hold(tmp_path, num_wrong, is_cause):
     lowest = (-logits).topk(2).indices
     lowest[:num_wrong] = chosen[:num_wrong]
     failure = of(tmp_path / "r", chosen.double(), lowest.double(), kind=Kind.CHOICE, logits=logits, chosen=chosen)
-    hypothesis = found(choice.other_choice, failure)[LOWEST]
+    hypothesis = found(router.other_choice, failure)[LOWEST]
     assert hypothesis.is_cause == is_cause
     assert torch.equal(hypothesis.output[num_wrong:], failure.actual[num_wrong:])
     assert not (hypothesis.output[:num_wrong] == failure.actual[:num_wrong]).any()
@@ -251,7 +251,7 @@ def test_scores_that_are_equal_in_16_bits(tmp_path, name, step):
     logits = torch.tensor([[0.0, 1.0, 1.0 + step, -1.0], [1.0, 1.0 + step, -2.0, -3.0]], dtype=torch.float64)
     chosen, actual = logits.topk(1).indices, torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
-    causes = holds(choice.other_choice, failure)
+    causes = holds(router.other_choice, failure)
     assert f"the experts are chosen by scores in {name}" in causes
 
 
@@ -261,7 +261,7 @@ def test_of_many_equal_scores_the_first_are_chosen(tmp_path):
     logits += 1
     chosen, actual = logits.topk(4).indices, torch.arange(4.0, dtype=torch.float64).expand(3, -1)
     failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
-    causes = holds(choice.other_choice, failure)
+    causes = holds(router.other_choice, failure)
     assert {f"the experts are chosen by scores in {name}" for name in ("bfloat16", "float16")} <= causes
 
 
@@ -272,13 +272,13 @@ BIAS = torch.tensor([0.0, 0.0, 5.0, 1.0], dtype=torch.float64)
 def test_a_bias_of_the_choice(tmp_path, where):
     holder = {where: Gate(e_score_correction_bias=BIAS)}
     without = "the router's bias is left out of the choice, or its groups are"
-    assert without in holds(choice.choice_by_other_scores, of_choice(tmp_path / "a", CHOSEN.tolist(), **holder))
+    assert without in holds(router.choice_by_other_scores, of_choice(tmp_path / "a", CHOSEN.tolist(), **holder))
     biased = [[2, 3], [2, 3], [2, 3], [2, 3]]
-    causes = holds(choice.choice_by_other_scores, of_choice(tmp_path / "b", biased, **holder))
+    causes = holds(router.choice_by_other_scores, of_choice(tmp_path / "b", biased, **holder))
     assert causes == {"the router chooses by a softmax over all experts without its groups",
                       "the router chooses by a sigmoid without its groups"}  # fmt: skip
     turned = [[0, 1], [0, 1], [0, 1], [0, 1]]
-    causes = holds(choice.choice_by_other_scores, of_choice(tmp_path / "c", turned, **holder))
+    causes = holds(router.choice_by_other_scores, of_choice(tmp_path / "c", turned, **holder))
     assert {cause for cause in causes if "sign" in cause} == {
         "the router chooses by a softmax over all experts with the sign of its bias turned",
         "the router chooses by a sigmoid with the sign of its bias turned",
@@ -295,15 +295,15 @@ def test_a_bias_is_added_to_the_scores_as_it_is(tmp_path, sign, name, score):
     gate = Gate(**others, score_bias=bias)
     failure = of(tmp_path / "r", right.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=right, gate=gate)
     which = "without its groups" if sign > 0 else "with the sign of its bias turned"
-    assert holds(choice.choice_by_other_scores, failure) == {f"the router chooses by {name} {which}"}
-    assert len(found(choice.choice_by_other_scores, failure)) == 5
+    assert holds(router.choice_by_other_scores, failure) == {f"the router chooses by {name} {which}"}
+    assert len(found(router.choice_by_other_scores, failure)) == 5
 
 
 def test_a_choice_without_a_bias_has_no_other_scores(tmp_path):
-    assert found(choice.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
+    assert found(router.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
     failure = of_choice(tmp_path / "s", CHOSEN.tolist(), gate=Gate(e_score_correction_bias=BIAS))
     operation = Operation(tap=TOPK, kind=Kind.CHOICE, source="model.layers.1.mlp:topk")
-    assert found(choice.choice_by_other_scores, type(failure)(**{**vars(failure), "operation": operation})) == {}
+    assert found(router.choice_by_other_scores, type(failure)(**{**vars(failure), "operation": operation})) == {}
 
 
 @pytest.mark.parametrize(("shift", "actual"), [(1, [[3, 2], [2, 0], [1, 3]]), (-1, [[0, 1], [3, 2], [2, 0]])])
@@ -316,29 +316,29 @@ def test_the_choice_of_a_neighbour(tmp_path, shift, actual):
         "expected": failure.expected[keep], "inputs": [LOGITS[keep]],
     })  # fmt: skip
     cause = f"the experts are those of another row, {shift:+d} positions away"
-    assert holds(choice.choice_of_another_row, failure) == {cause}
+    assert holds(router.choice_of_another_row, failure) == {cause}
 
 
 def test_the_first_row_has_none_before_it(tmp_path):
     """It is compared with itself, and the last has none after it."""
     failure = of(tmp_path / "r", CHOSEN.double(), kind=Kind.CHOICE)
-    given = found(choice.choice_of_another_row, failure)
+    given = found(router.choice_of_another_row, failure)
     assert list(given) == ["the experts are those of another row, -1 positions away"]
     (hypothesis,) = given.values()
     assert torch.equal(hypothesis.output[0], failure.actual[0])
     assert not hypothesis.is_cause
     bare = Operation(tap=TOPK, kind=Kind.CHOICE, source=GATE)
-    assert found(choice.choice_of_another_row, type(failure)(**{**vars(failure), "operation": bare})) == {}
+    assert found(router.choice_of_another_row, type(failure)(**{**vars(failure), "operation": bare})) == {}
 
 
 @pytest.mark.parametrize(("kind", "is_explained"), [(Kind.CHOICE, True), (Kind.OTHER, False)])
 def test_a_choice_of_too_few(tmp_path, kind, is_explained):
     step = {"request": [0], "position": [0], "taps": {"t": torch.zeros(1, 3, 2, dtype=torch.int64)}}
     recording = recorded(tmp_path / "r", [step])
-    found_count = choice.explain_count(Operation(tap="t", kind=kind, shape=(2, 4)), recording)
+    found_count = router.explain_count(Operation(tap="t", kind=kind, shape=(2, 4)), recording)
     assert (found_count is not None) == is_explained
     if found_count is not None:
         assert found_count.cause == "wrong top-k: a row has 6 chosen experts, and should have 8"
         assert (found_count.num_rows, found_count.num_explained, found_count.residual_before) == (0, 0, None)
         assert (found_count.residual_after, found_count.scope) == (None, "all rows")
-    assert choice.explain_count(Operation(tap="other", kind=kind, shape=(2,)), recording) is None
+    assert router.explain_count(Operation(tap="other", kind=kind, shape=(2,)), recording) is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.experts.shared_expert import other_sum
+from harness.judge.explain.experts.experts import other_sum
 
 from ..toys import failure_of, found, outputs, random
 
@@ -58,7 +58,7 @@ def test_a_factor_is_said_unless_it_has_a_name(what, part, factor, is_said):
     scaled = {c: h for c, h in found(other_sum, of(actual)).items() if f"the {what} is scaled" in c}
     assert set(scaled) == ({f"the output of the {what} is scaled by {factor:.4g}"} if is_said else set())
     for hypothesis in scaled.values():
-        assert hypothesis.freedom == 1
+        assert hypothesis.num_fitted == 1
         torch.testing.assert_close(hypothesis.output, actual)
 
 

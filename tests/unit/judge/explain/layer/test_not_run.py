@@ -5,7 +5,7 @@ import torch
 
 from harness.judge.compare.align import Rows
 from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.explain.layer.not_run import layers_that_did_not_run
+from harness.judge.explain.run import layers_that_did_not_run
 from harness.oracle.precision import upcast
 
 TAP, BEFORE, BEHIND = "model.layers.2.input_layernorm", "model.layers.0.output", "model.layers.1."

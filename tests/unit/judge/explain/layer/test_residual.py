@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.layer import residual
+from harness.judge.explain.layer import wiring
 
 from ..toys import ToyModel, assert_outputs, failure_of, found, random, recorded
 
@@ -100,7 +100,7 @@ def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
         "the residual is added twice": (2, 1),
         "the branch is subtracted": (1, -1),
     }
-    named = {cause: item for cause, item in found(residual.other_addition, failure).items() if not item.freedom}
+    named = {cause: item for cause, item in found(wiring.other_addition, failure).items() if not item.num_fitted}
     assert set(named) == set(coefficients)
     for cause, (s, b) in coefficients.items():
         torch.testing.assert_close(named[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
@@ -109,8 +109,8 @@ def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
 @pytest.mark.parametrize(("stream", "branch"), [(1, 0.25), (0.6, 1), (0.5, -2)])
 def test_the_factors_of_both_sides_are_fitted(tmp_path, stream, branch):
     failure = of(stream * S + branch * B, folder=tmp_path / "r")
-    alone, one, both = (item for item in residual.other_addition(failure) if item.freedom)
-    assert (alone.freedom, one.freedom, both.freedom) == (1, 1, 2)
+    alone, one, both = (item for item in wiring.other_addition(failure) if item.num_fitted)
+    assert (alone.num_fitted, one.num_fitted, both.num_fitted) == (1, 1, 2)
     assert both.cause == f"the residual is added with a factor of {stream:g}, and the branch with one of {branch:g}"
     torch.testing.assert_close(both.output, stream * S + branch * B)
     if stream == 1:
@@ -130,7 +130,7 @@ def test_the_norm_in_the_streams_place(tmp_path, is_recorded):
     failure = of(folder=tmp_path / "r", taps={NORM: kept} if is_recorded else {"x": S})
     cause = "the residual is taken after the norm, or the norm overwrites it in place"
     expected = {cause: B + (kept if is_recorded else before * weight), f"{cause}, before its weight": before + B}
-    assert_outputs(residual.residual_after_the_norm, failure, expected)
+    assert_outputs(wiring.residual_after_the_norm, failure, expected)
 
 
 def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):
@@ -141,8 +141,8 @@ def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):
     for name, tensor in ((EARLIER, other), (LATER, last)):
         expected[f"{name} is added in the place of self_attn.o_proj"] = S + tensor
         expected[f"{name} is added in the place of output"] = B + tensor
-    assert_outputs(residual.another_tensor, failure, expected)
-    assert all(item.is_vague for item in residual.another_tensor(failure))
+    assert_outputs(wiring.another_tensor, failure, expected)
+    assert all(item.is_vague for item in wiring.another_tensor(failure))
 
 
 def test_a_tensor_of_the_same_layer_is_named_by_its_site(tmp_path):
@@ -150,20 +150,20 @@ def test_a_tensor_of_the_same_layer_is_named_by_its_site(tmp_path):
     failure = of(folder=tmp_path / "r", taps={NORM: other})
     expected = {f"input_layernorm is added in the place of {side}": kept + other
                 for side, kept in (("output", B), ("self_attn.o_proj", S))}  # fmt: skip
-    assert_outputs(residual.another_tensor, failure, expected)
+    assert_outputs(wiring.another_tensor, failure, expected)
 
 
 def test_experts_of_a_sum_are_called_by_their_names():
     routed, shared = "model.layers.0.mlp.experts", "model.layers.0.mlp.shared_expert"
     own = Operation(tap="model.layers.0.mlp", kind=Kind.ADD, inputs=(routed, shared))
     model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), own)
-    causes = found(residual.other_addition, failure_of(own, S, S + B, S, B, model=model))
+    causes = found(wiring.other_addition, failure_of(own, S, S + B, S, B, model=model))
     assert "the output of mlp.experts is not added" in causes
     assert "the output of mlp.shared_expert is added twice" in causes
     elsewhere = Operation(tap="model.layers.0.output", kind=Kind.ADD, inputs=(routed, shared))
     model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), elsewhere)
     assert "the residual is not added" in found(
-        residual.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model)
+        wiring.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model)
     )
 
 
@@ -176,4 +176,4 @@ def test_sides_in_16_bits(tmp_path):
             f"the branch is in {name}": S + b,
             f"the addition is of values in {name}": s + b,
         }
-    assert_outputs(residual.coarse_addition, of(folder=tmp_path / "r"), expected)
+    assert_outputs(wiring.coarse_addition, of(folder=tmp_path / "r"), expected)

@@ -8,10 +8,10 @@ from torch import nn
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
-from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.norms.form import form_of
-from harness.judge.explain.norms.norm import (
+from harness.judge.explain.core.wrong_operation import WrongOperation
+from harness.judge.explain.norms import (
     changed_weights,
+    form_of,
     norm_skipped,
     over_other_elements,
     weight_otherwise,
@@ -45,7 +45,7 @@ def layer_norm():
 class _Failure(SimpleNamespace):
     """The parts of a failure that a form is looked for with; some tests put other inputs into it."""
 
-    is_expected, _are_expected = Failure.is_expected, Failure._are_expected
+    is_expected, _are_expected = WrongOperation.is_expected, WrongOperation._are_expected
 
 
 def failure(module, actual=None):

@@ -7,7 +7,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.norms.gated import other_gate
+from harness.judge.explain.norms import other_gate
 
 from ..toys import ToyModel, failure_of, found, random
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.norms import norm
+from harness.judge.explain import norms
 
 from ..toys import ToyModel, assert_outputs, failure_of, found, random
 
@@ -54,7 +54,7 @@ def of(actual=None, *, weight=WEIGHT, eps=EPS, x=X, **others):
 
 def test_the_weight():
     assert_outputs(
-        norm.weight_otherwise,
+        norms.weight_otherwise,
         of(),
         {
             "the norm's weight is not applied": normed(None),
@@ -63,24 +63,24 @@ def test_the_weight():
             "the norm only applies its weight": normed(root=lambda values: 1.0),
         },
     )
-    assert_outputs(norm.norm_skipped, of(), {"the norm is skipped": X})
-    assert_outputs(norm.other_weight, of(), {f"the weight is that of {OTHER}": normed(THEIRS)})
+    assert_outputs(norms.norm_skipped, of(), {"the norm is skipped": X})
+    assert_outputs(norms.other_weight, of(), {f"the weight is that of {OTHER}": normed(THEIRS)})
 
 
 def test_the_elements_that_are_normalised():
     """OLMo 2 normalises all heads of the queries together."""
     subtracted = {"a layer norm: the mean is subtracted": normed(shift=lambda values: sum(values) / len(values))}
     together = {"the norm runs over all heads instead of each head": normed(over=HEADS * WIDTH)}
-    assert_outputs(norm.over_other_elements, of(), subtracted | together)
+    assert_outputs(norms.over_other_elements, of(), subtracted | together)
     x = X[:, :WIDTH]
     failure = of(x=x)
     subtracted = {cause: output[:, :WIDTH] for cause, output in subtracted.items()}
     failure.hf.head_dim = WIDTH
-    assert_outputs(norm.over_other_elements, failure, subtracted)
+    assert_outputs(norms.over_other_elements, failure, subtracted)
     failure.hf.head_dim = WIDTH // 2
     halves = [normed(WEIGHT[half], x=x[:, half], over=WIDTH // 2) for half in (slice(0, 5), slice(5, 10))]
     each = {"the norm runs over each head instead of all heads together": torch.cat(halves, 1)}
-    assert_outputs(norm.over_other_elements, failure, subtracted | each)
+    assert_outputs(norms.over_other_elements, failure, subtracted | each)
 
 
 # Eps.
@@ -94,32 +94,34 @@ def outside(eps):
 
 @pytest.mark.parametrize("own", [EPS, 3e-3])
 def test_usual_eps_and_their_places(own):
-    given = found(norm.wrong_eps, of(eps=own))
+    given = found(norms.wrong_eps, of(eps=own))
     expected = {f"wrong eps: {eps:g} instead of {own:g}": (normed(eps=eps), 0) for eps in EPSILONS if eps != own}
     expected[f"eps {own:g} is added to the sum of the squares instead of to their mean"] = normed(eps=own / WIDTH), 0
     for eps in {own, *EPSILONS}:
         expected[f"eps {eps:g} is added outside of the root"] = outside(eps), int(eps != own)
     usual = {cause: item for cause, item in given.items() if cause in expected}
     assert set(usual) == set(expected)
-    for cause, (output, freedom) in expected.items():
+    for cause, (output, num_fitted) in expected.items():
         torch.testing.assert_close(usual[cause].output, output, msg=cause)
-        assert usual[cause].freedom == freedom, cause
+        assert usual[cause].num_fitted == num_fitted, cause
 
 
 @pytest.mark.parametrize("eps", [0.025, 1.3, 9.9])
 def test_eps_that_are_fitted(eps):
-    given = found(norm.wrong_eps, of(normed(eps=eps)))[f"wrong eps: {eps:g} instead of 0.001"]
-    assert given.freedom == 1
+    given = found(norms.wrong_eps, of(normed(eps=eps)))[f"wrong eps: {eps:g} instead of 0.001"]
+    assert given.num_fitted == 1
     torch.testing.assert_close(given.output, normed(eps=eps))
-    given = found(norm.wrong_eps, of(outside(eps)))[f"eps {eps:g} is added outside of the root"]
-    assert given.freedom == 1
+    given = found(norms.wrong_eps, of(outside(eps)))[f"eps {eps:g} is added outside of the root"]
+    assert given.num_fitted == 1
     torch.testing.assert_close(given.output, outside(eps))
 
 
 @pytest.mark.parametrize(("eps", "is_fitted"), [(9.9, True), (10.2, False), (-0.005, False)])
 def test_eps_that_are_too_large_or_less_than_nothing(eps, is_fitted):
     for make, start in ((lambda eps: normed(eps=eps), "wrong eps: "), (outside, "eps ")):
-        fitted = {c: h for c, h in found(norm.wrong_eps, of(make(eps))).items() if c.startswith(start) and h.freedom}
+        fitted = {
+            c: h for c, h in found(norms.wrong_eps, of(make(eps))).items() if c.startswith(start) and h.num_fitted
+        }
         usual = {cause for cause in fitted if float(cause.removeprefix(start).split()[0]) in EPSILONS}
         assert bool(set(fitted) - usual) == is_fitted
         assert all(item.output.isfinite().all() for item in fitted.values())
@@ -128,7 +130,7 @@ def test_eps_that_are_too_large_or_less_than_nothing(eps, is_fitted):
 def test_an_eps_is_that_of_most_heads():
     actual = normed(eps=0.5)
     actual[2] *= 3
-    assert "wrong eps: 0.5 instead of 0.001" in found(norm.wrong_eps, of(actual))
+    assert "wrong eps: 0.5 instead of 0.001" in found(norms.wrong_eps, of(actual))
 
 
 # The divisor.
@@ -139,7 +141,7 @@ def divided(divisor, eps=EPS):
 
 
 def test_known_divisors():
-    given = {c: h for c, h in found(norm.wrong_divisor, of()).items() if not h.freedom}
+    given = {c: h for c, h in found(norms.wrong_divisor, of()).items() if not h.num_fitted}
     numbers = (9, 11, 16, 32, 64, 128, 256)
     expected = {f"the sum of the squares is divided by {number} instead of 10": divided(number) for number in numbers}
     expected["the sum of the squares is not divided"] = divided(1)
@@ -150,17 +152,17 @@ def test_known_divisors():
 
 @pytest.mark.parametrize("number", [2, 7, 300])
 def test_a_divisor_that_is_fitted(number):
-    given = found(norm.wrong_divisor, of(divided(number)))[
+    given = found(norms.wrong_divisor, of(divided(number)))[
         f"the sum of the squares is divided by {number} instead of 10"
     ]
-    assert given.freedom == 1
+    assert given.num_fitted == 1
     torch.testing.assert_close(given.output, divided(number))
 
 
 @pytest.mark.parametrize(("number", "is_fitted"), [(9.8, False), (0.9, False), (999_000, True), (1_001_000, False)])
 def test_divisors_that_are_no_numbers_of_elements(number, is_fitted):
-    given = found(norm.wrong_divisor, of(divided(number)))
-    assert [item.freedom for item in given.values() if item.freedom] == [1] * is_fitted
+    given = found(norms.wrong_divisor, of(divided(number)))
+    assert [item.num_fitted for item in given.values() if item.num_fitted] == [1] * is_fitted
 
 
 def test_a_norm_of_sixteen_is_padded_to_no_more():
@@ -169,7 +171,7 @@ def test_a_norm_of_sixteen_is_padded_to_no_more():
     operation = Operation(tap=TAP, kind=Kind.NORM, source=TAP)
     expected = module(x).detach()
     failure = failure_of(operation, expected, expected, x, model=ToyModel(operation, modules={TAP: module}))
-    causes = set(found(norm.wrong_divisor, failure))
+    causes = set(found(norms.wrong_divisor, failure))
     assert causes == {"the sum of the squares is not divided"} | {
         f"the sum of the squares is divided by {number} instead of 16" for number in (15, 17, 32, 64, 128, 256)
     }
@@ -186,30 +188,30 @@ def test_squares_that_overflow():
     none, one = both.clone(), both.clone()
     none[:] = 0
     one[:, :WIDTH] = 0
-    given = found(norm.statistic_overflows, of(x=x))
+    given = found(norms.statistic_overflows, of(x=x))
     assert {cause: item.is_vague for cause, item in given.items()} == {
         "the squares overflow float16": False, "the sum of the squares overflows float16": True,
     }  # fmt: skip
     torch.testing.assert_close(given["the squares overflow float16"].output, one)
     torch.testing.assert_close(given["the sum of the squares overflows float16"].output, none)
     x[:] = 100
-    given = found(norm.statistic_overflows, of(x=x))
+    given = found(norms.statistic_overflows, of(x=x))
     assert {cause: item.is_vague for cause, item in given.items()} == {
         "the sum of the squares overflows float16": False
     }
     x[:] = 1e20
-    given = found(norm.statistic_overflows, of(x=x))
+    given = found(norms.statistic_overflows, of(x=x))
     assert {cause: item.is_vague for cause, item in given.items()} == {
         "the squares overflow float32": False, "the sum of the squares overflows float32": True,
         "the squares overflow float16": True, "the sum of the squares overflows float16": True,
     }  # fmt: skip
-    assert found(norm.statistic_overflows, of()) == {}
+    assert found(norms.statistic_overflows, of()) == {}
 
 
 def test_what_does_not_overflow_is_right_up_to_the_dtype():
     x = X.clone()
     x[0, :WIDTH] = 100
-    given = found(norm.statistic_overflows, of(x=x))["the sum of the squares overflows float16"].output
+    given = found(norms.statistic_overflows, of(x=x))["the sum of the squares overflows float16"].output
     expected = normed(x=x)
     expected[0, :WIDTH] = 0
     torch.testing.assert_close(given, expected, rtol=2e-3, atol=0)
@@ -222,7 +224,7 @@ def low(value, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_in_16_bits(dtype):
     name = str(dtype).removeprefix("torch.")
-    given = [item for item in norm.coarse_statistic(of()) if item.cause.endswith(f" {name}")]
+    given = [item for item in norms.coarse_statistic(of()) if item.cause.endswith(f" {name}")]
     squares = lambda values: [low(low(value, dtype) ** 2, dtype) for value in values]  # noqa: E731
     variances = (
         lambda values: low(sum(squares(values)) / WIDTH, dtype),  # a sum in float32, rounded once
@@ -249,28 +251,28 @@ def test_statistics_in_16_bits(dtype):
 
 def test_squares_that_overflow_in_float16_have_a_name_of_their_own():
     x = 300 * X
-    causes = set(found(norm.coarse_statistic, of(x=x)))
+    causes = set(found(norms.coarse_statistic, of(x=x)))
     assert causes == {"the norm's variance is computed in bfloat16", "the norm is computed in bfloat16"}
-    assert found(norm.coarse_statistic, of(x=1e25 * X)) == {}
+    assert found(norms.coarse_statistic, of(x=1e25 * X)) == {}
 
 
 # Weights that are fitted.
 
 
 @pytest.mark.parametrize(
-    ("change", "cause", "detail", "freedom"),
+    ("change", "cause", "detail", "num_fitted"),
     [
         ({3: 2.5}, "one weight of the norm is another: [3]", [3], 2),
         ({3: 2.5, 7: -1.0}, "2 weights of the norm are others", [3, 7], 4),
         ({0: 2.5, 2: -1.0, 4: 3.0, 6: 2.0, 9: -2.0}, "5 weights of the norm are others", [0, 2, 4, 6], 10),
     ],
 )
-def test_some_weights_that_are_others(change, cause, detail, freedom):
+def test_some_weights_that_are_others(change, cause, detail, num_fitted):
     changed = WEIGHT.clone()
     for at, value in change.items():
         changed[at] = value
-    (hypothesis,) = found(norm.changed_weights, of(normed(changed))).values()
-    assert (hypothesis.cause, hypothesis.freedom) == (cause, freedom)
+    (hypothesis,) = found(norms.changed_weights, of(normed(changed))).values()
+    assert (hypothesis.cause, hypothesis.num_fitted) == (cause, num_fitted)
     assert hypothesis.detail == ", ".join(
         f"[{at}] is {change[at]:.4g} instead of {float(WEIGHT[at]):.4g}" for at in detail
     )
@@ -283,8 +285,8 @@ def test_a_weight_counts_as_changed_beside_the_one_that_changed_most(share, num_
     changed = WEIGHT.clone()
     changed[2] += 1
     changed[5] += share
-    (hypothesis,) = found(norm.changed_weights, of(normed(changed, x=x), x=x)).values()
-    assert hypothesis.freedom == 2 * num_changed
+    (hypothesis,) = found(norms.changed_weights, of(normed(changed, x=x), x=x)).values()
+    assert hypothesis.num_fitted == 2 * num_changed
 
 
 @pytest.mark.parametrize(
@@ -299,8 +301,8 @@ def test_a_weight_counts_as_changed_beside_the_one_that_changed_most(share, num_
     ],
 )
 def test_all_weights_are_others(changed, cause):
-    (hypothesis,) = found(norm.changed_weights, of(normed(changed))).values()
-    assert (hypothesis.cause, hypothesis.freedom) == (cause, WIDTH)
+    (hypothesis,) = found(norms.changed_weights, of(normed(changed))).values()
+    assert (hypothesis.cause, hypothesis.num_fitted) == (cause, WIDTH)
     torch.testing.assert_close(hypothesis.output, normed(changed))
 
 
@@ -310,15 +312,15 @@ def test_an_order_holds_up_to_a_small_part_of_the_largest_weight(order, share, i
     weight = 5 * WEIGHT
     changed = order(weight)
     changed[4] += share * float(weight.abs().max())
-    (hypothesis,) = found(norm.changed_weights, of(normed(changed), weight=weight)).values()
+    (hypothesis,) = found(norms.changed_weights, of(normed(changed), weight=weight)).values()
     assert ("another order" in hypothesis.cause) == is_order
 
 
 def test_more_than_half_of_the_weights_are_all():
     changed = WEIGHT.clone()
     changed[:6] = -3
-    (hypothesis,) = found(norm.changed_weights, of(normed(changed))).values()
-    assert hypothesis.freedom == WIDTH
+    (hypothesis,) = found(norms.changed_weights, of(normed(changed))).values()
+    assert hypothesis.num_fitted == WIDTH
     assert hypothesis.detail.startswith("[0] is -3 instead of ")
 
 
@@ -327,7 +329,7 @@ def test_an_element_that_is_always_zero_has_no_weight():
     x[:, [3, WIDTH + 3]] = 0
     changed = WEIGHT.clone()
     changed[[3, 5]] = 4.0
-    (hypothesis,) = found(norm.changed_weights, of(normed(changed, x=x), x=x)).values()
+    (hypothesis,) = found(norms.changed_weights, of(normed(changed, x=x), x=x)).values()
     assert hypothesis.cause == "one weight of the norm is another: [5]"
 
 
@@ -345,9 +347,9 @@ NOISE = random(ROWS * HEADS, seed=7)
 
 def statistic(factors, rows=ROWS):
     failure = of(with_statistics(factors.tolist(), X[:rows]), x=X[:rows])
-    (hypothesis,) = found(norm.own_statistic, failure).values()
+    (hypothesis,) = found(norms.own_statistic, failure).values()
     torch.testing.assert_close(hypothesis.output, failure.actual)
-    assert hypothesis.freedom == rows * HEADS
+    assert hypothesis.num_fitted == rows * HEADS
     return hypothesis
 
 
@@ -387,7 +389,7 @@ def test_a_statistic_that_follows_the_mean_of_the_squares_was_not_rounded(sign):
 def test_a_head_that_points_the_other_way_has_no_statistic():
     actual = normed()
     actual[4, :WIDTH] *= -1
-    assert found(norm.own_statistic, of(actual)) == {}
+    assert found(norms.own_statistic, of(actual)) == {}
 
 
 # The same causes planted in recordings of the reference engine and of HF.

@@ -8,8 +8,8 @@ from torch import nn
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.products import declared
-from harness.judge.explain.products.declared import declared_failures
+from harness.judge.explain.products import linear as declared
+from harness.judge.explain.products.linear import declared_failures
 
 from ..toys import ToyModel, failure_of, linear, random
 

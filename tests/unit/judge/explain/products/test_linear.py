@@ -8,7 +8,8 @@ import torch
 from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.products import block_scales, linear
+from harness.judge.explain.products import linear
+from harness.judge.explain.products import rows as weight_rows
 
 from ..toys import ToyModel, assert_outputs, failure_of, found, outputs, random
 from ..toys import linear as product
@@ -99,7 +100,7 @@ OWN, OTHER, THIRD = y(WEIGHTS[Q], BIASES[Q]), y(WEIGHTS[KV], BIASES[KV]), y(WEIG
 
 
 @pytest.mark.parametrize(
-    ("actual", "cause", "detail", "freedom"),
+    ("actual", "cause", "detail", "num_fitted"),
     [
         (
             OWN[:, [3, 4, 5, 0, 1, 2]], "the rows of the weight are in another order",
@@ -128,9 +129,9 @@ OWN, OTHER, THIRD = y(WEIGHTS[Q], BIASES[Q]), y(WEIGHTS[KV], BIASES[KV]), y(WEIG
         ),
     ],
 )  # fmt: skip
-def test_outputs_in_another_order(actual, cause, detail, freedom):
+def test_outputs_in_another_order(actual, cause, detail, num_fitted):
     (hypothesis,) = found(linear.outputs_in_another_order, of(actual)).values()
-    assert (hypothesis.cause, hypothesis.detail, hypothesis.freedom) == (cause, detail, freedom)
+    assert (hypothesis.cause, hypothesis.detail, hypothesis.num_fitted) == (cause, detail, num_fitted)
     torch.testing.assert_close(hypothesis.output, actual)
 
 
@@ -171,7 +172,7 @@ def test_an_update_of_low_rank():
     )
     torch.testing.assert_close(hypothesis.output, y(weight + update, x=rows))
     assert hypothesis.is_fallback
-    assert hypothesis.freedom >= WIDTH
+    assert hypothesis.num_fitted >= WIDTH
     others = found(linear.low_rank_update, of(y(random(9, WIDTH, seed=9), x=rows), **own)).values()
     assert all(float((item.output - y(random(9, WIDTH, seed=9), x=rows)).norm()) > 0.1 for item in others)
     assert found(linear.low_rank_update, of(y(weight + update, x=rows[:3]), **{**own, "x": rows[:3]})) == {}
@@ -224,7 +225,7 @@ def test_one_element_of_the_weight(rows):
     assert hypothesis.cause == "one element of the weight is another: [4, 1]"
     own = float(WEIGHTS[Q][4, 1])
     assert hypothesis.detail == f"it is {own + 2.5:.4g} instead of {own:.4g}"
-    assert hypothesis.freedom == 3
+    assert hypothesis.num_fitted == 3
     torch.testing.assert_close(hypothesis.output, failure.actual)
 
 
@@ -407,7 +408,7 @@ def nobody(own, wrong, **config):
     )
     (hypothesis,) = found(linear.nobodys_weights, failure).values()
     torch.testing.assert_close(hypothesis.output, failure.actual)
-    assert hypothesis.freedom == round(7 * failure.num_elements)
+    assert hypothesis.num_fitted == round(7 * failure.num_elements)
     return hypothesis.cause
 
 
@@ -502,10 +503,10 @@ def test_scales_of_blocks_of_a_quantised_weight():
     factors = torch.tensor([1.0, 1.5, 1.0, 0.25], dtype=torch.float64)
     wrong = weight.clone()
     wrong[3] = (weight[3].unflatten(0, (4, 32)) * factors[:, None]).flatten()
-    (found,) = block_scales.scales_of_blocks(scene_of(x, weight, wrong, Numerics(weights=("int8",))))
+    (found,) = weight_rows.scales_of_blocks(scene_of(x, weight, wrong, Numerics(weights=("int8",))))
     assert found.cause == "the scales of blocks in row 3 of the quantised weight are others"
     assert found.detail == "factors 1, 1.5, 1, 0.25"
-    assert found.freedom == 5
+    assert found.num_fitted == 5
     assert torch.allclose(found.output, x @ wrong.T)
 
 
@@ -515,7 +516,7 @@ def test_scales_of_blocks_of_a_quantised_weight():
 ])  # fmt: skip
 def test_scales_are_fitted_only_where_blocks_and_rows_are_there(rows, width, numerics):
     x, weight = random(rows, width), random(5, width, seed=1)
-    assert list(block_scales.scales_of_blocks(scene_of(x, weight, weight * 2, numerics))) == []
+    assert list(weight_rows.scales_of_blocks(scene_of(x, weight, weight * 2, numerics))) == []
 
 
 @pytest.mark.parametrize(("rows", "is_fitted"), [(13, False), (14, True)])

@@ -39,7 +39,7 @@ def test_rows_that_are_zero_or_negated(factor, cause):
     assert list(given) == [cause.format("")]
     hypothesis = given[cause.format("")]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert (hypothesis.freedom, hypothesis.detail) == (2, "outputs 2, 7: 2 of 12")
+    assert (hypothesis.num_fitted, hypothesis.detail) == (2, "outputs 2, 7: 2 of 12")
 
 
 def test_many_outputs_are_listed_up_to_the_eighth():
@@ -63,7 +63,7 @@ def test_factors_of_each_row():
     assert list(given) == [SCALED.format("")]
     hypothesis = given[SCALED.format("")]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert hypothesis.freedom == 10
+    assert hypothesis.num_fitted == 10
     assert hypothesis.detail == (
         "0.5 for output 1, 3 for output 3, -2 for output 4, 1.25 for output 8; 5 of 12 are scaled"
     )
@@ -71,7 +71,7 @@ def test_factors_of_each_row():
 
 def test_factors_of_all_rows_need_not_be_located():
     _, given = causes({output: 1.5 + output for output in range(12)})
-    assert given[SCALED.format("")].freedom == 12
+    assert given[SCALED.format("")].num_fitted == 12
 
 
 def test_some_zero_and_some_scaled_are_both_said():

@@ -14,9 +14,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.rotary import frequencies as rotary
-from harness.judge.explain.rotary import pairs as rotary_pairs
+from harness.judge.explain.causes import causes_of
+from harness.judge.explain.rotary import frequencies as frequencies_module
 from harness.judge.explain.rotary import positions as rotary_positions
+from harness.judge.explain.rotary import rotation
 
 from ..toys import ToyModel, failure_of, found, random, recorded
 
@@ -100,10 +101,10 @@ def of(actual=None, parameters=PLAIN, *, positions=range(R), x=X, dtype=torch.fl
 
 def check(explain, failure, expected):
     given = found(explain, failure)
-    for cause, (output, freedom) in expected.items():
+    for cause, (output, num_fitted) in expected.items():
         assert cause in given, f"{cause} is not among {list(given)}"
         torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
-        assert given[cause].freedom == freedom, cause
+        assert given[cause].num_fitted == num_fitted, cause
     return given
 
 
@@ -116,20 +117,20 @@ def test_the_models_own():
 
 def test_pairs_directions_and_no_rotation():
     own = frequencies()
-    check(rotary.other_pairs, of(), {
+    check(rotation.other_pairs, of(), {
         "rotary over neighbouring pairs (interleaved) instead of half-split ones": (by(own, is_interleaved=True), 0),
     })  # fmt: skip
     interleaved = by(own, is_interleaved=True)
     failure = type(of())(**{**vars(of()), "expected": interleaved})
-    check(rotary.other_pairs, failure, {
+    check(rotation.other_pairs, failure, {
         "rotary over half-split pairs instead of neighbouring pairs (interleaved)": (by(own), 0),
     })  # fmt: skip
-    check(rotary.not_rotated, of(), {"rotary is not applied": (X, 0)})
+    check(rotation.not_rotated, of(), {"rotary is not applied": (X, 0)})
     factors = torch.linspace(1, 2, R, dtype=torch.float64)[:, None]
     scaled = type(of())(**{**vars(of()), "expected": X * factors})
-    check(rotary.not_rotated, scaled, {"the rows' factors, which grow with the position, are not applied": (X, 0)})
+    check(rotation.not_rotated, scaled, {"the rows' factors, which grow with the position, are not applied": (X, 0)})
     backwards = by(own, sin=lambda angle: -math.sin(angle))
-    check(rotary.backwards, of(), {"rotary turns backwards (sign of the sine)": (backwards, 0)})
+    check(rotation.backwards, of(), {"rotary turns backwards (sign of the sine)": (backwards, 0)})
 
 
 def test_rows_of_another_rotation_stay():
@@ -140,16 +141,19 @@ def test_rows_of_another_rotation_stay():
         here = torch.tensor(range(R))[:, None] < count
         failure = type(of())(**{**vars(of()), "expected": torch.where(here, own, long)})
         if count == 4:  # of the most rows, nothing is known
-            assert found(rotary.backwards, failure) == {}
+            assert found(rotation.backwards, failure) == {}
         else:
             expected = {"rotary turns backwards (sign of the sine)": (torch.where(here, backwards, long), 0)}
-            check(rotary.backwards, failure, expected)
+            check(rotation.backwards, failure, expected)
 
 
 def test_a_rotation_that_is_not_known_says_nothing():
     failure = of()
+    modules = (frequencies.__name__, rotation.__name__)
+    of_rotation = [explain for explain in causes_of(Kind.ROTARY) if explain.__module__ in modules]
+    assert len(of_rotation) == 12
     strange = type(failure)(**{**vars(failure), "expected": failure.expected + 1})
-    for explain in (*rotary.EXPLANATIONS, *rotary_pairs.EXPLANATIONS, rotary_positions.other_positions):
+    for explain in (*of_rotation, rotary_positions.other_positions):
         assert set(found(explain, strange)) <= {"rotary is not applied"}
 
 
@@ -157,11 +161,11 @@ def test_a_rotation_that_is_not_known_says_nothing():
 
 
 def test_a_scaling_that_is_ignored():
-    assert found(rotary.scaling_ignored, of()) == {}
+    assert found(frequencies_module.scaling_ignored, of()) == {}
     for parameters in (LINEAR, LLAMA3):
         cause = f"rope scaling ({parameters['rope_type']}) is ignored"
-        check(rotary.scaling_ignored, of(parameters=parameters), {cause: (by(PLAIN), 0)})
-        assert len(found(rotary.scaling_ignored, of(parameters=parameters))) == 1
+        check(frequencies_module.scaling_ignored, of(parameters=parameters), {cause: (by(PLAIN), 0)})
+        assert len(found(frequencies_module.scaling_ignored, of(parameters=parameters))) == 1
 
 
 def test_factors_of_the_other_length():
@@ -178,8 +182,12 @@ def test_factors_of_the_other_length():
         if torch.allclose(actual, failure.expected):
             continue
         cause = f"rope scaling: the {used} factors are used where the {unused} ones belong"
-        check(rotary.other_scaling, of(actual, parameters), {cause: (actual, 0)})
-        fits = [item.cause for item in rotary.other_scaling(failure) if torch.allclose(item.output, actual, atol=1e-6)]
+        check(frequencies_module.other_scaling, of(actual, parameters), {cause: (actual, 0)})
+        fits = [
+            item.cause
+            for item in frequencies_module.other_scaling(failure)
+            if torch.allclose(item.output, actual, atol=1e-6)
+        ]
         assert fits == [cause]
 
 
@@ -187,8 +195,8 @@ def test_a_scaling_of_which_the_factor_alone_is_kept():
     """No parameter of it is said to be another, though one that has no effect would give the same."""
     actual = by(frequencies(), scaling=scaled(YARN)[1])
     cause = "rope scaling (yarn) is ignored but for its factor of cos and sin"
-    check(rotary.scaling_ignored, of(actual, YARN), {cause: (actual, 0)})
-    for hypothesis in rotary.other_scaling(of(actual, YARN)):
+    check(frequencies_module.scaling_ignored, of(actual, YARN), {cause: (actual, 0)})
+    for hypothesis in frequencies_module.other_scaling(of(actual, YARN)):
         assert not torch.allclose(hypothesis.output, actual, rtol=1e-6, atol=0), hypothesis.cause
 
 
@@ -198,7 +206,7 @@ def test_the_ends_of_yarns_ramp(truncate):
     yarn = {**YARN, "truncate": truncate}
     actual = by({**YARN, "truncate": not truncate})
     cause = f"rope scaling: the ends of yarn's ramp are {'not ' * truncate}rounded to whole dimensions"
-    check(rotary.other_scaling, of(actual, yarn), {cause: (actual, 0)})
+    check(frequencies_module.other_scaling, of(actual, yarn), {cause: (actual, 0)})
 
 
 FACTORS = (0.5, 2, 3, 4, 8, 16, 32, 40, 64)
@@ -218,7 +226,7 @@ def test_scalings_that_config_json_does_not_ask_for():
         }
         expected[cause.replace("linear", "yarn")] = by(yarn), 0
     # No angle is larger under these factors than float32 would tell.
-    given = check(rotary.other_scaling, of(), expected)
+    given = check(frequencies_module.other_scaling, of(), expected)
     assert set(given) == set(expected)
 
 
@@ -226,13 +234,15 @@ def test_scalings_that_config_json_does_not_ask_for():
 def test_a_factor_of_all_frequencies_is_fitted(factor):
     actual = by([frequency / factor for frequency in frequencies()])
     cause = f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
-    check(rotary.other_scaling, of(actual), {cause: (actual, 1)})
+    check(frequencies_module.other_scaling, of(actual), {cause: (actual, 1)})
 
 
 def test_frequencies_that_are_right_have_no_factor():
-    assert not any(item.freedom for item in found(rotary.other_scaling, of()).values())
+    assert not any(item.num_fitted for item in found(frequencies_module.other_scaling, of()).values())
     of_two = by([frequency / 2 for frequency in frequencies()])
-    assert not any(item.freedom for item in found(rotary.other_scaling, of(of_two)).values()), "which is a usual one"
+    assert not any(item.num_fitted for item in found(frequencies_module.other_scaling, of(of_two)).values()), (
+        "which is a usual one"
+    )
 
 
 def test_values_of_the_scaling_that_are_others():
@@ -242,7 +252,7 @@ def test_values_of_the_scaling_that_are_others():
     }  # fmt: skip
     plain = by(PLAIN)
     failure = of(parameters=LLAMA3)
-    given = found(rotary.other_scaling, failure)
+    given = found(frequencies_module.other_scaling, failure)
     seen = 0
     for name, usual in values.items():
         for value in usual:
@@ -255,7 +265,7 @@ def test_values_of_the_scaling_that_are_others():
                 assert cause not in given, cause
             elif cause in given:
                 torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
-                assert given[cause].freedom == 0
+                assert given[cause].num_fitted == 0
                 seen += 1
     assert seen >= 15
     assert any(cause.endswith("instead of llama3") and "linear with factor 2," in cause for cause in given)
@@ -263,7 +273,7 @@ def test_values_of_the_scaling_that_are_others():
 
 
 def test_linear_is_not_tried_in_its_own_place():
-    given = found(rotary.other_scaling, of(parameters=LINEAR))
+    given = found(frequencies_module.other_scaling, of(parameters=LINEAR))
     assert "rope scaling: factor is 8 instead of 4" in given
     assert not any("linear with factor 8" in cause for cause in given)
     assert any("yarn with factor 8, instead of linear" in cause for cause in given)
@@ -274,7 +284,11 @@ def test_a_config_without_parameters_says_nothing_of_them():
     failure = of()
     bare = copy.deepcopy(failure.hf.config)
     bare.rope_parameters = {"full_attention": PLAIN}
-    for explain in (rotary.scaling_ignored, rotary.other_scaling, rotary.wrong_theta):
+    for explain in (
+        frequencies_module.scaling_ignored,
+        frequencies_module.other_scaling,
+        frequencies_module.wrong_theta,
+    ):
         assert found(explain, of(model_config=bare)) == {}
 
 
@@ -285,7 +299,7 @@ THETAS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 
 
 def test_usual_bases():
-    given = {c: h for c, h in found(rotary.wrong_theta, of()).items() if not h.freedom}
+    given = {c: h for c, h in found(frequencies_module.wrong_theta, of()).items() if not h.num_fitted}
     expected = {f"wrong rope theta: {theta:g} instead of 10000": by(frequencies(theta)) for theta in THETAS}
     assert set(given) == set(expected)
     for cause, output in expected.items():
@@ -297,28 +311,28 @@ def test_usual_bases():
 def test_a_base_is_fitted_to_two_digits_and_to_six(theta):
     positions = range(40, 40 + R)  # far enough for the slow pairs to turn
     actual = by(frequencies(theta), positions)
-    fitted = [item for item in rotary.wrong_theta(of(actual, positions=positions)) if item.freedom]
+    fitted = [item for item in frequencies_module.wrong_theta(of(actual, positions=positions)) if item.num_fitted]
     rough, fine = (float(item.cause.split()[3]) for item in (fitted[0], fitted[-1]))
     assert rough == float(f"{theta:.2g}")
     assert math.isclose(fine, theta, rel_tol=2e-3)
     assert [item.is_vague for item in fitted] == [False, True][-len(fitted) :]
-    assert {item.freedom for item in fitted} == {1}
+    assert {item.num_fitted for item in fitted} == {1}
     torch.testing.assert_close(fitted[-1].output, actual, rtol=2e-3, atol=2e-3)
 
 
 def test_the_factors_of_a_scaling_may_be_kept():
     plain, changed = (scaled(parameters)[0] for parameters in (PLAIN, LLAMA3))
-    given = list(rotary.wrong_theta(of(parameters=LLAMA3)))
-    anew = {h.cause: h.output for h in given if not h.detail and not h.freedom}
+    given = list(frequencies_module.wrong_theta(of(parameters=LLAMA3)))
+    anew = {h.cause: h.output for h in given if not h.detail and not h.num_fitted}
     kept = {
-        h.cause: h.output for h in given if h.detail == "the factors of the rope scaling are kept" and not h.freedom
+        h.cause: h.output for h in given if h.detail == "the factors of the rope scaling are kept" and not h.num_fitted
     }
     for theta in THETAS:
         cause = f"wrong rope theta: {theta:g} instead of 10000"
         own = [s / p * o for s, p, o in zip(changed, plain, frequencies(theta), strict=True)]
         torch.testing.assert_close(kept[cause], by(own), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(anew[cause], by({**LLAMA3, "rope_theta": theta}), rtol=1e-5, atol=1e-6)
-    assert not any(h.detail for h in rotary.wrong_theta(of()))
+    assert not any(h.detail for h in frequencies_module.wrong_theta(of()))
 
 
 # Other angles of all pairs.
@@ -327,20 +341,20 @@ def test_the_factors_of_a_scaling_may_be_kept():
 @pytest.mark.parametrize("share", [0.004, -0.009, 1e-4])
 def test_angles_that_are_a_little_too_large_or_too_small(share):
     actual = by([frequency * (1 + share) for frequency in frequencies()])
-    (hypothesis,) = found(rotary.stretched, of(actual)).values()
+    (hypothesis,) = found(rotation.stretched, of(actual)).values()
     assert math.isclose(float(hypothesis.cause.split()[-1]), 1 + share, abs_tol=0.02 * abs(share))
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-3, atol=20 * abs(share) * 0.02)
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
 
 
 def test_angles_that_are_right_or_far_too_large_are_not_stretched():
-    assert found(rotary.stretched, of(by([1.02 * frequency for frequency in frequencies()]))) == {}
-    assert found(rotary.stretched, of(positions=[0] * R)) == {}
+    assert found(rotation.stretched, of(by([1.02 * frequency for frequency in frequencies()]))) == {}
+    assert found(rotation.stretched, of(positions=[0] * R)) == {}
 
 
 def test_some_elements_turn():
     """By the first frequencies of the whole head, or by those of the part."""
-    given = list(rotary.partial_rotary(of()))
+    given = list(frequencies_module.partial_rotary(of()))
     for share in (0.25, 0.5, 0.75):  # all of them turn as they should
         dim = int(H * share)
         cause = f"partial rotary: the first {dim} of 16 elements turn"
@@ -374,7 +388,7 @@ def test_coarse_tables(name):
         (f"rotary angles in {name}", turned(coarse)),
     ]
     causes = {cause for cause, _ in expected}
-    given = [item for item in rotary.coarse_table(of()) if item.cause in causes]
+    given = [item for item in rotation.coarse_table(of()) if item.cause in causes]
     assert [item.cause for item in given] == [cause for cause, _ in expected]
     for item, (cause, output) in zip(given, expected, strict=True):
         torch.testing.assert_close(item.output, output, rtol=1e-6, atol=1e-6, msg=cause)
@@ -385,7 +399,7 @@ def test_coarse_tables(name):
 
 def causes_of_pairs(own, positions=range(1, R + 1)):
     actual = by(own, positions)
-    return actual, found(rotary_pairs.frequencies_of_other_pairs, of(actual, positions=positions))
+    return actual, found(rotation.frequencies_of_other_pairs, of(actual, positions=positions))
 
 
 STILL, ORDER = (
@@ -395,16 +409,16 @@ STILL, ORDER = (
 
 
 @pytest.mark.parametrize(
-    ("still", "detail", "freedom"),
+    ("still", "detail", "num_fitted"),
     [
         ([0], "pairs 0 of 8", 1), ([2], "pairs 2 of 8", 2), ([0, 1], "pairs 0 to 1 of 8", 1),
         ([1, 2], "pairs 1 to 2 of 8", 2), ([0, 2, 3], "pairs 0, 2 to 3 of 8", 3),
     ],
 )  # fmt: skip
-def test_pairs_that_do_not_turn(still, detail, freedom):
+def test_pairs_that_do_not_turn(still, detail, num_fitted):
     actual, given = causes_of_pairs([0.0 if at in still else frequency for at, frequency in enumerate(frequencies())])
     assert set(given) == {STILL}
-    assert (given[STILL].detail, given[STILL].freedom) == (detail, freedom)
+    assert (given[STILL].detail, given[STILL].num_fitted) == (detail, num_fitted)
     torch.testing.assert_close(given[STILL].output, actual, rtol=1e-5, atol=1e-6)
 
 
@@ -412,7 +426,7 @@ def test_the_last_pairs_that_do_not_turn():
     """Where they turn by enough to be seen."""
     own = [0.0 if at in (6, 7) else frequency for at, frequency in enumerate(frequencies())]
     _, given = causes_of_pairs(own, range(3000, 3000 + 40 * R, 40))
-    assert (given[STILL].detail, given[STILL].freedom) == ("pairs 6 to 7 of 8", 1)
+    assert (given[STILL].detail, given[STILL].num_fitted) == ("pairs 6 to 7 of 8", 1)
 
 
 @pytest.mark.parametrize("order", [[1, 0, 2, 3, 4, 5, 6, 7], [2, 0, 1, 3, 4, 5, 6, 7], [0, 2, 1, 3, 4, 5, 6, 7]])
@@ -420,7 +434,7 @@ def test_frequencies_in_another_order(order):
     actual, given = causes_of_pairs([frequencies()[at] for at in order])
     moved = [at for at, to in enumerate(order) if at != to]
     assert set(given) == {ORDER}
-    assert (given[ORDER].detail, given[ORDER].freedom) == (f"pairs {moved[0]} to {moved[-1]} of 8", len(moved))
+    assert (given[ORDER].detail, given[ORDER].num_fitted) == (f"pairs {moved[0]} to {moved[-1]} of 8", len(moved))
     torch.testing.assert_close(given[ORDER].output, actual, rtol=1e-5, atol=1e-6)
 
 
@@ -431,8 +445,8 @@ def test_tables_with_a_factor_turn_pairs_as_well(still):
     positions = range(100, 100 + 40 * R, 40)
     own, scaling = scaled(yarn)
     actual = by([0.0 if at == still else item for at, item in enumerate(own)], positions, scaling=scaling)
-    given = found(rotary_pairs.frequencies_of_other_pairs, of(actual, yarn, positions=positions))
-    assert (given[STILL].detail, given[STILL].freedom) == (f"pairs {still} of 8", 2)
+    given = found(rotation.frequencies_of_other_pairs, of(actual, yarn, positions=positions))
+    assert (given[STILL].detail, given[STILL].num_fitted) == (f"pairs {still} of 8", 2)
     torch.testing.assert_close(given[STILL].output, actual, rtol=1e-4, atol=1e-5)
 
 
@@ -443,7 +457,7 @@ def test_pairs_that_turn_as_they_should_or_none_that_turns():
 
 def test_other_tables():
     own = frequencies()
-    check(rotary_pairs.other_tables, of(), {
+    check(rotation.other_tables, of(), {
         "cosine and sine of the rotary table are exchanged": (by(own, cos=math.sin, sin=math.cos), 0),
         "the rotary table's sine is left out: only the cosine is applied": (by(own, sin=lambda angle: 0.0), 0),
         "the rotary table's cosine is left out: only the sine is applied": (by(own, cos=lambda angle: 0.0), 0),
@@ -515,7 +529,7 @@ def test_positions_that_have_something_in_common(recording, position, cause):
     failure, used = at(recording, position)
     (hypothesis,) = found(rotary_positions.other_positions, failure).values()
     assert hypothesis.cause == cause
-    assert (hypothesis.freedom, hypothesis.is_cause, hypothesis.is_vague) == (0, True, False)
+    assert (hypothesis.num_fitted, hypothesis.is_cause, hypothesis.is_vague) == (0, True, False)
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-5, atol=1e-6)
     pairs = sorted({(place[1], fitted) for place, fitted in zip(PLACES, used, strict=True)})
     assert hypothesis.detail == "positions: " + ", ".join(f"{own} as {fitted}" for own, fitted in pairs[:6])
@@ -531,7 +545,7 @@ def test_positions_that_have_nothing_in_common(recording):
     failure, _ = at(recording, lambda r, p, s: (p * p + 3 * r) % 11)
     (hypothesis,) = found(rotary_positions.other_positions, failure).values()
     assert (hypothesis.cause, hypothesis.is_cause) == ("rotary at wrong positions", False)
-    assert hypothesis.freedom == len(PLACES)
+    assert hypothesis.num_fitted == len(PLACES)
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-5, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
-from harness.judge.explain.states import state
+from harness.judge.explain.states import recurrence
 from harness.judge.explain.states.recurrence import recurrence_of
 
 from ..toys import ToyModel, failure_of, found, random, recorded
@@ -133,7 +133,7 @@ def of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def right(of):
     """What is tried, and what it would give."""
-    return found(state.wrong_state, of())
+    return found(recurrence.wrong_state, of())
 
 
 def test_the_mixer_run_again_gives_what_it_should(of):
@@ -153,7 +153,7 @@ def test_a_mixer_that_gives_something_else_says_nothing(of):
         far = right.clone()
         far[3] *= 1 + distance
         assert (recurrence_of(of(expected=far)) is not None) == is_same
-    assert found(state.wrong_state, of(expected=2 * right)) == {}
+    assert found(recurrence.wrong_state, of(expected=2 * right)) == {}
     assert recurrence_of(of(places=[(0, 3)], omitted=((0, 1),))) is None
     assert recurrence_of(of(places=[(1, 3)], omitted=((0, 1),))) is not None
 
@@ -228,7 +228,7 @@ def test_states_that_begin_elsewhere(right, cause):
 
 def test_rows_that_are_alone_in_their_steps_show_nothing_from_row_to_row(of):
     alone = [(0, 6), (0, 7), (1, 4)]
-    assert not any(cause.startswith("no ") for cause in found(state.wrong_state, of(places=alone)))
+    assert not any(cause.startswith("no ") for cause in found(recurrence.wrong_state, of(places=alone)))
 
 
 def rows(steps):
@@ -244,7 +244,7 @@ def rows(steps):
     ],
 )  # fmt: skip
 def test_decode_begins_behind_the_last_step_of_several_rows(steps, pieces):
-    assert [item.position.tolist() for item in state._prefill_and_decode(rows(steps))] == pieces
+    assert [item.position.tolist() for item in recurrence._prefill_and_decode(rows(steps))] == pieces
 
 
 # Parameters.
@@ -266,7 +266,7 @@ def test_parameters_that_are_others(of, dtype):
             }
         tried |= {f"{name} {how}": {key: values} for how, values in changed.items()}
         tried[f"the sign of {name} is wrong"] = {key: -own}
-    given = found(state.wrong_state, of(dtype=dtype))
+    given = found(recurrence.wrong_state, of(dtype=dtype))
     names = {
         cause for cause in given if any(cause.startswith(start) for start in ("A_log", "D ", "conv1d", "the sign of"))
     }
@@ -291,8 +291,8 @@ def test_a_decay_whose_sign_is_wrong(right):
 def test_a_parameter_that_is_scaled(of, name, change, factor):
     own = {"D": OWN.D, "conv1d.weight": OWN.conv1d.weight}[name]
     actual = of_sequences(HISTORIES.values(), **change(own))
-    given = found(state.wrong_state, of(actual))[f"{name} is scaled by {factor:.4g}"]
-    assert given.freedom == 1
+    given = found(recurrence.wrong_state, of(actual))[f"{name} is scaled by {factor:.4g}"]
+    assert given.num_fitted == 1
     torch.testing.assert_close(given.output, actual, rtol=1e-4, atol=1e-5)
 
 
@@ -301,20 +301,20 @@ def test_a_parameter_that_is_scaled(of, name, change, factor):
 )
 def test_a_factor_that_has_a_name_is_not_fitted(of, factor, is_said):
     actual = of_sequences(HISTORIES.values(), d=factor * OWN.D)
-    assert any(cause.startswith("D is scaled") for cause in found(state.wrong_state, of(actual))) == is_said
+    assert any(cause.startswith("D is scaled") for cause in found(recurrence.wrong_state, of(actual))) == is_said
 
 
 @pytest.mark.parametrize("factor", [1.3, 0.6])
 def test_a_decay_that_is_scaled(of, right, factor):
     actual = of_sequences(HISTORIES.values(), a_log=OWN.A_log + math.log(factor))
-    given = found(state.wrong_state, of(actual))
+    given = found(recurrence.wrong_state, of(actual))
     hypothesis = given[f"the decay of the state is scaled by {factor:.4g}"]
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-4, atol=1e-5)
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     assert not any(cause.startswith("the decay") for cause in right)
 
 
 def test_a_model_is_as_it_was_afterwards(of):
     before = {name: tensor.clone() for name, tensor in OWN.named_parameters()}
-    found(state.wrong_state, of())
+    found(recurrence.wrong_state, of())
     assert all(torch.equal(tensor, before[name]) for name, tensor in OWN.named_parameters())

@@ -9,7 +9,7 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis
 from harness.judge.explain.trial import direction
 from harness.judge.explain.trial.direction import explain_direction
 from harness.judge.explain.trial.ranking import NO_CAUSE
@@ -37,26 +37,26 @@ def explained(monkeypatch):
     return explain
 
 
-def leaving(odds, *, freedom=0, cause="cause", **others):
+def leaving(odds, *, num_fitted=0, cause="cause", **others):
     """A hypothesis with these odds: what it leaves of each row's error is a share of it."""
     norms = EXPECTED.norm(dim=1, keepdim=True)
-    ratio = math.exp(2 * (odds + freedom / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
+    ratio = math.exp(2 * (odds + num_fitted / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
     assert norms.shape == (ROWS, 1)
-    return Hypothesis(cause=cause, output=EXPECTED + ERROR * (1 - ratio**-0.5), freedom=freedom, **others)
+    return Hypothesis(cause=cause, output=EXPECTED + ERROR * (1 - ratio**-0.5), num_fitted=num_fitted, **others)
 
 
-@pytest.mark.parametrize("freedom", [0, 3])
+@pytest.mark.parametrize("num_fitted", [0, 3])
 @pytest.mark.parametrize(("odds", "is_named"), [(9.9, False), (10.1, True)])
-def test_a_cause_needs_odds_of_ten(explained, odds, is_named, freedom):
-    found = explained(leaving(odds, freedom=freedom, detail="by so much"))
+def test_a_cause_needs_odds_of_ten(explained, odds, is_named, num_fitted):
+    found = explained(leaving(odds, num_fitted=num_fitted, detail="by so much"))
     assert found.cause == ("cause" if is_named else NO_CAUSE)
     before = (ERROR.norm(dim=1) / EXPECTED.norm(dim=1) / rounding_unit(torch.bfloat16)).median()
     assert found.residual_before == pytest.approx(float(before))
     assert (found.num_rows, found.scope, found.is_cause) == (ROWS, "all rows together", is_named)
     assert found.num_explained == (ROWS if is_named else 0)
-    assert found.num_fitted == (freedom if is_named else 0)
+    assert found.num_fitted == (num_fitted if is_named else 0)
     if is_named:
-        share = math.exp(-(odds + freedom / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
+        share = math.exp(-(odds + num_fitted / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
         assert found.residual_after == pytest.approx(found.residual_before * share)
         assert found.detail == "by so much"
     else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.trial.pattern import pattern
+from harness.judge.explain.trial.description import pattern
 
 ROWS, WIDTH, HEAD_DIM = 12, 16, 4
 RIGHT = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

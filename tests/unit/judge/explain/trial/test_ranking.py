@@ -8,8 +8,8 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.trial import ranking as subject
+from harness.judge.explain.core.wrong_operation import Hypothesis
+from harness.judge.explain.trial import ranking
 from harness.judge.explain.trial.ranking import NO_CAUSE, rank_hypotheses
 
 ROWS, WIDTH = 12, 32
@@ -31,19 +31,17 @@ class Wrong:
     positions = torch.zeros(ROWS, dtype=torch.int64)
     unrecorded = ()
 
-    def __init__(self, actual, dtype=torch.float32, expected=EXPECTED):
+    def __init__(self, actual, dtype=torch.float32, expected=EXPECTED, bound=3.0):
         self.actual, self.expected, self.dtype = actual, expected, dtype
-        self.num_elements = float(WIDTH)
+        self.roundings = (actual - expected).norm(dim=1) / expected.norm(dim=1) / rounding_unit(dtype)
+        self.bound = torch.full((len(actual),), bound, dtype=torch.float64)
+        self.num_elements, self.downstream = float(WIDTH), None
 
 
 def explained(monkeypatch, *hypotheses, actual=WRONG, bound=3.0, dtype=torch.float32, generic=()):
-    def explanations(name):
-        return [lambda _scene: iter({"products.linear": hypotheses, "any_kind.generic": generic}.get(name, ()))]
-
-    monkeypatch.setattr(subject, "_explanations", explanations)
-    failure = Wrong(actual, dtype)
-    error = (actual - EXPECTED).norm(dim=1) / EXPECTED.norm(dim=1) / rounding_unit(dtype)
-    return rank_hypotheses(failure, error, torch.full((ROWS,), bound, dtype=torch.float64), "every row")
+    stages = [[lambda _wrong, outputs=outputs: iter(outputs)] for outputs in (hypotheses, generic)]
+    monkeypatch.setattr(ranking, "stages_of", lambda _kind: stages)
+    return rank_hypotheses(Wrong(actual, dtype, bound=bound), "every row")
 
 
 def test_the_cause_under_which_the_error_goes_is_said_with_what_is_left(monkeypatch):
@@ -51,7 +49,7 @@ def test_the_cause_under_which_the_error_goes_is_said_with_what_is_left(monkeypa
     found = explained(
         monkeypatch,
         Hypothesis(cause="no", output=random(3)),
-        Hypothesis(cause="yes", output=WRONG + noise, detail="by much", freedom=2),
+        Hypothesis(cause="yes", output=WRONG + noise, detail="by much", num_fitted=2),
     )
     assert (found.cause, found.detail, found.scope, found.num_fitted) == ("yes", "by much", "every row", 2)
     assert found.is_cause
@@ -62,7 +60,7 @@ def test_the_cause_under_which_the_error_goes_is_said_with_what_is_left(monkeypa
 
 def test_a_fitted_cause_with_the_rows_of_another_is_no_cause_of_its_own(monkeypatch):
     named = Hypothesis(cause="named", output=WRONG.clone())
-    fitted = [Hypothesis(cause=name, output=WRONG.clone(), freedom=1) for name in ("fitted", "also fitted")]
+    fitted = [Hypothesis(cause=name, output=WRONG.clone(), num_fitted=1) for name in ("fitted", "also fitted")]
     assert explained(monkeypatch, named, *fitted).cause == "named"
     assert explained(monkeypatch, *fitted).cause == "fitted, or also fitted", "two mechanisms with the same numbers"
     assert explained(monkeypatch, *fitted, generic=(named,)).is_cause
@@ -70,7 +68,7 @@ def test_a_fitted_cause_with_the_rows_of_another_is_no_cause_of_its_own(monkeypa
 
 def test_a_fitted_number_that_follows_the_roundings_is_no_better_name(monkeypatch):
     named = Hypothesis(cause="named", output=WRONG * (1 + 1.5 * UNIT))
-    fitted = Hypothesis(cause="fitted", output=WRONG * (1 + 0.6 * UNIT), freedom=1)
+    fitted = Hypothesis(cause="fitted", output=WRONG * (1 + 0.6 * UNIT), num_fitted=1)
     assert explained(monkeypatch, named, fitted).cause == "named"
     elsewhere = Hypothesis(cause="elsewhere", output=WRONG.clone().index_fill(0, torch.arange(4), 3.0))
     assert explained(monkeypatch, elsewhere, fitted).cause == "fitted", "it does not explain as many rows"
@@ -110,8 +108,8 @@ def test_a_fit_that_is_not_asserted_is_described_where_no_cause_is_found(monkeyp
 
 
 def test_fitted_numbers_do_not_win_against_better_ones_in_each_row(monkeypatch):
-    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), freedom=1)
-    exact = Hypothesis(cause="one each", output=WRONG, freedom=ROWS, is_cause=False)
+    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), num_fitted=1)
+    exact = Hypothesis(cause="one each", output=WRONG, num_fitted=ROWS, is_cause=False)
     found = explained(monkeypatch, near, exact)
     assert (found.cause, found.is_cause) == ("one each", False)
     assert explained(monkeypatch, Hypothesis(cause="none", output=WRONG * (1 + 2 * UNIT)), exact).cause == "none"
@@ -133,18 +131,17 @@ def test_most_rows_that_fit_leave_another_cause(monkeypatch):
 
 
 def test_an_explanation_that_raises_is_named_and_the_others_are_tried(monkeypatch):
-    def fails(_scene):
+    def fails(_wrong):
         raise IndexError("no such head")
 
-    def refuses(_scene):
+    def refuses(_wrong):
         raise HarnessError(Code.STEP_ALTERED, "the file was altered")
 
-    monkeypatch.setattr(subject, "_explanations", lambda name: [fails] if name == "products.linear" else [])
-    failure, ones = Wrong(WRONG), torch.ones(ROWS, dtype=torch.float64)
-    assert "could not be tried: fails: IndexError" in rank_hypotheses(failure, 1e6 * ones, ones, "").detail
-    monkeypatch.setattr(subject, "_explanations", lambda name: [refuses])
+    monkeypatch.setattr(ranking, "stages_of", lambda _kind: [[fails]])
+    assert "could not be tried: fails: IndexError" in rank_hypotheses(Wrong(WRONG), "").detail
+    monkeypatch.setattr(ranking, "stages_of", lambda _kind: [[refuses]])
     with pytest.raises(HarnessError, match="was altered"):
-        rank_hypotheses(failure, 1e6 * ones, ones, "")
+        rank_hypotheses(Wrong(WRONG), "")
 
 
 def test_outputs_of_another_shape_are_no_explanation(monkeypatch):
@@ -155,7 +152,7 @@ def test_what_can_be_said_of_any_operation_waits_for_what_is_left(monkeypatch):
     generic = [Hypothesis(cause="generic", output=WRONG)]
     own = Hypothesis(cause="own", output=WRONG)
     assert explained(monkeypatch, own, generic=generic).cause == "own", "nothing is left to explain"
-    fitted = Hypothesis(cause="own", output=WRONG, freedom=1)
+    fitted = Hypothesis(cause="own", output=WRONG, num_fitted=1)
     assert "generic" in explained(monkeypatch, fitted, generic=generic).cause
 
 
@@ -176,19 +173,19 @@ def test_a_bound_below_one_rounding_leaves_one(monkeypatch, left, cause):
 
 def test_where_generic_causes_fit_best_those_alone_are_said(monkeypatch):
     """A fitted number leaves something to explain, and a cause without one does so at less cost."""
-    fitted = Hypothesis(cause="own", output=WRONG, freedom=3)
+    fitted = Hypothesis(cause="own", output=WRONG, num_fitted=3)
     generic = [Hypothesis(cause=name, output=WRONG.clone()) for name in ("one", "other")]
     assert explained(monkeypatch, fitted, generic=generic).cause == "one, or other"
-    later = [Hypothesis(cause=name, output=WRONG.clone(), freedom=3) for name in ("one", "other")]
+    later = [Hypothesis(cause=name, output=WRONG.clone(), num_fitted=3) for name in ("one", "other")]
     assert explained(monkeypatch, fitted, generic=later).cause == "own, or one, or other"
 
 
 @pytest.mark.parametrize("other", [
-    {"is_cause": True}, {"freedom": 0}, {"output": WRONG * (1 + 2 * UNIT)}, {"output": random(3)},
+    {"is_cause": True}, {"num_fitted": 0}, {"output": WRONG * (1 + 2 * UNIT)}, {"output": random(3)},
 ])  # fmt: skip
 def test_numbers_of_each_row_beat_one_number_only_if_they_are_better_ones(monkeypatch, other):
-    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), freedom=1)
-    given = {"output": WRONG, "freedom": ROWS, "is_cause": False, **other}
+    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), num_fitted=1)
+    given = {"output": WRONG, "num_fitted": ROWS, "is_cause": False, **other}
     found = explained(monkeypatch, near, Hypothesis(cause="one each", **given))
     assert found.cause.startswith("one each" if given["is_cause"] else "one number")
 
@@ -196,8 +193,8 @@ def test_numbers_of_each_row_beat_one_number_only_if_they_are_better_ones(monkey
 def test_numbers_of_each_row_that_only_a_few_rows_bear_out_beat_nothing(monkeypatch):
     few = random(3)
     few[: ROWS // 2 - 1] = WRONG[: ROWS // 2 - 1]
-    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), freedom=1)
-    assert explained(monkeypatch, near, Hypothesis(cause="each", output=few, freedom=2, is_cause=False)).is_cause
+    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), num_fitted=1)
+    assert explained(monkeypatch, near, Hypothesis(cause="each", output=few, num_fitted=2, is_cause=False)).is_cause
 
 
 def test_where_it_is_said_only_if_nothing_says_what(monkeypatch):
@@ -216,13 +213,12 @@ def test_rows_that_are_finite_are_explained_by_themselves(monkeypatch):
 
     actual = WRONG.clone()
     actual[1, 4] = torch.nan
-    monkeypatch.setattr(subject, "not_finite", lambda failure, roundings, scope: "not finite")
+    monkeypatch.setattr(ranking, "not_finite", lambda _wrong, _scope: "not finite")
 
     def ranked(output):
         hypothesis = Hypothesis(cause="yes", output=output[[0, *range(2, ROWS)]])
-        monkeypatch.setattr(subject, "_explanations", lambda name: [lambda failure: iter([hypothesis])])
-        ones = torch.ones(ROWS, dtype=torch.float64)
-        return rank_hypotheses(Finite(actual), 1e6 * ones, ones, "all")
+        monkeypatch.setattr(ranking, "stages_of", lambda _kind: [[lambda _wrong: iter([hypothesis])]])
+        return rank_hypotheses(Finite(actual), "all")
 
     assert (ranked(WRONG).cause, ranked(WRONG).num_rows) == ("yes", ROWS - 1)
     assert ranked(random(5)) == "not finite"

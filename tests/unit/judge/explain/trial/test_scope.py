@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.explain.trial.scope import scope
+from harness.judge.explain.trial.description import scope
 
 # Two requests of prompts of 6 and 3 tokens, in chunks of 4, and then two steps of decode together.
 STEPS = [  # step, request, positions

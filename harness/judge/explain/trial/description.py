@@ -6,7 +6,14 @@ from typing import Any
 import torch
 
 from harness.formats.recording import Recording
+from harness.formats.taps import KINDS
 from harness.judge.compare.align import Rows
+from harness.judge.explain.core.wrong_operation import WrongOperation
+
+_UNRELATED = 0.3
+"""Cosine below which two rows have nothing to do with each other."""
+_TREND = 0.8
+"""Correlation of ranks from which an error is said to grow with the position."""
 
 
 def scope(rows: Rows, bad: torch.Tensor, recording: Recording) -> str:
@@ -114,3 +121,46 @@ def _in_batch(rows: Rows, recording: Recording) -> torch.Tensor:
         for how in ("amin", "amax")
     )
     return (lowest != highest)[inverse]
+
+
+def pattern(wrong: WrongOperation) -> str:
+    """Describe the difference between what is and what should be."""
+    parts = [_size(wrong), _blocks(wrong), _growth(wrong)]
+    return "; ".join(part for part in parts if part)
+
+
+def _size(wrong: WrongOperation) -> str:
+    actual, expected = wrong.actual, wrong.expected
+    cosine = float(torch.nn.functional.cosine_similarity(actual, expected, dim=1).median())
+    ratio = float((actual.norm(dim=1) / expected.norm(dim=1)).median())
+    if abs(cosine) < _UNRELATED:
+        return f"unrelated to what it should be (cosine {cosine:.2g}, norm {ratio:.3g} times)"
+    error = float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).median())
+    return f"off by {error:.2g} of the row's norm (cosine {cosine:.6g}, norm {ratio:.6g} times)"
+
+
+def _blocks(wrong: WrongOperation) -> str:
+    """Name the heads that carry the error, or the run of elements if that is not all of them."""
+    error = (wrong.actual - wrong.expected).norm(dim=0)
+    head_dim = wrong.hf.head_dim if KINDS[wrong.operation.kind].has_heads else 0
+    if head_dim and len(error) > head_dim and not len(error) % head_dim:
+        per_head = error.view(-1, head_dim).norm(dim=1)
+        heads = (per_head > 0.01 * per_head.max()).nonzero()[:, 0].tolist()
+        if len(heads) < len(per_head):
+            return f"only in heads {', '.join(map(str, heads))} of {len(per_head)}"
+    elements = (error > 0.01 * error.max()).nonzero()[:, 0]
+    first, last = int(elements[0]), int(elements[-1])
+    if len(elements) == last - first + 1 < len(error):
+        return f"only in elements {first} to {last} of {len(error)}"
+    return f"only in {len(elements)} of {len(error)} elements" if len(elements) < len(error) else ""
+
+
+def _growth(wrong: WrongOperation) -> str:
+    error = (wrong.actual - wrong.expected).norm(dim=1) / wrong.expected.norm(dim=1)
+    if len(error) < 8 or len(wrong.positions.unique()) < 8:
+        return ""
+    ranks = [x.argsort().argsort().double() for x in (wrong.positions, error)]
+    correlation = float(torch.corrcoef(torch.stack(ranks))[0, 1])
+    if abs(correlation) < _TREND:
+        return ""
+    return f"{'grows' if correlation > 0 else 'falls'} with the position (rank correlation {correlation:.2f})"

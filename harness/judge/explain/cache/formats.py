@@ -11,11 +11,11 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, prefix_of
+from harness.judge.compare.align import is_readback
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.cache_grids import BLOCKS, blocks_of, clipped, four_bits_cut_off, on_grid
-from harness.judge.explain.core.failure import Failure
+from harness.judge.compare.cache_grids import BLOCKS, GRIDS, blocks_of, clipped, four_bits_cut_off, on_grid
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """From keys or values [R, K, H], float64, to what attention reads of them."""
@@ -28,38 +28,42 @@ _POWERS = {
 }
 
 
-def declared_format(failure: Failure) -> Iterator[Hypothesis]:
+def declared_format(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """What comes back, or what attention reads, is not what the declared format makes of keys and values."""
-    numerics = failure.recording.manifest.numerics
+    numerics = wrong.recording.manifest.numerics
     if numerics is None or numerics.cache is None:
         return
-    layer = prefix_of(failure.operation.tap)
+    layer = prefix_of(wrong.operation.tap)
     formats = {part: CacheFormat.declared(numerics, part, layer) for part in ("k", "v")}
-    if failure.operation.kind is Kind.CACHE:
-        yield from _of_cache(failure, numerics, formats)
+    if wrong.operation.kind is Kind.CACHE:
+        yield from _of_cache(wrong, numerics, formats)
     else:
-        yield from _of_attention(failure, numerics, formats)
+        yield from _of_attention(wrong, numerics, formats)
 
 
-def _of_cache(failure: Failure, numerics: Numerics, formats: dict[str, CacheFormat | None]) -> Iterator[Hypothesis]:
-    part = failure.operation.site[0]
-    heads = failure.expected.unflatten(1, (-1, failure.hf.head_dim))
-    for name, change in _changes(part, formats, numerics, prefix_of(failure.operation.tap)):
+def _of_cache(
+    wrong: WrongOperation, numerics: Numerics, formats: dict[str, CacheFormat | None]
+) -> Iterator[Hypothesis]:
+    part = wrong.operation.site[0]
+    heads = wrong.expected.unflatten(1, (-1, wrong.hf.head_dim))
+    for name, change in _changes(part, formats, numerics, prefix_of(wrong.operation.tap)):
         yield Hypothesis(cause=f"{_PARTS[part]} {name}", output=change(heads).flatten(1))
 
 
-def _of_attention(failure: Failure, numerics: Numerics, formats: dict[str, CacheFormat | None]) -> Iterator[Hypothesis]:
+def _of_attention(
+    wrong: WrongOperation, numerics: Numerics, formats: dict[str, CacheFormat | None]
+) -> Iterator[Hypothesis]:
     """Try each mistake with the keys, with the values, and with both."""
     if formats["k"] is None or formats["v"] is None:
         return
     right = {part: _as_declared(form) for part, form in formats.items() if form is not None}
-    of_parts = {part: _changes(part, formats, numerics, prefix_of(failure.operation.tap)) for part in _PARTS}
+    of_parts = {part: _changes(part, formats, numerics, prefix_of(wrong.operation.tap)) for part in _PARTS}
     changes = {part: {_of_either(name, part): change for name, change in of_parts[part]} for part in _PARTS}
     for name in dict.fromkeys([*changes["k"], *changes["v"]]):
         for parts in (("k", "v"), ("k",), ("v",)):
             if all(name in changes[part] for part in parts):
                 key, value = (changes[part][name] if part in parts else right[part] for part in _PARTS)
-                rows = [view.attend(key=key(view.key), value=value(view.value)) for view in failure.views]
+                rows = [view.attend(key=key(view.key), value=value(view.value)) for view in wrong.views]
                 who = " and ".join(_PARTS[part] for part in parts)
                 said = name if len(parts) == 2 else name.replace(_EITHER, _other(parts[0]))
                 yield Hypothesis(cause=f"{who} {said}", output=torch.cat(rows))
@@ -179,4 +183,68 @@ def _one_sided(x: torch.Tensor, form: CacheFormat, power: int | None) -> torch.T
     return on_grid(x, form.name, scale).values * scale ** (power - 1)
 
 
-EXPLANATIONS = (declared_format,)
+def in_few_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Written values come back in few bits with a scale for each group: of tokens, of steps, heads or channels.
+
+    A scale is that of the group's largest number, or stale: that of the group in the step before, or the first.
+    """
+    if wrong.expected.shape[1] % wrong.hf.head_dim or not bool(wrong.actual.isfinite().all()):
+        return
+    is_cache = wrong.operation.kind is Kind.CACHE
+    lower = "the cache is in a lower dtype" if is_cache else "it is what a cache in a lower dtype gives back"
+    heads = wrong.expected.unflatten(1, (-1, wrong.hf.head_dim))
+    request = wrong.rows.request
+    step = torch.stack([request, _written_in(wrong)], dim=1).unique(dim=0, return_inverse=True)[1]
+    for detail, (group, dims) in _groups(step).items():
+        largest = _largest(heads, group, dims)
+        stale_sources = _sources_of_stale_scales(step, request) if group is step else {}
+        for stale, source in {"": group, **stale_sources}.items():
+            for name, (top, _) in GRIDS.items():
+                scale = largest[source].clamp(min=torch.finfo(torch.float64).tiny) / top
+                output = on_grid(heads, name, scale).values.flatten(1)
+                yield Hypothesis(
+                    cause=f"{lower}: {name}" + (f", with a stale scale: {stale}" if stale else ""),
+                    output=output,
+                    detail=detail,
+                )
+
+
+def _groups(step: torch.Tensor) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
+    """Return what may share a scale: the number of each row's group, [R], and the dimensions that share it too."""
+    token, alike = torch.arange(len(step)), torch.zeros_like(step)
+    return {
+        "one scale for each token": (token, (1, 2)),
+        "one scale for each head of a token": (token, (2,)),
+        "one scale for each step": (step, (1, 2)),
+        "one scale for each head in a step": (step, (2,)),
+        "one scale for each channel in a step": (step, ()),
+        "one scale for all of it": (alike, (1, 2)),
+        "one scale for each head": (alike, (2,)),
+        "one scale for each channel": (alike, ()),
+    }
+
+
+def _sources_of_stale_scales(step: torch.Tensor, request: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the steps, [R] each, whose scale a row may have been given in place of its own step's."""
+    first = torch.stack([step[request == item].min() for item in request.tolist()])
+    return {
+        "that of the request's first step": first,
+        "that of the step before": (step - 1).maximum(first),
+    }
+
+
+def _largest(heads: torch.Tensor, group: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return the largest magnitude of each group, over some dimensions of its rows too: [groups, K or 1, H or 1]."""
+    sizes = heads.abs().amax(dim=dims, keepdim=True) if dims else heads.abs()
+    table = sizes.new_zeros(int(group.max()) + 1, *sizes.shape[1:])
+    return table.scatter_reduce(0, group[:, None, None].expand_as(sizes), sizes, "amax")
+
+
+def _written_in(wrong: WrongOperation) -> torch.Tensor:
+    """Return the step that computed each row, [R] int64; 0 for rows that no step did."""
+    steps = torch.zeros(len(wrong.rows), dtype=torch.int64)
+    for index, step in enumerate(step for step in wrong.recording.steps if not is_readback(step)):
+        for at, (request, position) in enumerate(wrong.rows.places()):
+            if bool(((step.request == request) & (step.position == position)).any()):
+                steps[at] = index
+    return steps

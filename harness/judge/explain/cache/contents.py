@@ -1,7 +1,7 @@
 """All keys and values that were recorded of one layer, to find out whose content a place of the cache holds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,7 +9,9 @@ from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Rows, is_readback, step_rows
+from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.compare.slot_history import SlotHistory, Write
+from harness.judge.explain.core.wrong_operation import WrongOperation, latest
 from harness.results.check import Provenance
 
 KEY, RAW_KEY, VALUE, ZERO = "key", "key before rotary", "value", "zeros"
@@ -145,3 +147,97 @@ def describe_writes(wrong: Sequence[tuple[int, Write | None]]) -> str:
     """List positions and who wrote there: `16: request 1, position 3, step 7`."""
     parts = [f"{position}: {'nobody' if write is None else write}" for position, write in wrong[:4]]
     return "written last, by position: " + "; ".join(parts) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRead:
+    """The rows of one request in one step, and what they would read."""
+
+    view: AttentionContext
+    writes: list[Write | None]
+    """Who wrote what each position of the history is read from."""
+    step: int
+    request: int
+
+
+def replayed_reads(wrong: WrongOperation, slots_of: Callable[[int, int, int], Sequence[int]]) -> list[CacheRead] | None:
+    """Play the cache back: for (step, request, number of positions), `slots_of` gives the slots that are read."""
+    keys, values = (wrong.operation.inputs[1], wrong.operation.inputs[2])
+    reads = []
+    for view in wrong.views:
+        for step in dict.fromkeys(view.rows.step.tolist()):
+            here = (view.rows.step == step).nonzero()[:, 0]
+            part = view.select(here)
+            request, length = int(part.rows.request[0]), int(part.rows.position.max()) + 1
+            slots = slots_of(step, request, length)
+            writes = [wrong.slot_history.writer(slot, step) for slot in slots]
+            writes += [None] * (length - len(writes))
+            key, value = wrong.slot_history.content(writes, keys), wrong.slot_history.content(writes, values)
+            if key is None or value is None:
+                return None
+            part = replace(
+                part,
+                key=key.unflatten(1, part.key.shape[1:]),
+                value=value.unflatten(1, part.value.shape[1:]),
+                key_step=torch.full((len(writes),), -1, dtype=torch.int64),
+            )
+            reads.append(CacheRead(part, writes, step, request))
+    return reads
+
+
+def in_order(
+    wrong: WrongOperation, reads: Sequence[CacheRead], attend: Callable[[CacheRead], torch.Tensor]
+) -> torch.Tensor:
+    """[R, N*H] in the order of the wrong rows; reads are grouped by request and step."""
+    output = torch.empty_like(wrong.expected)
+    keys = row_keys(wrong.rows)
+    for read in reads:
+        output[torch.isin(keys, row_keys(read.view.rows))] = attend(read)
+    return output
+
+
+def row_keys(rows: Rows) -> torch.Tensor:
+    """Return [rows] int64: one number for each request, position and step."""
+    return (rows.step << 42) + (rows.request << 21) + rows.position
+
+
+def history(
+    wrong: WrongOperation,
+    view: AttentionContext,
+    tap: str,
+    like: torch.Tensor,
+    *,
+    request: int | None = None,
+    shift: int = 0,
+) -> torch.Tensor | None:
+    """[S, K, H], the shape of `like`: a tap at the rows of a view's history, or of another request so far on."""
+    position = torch.arange(len(view.key)) + shift
+    whose = torch.full_like(position, int(view.rows.request[0]) if request is None else request)
+    rows = Rows(request=whose, position=position, step=view.key_step)
+    tensor = latest(wrong.locator, tap, rows) if bool((position >= 0).all()) else None
+    return None if tensor is None or tensor.shape[1] != like[0].numel() else tensor.view_as(like)
+
+
+def contents_of(wrong: WrongOperation) -> ContentIndex:
+    """Return all keys and values that were recorded of the operation's layer."""
+    return ContentIndex(wrong.recording, wrong.graph, wrong.operation.layer or 0, wrong.dtype)
+
+
+def provenance_of(wrong: WrongOperation, step: int, request: int, position: int, content: torch.Tensor) -> Provenance:
+    """Trace one place of a request's history that holds `content` [K*H], as of a step."""
+    return contents_of(wrong).provenance(
+        wrong.slot_history,
+        step=step,
+        request=request,
+        position=position,
+        content=content,
+        meant=_meant(wrong, request, position),
+        head_dim=wrong.views[0].key.shape[-1],
+    )
+
+
+def _meant(wrong: WrongOperation, request: int, position: int) -> torch.Tensor | None:
+    for view in wrong.views:
+        if int(view.rows.request[0]) == request and position < len(view.key):
+            return view.key[position].flatten()
+    return None

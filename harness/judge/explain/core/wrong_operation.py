@@ -1,6 +1,6 @@
-"""The wrong rows of one operation, with all that was recorded around them: what an explanation works on."""
+"""A way to get an operation wrong, and the numbers that would come of it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from functools import cached_property
@@ -15,19 +15,53 @@ from harness.judge.compare.align import Locator, Rows, step_rows
 from harness.judge.compare.attention_context import AttentionContext
 from harness.judge.compare.slot_history import SlotHistory
 from harness.judge.compare.states import StateRuns
-from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.core.operations import replay
-from harness.judge.explain.core.rerun import Rerun
+from harness.judge.explain.core.rerun import Rerun, replay
 from harness.oracle.model import HFModel
 from harness.oracle.rotation import Rotation, rotations
+from harness.results.check import Provenance
 
 _MAX_WEIGHT_ELEMENTS = 1 << 27
 _SAME = 1e-5
 """Relative distance within which an operation that is computed by itself is the one in HF's forward."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """A mistake in place of the operation, and the values that it would have given."""
+
+    cause: str
+    """The mistake, in the words of the report: `rotary over neighbouring pairs`."""
+    output: torch.Tensor
+    """[rows, width] float64, what the wrong rows would be."""
+    detail: str = ""
+    """Further facts under it: a fitted value, a list of rows."""
+    num_fitted: int = 0
+    """Numbers that were fitted, over all rows together: each costs likelihood, and needs rows that support it."""
+    allowance: float = 2.0
+    """Times a row's own bound that its error may still be under it: under a cause other roundings may be made than in
+    the right operation. What only describes an error, by an average over the rows for one, leaves what it does not
+    describe, and has room for rounding alone."""
+    is_cause: bool = True
+    """Whether it may be asserted; False for what only says what was seen: a scale or a place that fits each row by
+    itself, content that nothing recorded has."""
+    is_vague: bool = False
+    """Whether it only points elsewhere: what fits as well and says more comes first."""
+    is_fallback: bool = False
+    """Whether it says where and not what: it is asserted where no other cause fits."""
+    unknown: torch.Tensor | None = None
+    """[rows] bool: rows that would have read memory nobody wrote, so that `output` cannot be known there."""
+    provenance: Callable[[], Provenance | None] | None = None
+    """Traces one wrong place of the KV cache, where the cause lies in one."""
+
+
+def hypotheses(outputs: Mapping[str, torch.Tensor]) -> Iterator[Hypothesis]:
+    """Yield a hypothesis for each cause with what it gives, [rows, width] float64, and nothing fitted."""
+    for cause, output in outputs.items():
+        yield Hypothesis(cause=cause, output=output)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Beyond:
+class Downstream:
     """What was recorded after an operation that was not."""
 
     actual: torch.Tensor
@@ -41,7 +75,7 @@ class Beyond:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class WrongOperation:
     """Some rows of one operation that is wrong; explanations only read it.
 
     `R` rows, `W` elements of a row.
@@ -60,6 +94,10 @@ class Failure:
     """[R, W] float64, the replay's."""
     inputs: Sequence[torch.Tensor]
     """[R, ...] float64 each, flat; token ids [R] for the embedding."""
+    roundings: torch.Tensor
+    """[R] how far the rows are off, in roundings to `dtype`."""
+    bound: torch.Tensor
+    """[R] how far rounding explains that they are off."""
     dtype: torch.dtype
     """The dtype that the operation's tensors are rounded to: its rounding is the unit of the errors."""
     views: tuple[AttentionContext, ...] = ()
@@ -74,14 +112,14 @@ class Failure:
     """Taps before the operation that were not recorded: the inputs are what HF computes from those that were."""
     rerun: Rerun | None = None
     """The part of the model with the operation, to run it again with something else in it."""
-    beyond: Beyond | None = None
+    downstream: Downstream | None = None
     """For an operation that was not recorded: then `actual` is no more than a guess."""
 
     def misfit(self, rows: torch.Tensor, output: torch.Tensor) -> float:
         """Return how far rows with these numbers [n] are from what was recorded, were they `output` [n, W]."""
-        if self.beyond is None:
+        if self.downstream is None:
             return float((output - self.actual[rows]).norm())
-        return float((self.beyond.push(output, rows) - self.beyond.actual[rows]).norm())
+        return float((self.downstream.push(output, rows) - self.downstream.actual[rows]).norm())
 
     @property
     def positions(self) -> torch.Tensor:
@@ -107,26 +145,46 @@ class Failure:
         """Return the factor by which `part` [R, W], added to `rest`, comes nearest to what was recorded."""
         return float(((self.actual - rest) * part).sum() / part.square().sum())
 
-    def select(self, keep: torch.Tensor) -> "Failure":
-        """Return the failure of the rows where the mask [R] holds."""
+    def select(self, keep: torch.Tensor) -> "WrongOperation":
+        """Return the operation at the rows where the mask [R] holds."""
         views, begin = [], 0
         for view in self.views:
             own = keep[begin : begin + len(view.rows)]
             begin += len(view.rows)
             if bool(own.any()):
                 views.append(view.select(own))
-        return dataclass_replace(self.take(keep), views=tuple(views), beyond=None)
+        return dataclass_replace(self.take(keep), views=tuple(views), downstream=None)
 
-    def take(self, order: torch.Tensor) -> "Failure":
-        """Return the failure of the rows with these numbers [n], in their order, or of a mask [R]; without views."""
+    def take(self, order: torch.Tensor) -> "WrongOperation":
+        """Return the operation at the rows with these numbers [n], in their order, or of a mask [R]; without views."""
         return dataclass_replace(
             self,
             rows=self.rows.select(order),
             actual=self.actual[order],
             expected=self.expected[order],
             inputs=[x[order] for x in self.inputs],
+            roundings=self.roundings[order],
+            bound=self.bound[order],
             views=(),
         )
+
+    def over_views(self, attend: Callable[[AttentionContext], torch.Tensor]) -> torch.Tensor:
+        """Return what `attend` gives of each view [T, N*H], over all views: [R, N*H]."""
+        return torch.cat([attend(view) for view in self.views])
+
+    def rows_of(self, view: AttentionContext) -> torch.Tensor:
+        """Return the numbers of a view's rows among all rows, [T] int64."""
+        begin = 0
+        for item in self.views:
+            if item is view:
+                return torch.arange(begin, begin + len(item.rows))
+            begin += len(item.rows)
+        raise ValueError("the view is not of this operation")
+
+    def single_rows(self) -> Iterator[AttentionContext]:
+        """Yield a view of each row by itself, in their order."""
+        for view in self.views:
+            yield from (view.select(torch.tensor([at])) for at in range(len(view.rows)))
 
     def tap(self, name: str) -> torch.Tensor | None:
         """Return another tap at the same rows, [R, ...] float64 flat; None unless all of them were recorded."""
@@ -261,5 +319,5 @@ def token_ids(recording: Recording, rows: Rows, ahead: int = 0) -> torch.Tensor:
     return torch.tensor([tokens[request][position + ahead] for request, position in rows.places()], dtype=torch.int64)
 
 
-Explain = Callable[[Failure], Iterable[Hypothesis]]
+Explain = Callable[[WrongOperation], Iterable[Hypothesis]]
 """One explanation: yields what might have been done, likelier first."""

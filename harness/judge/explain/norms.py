@@ -1,17 +1,21 @@
-"""Ways to get an RMS norm wrong: its weight, its eps, its statistic, what it runs over.
+"""The form of a model's norm, found among the known ones: y = w x / sqrt(mean(x^2) + eps) + b.
 
-y = w x / sqrt(mean(x^2) + eps). `R` rows, `N` heads (1 but for the norms of q and k), `D` elements that are normalised.
+`R` rows, `N` heads (1 but for the norms of q and k), `D` elements that are normalised.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
 
 import torch
+from torch.nn.functional import silu
 
-from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
-from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
-from harness.judge.explain.norms.form import NormForm, form_of, with_form
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
 
+_USUAL_EPSILONS = (0.0, 1e-5, 1e-6)
+"""Of modules that do not say theirs."""
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
 _COARSE = 2.0**-6
 """Relative error of a statistic in bfloat16, at most: two roundings and a sum."""
@@ -25,8 +29,121 @@ _MIN_STATISTICS, _SCATTER, _RULE = 8, 0.3, 0.8
 ranks with the mean of the squares, of those that do not."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormForm:
+    """The rows of a norm in the one form that all explanations know."""
+
+    x: torch.Tensor
+    """[R, N, D] float64, the mean subtracted where the norm subtracts it."""
+    raw: torch.Tensor
+    """[R, N, D] float64, the input as it is."""
+    actual: torch.Tensor
+    """[R, N, D] float64, what was recorded, less the bias."""
+    weight: torch.Tensor
+    """[D] float64, what the normalised elements are multiplied by."""
+    eps: float
+    bias: torch.Tensor | None = None
+    is_offset: bool = False
+    """Whether the checkpoint holds the weight less one, as Gemma's does."""
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Input, weight and eps."""
+        return self.x, self.weight, self.eps
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether the mean is subtracted."""
+        return self.x is not self.raw
+
+    def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what a weight of the checkpoint multiplies by."""
+        return weight + 1 if self.is_offset else weight
+
+    def output(self) -> torch.Tensor:
+        """[R, N*D]: what the norm gives."""
+        normed = self.x * (self.x.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        return (normed if self.bias is None else normed + self.bias).flatten(1)
+
+
+def form_of(wrong: WrongOperation) -> NormForm | None:
+    """Return the form under which a norm's inputs give what they should; None if it is none that is known."""
+    module: Any = wrong.module
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, torch.Tensor):
+        widths = dict.fromkeys((wrong.inputs[0].flatten(1).shape[1], wrong.hf.head_dim))
+        forms = (_form(wrong, torch.ones(width, dtype=torch.float64), None) for width in widths)
+        return next((form for form in forms if form is not None), None)
+    weight = weight.detach().to("cpu", torch.float64)
+    return _form(wrong, weight, bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None)
+
+
+def _form(wrong: WrongOperation, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
+    """Return the form of a norm with this weight [D]; None if it gives something else.
+
+    A norm may read a part of what was recorded: one of several heads, or the steps of a scan beside its B and C.
+    """
+    x, width = wrong.inputs[0].flatten(1), wrong.expected.shape[1]
+    if weight.dim() != 1 or width % len(weight):
+        return None
+    parts = (x[:, begin : begin + width] for begin in range(x.shape[1] - width + 1))
+    return next((form for part in parts if (form := _form_on(wrong, part, weight, bias)) is not None), None)
+
+
+def _form_on(
+    wrong: WrongOperation, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> NormForm | None:
+    """Return the form of a norm of rows [R, W]; None if it gives something else."""
+    module: Any = wrong.module
+    given = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    raw, actual = (item.unflatten(-1, (-1, len(weight))) for item in (x, wrong.actual))
+    own = NormForm(
+        x=raw,
+        raw=raw,
+        actual=actual if bias is None else actual - bias,
+        weight=weight,
+        eps=0.0,
+        bias=bias,
+    )
+    known = (float(given),) if isinstance(given, int | float) else _USUAL_EPSILONS
+    forms = [form for eps in known for form in _with_eps(replace(own, eps=eps))]
+    fits = [form for form in forms if wrong.is_expected(form.output())]
+    return min(fits, key=lambda form: float((form.output() - wrong.expected).norm()), default=None)
+
+
+def _with_eps(own: NormForm) -> tuple[NormForm, ...]:
+    raw, weight = own.raw, own.weight
+    return (
+        own,
+        replace(own, weight=weight + 1, is_offset=True),
+        replace(own, x=raw - raw.mean(dim=-1, keepdim=True)),
+        replace(own, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
+    )
+
+
+Explanation = Callable[[NormForm, WrongOperation], Iterator[Hypothesis]]
+
+
+def with_form(explain: Explanation) -> Callable[[WrongOperation], Iterator[Hypothesis]]:
+    """Give an explanation the norm's form, and add the bias to what it yields; without a form it yields nothing."""
+
+    @wraps(explain)
+    def given(wrong: WrongOperation) -> Iterator[Hypothesis]:
+        form = form_of(wrong)
+        if form is None:
+            return
+        for hypothesis in explain(form, wrong):
+            if form.bias is None:
+                yield hypothesis
+            else:
+                biased = hypothesis.output.view_as(form.x) + form.bias
+                yield replace(hypothesis, output=biased.flatten(1))
+
+    return given
+
+
 @with_form
-def weight_otherwise(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def weight_otherwise(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weight is not applied, applied twice, or taken as an offset from one, as Gemma stores it; or it is all."""
     x, weight, eps = norm.parts
     if norm.is_offset:
@@ -43,33 +160,33 @@ def weight_otherwise(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
     )
 
 
-def norm_skipped(failure: Failure) -> Iterator[Hypothesis]:
+def norm_skipped(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The input comes out as it went in."""
-    x, form = failure.inputs[0].flatten(1), form_of(failure)
+    x, form = wrong.inputs[0].flatten(1), form_of(wrong)
     yield Hypothesis(cause="the norm is skipped", output=x if form is None else form.raw.flatten(1))
 
 
 @with_form
-def wrong_eps(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def wrong_eps(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
     x, weight, own = norm.parts
     inside, outside = _fitted_eps(norm)
     for eps in dict.fromkeys((*_EPSILONS, *inside)):
-        freedom = 0 if eps in _EPSILONS else 1
+        num_fitted = 0 if eps in _EPSILONS else 1
         if eps != own:
             cause = f"wrong eps: {eps:g} instead of {own:g}"
-            yield Hypothesis(cause=cause, output=_normed(x, eps, weight), freedom=freedom)
+            yield Hypothesis(cause=cause, output=_normed(x, eps, weight), num_fitted=num_fitted)
     in_sum = f"eps {own:g} is added to the sum of the squares instead of to their mean"
     yield Hypothesis(cause=in_sum, output=_normed(x, own / x.shape[-1], weight))
     root = x.square().mean(dim=-1, keepdim=True).sqrt()
     for eps in dict.fromkeys((own, *_EPSILONS, *outside)):
         cause = f"eps {eps:g} is added outside of the root"
-        freedom = 0 if eps == own else 1
-        yield Hypothesis(cause=cause, output=(x / (root + eps) * weight).flatten(1), freedom=freedom)
+        num_fitted = 0 if eps == own else 1
+        yield Hypothesis(cause=cause, output=(x / (root + eps) * weight).flatten(1), num_fitted=num_fitted)
 
 
 @with_form
-def wrong_divisor(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def wrong_divisor(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The sum of the squares is divided by another number than that of the elements."""
     x, weight, eps = norm.parts
     dim = x.shape[-1]
@@ -83,7 +200,7 @@ def wrong_divisor(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
         yield Hypothesis(
             cause=f"the sum of the squares is {how}",
             output=(x * (total / divisor + eps).rsqrt() * weight).flatten(1),
-            freedom=0 if divisor in known else 1,
+            num_fitted=0 if divisor in known else 1,
         )
 
 
@@ -97,7 +214,7 @@ def _fitted_eps(norm: NormForm) -> tuple[list[float], list[float]]:
 
 
 @with_form
-def over_other_elements(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def over_other_elements(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """A layer norm, or the reverse; or the heads are normalised together instead of each by itself, or the reverse."""
     x, weight, eps = norm.parts
     if norm.is_centred:
@@ -105,7 +222,7 @@ def over_other_elements(norm: NormForm, failure: Failure) -> Iterator[Hypothesis
     else:
         centred = x - x.mean(dim=-1, keepdim=True)
         yield Hypothesis(cause="a layer norm: the mean is subtracted", output=_normed(centred, eps, weight))
-    size = failure.hf.head_dim
+    size = wrong.hf.head_dim
     if x.shape[1] > 1:
         scale = (x.square().mean(dim=(1, 2), keepdim=True) + eps).rsqrt()
         cause = "the norm runs over all heads instead of each head"
@@ -117,15 +234,15 @@ def over_other_elements(norm: NormForm, failure: Failure) -> Iterator[Hypothesis
 
 
 @with_form
-def other_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def other_weight(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weight is that of another norm of the checkpoint."""
     x, _, eps = norm.parts
-    own = failure.weight(failure.operation.tap)
+    own = wrong.weight(wrong.operation.tap)
     if own is None:
         return
-    for operation in failure.graph:
-        if operation.kind is failure.operation.kind and operation.tap != failure.operation.tap:
-            weight = failure.weight(operation.tap)
+    for operation in wrong.graph:
+        if operation.kind is wrong.operation.kind and operation.tap != wrong.operation.tap:
+            weight = wrong.weight(operation.tap)
             if weight is not None and weight.shape == own.shape and not torch.equal(weight, own):
                 yield Hypothesis(
                     cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, norm.of_weight(weight))
@@ -133,7 +250,7 @@ def other_weight(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
 
 
 @with_form
-def statistic_overflows(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def statistic_overflows(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros."""
     x, weight, eps = norm.parts
     is_first = True
@@ -152,7 +269,7 @@ def statistic_overflows(norm: NormForm, failure: Failure) -> Iterator[Hypothesis
 
 
 @with_form
-def coarse_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def coarse_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The variance is computed in a 16-bit dtype."""
     x, weight, eps = norm.parts
     for dtype in HALF_DTYPES:
@@ -170,7 +287,7 @@ def coarse_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
 
 
 @with_form
-def changed_weights(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def changed_weights(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Some of the weights are others: each is fitted to all rows."""
     x, weight, eps = norm.parts
     normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
@@ -184,7 +301,7 @@ def changed_weights(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
         cause=_cause_of_weights(weight, fitted, is_changed),
         output=(normed * torch.where(is_changed, fitted, weight)).flatten(1),
         detail=_changes(weight, fitted, is_changed),
-        freedom=min(2 * int(is_changed.sum()), len(weight)),
+        num_fitted=min(2 * int(is_changed.sum()), len(weight)),
     )
 
 
@@ -210,7 +327,7 @@ def _changes(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) 
 
 
 @with_form
-def own_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
+def own_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was."""
     x, weight, eps = norm.parts
     mean, implied = _statistics(norm)
@@ -223,7 +340,7 @@ def own_statistic(norm: NormForm, failure: Failure) -> Iterator[Hypothesis]:
         cause="the norm's variance is computed in a lower precision" if is_coarse else "the norm's statistic is wrong",
         output=(x * implied.rsqrt() * weight).flatten(1),
         detail=f"the statistic is off by {float(size.median()):.2g}, at most {float(size.max()):.2g}",
-        freedom=implied.numel(),
+        num_fitted=implied.numel(),
         is_cause=is_coarse,
     )
 
@@ -251,15 +368,32 @@ def _statistics(norm: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
     return x.square().mean(dim=-1, keepdim=True), gain.sign() * gain.square().reciprocal()
 
 
-EXPLANATIONS = (
-    weight_otherwise,
-    norm_skipped,
-    wrong_eps,
-    wrong_divisor,
-    over_other_elements,
-    other_weight,
-    statistic_overflows,
-    coarse_statistic,
-    changed_weights,
-    own_statistic,
-)
+def other_gate(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The gate is left out, is not activated, or is multiplied on the other side of the norm."""
+    module: Any = wrong.module
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, torch.Tensor) or eps is None or len(wrong.inputs) < 2:
+        return
+    x, product, *_ = (item.flatten(1) for item in wrong.inputs)
+    width = x.shape[1]
+    if weight.dim() != 1 or width % len(weight) or x.shape != wrong.expected.shape or product.shape[1] < width:
+        return
+    w = weight.detach().to("cpu", torch.float64).repeat(width // len(weight))
+
+    def normed(rows: torch.Tensor) -> torch.Tensor:
+        groups = rows.unflatten(1, (-1, getattr(module, "group_size", len(weight))))
+        result: torch.Tensor = w * (groups * (groups.square().mean(dim=-1, keepdim=True) + float(eps)).rsqrt()).flatten(
+            1
+        )
+        return result
+
+    for gate in (product[:, :width], product[:, -width:]):
+        before, after = normed(x * silu(gate)), normed(x) * silu(gate)
+        is_before = wrong.is_expected(before)
+        if is_before or wrong.is_expected(after):
+            yield Hypothesis(cause="the gate of the norm is left out", output=normed(x))
+            sides = ("after the norm instead of before", after) if is_before else ("before the norm, not after", before)
+            yield Hypothesis(cause=f"the gate is multiplied {sides[0]}", output=sides[1])
+            plain = normed(x * gate) if is_before else normed(x) * gate
+            yield Hypothesis(cause="the gate of the norm is not activated", output=plain)
+            return
