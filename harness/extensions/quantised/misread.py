@@ -120,10 +120,10 @@ def _order_in_words(codes: Codes) -> Misreadings:
             yield f"the zero points of a word are read {name}", replace(codes, zero=zero)
 
 
-def _reordered(x: torch.Tensor, dim: int, order: tuple[int, ...], other: tuple[int, ...]) -> torch.Tensor:
+def _reordered(x: torch.Tensor, dim: int, order: tuple[int, ...], new_order: tuple[int, ...]) -> torch.Tensor:
     parts = x.transpose(dim, -1).unflatten(-1, (-1, len(order)))
     changed = torch.empty_like(parts)
-    changed[..., list(other)] = parts[..., list(order)]
+    changed[..., list(new_order)] = parts[..., list(order)]
     return changed.flatten(-2).transpose(dim, -1)
 
 
@@ -179,10 +179,10 @@ def _hypothesis(wrong: WrongOperation, cause: str, weight: torch.Tensor) -> Hypo
 def _of_siblings(wrong: WrongOperation, checkpoint: QuantisedCheckpoint, codes: Codes) -> Misreadings:
     """Scales of a module that is fused with this one: of q, k and v, or of gate and up."""
     for operation in wrong.siblings():
-        other = checkpoint.weights.get(f"{operation.module}.weight")
-        if other is None:
+        weight = checkpoint.weights.get(f"{operation.module}.weight")
+        if weight is None:
             continue
-        theirs = checkpoint.codes(other.name)
+        theirs = checkpoint.codes(weight.name)
         if theirs.scale.shape == codes.scale.shape and theirs.block == codes.block:
             yield f"the scales are those of {operation.tap}", replace(codes, scale=theirs.scale)
             if theirs.divisor is not None:
@@ -233,12 +233,12 @@ def _roundings(weight: torch.Tensor, scheme: Scheme) -> Mapping[str, torch.Tenso
     if scheme.bits == 8:
         return {"int8": int8(groups, (2,)).flatten(1)}
     largest = groups.abs().amax(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    found = {}
+    roundings = {}
     for top in (7, 7.5, 8):
         scale = largest / top
-        found[f"int4, the largest of a group at {top}"] = ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
+        roundings[f"int4, the largest of a group at {top}"] = ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
     low, high = groups.amin(dim=2, keepdim=True).clamp(max=0), groups.amax(dim=2, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
     zero = (-low / scale).round()
-    found["int4 with zero points"] = (((groups / scale).round() + zero).clamp(0, 15) - zero).mul(scale).flatten(1)
-    return found
+    roundings["int4 with zero points"] = (((groups / scale).round() + zero).clamp(0, 15) - zero).mul(scale).flatten(1)
+    return roundings

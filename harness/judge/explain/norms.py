@@ -95,9 +95,9 @@ def _form_on(
 ) -> NormForm | None:
     """Return the form of a norm of rows [R, W]; None if it gives something else."""
     module: Any = wrong.module
-    given = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    declared_eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     raw, actual = (item.unflatten(-1, (-1, len(weight))) for item in (x, wrong.actual))
-    own = NormForm(
+    plain = NormForm(
         x=raw,
         raw=raw,
         actual=actual if bias is None else actual - bias,
@@ -105,19 +105,19 @@ def _form_on(
         eps=0.0,
         bias=bias,
     )
-    known = (float(given),) if isinstance(given, int | float) else _USUAL_EPSILONS
-    forms = [form for eps in known for form in _with_eps(replace(own, eps=eps))]
+    known = (float(declared_eps),) if isinstance(declared_eps, int | float) else _USUAL_EPSILONS
+    forms = [form for eps in known for form in _with_eps(replace(plain, eps=eps))]
     fits = [form for form in forms if wrong.is_expected(form.output())]
     return min(fits, key=lambda form: float((form.output() - wrong.expected).norm()), default=None)
 
 
-def _with_eps(own: NormForm) -> tuple[NormForm, ...]:
-    raw, weight = own.raw, own.weight
+def _with_eps(plain: NormForm) -> tuple[NormForm, ...]:
+    raw, weight = plain.raw, plain.weight
     return (
-        own,
-        replace(own, weight=weight + 1, is_offset=True),
-        replace(own, x=raw - raw.mean(dim=-1, keepdim=True)),
-        replace(own, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
+        plain,
+        replace(plain, weight=weight + 1, is_offset=True),
+        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True)),
+        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
     )
 
 
@@ -128,7 +128,7 @@ def with_form(explain: Explanation) -> Callable[[WrongOperation], Iterator[Hypot
     """Give an explanation the norm's form, and add the bias to what it yields; without a form it yields nothing."""
 
     @wraps(explain)
-    def given(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    def explain_with_form(wrong: WrongOperation) -> Iterator[Hypothesis]:
         form = form_of(wrong)
         if form is None:
             return
@@ -139,7 +139,7 @@ def with_form(explain: Explanation) -> Callable[[WrongOperation], Iterator[Hypot
                 biased = hypothesis.output.view_as(form.x) + form.bias
                 yield replace(hypothesis, output=biased.flatten(1))
 
-    return given
+    return explain_with_form
 
 
 @with_form
@@ -147,13 +147,13 @@ def weight_otherwise(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothes
     """The weight is not applied, applied twice, or taken as an offset from one, as Gemma stores it; or it is all."""
     x, weight, eps = norm.parts
     if norm.is_offset:
-        taken, other = "as it is, without adding 1", weight - 1
+        taken, changed = "as it is, without adding 1", weight - 1
     else:
-        taken, other = "as 1 + weight", weight + 1
+        taken, changed = "as 1 + weight", weight + 1
     yield from hypotheses(
         {
             "the norm's weight is not applied": _normed(x, eps),
-            f"the norm's weight is applied {taken}": _normed(x, eps, other),
+            f"the norm's weight is applied {taken}": _normed(x, eps, changed),
             "the norm's weight is applied twice": _normed(x, eps, weight * weight),
             "the norm only applies its weight": (x * weight).flatten(1),
         }
@@ -169,19 +169,19 @@ def norm_skipped(wrong: WrongOperation) -> Iterator[Hypothesis]:
 @with_form
 def wrong_eps(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
-    x, weight, own = norm.parts
+    x, weight, right = norm.parts
     inside, outside = _fitted_eps(norm)
     for eps in dict.fromkeys((*_EPSILONS, *inside)):
         num_fitted = 0 if eps in _EPSILONS else 1
-        if eps != own:
-            cause = f"wrong eps: {eps:g} instead of {own:g}"
+        if eps != right:
+            cause = f"wrong eps: {eps:g} instead of {right:g}"
             yield Hypothesis(cause=cause, output=_normed(x, eps, weight), num_fitted=num_fitted)
-    in_sum = f"eps {own:g} is added to the sum of the squares instead of to their mean"
-    yield Hypothesis(cause=in_sum, output=_normed(x, own / x.shape[-1], weight))
+    in_sum = f"eps {right:g} is added to the sum of the squares instead of to their mean"
+    yield Hypothesis(cause=in_sum, output=_normed(x, right / x.shape[-1], weight))
     root = x.square().mean(dim=-1, keepdim=True).sqrt()
-    for eps in dict.fromkeys((own, *_EPSILONS, *outside)):
+    for eps in dict.fromkeys((right, *_EPSILONS, *outside)):
         cause = f"eps {eps:g} is added outside of the root"
-        num_fitted = 0 if eps == own else 1
+        num_fitted = 0 if eps == right else 1
         yield Hypothesis(cause=cause, output=(x / (root + eps) * weight).flatten(1), num_fitted=num_fitted)
 
 
@@ -237,13 +237,13 @@ def over_other_elements(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypot
 def other_weight(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weight is that of another norm of the checkpoint."""
     x, _, eps = norm.parts
-    own = wrong.weight(wrong.operation.tap)
-    if own is None:
+    right = wrong.weight(wrong.operation.tap)
+    if right is None:
         return
     for operation in wrong.graph:
         if operation.kind is wrong.operation.kind and operation.tap != wrong.operation.tap:
             weight = wrong.weight(operation.tap)
-            if weight is not None and weight.shape == own.shape and not torch.equal(weight, own):
+            if weight is not None and weight.shape == right.shape and not torch.equal(weight, right):
                 yield Hypothesis(
                     cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, norm.of_weight(weight))
                 )
@@ -305,25 +305,25 @@ def changed_weights(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesi
     )
 
 
-def _cause_of_weights(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
+def _cause_of_weights(right: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
     count = int(is_changed.sum())
     if count == 1:
         return f"one weight of the norm is another: [{int(is_changed.nonzero())}]"
     if not bool(is_changed.all()):
         return f"{count} weights of the norm are others"
-    allowance = _SAME_WEIGHT * float(own.abs().max())
-    for shift in range(1, len(own)):
-        if float((own.roll(shift) - fitted).abs().max()) < allowance:
-            return f"the weights of the norm are in another order: shifted by {min(shift, shift - len(own), key=abs)}"
-    if float((own.sort().values - fitted.sort().values).abs().max()) < allowance:
+    allowance = _SAME_WEIGHT * float(right.abs().max())
+    for shift in range(1, len(right)):
+        if float((right.roll(shift) - fitted).abs().max()) < allowance:
+            return f"the weights of the norm are in another order: shifted by {min(shift, shift - len(right), key=abs)}"
+    if float((right.sort().values - fitted.sort().values).abs().max()) < allowance:
         return "the weights of the norm are in another order"
     return "the norm's weights are none of this checkpoint's: not loaded, or changed"
 
 
-def _changes(own: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
+def _changes(right: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
     """List the first weights that are others: `[17] is 1.5 instead of 1`."""
     places = is_changed.nonzero()[:, 0].tolist()[:4]
-    return ", ".join(f"[{at}] is {float(fitted[at]):.4g} instead of {float(own[at]):.4g}" for at in places)
+    return ", ".join(f"[{at}] is {float(fitted[at]):.4g} instead of {float(right[at]):.4g}" for at in places)
 
 
 @with_form

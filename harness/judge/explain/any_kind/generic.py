@@ -80,14 +80,14 @@ def gain_of_a_setting(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def _multipliers(wrong: WrongOperation) -> Iterator[tuple[str, float]]:
     """Yield the numbers of the config that the operation may be multiplied by; names of one number together."""
-    config, found = wrong.hf.config, dict[float, list[str]]()
+    config, names_of = wrong.hf.config, dict[float, list[str]]()
     named = {**vars(config), "the root of the hidden size": float(getattr(config, "hidden_size", 1)) ** 0.5}
     for name, value in named.items():
         is_named = "scal" in name or "mult" in name
         is_number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and is_named)
         if is_number and value > 0 and value != 1 and _may_scale(wrong, name):
-            found.setdefault(float(value), []).append(name)
-    yield from ((" or ".join(names), value) for value, names in found.items())
+            names_of.setdefault(float(value), []).append(name)
+    yield from ((" or ".join(names), value) for value, names in names_of.items())
 
 
 def _may_scale(wrong: WrongOperation, name: str) -> bool:
@@ -182,13 +182,13 @@ def row_of_another(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     yield from _rows_of_the_step(wrong, pool_rows, pool)
     source = torch.cdist(wrong.actual, pool).argmin(dim=1)
-    found = pool_rows.select(source)
+    sources = pool_rows.select(source)
     pairs = [
-        f"request {r}, position {p} holds that of request {other}, position {at}"
-        for (r, p), (other, at) in zip(wrong.rows.places(), found.places(), strict=True)
+        f"request {r}, position {p} holds that of request {source_request}, position {at}"
+        for (r, p), (source_request, at) in zip(wrong.rows.places(), sources.places(), strict=True)
     ]
-    shift = (found.position - wrong.positions).unique()
-    is_own = bool((found.request == wrong.rows.request).all())
+    shift = (sources.position - wrong.positions).unique()
+    is_own = bool((sources.request == wrong.rows.request).all())
     which = f"{int(shift):+d} positions away" if is_own and len(shift) == 1 else "elsewhere"
     yield Hypothesis(
         cause=f"the row is that of another token, {which}",
@@ -210,10 +210,10 @@ def _rows_of_the_step(wrong: WrongOperation, pool_rows: Rows, pool: torch.Tensor
 
 def _pool_rows(wrong: WrongOperation) -> Rows:
     """Rows that the operation's inputs were recorded at, those of the wrong rows' own steps first."""
-    own = set(wrong.rows.step.tolist())
+    steps_of_wrong_rows = set(wrong.rows.step.tolist())
     source = wrong.operation.inputs[0] if wrong.operation.inputs else wrong.operation.tap
     steps = [step for step in wrong.recording.steps if not is_readback(step) and step.has(source)]
-    steps.sort(key=lambda step: step.index not in own)
+    steps.sort(key=lambda step: step.index not in steps_of_wrong_rows)
     rows = Rows.concat([step_rows(step, source) for step in steps])
     return rows.select(torch.arange(min(len(rows), _MAX_POOL_ROWS)))
 
@@ -237,10 +237,10 @@ def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The operation is right, of another tensor of its layer or of the one before."""
     if wrong.operation.kind not in _ROW_WISE or not wrong.can_replay:
         return
-    for name, other in other_taps(wrong, wrong.inputs[0].flatten(1).shape):
+    for name, tensor in other_taps(wrong, wrong.inputs[0].flatten(1).shape):
         if name == _input_site(wrong):
             continue
-        output = wrong.replay([other], wrong.positions)
+        output = wrong.replay([tensor], wrong.positions)
         if output is not None:
             yield Hypothesis(cause=f"it reads {name} instead of {_input_site(wrong)}", output=output)
 
@@ -248,11 +248,11 @@ def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
 def another_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The rows are those of another tap, as if the operation had been left out."""
     sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
-    for name, other in other_taps(wrong, wrong.actual.shape):
+    for name, tensor in other_taps(wrong, wrong.actual.shape):
         is_gated = wrong.operation.kind is Kind.ACTIVATION and len(sites) > 1 and name in sites
         lost = " and ".join(site for site in sites if site != name)
         cause = f"the gate of {lost} is left out: " if is_gated else ""
-        yield Hypothesis(cause=f"{cause}the output is that of {name}", output=other, num_fitted=1)
+        yield Hypothesis(cause=f"{cause}the output is that of {name}", output=tensor, num_fitted=1)
 
 
 def other_taps(wrong: WrongOperation, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
@@ -264,9 +264,9 @@ def other_taps(wrong: WrongOperation, shape: torch.Size) -> Iterator[tuple[str, 
         if operation.tap in later or operation.is_kept:
             continue
         if _is_near(wrong, operation):
-            other = wrong.tap(operation.tap)
-            if other is not None and other.shape == shape:
-                yield operation.site if operation.layer == wrong.operation.layer else operation.tap, other
+            tensor = wrong.tap(operation.tap)
+            if tensor is not None and tensor.shape == shape:
+                yield operation.site if operation.layer == wrong.operation.layer else operation.tap, tensor
 
 
 def _is_near(wrong: WrongOperation, operation: Operation) -> bool:

@@ -53,10 +53,10 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def other_settings(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Yield what the operation gives with one setting of its part changed."""
-    found = ran_again(wrong)
-    if found is not None:
+    reran = ran_again(wrong)
+    if reran is not None:
         for path, name, value in _settings(wrong):
-            yield from _others(wrong, *found, path, name, value)
+            yield from _others(wrong, *reran, path, name, value)
 
 
 def ran_again(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -67,68 +67,70 @@ def ran_again(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor] | None
     places = rerun.places(wrong.rows)
     if bool((places < 0).any()):
         return None
-    own = rerun.run()[places]
-    if own.shape != wrong.expected.shape or float((own - wrong.expected).norm()) > 1e-5 * float(own.norm()):
+    rerun_rows = rerun.run()[places]
+    if rerun_rows.shape != wrong.expected.shape or float((rerun_rows - wrong.expected).norm()) > 1e-5 * float(
+        rerun_rows.norm()
+    ):
         return None  # the part, run by itself, is not what the model ran
-    return places, own
+    return places, rerun_rows
 
 
 def _others(
-    wrong: WrongOperation, places: torch.Tensor, own: torch.Tensor, path: str, name: str, value: Any
+    wrong: WrongOperation, places: torch.Tensor, rerun_rows: torch.Tensor, path: str, name: str, value: Any
 ) -> Iterator[Hypothesis]:
     label, module = f"{name} of {path}", wrong.hf.module(path)
 
-    def given(other: Any) -> torch.Tensor | None:
-        with replaced(module, name, other):
+    def under(changed: Any) -> torch.Tensor | None:
+        with replaced(module, name, changed):
             try:
                 output = wrong.rerun.run()[places]  # type: ignore[union-attr]
             except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
                 return None  # the module cannot do without this setting
-        return output if output.shape == own.shape and bool(output.isfinite().all()) else None
+        return output if output.shape == rerun_rows.shape and bool(output.isfinite().all()) else None
 
     if isinstance(value, bool):
-        output = given(not value)
-        if output is not None and not torch.equal(output, own):
+        output = under(not value)
+        if output is not None and not torch.equal(output, rerun_rows):
             yield Hypothesis(cause=f"{label} is {not value} instead of {value}", output=output)
         return
-    if _nudged(given, value, own) is None:
+    if _nudged(under, value, rerun_rows) is None:
         return
     tried = {1.0: "left out", _FAR: "left out", value * value: "applied twice", 1 / value: "turned around", -value: ""}
-    for other, how in tried.items():
-        output = given(other) if not math.isclose(other, value) else None
-        if output is not None and not torch.equal(output, own):
-            shown = "none" if other == _FAR else f"{other:.6g}"
+    for changed, how in tried.items():
+        output = under(changed) if not math.isclose(changed, value) else None
+        if output is not None and not torch.equal(output, rerun_rows):
+            shown = "none" if changed == _FAR else f"{changed:.6g}"
             cause = f"{label} is {shown} instead of {value:.6g}" + (f": {how}" if how else "")
             yield Hypothesis(cause=cause, output=output)
-    fitted = fitted_setting(wrong, given, value, own)
+    fitted = fitted_setting(wrong, under, value, rerun_rows)
     if fitted is not None and not any(math.isclose(fitted, item, rel_tol=NAMED) for item in (value, *tried)):
-        output = given(fitted)
+        output = under(fitted)
         if output is not None:
             yield Hypothesis(cause=f"{label} is {fitted:.4g} instead of {value:.6g}", output=output, num_fitted=1)
 
 
 def fitted_setting(
-    wrong: WrongOperation, given: Callable[[float], torch.Tensor | None], value: float, own: torch.Tensor
+    wrong: WrongOperation, under: Callable[[float], torch.Tensor | None], value: float, rerun_rows: torch.Tensor
 ) -> float | None:
     """Return the value of a setting under which the rows come out nearest (Gauss-Newton, over its logarithm).
 
     Args:
         wrong: the rows that are wrong.
-        given: returns the rows under a value of the setting.
+        under: returns the rows under a value of the setting.
         value: of the setting in HF.
-        own: the rows under that value.
+        rerun_rows: the rows under that value.
     """
-    near = _nudged(given, value, own) if value > 0 else None
+    near = _nudged(under, value, rerun_rows) if value > 0 else None
     if near is None:
         return None
-    error, slope = wrong.actual - own, (near - own) / math.log(_SMALL)
+    error, slope = wrong.actual - rerun_rows, (near - rerun_rows) / math.log(_SMALL)
     if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
         return None
     at = math.log(value)
     for _ in range(_MAX_STEPS):
         step = float((error * slope).sum() / slope.square().sum())
         at += max(-1.0, min(1.0, step))
-        here, there = given(math.exp(at)), given(math.exp(at) * _SMALL)
+        here, there = under(math.exp(at)), under(math.exp(at) * _SMALL)
         if here is None or there is None or torch.equal(here, there):
             return None
         error, slope = wrong.actual - here, (there - here) / math.log(_SMALL)
@@ -137,12 +139,14 @@ def fitted_setting(
     return math.exp(at)
 
 
-def _nudged(given: Callable[[float], torch.Tensor | None], value: float, own: torch.Tensor) -> torch.Tensor | None:
+def _nudged(
+    under: Callable[[float], torch.Tensor | None], value: float, rerun_rows: torch.Tensor
+) -> torch.Tensor | None:
     """Return the rows under a value beside a setting's own; None if they do not depend on it."""
-    near = given(value * _SMALL)
-    if near is not None and torch.equal(near, own) and value < _FAR:
-        near = given(value / _SMALL**40)  # a limit that nothing reaches may be one that is too high
-    return None if near is None or torch.equal(near, own) else near
+    near = under(value * _SMALL)
+    if near is not None and torch.equal(near, rerun_rows) and value < _FAR:
+        near = under(value / _SMALL**40)  # a limit that nothing reaches may be one that is too high
+    return None if near is None or torch.equal(near, rerun_rows) else near
 
 
 def _settings(wrong: WrongOperation) -> Iterator[tuple[str, str, Any]]:
@@ -180,16 +184,16 @@ def _is_setting(name: str, value: Any) -> bool:
 
 def other_biases(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Yield what the operation gives with the bias left out, turned around, scaled, or of another head."""
-    num_heads, found = getattr(wrong.hf.config, "num_attention_heads", None), ran_again(wrong)
-    if num_heads is None or found is None:
+    num_heads, reran = getattr(wrong.hf.config, "num_attention_heads", None), ran_again(wrong)
+    if num_heads is None or reran is None:
         return
-    places, own = found
+    places, rerun_rows = reran
     for bias in (_Bias(wrong, places, num_heads, *item) for item in _handed(wrong)):
-        if torch.equal(bias.under(torch.zeros_like), own):
+        if torch.equal(bias.under(torch.zeros_like), rerun_rows):
             continue  # nothing is computed with it
         for how, change in _ways(num_heads).items():
             yield Hypothesis(cause=f"{bias.label} {how}", output=bias.under(change))
-        factor = fitted_setting(wrong, bias.times, 1.0, own)
+        factor = fitted_setting(wrong, bias.times, 1.0, rerun_rows)
         if factor is not None and factor > NAMED and abs(factor - 1) > NAMED:
             cause = f"{bias.label} is {factor:.4g} times what it should be{_why(wrong, factor)}"
             yield Hypothesis(cause=cause, output=bias.times(factor), num_fitted=1)

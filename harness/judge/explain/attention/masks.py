@@ -118,22 +118,26 @@ def wrong_window(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def _fitted_spans(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """A row sees only its last n tokens, or only the first n, or all but the last n: n fitted to the last row."""
-    view = max(wrong.views, key=lambda each: int(each.rows.position.max()))
+    view = max(wrong.views, key=lambda context: int(context.rows.position.max()))
     at = int(view.rows.position.argmax())
     length = int(view.rows.position[at]) + 1
     probe, rows = view.select(torch.tensor([at])), wrong.rows_of(view)[[at]]
     spans: dict[str, Callable[[AttentionContext, int], torch.Tensor]] = {
-        "a row sees only the last {n} tokens": lambda each, n: (each.distance >= 0) & (each.distance < n),
-        "a row sees only the first {n} tokens": lambda each, n: each.visible() & (torch.arange(len(each.key)) < n),
-        "the first {n} tokens are not seen": lambda each, n: each.visible() & (torch.arange(len(each.key)) >= n),
-        "a row does not see its last {n} tokens": lambda each, n: each.visible() & (each.distance >= n),
+        "a row sees only the last {n} tokens": lambda context, n: (context.distance >= 0) & (context.distance < n),
+        "a row sees only the first {n} tokens": lambda context, n: (
+            context.visible() & (torch.arange(len(context.key)) < n)
+        ),
+        "the first {n} tokens are not seen": lambda context, n: (
+            context.visible() & (torch.arange(len(context.key)) >= n)
+        ),
+        "a row does not see its last {n} tokens": lambda context, n: context.visible() & (context.distance >= n),
     }
     for cause, span in spans.items():
         numbers = range(1, length, max(1, length // 512))
         errors = [wrong.misfit(rows, probe.attend(visible=span(probe, n))) for n in numbers]
         if errors:
             n = numbers[min(range(len(errors)), key=errors.__getitem__)]
-            output = wrong.over_views(lambda each, n=n, span=span: each.attend(visible=span(each, n)))  # type: ignore[misc]
+            output = wrong.over_views(lambda context, n=n, span=span: context.attend(visible=span(context, n)))  # type: ignore[misc]
             yield Hypothesis(cause=cause.format(n=n), output=output, num_fitted=1, is_vague=view.window is not None)
 
 
@@ -161,12 +165,12 @@ def padding_attended(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def _how_many_keys(wrong: WrongOperation, number: torch.Tensor) -> str | None:
     """Say what the numbers of keys of padding [R] follow; None if each row has another."""
-    longest, own = [], []
+    longest, lengths = [], []
     for request, index in zip(wrong.rows.request.tolist(), wrong.rows.step.tolist(), strict=True):
         step = wrong.recording.steps[index]
         longest.append(int(step.position.max()) + 1)
-        own.append(int(step.position[step.request == request].max()) + 1)
-    context = torch.tensor(own)
+        lengths.append(int(step.position[step.request == request].max()) + 1)
+    context = torch.tensor(lengths)
     if torch.equal(number, torch.tensor(longest) - context):
         return "padding is attended to in a ragged batch"
     for multiple in _MULTIPLES:

@@ -58,11 +58,11 @@ def _tensor_changes(
     yield "keys are cached before rotary", unrotated
 
     for layer in wrong.graph.layers:
-        other = wrong.graph.attention_of(layer)
-        if other is not None and layer != wrong.operation.layer:
+        attention = wrong.graph.attention_of(layer)
+        if attention is not None and layer != wrong.operation.layer:
 
             def of_layer(
-                view: AttentionContext, taps: tuple[str, ...] = other.inputs[1:]
+                view: AttentionContext, taps: tuple[str, ...] = attention.inputs[1:]
             ) -> tuple[torch.Tensor, torch.Tensor] | None:
                 key, value = (history(wrong, view, *item) for item in zip(taps, (view.key, view.value), strict=True))
                 return None if key is None or value is None else (key, value)
@@ -75,23 +75,26 @@ def other_request(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if wrong.slot_history.is_known:
         return  # the block table says it
     lengths = {request.id: request.prompt_length for request in wrong.recording.manifest.requests}
-    for other in list(lengths)[:_MOST_REQUESTS]:
-        ways = {"": dict.fromkeys(lengths, 0), _PADDED: {own: lengths[other] - lengths[own] for own in lengths}}
+    for source in list(lengths)[:_MOST_REQUESTS]:
+        ways = {
+            "": dict.fromkeys(lengths, 0),
+            _PADDED: {request: lengths[source] - lengths[request] for request in lengths},
+        }
         for how, shifts in ways.items():
-            parts = [_of_request(wrong, view, other, shifts) for view in wrong.views]
+            parts = [_of_request(wrong, view, source, shifts) for view in wrong.views]
             if (how == _PADDED and not any(shifts.values())) or any(part is None for part in parts):
                 continue
-            cause = f"reads the keys and values of request {other}{how}"
+            cause = f"reads the keys and values of request {source}{how}"
             yield Hypothesis(cause=cause, output=torch.cat([part for part in parts if part is not None]))
 
 
 def _of_request(
-    wrong: WrongOperation, view: AttentionContext, other: int, shifts: Mapping[int, int]
+    wrong: WrongOperation, view: AttentionContext, source: int, shifts: Mapping[int, int]
 ) -> torch.Tensor | None:
     """Return what rows give with the keys and values of another request; None where they were not recorded."""
     shift = shifts[int(view.rows.request[0])]
     key, value = (
-        history(wrong, view, tap, like, request=other, shift=shift)
+        history(wrong, view, tap, like, request=source, shift=shift)
         for tap, like in zip(wrong.operation.inputs[1:3], (view.key, view.value), strict=True)
     )
     return None if key is None or value is None else view.attend(key=key, value=value)
@@ -173,32 +176,32 @@ def wrong_place(wrong: WrongOperation) -> Iterator[Hypothesis]:
     contents = contents_of(wrong)
     if KEY not in contents.tensors or VALUE not in contents.tensors:
         return
-    outputs, found = [], []
+    outputs, replaced = [], []
     for query, actual in zip(wrong.single_rows(), wrong.actual, strict=True):
         if len(query.key) * len(contents.tensors[KEY]) * query.query.numel() > _MAX_PRODUCT:
             return
         output, place = _best_replacement(query, actual.unflatten(0, (query.query.shape[1], -1)), contents)
         outputs.append(output)
-        found.append((query, *place))
-    kinds = {_kind_of(query, position, source, contents) for query, position, source in found}
-    is_one = len(kinds) == 1 and _is_one_place(found)
-    query, position, source = found[0]
+        replaced.append((query, *place))
+    kinds = {_kind_of(query, position, source, contents) for query, position, source in replaced}
+    is_one = len(kinds) == 1 and _is_one_place(replaced)
+    query, position, source = replaced[0]
     request, step = int(query.rows.request), int(query.rows.step)
     yield Hypothesis(
         cause=kinds.pop() if is_one else "one position of its history, in each row another, would explain each row",
         output=torch.stack(outputs),
-        detail="; ".join(_place_text(*item, contents) for item in found[:3]),
-        num_fitted=2 * (len(wrong.views) if is_one else len(found)),
+        detail="; ".join(_place_text(*item, contents) for item in replaced[:3]),
+        num_fitted=2 * (len(wrong.views) if is_one else len(replaced)),
         is_cause=is_one,
         provenance=lambda: provenance_of(wrong, step, request, position, _content_of(contents, source)),
     )
 
 
-def _is_one_place(found: Sequence[tuple[AttentionContext, int, int]]) -> bool:
+def _is_one_place(replaced: Sequence[tuple[AttentionContext, int, int]]) -> bool:
     """Whether all rows of a request read the same position from the same place, or all of them their own."""
-    if all(position == int(query.rows.position) for query, position, _ in found):
+    if all(position == int(query.rows.position) for query, position, _ in replaced):
         return True
-    places = {(int(query.rows.request), position, source) for query, position, source in found}
+    places = {(int(query.rows.request), position, source) for query, position, source in replaced}
     return len(places) == len({request for request, _, _ in places})
 
 
@@ -272,34 +275,36 @@ def other_kv_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:
     num_heads, num_kv = view.query.shape[1], view.key.shape[1]
     if not 1 < num_kv <= _MOST:
         return
-    own = torch.arange(num_heads) // view.num_groups
+    right_heads = torch.arange(num_heads) // view.num_groups
     for cause, read in _READS.items():
-        heads = _nearest(wrong, read, own, num_kv)
-        if torch.equal(heads, own):
+        heads = _nearest(wrong, read, right_heads, num_kv)
+        if torch.equal(heads, right_heads):
             continue
         is_tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
         yield Hypothesis(
             cause="KV heads are tiled instead of repeated" if is_tiled and all(read) else cause,
-            output=_attended(wrong, read, own, heads),
+            output=_attended(wrong, read, right_heads, heads),
             detail=f"KV head of each query head: {heads.tolist()}",
             num_fitted=0 if is_tiled else num_heads,
         )
 
 
-def _nearest(wrong: WrongOperation, read: tuple[bool, bool], own: torch.Tensor, num_kv: int) -> torch.Tensor:
+def _nearest(wrong: WrongOperation, read: tuple[bool, bool], right_heads: torch.Tensor, num_kv: int) -> torch.Tensor:
     """Return the KV head [N] under which each query head comes out nearest."""
-    num_heads = len(own)
+    num_heads = len(right_heads)
     candidates = torch.stack(
-        [_attended(wrong, read, own, torch.full((num_heads,), head)) for head in range(num_kv)]
+        [_attended(wrong, read, right_heads, torch.full((num_heads,), head)) for head in range(num_kv)]
     ).unflatten(2, (num_heads, -1))  # [K, R, N, H]
     actual = wrong.actual.unflatten(1, (num_heads, -1))
     distance: torch.Tensor = (candidates - actual).norm(dim=-1).norm(dim=1)  # [K, N]
     return distance.argmin(dim=0)
 
 
-def _attended(wrong: WrongOperation, read: tuple[bool, bool], own: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+def _attended(
+    wrong: WrongOperation, read: tuple[bool, bool], right_heads: torch.Tensor, heads: torch.Tensor
+) -> torch.Tensor:
     """Return the context [R, N*H] where each query head reads from `heads` [N] what `read` says."""
-    keys, values = (heads if is_read else own for is_read in read)
+    keys, values = (heads if is_read else right_heads for is_read in read)
     return wrong.over_views(lambda view: view.attend(heads=keys, value_heads=values))
 
 
@@ -312,8 +317,10 @@ def other_layout(wrong: WrongOperation) -> Iterator[Hypothesis]:
     def by_head(view: AttentionContext) -> torch.Tensor:
         output = view.attend()
         for step in view.rows.step.unique():
-            own = view.rows.step == step
-            output[own] = output[own].unflatten(1, (num_heads, -1)).transpose(0, 1).reshape(int(own.sum()), -1)
+            of_step = view.rows.step == step
+            output[of_step] = (
+                output[of_step].unflatten(1, (num_heads, -1)).transpose(0, 1).reshape(int(of_step.sum()), -1)
+            )
         return output
 
     cause = "the context is reshaped without transposing heads and tokens"

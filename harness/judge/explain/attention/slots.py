@@ -46,7 +46,7 @@ def cache_played_back(wrong: WrongOperation) -> Iterator[Hypothesis]:
     places = [(at, item.writes[at]) for item, at in misplaced if item is read]
     yield Hypothesis(
         cause=_cause_of_content(wrong, misplaced),
-        output=in_order(wrong, played, lambda each: each.view.attend()),
+        output=in_order(wrong, played, lambda item: item.view.attend()),
         detail=f"request {read.request} in step {read.step}; {describe_writes(places)}",
         provenance=lambda: provenance_of(wrong, read.step, read.request, position, read.view.key[position].flatten()),
     )
@@ -81,9 +81,9 @@ def _wrong_places(wrong: WrongOperation, reads: Sequence[CacheRead]) -> list[tup
     prefixes = Prefixes(wrong.recording.manifest.requests)
     misplaced = []
     for read in reads:
-        own = prefixes.up_to(read.request, len(read.writes)).tolist()
+        expected = prefixes.up_to(read.request, len(read.writes)).tolist()
         for at, write in enumerate(read.writes):
-            if write is None or prefixes.at(write.request, write.position) != own[at]:
+            if write is None or prefixes.at(write.request, write.position) != expected[at]:
                 misplaced.append((read, at))
     return misplaced
 
@@ -130,7 +130,7 @@ def other_block_table(wrong: WrongOperation) -> Iterator[Hypothesis]:
             read = reads[0]
             yield Hypothesis(
                 cause="reads the block table of another request",
-                output=in_order(wrong, reads, lambda each: each.view.attend()),
+                output=in_order(wrong, reads, lambda item: item.view.attend()),
                 detail=f"of the {name} one in the batch",
                 unknown=_reading_nothing(wrong, reads),
                 provenance=lambda read=read: _foreign(wrong, read),  # type: ignore[misc]
@@ -139,13 +139,13 @@ def other_block_table(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if reads:
         yield Hypothesis(
             cause="reads through the block table of the step before: its own step's new blocks are read as zeros",
-            output=in_order(wrong, reads, lambda each: each.view.attend()),
+            output=in_order(wrong, reads, lambda item: item.view.attend()),
         )
     reads = replayed_reads(wrong, lambda step, r, n: memory.slots(memory.table(step, r)[::-1], n))
     if reads:
         yield Hypothesis(
             cause="reads the blocks of its table in the reverse order",
-            output=in_order(wrong, reads, lambda each: each.view.attend()),
+            output=in_order(wrong, reads, lambda item: item.view.attend()),
         )
 
 
@@ -202,7 +202,7 @@ def past_the_context(wrong: WrongOperation) -> Iterator[Hypothesis]:
         if reads and any(len(read.writes) > int(read.view.rows.position.max()) + 1 for read in reads):
             yield Hypothesis(
                 cause=cause,
-                output=in_order(wrong, reads, lambda each: each.view.attend(visible=_all_but_later(each))),
+                output=in_order(wrong, reads, lambda item: item.view.attend(visible=_all_but_later(item))),
                 detail=name,
             )
 
@@ -248,11 +248,11 @@ def _block_replaced(
     memory = wrong.slot_history
     source = table.index(block) if block in table else None
 
-    def slots(step: int, each: int, count: int) -> list[int]:
-        own = list(memory.table(step, each))
-        if len(own) > at:
-            own[at] = own[source] if source is not None and source < len(own) else block
-        return memory.slots(own, count)
+    def slots(step: int, item: int, count: int) -> list[int]:
+        changed = list(memory.table(step, item))
+        if len(changed) > at:
+            changed[at] = changed[source] if source is not None and source < len(changed) else block
+        return memory.slots(changed, count)
 
     reads = replayed_reads(wrong, slots)
     if not reads:
@@ -262,7 +262,7 @@ def _block_replaced(
     whose = f"its own block {source}" if source is not None else f"physical block {block}"
     yield Hypothesis(
         cause="reads one block of its history from a wrong place",
-        output=in_order(wrong, reads, lambda each: each.view.attend()),
+        output=in_order(wrong, reads, lambda item: item.view.attend()),
         detail=f"block {at} of the table is read from {whose}",
         num_fitted=2,  # which block, and what is read in its place
         provenance=lambda: provenance_of(wrong, read.step, request, position, read.view.key[position].flatten()),

@@ -36,15 +36,15 @@ _MAX_SPLIT_SIZES = 24
 def wrong_scale(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The scores are scaled by another factor: a known one, or one that is fitted."""
     view = wrong.views[0]
-    own, head_dim = view.scale, view.query.shape[-1]
+    right, head_dim = view.scale, view.query.shape[-1]
     hidden = int(wrong.hf.config.hidden_size)
     known = {
         "missing": 1.0,
-        "applied twice": own * own,
+        "applied twice": right * right,
         "the head size without its root": 1 / head_dim,
         "the root itself, not its inverse": head_dim**0.5,
-        "in base 2 without log2(e)": own * math.log(2),
-        "with log2(e) though the base is e": own / math.log(2),
+        "in base 2 without log2(e)": right * math.log(2),
+        "with log2(e) though the base is e": right / math.log(2),
     }
     if math.isclose(known["applied twice"], 1 / head_dim):
         del known["the head size without its root"]  # the same, by another name
@@ -56,13 +56,13 @@ def wrong_scale(wrong: WrongOperation) -> Iterator[Hypothesis]:
             **{f"that of a head size padded to {size}": size**-0.5 for size in _PADDED_HEADS if size > head_dim},
         }
     for name, scale in known.items():
-        output = wrong.over_views(lambda each, scale=scale: each.attend(scale=scale))  # type: ignore[misc]
-        yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {own:.4g}", output=output)
+        output = wrong.over_views(lambda context, scale=scale: context.attend(scale=scale))  # type: ignore[misc]
+        yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {right:.4g}", output=output)
     fitted = _fitted_scale(wrong)
-    if f"{fitted:.4g}" != f"{own:.4g}":
+    if f"{fitted:.4g}" != f"{right:.4g}":
         yield Hypothesis(
-            cause=f"the softmax scale is {fitted:.6g} instead of {own:.6g}",
-            output=wrong.over_views(lambda each: each.attend(scale=fitted)),
+            cause=f"the softmax scale is {fitted:.6g} instead of {right:.6g}",
+            output=wrong.over_views(lambda context: context.attend(scale=fitted)),
             num_fitted=1,
         )
 
@@ -82,14 +82,14 @@ def _fitted_scale(wrong: WrongOperation) -> float:
     view = wrong.views[0]
     probe = view.select(torch.arange(min(len(view.rows), 4)))
     rows = wrong.rows_of(view)[: len(probe.rows)]
-    found = fitted_factor(view.scale, lambda scale: wrong.misfit(rows, probe.attend(scale=scale)))
+    searched = fitted_factor(view.scale, lambda scale: wrong.misfit(rows, probe.attend(scale=scale)))
     if wrong.downstream is not None:
-        return found
-    refined = [_refined(wrong, scale) for scale in (found, view.scale)]
-    errors = {item: (_of_scale(wrong, item) - wrong.actual).norm(dim=1) for item in (found, *refined)}
+        return searched
+    refined = [_refined(wrong, scale) for scale in (searched, view.scale)]
+    errors = {item: (_of_scale(wrong, item) - wrong.actual).norm(dim=1) for item in (searched, *refined)}
     best = min(refined, key=lambda scale: float(errors[scale].norm()))
     # Where many rows have this factor exactly, the others have another cause.
-    return found if errors[found].median() < _CLEARLY * errors[best].median() else best
+    return searched if errors[searched].median() < _CLEARLY * errors[best].median() else best
 
 
 def _refined(wrong: WrongOperation, scale: float) -> float:
@@ -111,21 +111,27 @@ def coarse_softmax(wrong: WrongOperation) -> Iterator[Hypothesis]:
     for dtype in HALF_DTYPES:
         name = name_of(dtype)
 
-        own = partial(rounded, dtype=dtype)
+        coarse = partial(rounded, dtype=dtype)
         softmaxes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "its result": lambda s, own=own: own(s.softmax(dim=-1)),  # type: ignore[misc]
-            "its input": lambda s, own=own: own(s).softmax(dim=-1),  # type: ignore[misc]
-            "input and result": lambda s, own=own: own(own(s).softmax(dim=-1)),  # type: ignore[misc]
+            "its result": lambda s, coarse=coarse: coarse(s.softmax(dim=-1)),  # type: ignore[misc]
+            "its input": lambda s, coarse=coarse: coarse(s).softmax(dim=-1),  # type: ignore[misc]
+            "input and result": lambda s, coarse=coarse: coarse(coarse(s).softmax(dim=-1)),  # type: ignore[misc]
             "all of it": lambda s, dtype=dtype: s.to(dtype).softmax(dim=-1).to(torch.float64),  # type: ignore[misc]
         }
         for part, softmax in softmaxes.items():
-            output = wrong.over_views(lambda each, softmax=softmax: each.attend(softmax=softmax))  # type: ignore[misc]
+            output = _under_softmax(wrong, softmax)
             yield Hypothesis(cause=f"the softmax is in {name}", output=output, detail=part)
     for dtype in FLOAT8_DTYPES:
-        output = wrong.over_views(
-            lambda each, dtype=dtype: each.attend(softmax=lambda s: rounded(s.softmax(-1), dtype))
-        )  # type: ignore[misc]
+
+        def softmax_in_float8(scores: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return rounded(scores.softmax(-1), dtype)
+
+        output = _under_softmax(wrong, softmax_in_float8)
         yield Hypothesis(cause=f"the probabilities are rounded to {name_of(dtype)}", output=output)
+
+
+def _under_softmax(wrong: WrongOperation, softmax: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return wrong.over_views(lambda context: context.attend(softmax=softmax))
 
 
 def bias_added(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -139,13 +145,13 @@ def bias_added(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
     view = wrong.views[0]
     heads = view.query.shape[1]
-    own = torch.exp2(-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
-    output = wrong.over_views(lambda each: biased(each, own))
+    alibi = torch.exp2(-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
+    output = wrong.over_views(lambda context: biased(context, alibi))
     yield Hypothesis(cause="ALiBi is added to the scores, which the model does not have", output=output)
     probe = view.select(torch.arange(len(view.rows))[-_PROBES:])
     rows = wrong.rows_of(view)[-_PROBES:]
-    slope = fitted_factor(0.1, lambda each: wrong.misfit(rows, biased(probe, torch.full_like(own, each))))
-    output = wrong.over_views(lambda each: biased(each, torch.full_like(own, slope)))
+    slope = fitted_factor(0.1, lambda context: wrong.misfit(rows, biased(probe, torch.full_like(alibi, context))))
+    output = wrong.over_views(lambda context: biased(context, torch.full_like(alibi, slope)))
     yield Hypothesis(cause=f"the scores fall by {slope:.4g} with each position", output=output, num_fitted=1)
 
 
@@ -161,13 +167,13 @@ def over_the_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:
     def softmax(scores: torch.Tensor) -> torch.Tensor:
         return scores.softmax(dim=0)
 
-    output = wrong.over_views(lambda view: view.attend(softmax=softmax))
+    output = _under_softmax(wrong, softmax)
     yield Hypothesis(cause="the softmax runs over the heads instead of the keys", output=output)
 
     def over_the_queries(view: AttentionContext) -> torch.Tensor:
         masked, step = view.scores().masked_fill(~view.visible(), -torch.inf), view.rows.step
-        own = [masked[:, step == item].softmax(dim=1) for item in step.unique()]
-        return torch.cat(own, dim=1)[:, step.argsort(stable=True).argsort()]
+        by_step = [masked[:, step == item].softmax(dim=1) for item in step.unique()]
+        return torch.cat(by_step, dim=1)[:, step.argsort(stable=True).argsort()]
 
     yield of_probabilities(wrong, "the softmax runs over the queries of a step instead of the keys", over_the_queries)
 
@@ -205,14 +211,14 @@ def left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def other_cap(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The scores have a soft cap that the model does not, or another one than it has."""
-    own = wrong.views[0].softcap
+    right = wrong.views[0].softcap
     fitted = _fitted_cap(wrong)
     for cap, num_fitted in (*((item, 0) for item in _CAPS), (float(f"{fitted:.4g}"), 1)):
-        if cap == own or (num_fitted and cap in _CAPS):
+        if cap == right or (num_fitted and cap in _CAPS):
             continue
         cause = f"a soft cap of {cap:g} is applied to the scores, which the model does not have"
         yield Hypothesis(
-            cause=cause if own is None else f"the soft cap of the scores is {cap:g} instead of {own:g}",
+            cause=cause if right is None else f"the soft cap of the scores is {cap:g} instead of {right:g}",
             output=wrong.over_views(lambda view, cap=cap: replace(view, softcap=cap).attend()),  # type: ignore[misc]
             num_fitted=num_fitted,
         )
@@ -220,7 +226,7 @@ def other_cap(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def _fitted_cap(wrong: WrongOperation) -> float:
     """Return the cap under which some of the rows come out nearest: those that see most, where caps tell most."""
-    view = max(wrong.views, key=lambda each: int(each.rows.position.max()))
+    view = max(wrong.views, key=lambda context: int(context.rows.position.max()))
     order = view.rows.position.argsort(descending=True)[:_PROBED_ROWS]
     probe, rows = view.select(order), wrong.rows_of(view)[order]
     return fitted_factor(view.softcap or 8.0, lambda cap: wrong.misfit(rows, replace(probe, softcap=cap).attend()))
@@ -232,19 +238,19 @@ def other_sinks(wrong: WrongOperation) -> Iterator[Hypothesis]:
     With Z the sum of a row's exponentials and d what the sink adds to it, a row is Z / (Z + d) of what it should be.
     """
     totals = _totals(wrong)  # [R, N]
-    heads, own = totals.shape[1], wrong.views[0].sinks
+    heads, right = totals.shape[1], wrong.views[0].sinks
     expected = wrong.expected.unflatten(1, (heads, -1))
-    if own is None and any(_begins_at_once(view) for view in wrong.views):
+    if right is None and any(_begins_at_once(view) for view in wrong.views):
         yield Hypothesis(
             cause="one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0",
             output=_with_sinks(expected, totals, torch.ones(heads, dtype=torch.float64)),
         )
     added = _added_to_sums(wrong, totals)
-    meant = torch.zeros(heads, dtype=torch.float64) if own is None else own.exp()
+    meant = torch.zeros(heads, dtype=torch.float64) if right is None else right.exp()
     if added is None or bool((meant + added <= 0).any()):
         return
     used = meant + added
-    if own is None:
+    if right is None:
         yield Hypothesis(
             cause="attention sinks take part in the softmax, which the model does not have",
             output=_with_sinks(expected, totals, added),
@@ -252,7 +258,7 @@ def other_sinks(wrong: WrongOperation) -> Iterator[Hypothesis]:
             num_fitted=heads,
         )
         return
-    shift = used.log() - own
+    shift = used.log() - right
     if float(shift.max() - shift.min()) < _SAME_SHIFT:
         common = float(shift.median())
         yield Hypothesis(

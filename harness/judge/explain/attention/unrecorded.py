@@ -65,22 +65,22 @@ def rotated_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
             if key is not None and not query.num_fitted:
                 output = _attend(wrong, query.output, key.output)
                 yield Hypothesis(cause=query.cause, output=output, detail=query.detail)
-    own = sides.query.rotation
-    if own is not None:
-        yield from _of_one_side(wrong, sides, own)
-        yield from _at_other_positions(wrong, sides, own)
-        yield from _of_another_theta(wrong, sides, own)
-        yield from _of_another_scaling(wrong, sides, own)
+    right = sides.query.rotation
+    if right is not None:
+        yield from _of_one_side(wrong, sides, right)
+        yield from _at_other_positions(wrong, sides, right)
+        yield from _of_another_theta(wrong, sides, right)
+        yield from _of_another_scaling(wrong, sides, right)
 
 
-def _of_one_side(wrong: WrongOperation, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+def _of_one_side(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
     query, key = sides.query.expected, sides.key.expected
     raw_query, raw_key = (item.inputs[0].flatten(1) for item in (sides.query, sides.key))
     yield Hypothesis(cause="rotary is not applied to queries", output=_attend(wrong, raw_query, key))
     yield Hypothesis(cause="rotary is not applied to keys", output=_attend(wrong, query, raw_key))
 
 
-def _at_other_positions(wrong: WrongOperation, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+def _at_other_positions(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
     """Positions that other rows of the step, or of the request, have their share in; a common shift changes nothing."""
     highest = int(sides.key.positions.max())
     tried = {
@@ -95,46 +95,48 @@ def _at_other_positions(wrong: WrongOperation, sides: _Sides, own: Rotation) -> 
             cause = f"positions stop at {n}: rows after it are all rotated for it"
             tried[cause] = (sides.query.positions.clamp(max=n), sides.key.positions.clamp(max=n))
     for cause, (of_query, of_key) in tried.items():
-        query, key = own.turn(sides.query.inputs[0], of_query), own.turn(sides.key.inputs[0], of_key)
+        query, key = right.turn(sides.query.inputs[0], of_query), right.turn(sides.key.inputs[0], of_key)
         yield Hypothesis(cause=cause, output=_attend(wrong, query, key))
 
 
 def _positions(side: WrongOperation, how: str) -> torch.Tensor:
-    own, places = side.positions, places_in_step(side)
+    positions, places = side.positions, places_in_step(side)
     if how == "prompt":
-        return torch.where(own >= places["prompt"], own - places["prompt"], own)
+        return torch.where(positions >= places["prompt"], positions - places["prompt"], positions)
     if how.startswith("decode"):
-        return own + (own >= places["prompt"]).to(own.dtype) * int(how.removeprefix("decode"))
+        return positions + (positions >= places["prompt"]).to(positions.dtype) * int(how.removeprefix("decode"))
     return places[how]
 
 
-def _of_another_theta(wrong: WrongOperation, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+def _of_another_theta(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
     """The base of the frequencies, fitted to the rows that see farthest."""
-    parameters = frequencies.rope_parameters(sides.query, own)
+    parameters = frequencies.rope_parameters(sides.query, right)
     if "rope_theta" not in parameters:
         return
 
     def of(ln_theta: float) -> Rotation | None:
-        return frequencies.with_parameters(sides.query, own, {**parameters, "rope_theta": math.exp(ln_theta)})
+        return frequencies.with_parameters(sides.query, right, {**parameters, "rope_theta": math.exp(ln_theta)})
 
     best = _best(wrong, sides, _LN_THETAS, of)
     fitted = None if best is None else float(f"{math.exp(best):.6g}")
-    other = None if fitted is None else of(math.log(fitted))
-    if other is not None:
+    changed = None if fitted is None else of(math.log(fitted))
+    if changed is not None:
         cause = f"wrong rope theta: {fitted:.3g} instead of {float(parameters['rope_theta']):g}"
-        yield _of_rotation(wrong, sides, other, cause, num_fitted=1)
+        yield _of_rotation(wrong, sides, changed, cause, num_fitted=1)
 
 
-def _of_another_scaling(wrong: WrongOperation, sides: _Sides, own: Rotation) -> Iterator[Hypothesis]:
+def _of_another_scaling(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
     """Cosine and sine have another factor, which scales the scores by its square; it is no more than that to see."""
-    if own.scaling != 1.0:
-        plain = replace(own, scaling=1.0)
-        cause = f"rope scaling: attention_factor is 1 instead of {own.scaling:.4g}"
+    if right.scaling != 1.0:
+        plain = replace(right, scaling=1.0)
+        cause = f"rope scaling: attention_factor is 1 instead of {right.scaling:.4g}"
         yield _of_rotation(wrong, sides, plain, cause)
 
 
-def _of_rotation(wrong: WrongOperation, sides: _Sides, other: Rotation, cause: str, num_fitted: int = 0) -> Hypothesis:
-    query, key = (other.turn(item.inputs[0], item.positions) for item in (sides.query, sides.key))
+def _of_rotation(
+    wrong: WrongOperation, sides: _Sides, changed: Rotation, cause: str, num_fitted: int = 0
+) -> Hypothesis:
+    query, key = (changed.turn(item.inputs[0], item.positions) for item in (sides.query, sides.key))
     return Hypothesis(cause=cause, output=_attend(wrong, query, key), num_fitted=num_fitted)
 
 
@@ -142,7 +144,7 @@ def _best(
     wrong: WrongOperation, sides: _Sides, grid: list[float], of: Callable[[float], Rotation | None]
 ) -> float | None:
     """Return where on a grid, and then between its places, the rows that see farthest come out nearest."""
-    view = max(wrong.views, key=lambda each: int(each.rows.position.max()))
+    view = max(wrong.views, key=lambda context: int(context.rows.position.max()))
     order = view.rows.position.argsort(descending=True)[:_PROBED_ROWS]
     rows = wrong.rows_of(view)[order]
     past = sum(len(item.key) for item in wrong.views[: wrong.views.index(view)])
@@ -150,11 +152,11 @@ def _best(
     probe = view.select(order)
 
     def error(at: float) -> float:
-        other = of(at)
-        if other is None:
+        changed = of(at)
+        if changed is None:
             return math.inf
-        query = other.turn(sides.query.inputs[0][rows], probe.rows.position).view_as(probe.query)
-        key = other.turn(raw_key, positions).view_as(view.key)
+        query = changed.turn(sides.query.inputs[0][rows], probe.rows.position).view_as(probe.query)
+        key = changed.turn(raw_key, positions).view_as(view.key)
         return wrong.misfit(rows, replace(probe, query=query, key=key).attend())
 
     at, width = min(grid, key=error), grid[1] - grid[0]
@@ -172,9 +174,9 @@ def rotated_though_none(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     key_positions = torch.cat([torch.arange(len(view.key)) for view in wrong.views])
     query, key = (torch.cat([getattr(view, name).flatten(1) for view in wrong.views]) for name in ("query", "key"))
-    for own in rotations(wrong.hf):
-        if query.shape[1] % own.head_dim == 0 and key.shape[1] % own.head_dim == 0:
-            turned = own.turn(query, wrong.positions), own.turn(key, key_positions)
+    for right in rotations(wrong.hf):
+        if query.shape[1] % right.head_dim == 0 and key.shape[1] % right.head_dim == 0:
+            turned = right.turn(query, wrong.positions), right.turn(key, key_positions)
             yield Hypothesis(cause="rotary is applied, and this layer has none", output=_attend(wrong, *turned))
 
 
@@ -183,9 +185,9 @@ def _attend(wrong: WrongOperation, query: torch.Tensor, key: torch.Tensor) -> to
     contexts = list[torch.Tensor]()
     row = past = 0
     for view in wrong.views:
-        own, history = query[row : row + len(view.rows)], key[past : past + len(view.key)]
-        row, past = row + len(own), past + len(history)
-        contexts.append(replace(view, query=own.view_as(view.query), key=history.view_as(view.key)).attend())
+        queries, history = query[row : row + len(view.rows)], key[past : past + len(view.key)]
+        row, past = row + len(queries), past + len(history)
+        contexts.append(replace(view, query=queries.view_as(view.query), key=history.view_as(view.key)).attend())
     return torch.cat(contexts)
 
 
@@ -246,7 +248,7 @@ def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.T
     rerun.run()
     if attention.tap not in rerun.calls or bool((places < 0).all()):
         return None
-    found, kept = histories(rerun.part_inputs.batch, rerun.calls[attention.tap], places[places >= 0])
+    views, kept = histories(rerun.part_inputs.batch, rerun.calls[attention.tap], places[places >= 0])
     where = {place: at for at, place in enumerate(places.tolist())}
     order = torch.tensor([where[place] for place in kept.tolist()])
     expected = rerun.values[attention.tap][kept.to(rerun.hf.device)].flatten(1).to("cpu", torch.float64)
@@ -254,8 +256,8 @@ def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.T
     is_direct = wrong.operation.kind is Kind.LINEAR and wrong.operation.inputs == (attention.tap,)
 
     def push(context: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        given = wrong.replay([context], wrong.positions[order][rows]) if is_direct else None
-        return rerun.run({attention.tap: (kept[rows], context)})[kept[rows]] if given is None else given
+        direct = wrong.replay([context], wrong.positions[order][rows]) if is_direct else None
+        return rerun.run({attention.tap: (kept[rows], context)})[kept[rows]] if direct is None else direct
 
     inner = replace(
         wrong,
@@ -266,7 +268,7 @@ def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.T
         inputs=[],
         roundings=wrong.roundings[order],
         bound=wrong.bound[order],
-        views=found,
+        views=views,
         downstream=Downstream(actual=actual, push=push),
     )
     return inner, order

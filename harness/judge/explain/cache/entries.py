@@ -66,16 +66,16 @@ def _scale(
 ) -> float | None:
     """Return the coarsest scale under which next to all elements lie on a grid, as near to it as under any."""
     values = wrong.actual.abs().unique()
-    allowance, found = _ALLOWANCE * rounding_unit(wrong.dtype), list[tuple[float, float]]()
+    allowance, candidate_scales = _ALLOWANCE * rounding_unit(wrong.dtype), list[tuple[float, float]]()
     for candidate in candidates:
         on_grid = nearest(values / candidate)
         scale = float((values / on_grid)[on_grid != 0].mean())  # each value once: what is saturated is there often
         x = wrong.actual / scale
         error = (x - nearest(x)).abs() / (allowance * x.abs() + _TINY)
         if float((error <= 1).float().mean()) >= _ON_GRID:
-            found.append((float(error.mean()), scale))
-    best = min(found, default=(0.0, 0.0))[0]
-    return next((scale for error, scale in found if error <= _AS_NEAR * best + _TINY), None)
+            candidate_scales.append((float(error.mean()), scale))
+    best = min(candidate_scales, default=(0.0, 0.0))[0]
+    return next((scale for error, scale in candidate_scales if error <= _AS_NEAR * best + _TINY), None)
 
 
 def _on_mantissas(x: torch.Tensor, steps: int) -> torch.Tensor:
@@ -194,18 +194,18 @@ def other_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The same row of another tensor: the value for the key, the key before rotary, another layer's."""
     is_key = wrong.operation.site == "k_cache"
     contents = contents_of(wrong)
-    other = {contents.taps[VALUE if is_key else KEY]: "K and V are written to each other's cache"}
+    causes = {contents.taps[VALUE if is_key else KEY]: "K and V are written to each other's cache"}
     if is_key and RAW_KEY in contents.taps:
-        other[contents.taps[RAW_KEY]] = "keys are cached before rotary"
+        causes[contents.taps[RAW_KEY]] = "keys are cached before rotary"
     written = wrong.graph[wrong.operation.inputs[0]]
     before = written.inputs[0] if written.kind is Kind.NORM else None
     if before is not None:
-        other[before] = "the cache holds what comes before the norm"
+        causes[before] = "the cache holds what comes before the norm"
     for layer in wrong.graph.layers:
         attention = wrong.graph.attention_of(layer)
         if attention is not None and layer != wrong.operation.layer:
-            other[attention.inputs[1 if is_key else 2]] = f"the cache holds what layer {layer} wrote"
-    for tap, cause in other.items():
+            causes[attention.inputs[1 if is_key else 2]] = f"the cache holds what layer {layer} wrote"
+    for tap, cause in causes.items():
         tensor = latest(wrong.locator, tap, wrong.rows)
         if tensor is not None and tap == before:  # a latent is the first part of a product
             tensor = tensor[:, : wrong.actual.shape[1]]
@@ -215,11 +215,11 @@ def other_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def replayed_reads(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The engine's own block table leads to slots that something else was written to."""
-    memory, own = wrong.slot_history, wrong.operation.inputs[0]
+    memory, tap = wrong.slot_history, wrong.operation.inputs[0]
     if not memory.is_known:
         return
     places = _writers(wrong)
-    content = memory.content([write for _, write in places], own)
+    content = memory.content([write for _, write in places], tap)
     unwritten = torch.tensor([write is None for _, write in places])
     if content is None or bool(unwritten.all()):
         return
@@ -267,11 +267,11 @@ def other_row(wrong: WrongOperation) -> Iterator[Hypothesis]:
     is_zero = wrong.actual.norm(dim=1) < distance  # nearer to nothing than to any row
     is_known = ~is_zero & (distance <= _NEAR * rounding_unit(wrong.dtype) * wrong.actual.norm(dim=1))
     output = torch.where(is_zero[:, None], 0.0, contents.tensors[kind][index])
-    found = known.select(index)
+    matches = known.select(index)
     places = [
         (
             int(wrong.positions[at]),
-            _write(found.step[at], found.request[at], found.position[at]) if is_known[at] else None,
+            _write(matches.step[at], matches.request[at], matches.position[at]) if is_known[at] else None,
         )
         for at in range(len(index))
     ]
@@ -309,23 +309,23 @@ def _cause(wrong: WrongOperation, places: list[tuple[int, Write | None]], *, is_
     if len(rejected) >= _MOST * sum(write is not None for _, write in places):
         return f"the slot holds {name_of_row(wrong.recording, rejected[0].position, rejected[0].step)}"
     prefixes = Prefixes(wrong.recording.manifest.requests)
-    found = [
+    shifted = [
         (_own_position(prefixes, request, write), position)
         for request, (position, write) in zip(wrong.rows.request.tolist(), places, strict=True)
         if write is not None
     ]
-    if rejected and len(rejected) == sum(at is None for at, _ in found):
+    if rejected and len(rejected) == sum(at is None for at, _ in shifted):
         name = name_of_row(wrong.recording, rejected[0].position, rejected[0].step)
         return f"the slot holds another position, or {name}: what was given up is still in the cache"
-    share = sum(at is None for at, _ in found) / len(found)
+    share = sum(at is None for at, _ in shifted) / len(shifted)
     if share >= _MOST:
         return "the slot holds what another request wrote: shared, freed or given out wrongly"
     if share > 1 - _MOST:
         return "the slot holds what another request wrote, or another position: shared, freed or given out wrongly"
     if is_recorded:
         return "the slot holds another position, as the engine recorded it: the row itself was not written there"
-    shifts = {at - position for at, position in found if at is not None}
-    if len(shifts) == 1 and len(found) > 1:
+    shifts = {at - position for at, position in shifted if at is not None}
+    if len(shifts) == 1 and len(shifted) > 1:
         shift = f"the slot holds the token {shifts.pop():+d} positions away: written to a wrong slot"
         return shift + at_boundary(wrong)
     return f"the slot holds another position: written to a wrong slot, or read from one{at_boundary(wrong)}"
@@ -333,8 +333,8 @@ def _cause(wrong: WrongOperation, places: list[tuple[int, Write | None]], *, is_
 
 def _own_position(prefixes: Prefixes, request: int, write: Write) -> int | None:
     """Return which position of a request a written row is, going by the tokens up to it; None if it is none."""
-    own, other = (prefixes.up_to(item, write.position + 1).tolist() for item in (request, write.request))
-    return write.position if len(own) == len(other) and own[-1] == other[-1] else None
+    prefix, written_prefix = (prefixes.up_to(item, write.position + 1).tolist() for item in (request, write.request))
+    return write.position if len(prefix) == len(written_prefix) and prefix[-1] == written_prefix[-1] else None
 
 
 def _is_misplaced(wrong: WrongOperation) -> bool:

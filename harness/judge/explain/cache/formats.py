@@ -83,53 +83,56 @@ def _changes(
     part: str, formats: dict[str, CacheFormat | None], numerics: Numerics, layer: str
 ) -> Iterator[tuple[str, Change]]:
     """Yield mistakes with keys or values, as what is said of them, and what they make of them."""
-    own = formats[part]
-    if own is None:
+    declared = formats[part]
+    if declared is None:
         return
-    if own.dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
+    if declared.dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
         yield (
-            f"are cut off to {name_of(own.dtype)}, the dtype of the cache, instead of rounded",
-            partial(cut_off, dtype=own.dtype),
+            f"are cut off to {name_of(declared.dtype)}, the dtype of the cache, instead of rounded",
+            partial(cut_off, dtype=declared.dtype),
         )
-    if not own.has_scale or not own.is_known:
+    if not declared.has_scale or not declared.is_known:
         return
-    yield "are cut off to the cache's format instead of rounded", partial(_cut_off, form=own)
-    if own.name in BLOCKS:
-        yield from _of_blocks(own)
+    yield "are cut off to the cache's format instead of rounded", partial(_cut_off, form=declared)
+    if declared.name in BLOCKS:
+        yield from _of_blocks(declared)
     else:
-        yield "have a scale of 1: theirs is not delivered", _as_declared(replace(own, scales=(1.0,), scale_of=""))
+        yield "have a scale of 1: theirs is not delivered", _as_declared(replace(declared, scales=(1.0,), scale_of=""))
     for name, power in _POWERS.items():
-        yield name, partial(_one_sided, form=own, power=power)
+        yield name, partial(_one_sided, form=declared, power=power)
     for scale_of, what in (("token", "one for each token"), ("head", "one for each head of a token")):
-        if scale_of != own.scale_of and own.name not in BLOCKS:
+        if scale_of != declared.scale_of and declared.name not in BLOCKS:
             yield (
                 f"have a scale that follows their largest number, {what}",
-                _as_declared(replace(own, scales=(), scale_of=scale_of)),
+                _as_declared(replace(declared, scales=(), scale_of=scale_of)),
             )
-    if not own.scales:
+    if not declared.scales:
         return
-    other = formats["v" if part == "k" else "k"]
-    if other is not None and other.scales != own.scales:
-        yield from _with_scales_of(_other(part), own, other.scales or (1.0,))
-    if len(own.scales) > 1:
-        yield "have the scale of the next head", _as_declared(replace(own, scales=(*own.scales[1:], own.scales[0])))
-        yield "have the largest scale of all heads", _as_declared(replace(own, scales=(max(own.scales),)))
+    sibling = formats["v" if part == "k" else "k"]
+    if sibling is not None and sibling.scales != declared.scales:
+        yield from _with_scales_of(_other(part), declared, sibling.scales or (1.0,))
+    if len(declared.scales) > 1:
+        yield (
+            "have the scale of the next head",
+            _as_declared(replace(declared, scales=(*declared.scales[1:], declared.scales[0]))),
+        )
+        yield "have the largest scale of all heads", _as_declared(replace(declared, scales=(max(declared.scales),)))
     for tap, scales in numerics.cache_scales.items():
-        if tap.endswith(f".{part}_cache") and not tap.startswith(layer) and scales != own.scales:
-            yield from _with_scales_of(prefix_of(tap).removesuffix("."), own, scales)
+        if tap.endswith(f".{part}_cache") and not tap.startswith(layer) and scales != declared.scales:
+            yield from _with_scales_of(prefix_of(tap).removesuffix("."), declared, scales)
 
 
-def _with_scales_of(whose: str, own: CacheFormat, scales: tuple[float, ...]) -> Iterator[tuple[str, Change]]:
+def _with_scales_of(whose: str, declared: CacheFormat, scales: tuple[float, ...]) -> Iterator[tuple[str, Change]]:
     """Yield what scales of others do, where they are stored and read with them, and where only one of the two."""
-    theirs = replace(own, scales=scales)
+    theirs = replace(declared, scales=scales)
     yield f"have the scale of {whose}", _as_declared(theirs)
     yield (
         f"are stored with the scale of {whose}, and read with their own",
-        lambda x: theirs.stored(x).values / theirs.still(x) * own.still(x),
+        lambda x: theirs.stored(x).values / theirs.still(x) * declared.still(x),
     )
     yield (
         f"are read with the scale of {whose}, and stored with their own",
-        lambda x: own.stored(x).values / own.still(x) * theirs.still(x),
+        lambda x: declared.stored(x).values / declared.still(x) * theirs.still(x),
     )
 
 

@@ -110,11 +110,11 @@ class Rerun:
         """Return where rows stand in the batch, [R] int64; -1 for those that stand in another."""
         return torch.tensor([self._where.get(row, -1) for row in rows.identities()], dtype=torch.int64)
 
-    def run(self, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
+    def run(self, forced: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
         """Return what the operation gives in all places, [P, W] float64.
 
         Args:
-            given: by tap, places [R] and rows [R, ...] to put there in the place of what HF computes.
+            forced: by tap, places [R] and rows [R, ...] to put there in the place of what HF computes.
         """
         self.values.clear()
         with suppress(_SeenError):
@@ -123,7 +123,7 @@ class Rerun:
                 self.watch,
                 self.part_inputs.call,
                 (len(self.part_inputs.batch.sequences), self.part_inputs.batch.num_tokens),
-                lambda value: self._show(value, given or {}),
+                lambda value: self._show(value, forced or {}),
             )
         return self.values[self.operation.tap].flatten(1).to("cpu", torch.float64)
 
@@ -132,7 +132,7 @@ class Rerun:
             self.recorded[tap] = self.part_inputs.batch.recorded(tap) if tap in self.usable else None
         return self.recorded[tap]
 
-    def _show(self, value: Value, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    def _show(self, value: Value, forced: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
         tap, replaced = value.operation.tap, None
         rows = value.in_all_places(value.rows, self.part_inputs.batch.num_places)
         if value.call is not None:
@@ -140,8 +140,8 @@ class Rerun:
         if tap == self.operation.tap:
             self.values[tap] = rows.clone()
             raise _SeenError
-        if tap in given:
-            replaced = put_back(rows, *given[tap])
+        if tap in forced:
+            replaced = put_back(rows, *forced[tap])
         elif (recorded := self._recorded(tap)) is not None:
             replaced = put_back(rows, recorded.places, recorded.rows)
         self.values[tap] = (rows if replaced is None else replaced).clone()
@@ -151,9 +151,9 @@ class Rerun:
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Give a module or a parameter another attribute for the duration of the block."""
-    own = getattr(holder, name)
+    original = getattr(holder, name)
     try:
         setattr(holder, name, value)
         yield
     finally:
-        setattr(holder, name, own)
+        setattr(holder, name, original)

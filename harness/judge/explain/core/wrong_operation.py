@@ -149,10 +149,10 @@ class WrongOperation:
         """Return the operation at the rows where the mask [R] holds."""
         views, begin = [], 0
         for view in self.views:
-            own = keep[begin : begin + len(view.rows)]
+            of_view = keep[begin : begin + len(view.rows)]
             begin += len(view.rows)
-            if bool(own.any()):
-                views.append(view.select(own))
+            if bool(of_view.any()):
+                views.append(view.select(of_view))
         return dataclass_replace(self.take(keep), views=tuple(views), downstream=None)
 
     def take(self, order: torch.Tensor) -> "WrongOperation":
@@ -221,12 +221,12 @@ class WrongOperation:
             return None if self.rotation is None else self.rotation.turn(inputs[0].flatten(1), positions)
         return replay(self.hf, self.operation, list(inputs))
 
-    def is_expected(self, given: torch.Tensor | None) -> bool:
+    def is_expected(self, output: torch.Tensor | None) -> bool:
         """Whether some way to compute the operation gives what it should."""
-        return given is not None and given.shape == self.expected.shape and bool(self._are_expected(given).all())
+        return output is not None and output.shape == self.expected.shape and bool(self._are_expected(output).all())
 
-    def _are_expected(self, given: torch.Tensor) -> torch.Tensor:
-        are_expected: torch.Tensor = (given - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)
+    def _are_expected(self, output: torch.Tensor) -> torch.Tensor:
+        are_expected: torch.Tensor = (output - self.expected).norm(dim=1) <= _SAME * self.expected.norm(dim=1)
         return are_expected
 
     @cached_property
@@ -264,8 +264,12 @@ class WrongOperation:
 
     def siblings(self) -> list[Operation]:
         """Return the other operations of the same kind that read the same taps."""
-        own = self.operation
-        return [op for op in self.graph if op.kind is own.kind and op.inputs == own.inputs and op.tap != own.tap]
+        operation = self.operation
+        return [
+            op
+            for op in self.graph
+            if op.kind is operation.kind and op.inputs == operation.inputs and op.tap != operation.tap
+        ]
 
 
 def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
@@ -280,10 +284,10 @@ def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
     taken = taken.clone()
     for at in elsewhere:
         step = locator.recording.steps[int(rows.step[at])]
-        own = row_in_step(step, tap, int(rows.request[at]), int(rows.position[at]))
-        if own is None:
+        row = row_in_step(step, tap, int(rows.request[at]), int(rows.position[at]))
+        if row is None:
             return None
-        taken[at] = step.tap(tap)[own].to(torch.float64).flatten()
+        taken[at] = step.tap(tap)[row].to(torch.float64).flatten()
     return taken
 
 
@@ -291,8 +295,8 @@ def latest(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:
     """Return a tap at some rows, each from the last step that has it, [rows, ...] float64 flat; None unless all are."""
     if tap not in locator.taps() or not len(rows):
         return None
-    found = locator.find(tap, rows)
-    return None if bool((found[:, 0] < 0).any()) else locator.gather(tap, found).to(torch.float64).flatten(1)
+    places = locator.find(tap, rows)
+    return None if bool((places[:, 0] < 0).any()) else locator.gather(tap, places).to(torch.float64).flatten(1)
 
 
 def row_in_step(step: Step, tap: str, request: int, position: int) -> int | None:

@@ -65,23 +65,27 @@ def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
-    own, count = mixture.weights, mixture.weights.shape[1]
-    total = own.sum(dim=1, keepdim=True)
+    weights_RC, count = mixture.weights, mixture.weights.shape[1]
+    total = weights_RC.sum(dim=1, keepdim=True)
     tried = {
-        "the experts' outputs are added without the router's weights": torch.ones_like(own),
-        "the experts' outputs are averaged, without the router's weights": torch.full_like(own, 1 / count),
-        "the router's weights are applied twice": own.square(),
-        "the router's weights are normalised to a sum of one before the experts' outputs are added": own / total,
-        "every expert of a row is given the weight of the first": own[:, :1].expand_as(own),
+        "the experts' outputs are added without the router's weights": torch.ones_like(weights_RC),
+        "the experts' outputs are averaged, without the router's weights": torch.full_like(weights_RC, 1 / count),
+        "the router's weights are applied twice": weights_RC.square(),
+        "the router's weights are normalised to a sum of one before the experts' outputs are added": weights_RC / total,
+        "every expert of a row is given the weight of the first": weights_RC[:, :1].expand_as(weights_RC),
     }
     if count <= _MAX_ORDERED:
         for order in list(permutations(range(count)))[1:]:
-            tried[f"the experts of a row are given each other's weights, in the order {list(order)}"] = own[:, order]
+            tried[f"the experts of a row are given each other's weights, in the order {list(order)}"] = weights_RC[
+                :, order
+            ]
     for cause, weights in tried.items():
         yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(weights)))
     with exactly(mixture.wrong):
         parts = [
-            run_experts(mixture.module, mixture.x * own[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total))
+            run_experts(
+                mixture.module, mixture.x * weights_RC[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total)
+            )
             for at in range(count)
         ]
     cause = "the router's weights are applied to the experts' input instead of their output"
@@ -114,9 +118,9 @@ def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypoth
 
 def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
     """Fewer of the chosen experts are added, with their own weights or with weights that make up for it."""
-    own, count = mixture.weights, mixture.weights.shape[1]
+    weights_RC, count = mixture.weights, mixture.weights.shape[1]
     for kept in range(1, count):
-        weights = own * (torch.arange(count) < kept)
+        weights = weights_RC * (torch.arange(count) < kept)
         whose = "the first of the chosen experts" if kept == 1 else f"the first {kept} of the chosen experts"
         yield Hypothesis(cause=f"only {whose} is added", output=mixture.mixed(mixture.spread(weights)))
         again = weights / weights.sum(dim=1, keepdim=True)
@@ -127,8 +131,8 @@ def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
 def _other_experts(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
     """The outputs of an expert stand where those of another should."""
     meant = mixture.table
-    found = ((at, _source(meant[:, at], used, at)) for at in range(mixture.num_experts))
-    moved = {at: to for at, to in found if at != to}
+    sources = ((at, _source(meant[:, at], used, at)) for at in range(mixture.num_experts))
+    moved = {at: to for at, to in sources if at != to}
     exchanged = {at: to for at, to in moved.items() if moved.get(to) == at}
     for item in (moved, exchanged if exchanged != moved else {}):
         if item:
@@ -196,19 +200,21 @@ def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
 
 def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
     """One expert is that of another layer, or computes something else with its weights, or its weights are others."""
-    wrong, own = mixture.wrong, mixture.table[:, expert, None]
+    wrong, weight = mixture.wrong, mixture.table[:, expert, None]
     for operation in others_like(wrong):
         with exactly(wrong, operation.module):
             part = one_expert(experts_of(wrong, operation), mixture.x, expert)
         cause = f"the weights of expert {expert} are those of expert {expert} of {operation.tap}"
         yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part))
-    for other in range(mixture.num_experts):
-        if other != expert:
-            cause = _moved({expert: other}, mixture.num_experts)
-            yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, mixture.outputs[other]), num_fitted=1)
+    for replacement in range(mixture.num_experts):
+        if replacement != expert:
+            cause = _moved({expert: replacement}, mixture.num_experts)
+            yield Hypothesis(
+                cause=cause, output=mixture.with_part_of(expert, mixture.outputs[replacement]), num_fitted=1
+            )
     for cause, part in _computed_otherwise(mixture, lambda: mixture.part_of(expert)):
         yield Hypothesis(cause=f"in expert {expert}, {cause}", output=mixture.with_part_of(expert, part))
-    part = own * mixture.outputs[expert]
+    part = weight * mixture.outputs[expert]
     factor = 1 + wrong.factor_of(part, wrong.expected)
     if abs(factor) > _NOTHING:
         cause = f"the output of expert {expert} is scaled by {factor:.4g}"
@@ -229,21 +235,21 @@ def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> It
         if (exchange := _gate_and_up_exchanged(module)) is not None:
             with changed(module, exchange):
                 yield "gate and up are swapped", run()
-        own = getattr(module, "act_fn", None)
-        if isinstance(own, nn.Module):
+        activation = getattr(module, "act_fn", None)
+        if isinstance(activation, nn.Module):
             for name, function in _ACTIVATIONS.items():
-                if not torch.equal(function(mixture.x), own(mixture.x)):
+                if not torch.equal(function(mixture.x), activation(mixture.x)):
                     with replaced(module, "act_fn", _Function(function)):
                         yield f"the activation is {name}", run()
 
 
 def _gate_and_up_exchanged(module: nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
     """Return what exchanges both halves of the first product's weight; None if a module has no such."""
-    own = dict(module.named_parameters(recurse=False))
-    if not {"gate_up_proj", "down_proj"} <= own.keys():
+    parameters = dict(module.named_parameters(recurse=False))
+    if not {"gate_up_proj", "down_proj"} <= parameters.keys():
         return None
-    inner = set(own["down_proj"].shape[1:])
-    sizes = [size // 2 for size in own["gate_up_proj"].shape[1:] if size % 2 == 0 and size // 2 in inner]
+    inner = set(parameters["down_proj"].shape[1:])
+    sizes = [size // 2 for size in parameters["gate_up_proj"].shape[1:] if size % 2 == 0 and size // 2 in inner]
     if len(sizes) != 1:
         return None
 
@@ -298,10 +304,10 @@ def _only_expert(mixture: Mixture) -> int | None:
 
 def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The routed experts' output and the gated one of the shared expert, added otherwise."""
-    found = _parts(wrong)
-    if found is None:
+    parts = _parts(wrong)
+    if parts is None:
         return
-    routed, shared, gate = found
+    routed, shared, gate = parts
     gated = shared * gate.sigmoid()
     tried = {
         "the shared expert is not added": routed,

@@ -67,9 +67,9 @@ class Mixture(_Call):
         """Return [R, D] under weights [R, E]."""
         return self.base + torch.einsum("re,erd->rd", table, self.outputs)
 
-    def with_part_of(self, expert: int, other: torch.Tensor) -> torch.Tensor:
-        """Return [R, D] where one expert gives `other` [R, D]."""
-        return self.wrong.expected + self.table[:, expert, None] * (other - self.outputs[expert])
+    def with_part_of(self, expert: int, output: torch.Tensor) -> torch.Tensor:
+        """Return [R, D] where one expert gives `output` [R, D]."""
+        return self.wrong.expected + self.table[:, expert, None] * (output - self.outputs[expert])
 
     def part_of(self, expert: int) -> torch.Tensor:
         """Return what the module gives now if each row goes to one expert, with weight 1: [R, D]."""
@@ -120,7 +120,7 @@ def _of_three(wrong: WrongOperation) -> _Call | None:
         return None
     named = dict(zip(wrong.operation.inputs, wrong.inputs, strict=True))
     chosen = named.pop(tap).to(torch.int64).flatten(1)
-    x, weights = sorted((item.flatten(1) for item in named.values()), key=lambda each: -each.shape[1])
+    x, weights = sorted((item.flatten(1) for item in named.values()), key=lambda tensor: -tensor.shape[1])
     return _Call(module=wrong.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
 
 
@@ -128,7 +128,7 @@ def _of_two(wrong: WrongOperation) -> _Call | None:
     """Experts whose choice no operation shows: HF's router is run again on what the experts read."""
     if len(wrong.inputs) != 2 or choice_of(wrong) is not None or num_experts(wrong.module) is None:
         return None
-    x, weights = sorted((item.flatten(1) for item in wrong.inputs), key=lambda each: -each.shape[1])
+    x, weights = sorted((item.flatten(1) for item in wrong.inputs), key=lambda tensor: -tensor.shape[1])
     chosen = routed(wrong, x)
     if chosen is None:
         return None
@@ -141,9 +141,9 @@ def routed(wrong: WrongOperation, x: torch.Tensor) -> torch.Tensor | None:
         router: Any = wrong.hf.module(wrong.graph[tap].module)
         if ":" in wrong.graph[tap].source and isinstance(getattr(router, "weight", None), torch.Tensor):
             with wrong.hf.weights.held(wrong.hf.part_of(wrong.graph[tap].module)):
-                given = router(x.to(router.weight))
-            found = [item for item in given if not item.is_floating_point()] if isinstance(given, tuple) else []
-            return found[0].to("cpu", torch.int64) if len(found) == 1 else None
+                outputs = router(x.to(router.weight))
+            indices = [item for item in outputs if not item.is_floating_point()] if isinstance(outputs, tuple) else []
+            return indices[0].to("cpu", torch.int64) if len(indices) == 1 else None
     return None
 
 
@@ -169,8 +169,8 @@ def _of_slots(wrong: WrongOperation) -> _Call | None:
 
 def choice_of(wrong: WrongOperation) -> str | None:
     """Return the tap of the choice that an operation reads."""
-    found = [tap for tap in wrong.operation.inputs if wrong.graph[tap].kind is Kind.CHOICE]
-    return found[0] if len(found) == 1 else None
+    choices = [tap for tap in wrong.operation.inputs if wrong.graph[tap].kind is Kind.CHOICE]
+    return choices[0] if len(choices) == 1 else None
 
 
 @contextmanager
@@ -196,8 +196,10 @@ def changed(module: nn.Module, change: Callable[[str, torch.Tensor], torch.Tenso
 
 def others_like(wrong: WrongOperation) -> list[Operation]:
     """Return the operations of the same site in the other layers."""
-    own = wrong.operation
-    return [op for op in wrong.graph if op.site == own.site and op.kind is own.kind and op.tap != own.tap]
+    operation = wrong.operation
+    return [
+        op for op in wrong.graph if op.site == operation.site and op.kind is operation.kind and op.tap != operation.tap
+    ]
 
 
 def recorded_choices(mixture: Mixture) -> torch.Tensor | None:

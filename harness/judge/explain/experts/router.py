@@ -84,8 +84,8 @@ def choice_by_other_scores(wrong: WrongOperation) -> Iterator[Hypothesis]:
             cause = "the router's bias is left out of the choice, or its groups are"
             yield choice(wrong, cause, plain.topk(count).indices)
             if len(wrong.operation.shape) > 1:  # the best of each group
-                groups, each = wrong.operation.shape[-2:]
-                best = plain.unflatten(1, (groups, -1)).topk(each).indices.flatten(1)
+                groups, num_groups_chosen = wrong.operation.shape[-2:]
+                best = plain.unflatten(1, (groups, -1)).topk(num_groups_chosen).indices.flatten(1)
                 yield choice(wrong, "the router's bias is left out of the choice", best)
             for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
                 biased = plain + sign * bias
@@ -132,13 +132,13 @@ def other_routing_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if logits is None or chosen is None:
         return
     forms = list(_forms(wrong, logits, chosen))
-    own = next((form for form in forms if wrong.is_expected(form.weights)), None)
-    if own is None:
+    right = next((form for form in forms if wrong.is_expected(form.weights)), None)
+    if right is None:
         return
     for form in forms:
-        if form is not own and not _is_same(form.weights, own.weights):
-            yield Hypothesis(cause=_difference(form, own), output=form.weights)
-    yield from _used_otherwise(wrong, own, logits, chosen)
+        if form is not right and not _is_same(form.weights, right.weights):
+            yield Hypothesis(cause=_difference(form, right), output=form.weights)
+    yield from _used_otherwise(wrong, right, logits, chosen)
 
 
 def _forms(wrong: WrongOperation, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[_Form]:
@@ -151,53 +151,53 @@ def _forms(wrong: WrongOperation, logits: torch.Tensor, chosen: torch.Tensor) ->
                 yield _Form(score=name, is_normalised=is_normalised, factor=fromkey, weights=weights * fromkey)
 
 
-def _difference(form: _Form, own: _Form) -> str:
+def _difference(form: _Form, right: _Form) -> str:
     """Say how a form of the weights differs from the model's own."""
     parts = []
-    if form.score != own.score:
-        parts.append(f"the weights are made by {form.score}, instead of {own.score}")
-    if form.is_normalised and not own.is_normalised:
+    if form.score != right.score:
+        parts.append(f"the weights are made by {form.score}, instead of {right.score}")
+    if form.is_normalised and not right.is_normalised:
         parts.append("the weights are normalised to a sum of one, as by a softmax over the chosen experts alone")
-    if own.is_normalised and not form.is_normalised:
+    if right.is_normalised and not form.is_normalised:
         parts.append("the weights are not normalised to a sum of one")
-    if form.factor != own.factor:
-        parts.append(f"the routed scaling factor is {form.factor:.4g} instead of {own.factor:.4g}")
+    if form.factor != right.factor:
+        parts.append(f"the routed scaling factor is {form.factor:.4g} instead of {right.factor:.4g}")
     return ", and ".join(parts)
 
 
 def _used_otherwise(
-    wrong: WrongOperation, own: _Form, logits: torch.Tensor, chosen: torch.Tensor
+    wrong: WrongOperation, right: _Form, logits: torch.Tensor, chosen: torch.Tensor
 ) -> Iterator[Hypothesis]:
-    weights, count = own.weights, chosen.shape[1]
+    weights, count = right.weights, chosen.shape[1]
     again = weights / weights.sum(dim=1, keepdim=True)
     tried = {
         "the weights are all one: the router's are not used": torch.ones_like(weights),
-        "the weights are all equal: the router's are not used": torch.full_like(weights, own.factor / count),
+        "the weights are all equal: the router's are not used": torch.full_like(weights, right.factor / count),
         "the weights are in another order than the experts": weights.flip(1),
         "a softmax is applied to the weights once more": weights.softmax(dim=1),
         "the weights are squared: applied twice": weights.square(),
     }
-    if own.factor != 1:
+    if right.factor != 1:
         tried["the weights are normalised to a sum of one after the routed scaling factor"] = again
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        coarse = rounded(SCORES[own.score](rounded(logits, dtype)), dtype).gather(1, chosen)
-        coarse = coarse / coarse.sum(dim=1, keepdim=True) if own.is_normalised else coarse
-        tried[f"the weights are computed in {name}"] = coarse * own.factor
+        coarse = rounded(SCORES[right.score](rounded(logits, dtype)), dtype).gather(1, chosen)
+        coarse = coarse / coarse.sum(dim=1, keepdim=True) if right.is_normalised else coarse
+        tried[f"the weights are computed in {name}"] = coarse * right.factor
     bias = bias_of(wrong)
     if bias is not None:
-        corrected = (SCORES[own.score](logits) + bias).gather(1, chosen)
-        corrected = corrected / corrected.sum(dim=1, keepdim=True) if own.is_normalised else corrected
-        tried["the router's bias, which is for the choice alone, is in the weights, too"] = corrected * own.factor
+        corrected = (SCORES[right.score](logits) + bias).gather(1, chosen)
+        corrected = corrected / corrected.sum(dim=1, keepdim=True) if right.is_normalised else corrected
+        tried["the router's bias, which is for the choice alone, is in the weights, too"] = corrected * right.factor
     for cause, output in tried.items():
-        if not _is_same(output, own.weights):
+        if not _is_same(output, right.weights):
             yield Hypothesis(cause=cause, output=output)
 
 
 def _chosen(wrong: WrongOperation) -> torch.Tensor | None:
     """Return the experts [R, C] that the weights are those of; None if the operation makes no weights."""
-    own = wrong.operation
-    for operation in reversed(wrong.graph.of_layer(own.layer)):
-        if operation.kind is Kind.CHOICE and operation.module == own.module:
+    router = wrong.operation
+    for operation in reversed(wrong.graph.of_layer(router.layer)):
+        if operation.kind is Kind.CHOICE and operation.module == router.module:
             chosen = wrong.tap(operation.tap)
             if chosen is not None and chosen.shape == wrong.expected.shape:
                 return chosen.to(torch.int64)
@@ -206,9 +206,9 @@ def _chosen(wrong: WrongOperation) -> torch.Tensor | None:
 
 def logits_of(wrong: WrongOperation) -> torch.Tensor | None:
     """Return the router's product [R, E] at the rows; None if it was not recorded."""
-    own = wrong.operation
-    of_module = [item.tap for item in wrong.graph.of_layer(own.layer) if item.module == own.module]
-    for tap in (*own.inputs, *of_module):
+    router = wrong.operation
+    of_module = [item.tap for item in wrong.graph.of_layer(router.layer) if item.module == router.module]
+    for tap in (*router.inputs, *of_module):
         if wrong.graph[tap].kind is Kind.LINEAR:
             return wrong.tap(tap)
     return None
@@ -236,8 +236,8 @@ def _factor(wrong: WrongOperation) -> float:
     return 1.0
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one - other).norm(dim=1) <= _SAME * other.norm(dim=1)).all())
+def _is_same(one: torch.Tensor, another: torch.Tensor) -> bool:
+    return bool(((one - another).norm(dim=1) <= _SAME * another.norm(dim=1)).all())
 
 
 def other_tokens(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -39,11 +39,11 @@ def other_activation(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if factors is None:
         return
     gate, up = factors
-    own, factor = act(gate), 1 if up is None else up
+    activated, factor = act(gate), 1 if up is None else up
     if up is not None:
         yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=act(up) * gate)
     for name, function in _ACTIVATIONS.items():
-        if torch.equal(function(gate), own):
+        if torch.equal(function(gate), activated):
             continue
         yield Hypothesis(cause=f"the activation is {name}", output=function(gate) * factor)
         if up is not None:
@@ -52,9 +52,9 @@ def other_activation(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if up is not None:
         yield from hypotheses(
             {
-                "the product with up is missing": own,
+                "the product with up is missing": activated,
                 "the gate is missing": up,
-                "act(gate) and up are added instead of multiplied": own + up,
+                "act(gate) and up are added instead of multiplied": activated + up,
                 "the activation is applied to the product": act(gate * up),
             }
         )
@@ -95,11 +95,13 @@ def soft_capped(wrong: WrongOperation) -> Iterator[Hypothesis]:
         if bool((bent.abs() < 1).all()):
             uncapped = cap * torch.atanh(bent)
             yield Hypothesis(cause=f"the soft cap of {cap:g} is left out", output=uncapped)
-            other = _fitted_cap(wrong.actual, uncapped)
-            if other is not None and not math.isclose(other, cap, rel_tol=_SAME_CAP):
-                other = float(f"{other:.4g}")
-                output = other * torch.tanh(uncapped / other)
-                yield Hypothesis(cause=f"the soft cap is {other:g} instead of {cap:g}", output=output, num_fitted=1)
+            fitted_cap = _fitted_cap(wrong.actual, uncapped)
+            if fitted_cap is not None and not math.isclose(fitted_cap, cap, rel_tol=_SAME_CAP):
+                fitted_cap = float(f"{fitted_cap:.4g}")
+                output = fitted_cap * torch.tanh(uncapped / fitted_cap)
+                yield Hypothesis(
+                    cause=f"the soft cap is {fitted_cap:g} instead of {cap:g}", output=output, num_fitted=1
+                )
     fitted = _fitted_cap(wrong.actual, wrong.expected)
     if fitted is not None:
         yield _capped(wrong, float(f"{fitted:.4g}"), num_fitted=1)

@@ -29,14 +29,16 @@ def another_token(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if table is None or not bool(wrong.actual.isfinite().all()):
         return
     nearest, meant = _nearest(wrong.actual, table), _nearest(wrong.expected, table)
-    own = wrong.token_ids
-    is_of_positions = _is_of_positions(wrong, own, meant) and torch.allclose(table[meant], wrong.expected)
+    tokens = wrong.token_ids
+    is_of_positions = _is_of_positions(wrong, tokens, meant) and torch.allclose(table[meant], wrong.expected)
     if is_of_positions:
-        own = meant
-    if torch.equal(nearest, own):  # the right rows, and otherwise wrong
+        tokens = meant
+    if torch.equal(nearest, tokens):  # the right rows, and otherwise wrong
         return
-    pairs = ", ".join(f"{at} for {token}" for token, at in list(zip(own.tolist(), nearest.tolist(), strict=True))[:6])
-    cause = _of_positions(own, nearest) if is_of_positions else _named(wrong, own, nearest)
+    pairs = ", ".join(
+        f"{at} for {token}" for token, at in list(zip(tokens.tolist(), nearest.tolist(), strict=True))[:6]
+    )
+    cause = _of_positions(tokens, nearest) if is_of_positions else _named(wrong, tokens, nearest)
     yield Hypothesis(cause=cause, output=table[nearest], detail=f"rows of the table: {pairs}")
 
 
@@ -55,22 +57,22 @@ def _is_of_positions(wrong: WrongOperation, tokens: torch.Tensor, meant: torch.T
     return len((meant - wrong.rows.position).unique()) == 1 and not torch.equal(meant, tokens)
 
 
-def _of_positions(own: torch.Tensor, found: torch.Tensor) -> str:
-    difference = (found - own).unique()
+def _of_positions(expected: torch.Tensor, nearest: torch.Tensor) -> str:
+    difference = (nearest - expected).unique()
     shift = f" ({int(difference):+d})" if len(difference) == 1 else ""
     return f"the embedding is that of another position{shift}"
 
 
-def _named(wrong: WrongOperation, own: torch.Tensor, found: torch.Tensor) -> str:
+def _named(wrong: WrongOperation, expected: torch.Tensor, nearest: torch.Tensor) -> str:
     tokens = {request.id: request.token_ids for request in wrong.recording.manifest.requests}
     places = [(r, p + wrong.operation.tokens_ahead) for r, p in wrong.rows.places()]
     for shift, name in ((-1, "before"), (1, "after")):
         there = [tokens[r][p + shift] if 0 <= p + shift < len(tokens[r]) else -1 for r, p in places]
-        if there == found.tolist():
+        if there == nearest.tolist():
             return f"the embedding is that of the token {name} it"
-    if _rows_before(wrong) == found.tolist():
+    if _rows_before(wrong) == nearest.tolist():
         return "the embedding is that of the token before it in the step"
-    difference = (found - own).unique()
+    difference = (nearest - expected).unique()
     if len(difference) == 1:
         return f"the embedding is that of token id {int(difference):+d}"
     return "the embedding is that of another token"
@@ -124,32 +126,32 @@ def misplaced(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
 
     def output(orders: dict[int, _Order], of: dict[int, int] | None = None) -> torch.Tensor:
-        found = [orders[request][index] if request in wanted else -1 for request, index in pairs]
+        image_rows = [orders[request][index] if request in wanted else -1 for request, index in pairs]
         sources = [(of or {}).get(request, request) for request, _ in pairs]
-        return torch.stack([text[r] if at < 0 else rows[sources[r]][at] for r, at in enumerate(found)])
+        return torch.stack([text[r] if at < 0 else rows[sources[r]][at] for r, at in enumerate(image_rows)])
 
     names = dict.fromkeys(name for at in wanted for name in _orders(kinds[at]))
     for name in names:
         orders = {at: _orders(kinds[at]).get(name, _in_place(kinds[at])) for at in wanted}
         yield Hypothesis(cause=name, output=output(orders))
-    for other in requests:
-        if all(other != at and _images(kinds[other]) == _images(kinds[at]) for at in wanted):
-            same = output({at: _in_place(kinds[at]) for at in wanted}, dict.fromkeys(wanted, other))
-            yield Hypothesis(cause=f"the images of request {other} are there", output=same)
+    for source in requests:
+        if all(source != at and _images(kinds[source]) == _images(kinds[at]) for at in wanted):
+            same = output({at: _in_place(kinds[at]) for at in wanted}, dict.fromkeys(wanted, source))
+            yield Hypothesis(cause=f"the images of request {source} are there", output=same)
 
 
 def _kinds(request: RequestInfo, rows: torch.Tensor, wrong: WrongOperation) -> list[bool]:
     """Return for each token whether it is a part of an image: its row is not the one of the embedding's table."""
     ids = torch.tensor([request.token_ids])
     embedding = wrong.hf.model.get_input_embeddings()
-    own = embedding(ids.clamp(max=wrong.hf.vocab_size - 1).to(wrong.hf.device))[0].to("cpu", torch.float64)
-    kinds: list[bool] = ((own - rows).norm(dim=1) > _SAME * rows.norm(dim=1)).tolist()
+    embedded = embedding(ids.clamp(max=wrong.hf.vocab_size - 1).to(wrong.hf.device))[0].to("cpu", torch.float64)
+    kinds: list[bool] = ((embedded - rows).norm(dim=1) > _SAME * rows.norm(dim=1)).tolist()
     return kinds
 
 
 def _images(kinds: list[bool]) -> list[range]:
     """Return the places of each image: parts that follow one another are one."""
-    runs = [(is_image, [at for at, _ in group]) for is_image, group in groupby(enumerate(kinds), lambda each: each[1])]
+    runs = [(is_image, [at for at, _ in group]) for is_image, group in groupby(enumerate(kinds), lambda item: item[1])]
     return [range(places[0], places[-1] + 1) for is_image, places in runs if is_image]
 
 
@@ -159,25 +161,25 @@ def _in_place(kinds: list[bool]) -> _Order:
 
 def _orders(kinds: list[bool]) -> dict[str, _Order]:
     """Return the rows that the tokens of a request are given, by what has gone wrong."""
-    images, own = _images(kinds), _in_place(kinds)
-    found = {"no image is there: the rows are those of the tokens in its place": [-1] * len(kinds)}
+    images, right = _images(kinds), _in_place(kinds)
+    orders = {"no image is there: the rows are those of the tokens in its place": [-1] * len(kinds)}
     for shift in _SHIFTS:
         how = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'late' if shift > 0 else 'early'}"
-        moved = [at - shift if 0 <= at - shift < len(own) else -1 for at in range(len(own))]
-        found[f"image embeddings are placed {how}"] = [own[at] if at >= 0 else -1 for at in moved]
+        moved = [at - shift if 0 <= at - shift < len(right) else -1 for at in range(len(right))]
+        orders[f"image embeddings are placed {how}"] = [right[at] if at >= 0 else -1 for at in moved]
     for order in list(permutations(range(len(images))))[1:] if len(images) <= _MOST_IMAGES else ():
-        found[f"images in the order {', '.join(map(str, order))}"] = _put(
-            own, images, [at for number in order for at in images[number]]
+        orders[f"images in the order {', '.join(map(str, order))}"] = _put(
+            right, images, [at for number in order for at in images[number]]
         )
     for height in range(2, max(map(len, images), default=0)):
-        found[f"the parts of each image by columns of {height}"] = _put(
-            own, images, [at for image in images for at in _by_columns(image, height)]
+        orders[f"the parts of each image by columns of {height}"] = _put(
+            right, images, [at for image in images for at in _by_columns(image, height)]
         )
-    return found
+    return orders
 
 
-def _put(own: _Order, images: list[range], sources: list[int]) -> _Order:
-    order = list(own)
+def _put(right: _Order, images: list[range], sources: list[int]) -> _Order:
+    order = list(right)
     for at, source in zip([at for image in images for at in image], sources, strict=True):
         order[at] = source
     return order

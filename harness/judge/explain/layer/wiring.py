@@ -44,9 +44,9 @@ def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
         factor = 1 + wrong.factor_of(part, wrong.expected)
         cause = f"{name} is added with a factor of {factor * factors[name]:.4g} instead of {factors[name]:.4g}"
         yield Hypothesis(cause=cause, output=wrong.expected + (factor - 1) * part, num_fitted=1)
-        for other, tensor in _near(wrong).items():
-            if other not in terms:
-                cause = f"{other} is added in the place of {name}"
+        for name_of_another, tensor in _near(wrong).items():
+            if name_of_another not in terms:
+                cause = f"{name_of_another} is added in the place of {name}"
                 yield Hypothesis(cause=cause, output=wrong.expected + factors[name] * (tensor - x), is_vague=True)
 
 
@@ -65,32 +65,32 @@ def other_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if wrong.operation.kind not in (Kind.NORM, Kind.LINEAR) or not wrong.can_replay:
         return
     read = wrong.graph[wrong.operation.inputs[0]]
-    found = dict(_inputs(wrong, read))
+    tensors = dict(_inputs(wrong, read))
     few = torch.arange(min(_PROBED_ROWS, len(wrong.rows)))
     errors = {}
-    for name, x in found.items():
-        given = replay(wrong.hf, wrong.operation, [x[few]])
-        if given is not None and given.shape[1] == wrong.actual.shape[1]:
-            errors[name] = float((given - wrong.actual[few]).norm())
+    for name, x in tensors.items():
+        probe = replay(wrong.hf, wrong.operation, [x[few]])
+        if probe is not None and probe.shape[1] == wrong.actual.shape[1]:
+            errors[name] = float((probe - wrong.actual[few]).norm())
     for name in sorted(errors, key=errors.__getitem__)[:_KEPT]:
-        output = replay(wrong.hf, wrong.operation, [found[name]])
+        output = replay(wrong.hf, wrong.operation, [tensors[name]])
         if output is not None:
             yield Hypothesis(cause=f"it reads {name} instead of {read.site}", output=output)
 
 
 def _inputs(wrong: WrongOperation, read: Operation) -> Iterator[tuple[str, torch.Tensor]]:
-    own = wrong.inputs[0].flatten(1)
-    near = {name: x for name, x in _near(wrong).items() if x.shape == own.shape}
-    near = dict(list(near.items())[:_MAX_TENSORS]) | {read.site: own}
-    sums = {f"{one} + {other}": near[one] + near[other] for one, other in combinations(near, 2)}
+    read_rows = wrong.inputs[0].flatten(1)
+    near = {name: x for name, x in _near(wrong).items() if x.shape == read_rows.shape}
+    near = dict(list(near.items())[:_MAX_TENSORS]) | {read.site: read_rows}
+    sums = {f"{one} + {second}": near[one] + near[second] for one, second in combinations(near, 2)}
     sums = {name: x for name, x in sums.items() if not _is_one_of(x, near, _ROUNDINGS * rounding_unit(wrong.dtype))}
     yield from sums.items()
     layer = wrong.graph.of_layer(wrong.operation.layer)
     norms = [op for op in layer if op.kind is Kind.NORM and op.tap != wrong.operation.tap]
     for norm in norms:
-        for name, x in (near | sums if norm.tap == read.tap else {read.site: own}).items():
+        for name, x in (near | sums if norm.tap == read.tap else {read.site: read_rows}).items():
             made = replay(wrong.hf, norm, [x])
-            if made is not None and made.shape == own.shape:
+            if made is not None and made.shape == read_rows.shape:
                 yield f"{norm.site} of {name}", made
 
 
@@ -101,12 +101,12 @@ def _is_one_of(x: torch.Tensor, tensors: Mapping[str, torch.Tensor], allowance: 
 
 def _near(wrong: WrongOperation) -> dict[str, torch.Tensor]:
     """Return other tensors of the layer, or of the end of the one before, by name; of equal ones the first."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for width in {wrong.expected.shape, wrong.inputs[0].flatten(1).shape}:
         for name, x in other_taps(wrong, width):
-            if not any(x.shape == item.shape and torch.equal(x, item) for item in found.values()):
-                found[name] = x
-    return found
+            if not any(x.shape == item.shape and torch.equal(x, item) for item in tensors.values()):
+                tensors[name] = x
+    return tensors
 
 
 def other_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -129,9 +129,9 @@ def other_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
     ):
         yield Hypothesis(cause=f"{name} is added with a factor of {factor:.4g}", output=output, num_fitted=1)
     sides = torch.stack((stream.flatten(), branch.flatten()), dim=1)
-    own, other = torch.linalg.lstsq(sides, wrong.actual.reshape(-1, 1)).solution[:, 0].tolist()
-    cause = f"{first} is added with a factor of {own:.4g}, and {second} with one of {other:.4g}"
-    yield Hypothesis(cause=cause, output=own * stream + other * branch, num_fitted=2)
+    stream_factor, branch_factor = torch.linalg.lstsq(sides, wrong.actual.reshape(-1, 1)).solution[:, 0].tolist()
+    cause = f"{first} is added with a factor of {stream_factor:.4g}, and {second} with one of {branch_factor:.4g}"
+    yield Hypothesis(cause=cause, output=stream_factor * stream + branch_factor * branch, num_fitted=2)
 
 
 def _order(wrong: WrongOperation) -> tuple[str, str]:
@@ -182,13 +182,13 @@ def another_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
     sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
     layers = [op for op in wrong.graph if op.layer is None or first <= op.layer <= (wrong.operation.layer or 0)]
     for operation in layers:
-        other = wrong.tap(operation.tap)
-        if other is None or other.shape != wrong.actual.shape or operation.tap in wrong.operation.inputs:
+        tensor = wrong.tap(operation.tap)
+        if tensor is None or tensor.shape != wrong.actual.shape or operation.tap in wrong.operation.inputs:
             continue
         for kept, replaced in ((0, 1), (1, 0)):
             name = operation.site if operation.layer == wrong.operation.layer else operation.tap
             cause = f"{name} is added in the place of {sites[replaced]}"
-            yield Hypothesis(cause=cause, output=wrong.inputs[kept] + other, is_vague=True)
+            yield Hypothesis(cause=cause, output=wrong.inputs[kept] + tensor, is_vague=True)
 
 
 def coarse_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:

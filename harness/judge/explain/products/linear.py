@@ -64,8 +64,8 @@ def zero_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def other_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weights are those of another module of the same shape: of this layer, or the same of another layer."""
-    own = wrong.weight(wrong.operation.tap)
-    if own is None:
+    right = wrong.weight(wrong.operation.tap)
+    if right is None:
         return
     x = _x(wrong)
     for operation in wrong.graph:
@@ -74,7 +74,7 @@ def other_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
         if operation.kind is not wrong.operation.kind or tap == wrong.operation.tap or not is_near:
             continue
         weight = wrong.weight(tap)
-        if weight is not None and weight.shape == own.shape:
+        if weight is not None and weight.shape == right.shape:
             yield Hypothesis(cause=f"the weights are those of {tap}", output=product(x, weight, _bias(wrong, tap)))
             if (bias := _bias(wrong, wrong.operation.tap)) is not None:
                 yield Hypothesis(
@@ -106,8 +106,10 @@ def weight_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     bias = _bias(wrong, wrong.operation.tap)
     if bias is not None:
         plain = replace(wrong, actual=wrong.actual - bias, expected=wrong.expected - bias)
-        for found in outputs_in_another_order(plain):
-            yield replace(found, cause=f"{found.cause}, and those of its bias are not", output=found.output + bias)
+        for hypothesis in outputs_in_another_order(plain):
+            yield replace(
+                hypothesis, cause=f"{hypothesis.cause}, and those of its bias are not", output=hypothesis.output + bias
+            )
 
 
 def outputs_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -237,11 +239,11 @@ def one_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
     )
     output = wrong.expected.clone()
     output[:, row] += change * x[:, column]
-    own = float(weight[row, column])
+    right = float(weight[row, column])
     yield Hypothesis(
         cause=f"one element of the weight is another: [{row}, {column}]",
         output=output,
-        detail=f"it is {own + change:.4g} instead of {own:.4g}",
+        detail=f"it is {right + change:.4g} instead of {right:.4g}",
         num_fitted=3,  # its row, its column and its value
     )
 
@@ -314,8 +316,8 @@ def nobodys_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def _whose_weights(wrong: WrongOperation, fitted: torch.Tensor) -> str:
     """Say what is to be thought of fitted weights [O, I] that are no known module's."""
-    own = wrong.weight(wrong.operation.tap)
-    is_like_own = own is not None and own.shape == fitted.shape and _cosine(own, fitted) > _ALIKE
+    right = wrong.weight(wrong.operation.tap)
+    is_like_own = right is not None and right.shape == fitted.shape and _cosine(right, fitted) > _ALIKE
     if wrong.operation.tap == LOGITS and getattr(wrong.hf.config, "tie_word_embeddings", False):
         why = "stale" if is_like_own else "not loaded, or another checkpoint's"
         return f"the weights of the tied head are not those of the embedding: {why}"

@@ -56,8 +56,8 @@ def adapter_of_another(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if update is None:
         return
     x = wrong.inputs[0].flatten(1)
-    for name, other in wrong.module.others.items():
-        theirs = x @ other.a.to(x).T @ other.b.to(x).T * other.scaling
+    for name, adapter in wrong.module.others.items():
+        theirs = x @ adapter.a.to(x).T @ adapter.b.to(x).T * adapter.scaling
         yield Hypothesis(cause=f"the adapter is another one: {name}", output=wrong.expected - update + theirs)
 
 

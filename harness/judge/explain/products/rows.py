@@ -63,10 +63,10 @@ def rows_of_the_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
             )
 
 
-def _scaled(expected: torch.Tensor, other: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+def _scaled(expected: torch.Tensor, scaled: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """Return what should be [R, O] with some outputs of another."""
     output = expected.clone()
-    output[:, outputs] = other[:, outputs]
+    output[:, outputs] = scaled[:, outputs]
     return output
 
 
@@ -121,9 +121,9 @@ def _in_words(factors_B: torch.Tensor, weight_BS: torch.Tensor) -> str:
     largest = weight_BS.abs().amax(dim=1)
     is_changed = (factors_B - 1).abs() > _CHANGED
     inner = len(factors_B) - 1  # beyond the row's end its neighbour's scales are not known
-    for shift, own, neighbour in ((-1, slice(0, inner), "next"), (1, slice(1, None), "one before it")):
+    for shift, with_neighbour, neighbour in ((-1, slice(0, inner), "next"), (1, slice(1, None), "one before it")):
         wanted = largest.roll(shift) / largest
         near = (factors_B.abs() - wanted).abs() <= _ALIKE * wanted.clamp(min=_CHANGED)
-        if bool(is_changed[own].any()) and bool(near[own][is_changed[own]].all()):
+        if bool(is_changed[with_neighbour].any()) and bool(near[with_neighbour][is_changed[with_neighbour]].all()):
             return f"{int(is_changed.sum())} of {len(factors_B)} blocks have the scale of the {neighbour}"
     return "factors " + ", ".join(f"{factor:.3g}" for factor in factors_B[:6].tolist())

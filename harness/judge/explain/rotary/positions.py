@@ -22,19 +22,19 @@ _AXES = ("time", "height", "width")
 
 
 @with_rotation
-def other_positions(wrong: WrongOperation, own: Rotation) -> Causes:
+def other_positions(wrong: WrongOperation, right: Rotation) -> Causes:
     """Each row is rotated for the position that fits it best; what those positions have in common is the cause."""
     # As far as positions get that run on through the largest step, or one too far.
     highest = int(wrong.positions.max()) + 2 + max(len(step.position) for step in wrong.recording.steps)
     if highest > _MAX_POSITIONS:
         return
-    best = _best_positions(wrong, own, highest)
+    best = _best_positions(wrong, right, highest)
     pairs = sorted(set(zip(wrong.positions.tolist(), best.tolist(), strict=True)))
     shown = ", ".join(f"{position} as {fitted}" for position, fitted in pairs[:6])
     named = _named_positions(wrong, best)
     yield Hypothesis(
         cause=named or "rotary at wrong positions",
-        output=own.turn(wrong.inputs[0], best),
+        output=right.turn(wrong.inputs[0], best),
         detail=f"positions: {shown}",
         num_fitted=0 if named else len(best),
         is_cause=named is not None,
@@ -42,18 +42,18 @@ def other_positions(wrong: WrongOperation, own: Rotation) -> Causes:
     )
 
 
-def _best_positions(wrong: WrongOperation, own: Rotation, highest: int) -> torch.Tensor:
+def _best_positions(wrong: WrongOperation, right: Rotation, highest: int) -> torch.Tensor:
     """[R] int64: the position whose rotation takes each row's input nearest to its output; it may be negative."""
-    turned, positions = turned_by(wrong, own), torch.arange(-highest, highest)
-    phases = own.phases(positions)
+    turned, positions = turned_by(wrong, right), torch.arange(-highest, highest)
+    phases = right.phases(positions)
     table = torch.polar(torch.ones_like(phases), phases)
     return positions[(turned @ table.conj().T).real.argmax(dim=1)]
 
 
 def _named_positions(wrong: WrongOperation, best: torch.Tensor) -> str | None:
     """Say what the positions that were used have in common."""
-    own, of = wrong.positions, places_in_step(wrong)
-    offsets = (best - own).unique().tolist()
+    expected, of = wrong.positions, places_in_step(wrong)
+    offsets = (best - expected).unique().tolist()
     if (behind := _behind_given_up(wrong, best)) is not None:
         return behind
     if offsets in ([1], [-1]):
@@ -61,20 +61,20 @@ def _named_positions(wrong: WrongOperation, best: torch.Tensor) -> str | None:
     known = {
         "positions restart at 0 in every step: the chunk's offset is forgotten": of["chunk"],
         "positions restart at 1 in every step: the chunk's offset is forgotten": of["chunk"] + 1,
-        "rotary at the position of the first row of its step": own - of["chunk"],
+        "rotary at the position of the first row of its step": expected - of["chunk"],
         "positions run on through the batch instead of restarting for each request": of["batch"],
-        "positions restart at 0 after the prompt": own - of["prompt"],
-        "rotary at position 0 for every row": torch.zeros_like(own),
-        "the rows of other requests before it in the step are added to the position": own + of["others"],
+        "positions restart at 0 after the prompt": expected - of["prompt"],
+        "rotary at position 0 for every row": torch.zeros_like(expected),
+        "the rows of other requests before it in the step are added to the position": expected + of["others"],
     }
     for name, positions in known.items():
         if torch.equal(best, positions):
             return name
-    if (bounded := _bounded(own, best)) is not None:
+    if (bounded := _bounded(expected, best)) is not None:
         return bounded
     if len(offsets) == 1:
         return f"rotary at a position off by {offsets[0]:+d}"
-    return _offsets_by_request(wrong, best - own)
+    return _offsets_by_request(wrong, best - expected)
 
 
 def _behind_given_up(wrong: WrongOperation, best: torch.Tensor) -> str | None:
@@ -90,28 +90,28 @@ def _behind_given_up(wrong: WrongOperation, best: torch.Tensor) -> str | None:
     return f"positions go on behind {name}: the request never went back"
 
 
-def _bounded(own: torch.Tensor, best: torch.Tensor) -> str | None:
+def _bounded(expected: torch.Tensor, best: torch.Tensor) -> str | None:
     """Say up to where the positions go, if they stay there or begin again; None if they go on.
 
     Every row after that place is wrong then, so the first wrong one is where it begins.
     """
-    first, highest = int(own.min()), int(best.max())
-    if first == highest + 1 > 1 and torch.equal(best, own.clamp(max=highest)):
+    first, highest = int(expected.min()), int(best.max())
+    if first == highest + 1 > 1 and torch.equal(best, expected.clamp(max=highest)):
         return f"positions stop at {highest}: rows after it are all rotated for it"
-    if first > highest and torch.equal(best, own % first):
+    if first > highest and torch.equal(best, expected % first):
         return f"positions begin at 0 again after {first - 1}: they are taken modulo {first}"
     return None
 
 
 def _offsets_by_request(wrong: WrongOperation, offsets: torch.Tensor) -> str | None:
     """Say by how much the positions of each request are off if that is the same in all rows of it."""
-    found = {}
+    offset_of = {}
     for request in wrong.rows.request.unique().tolist():
-        own = offsets[wrong.rows.request == request]
-        if len(own) < _MIN_ROWS_OF_REQUEST or len(own.unique()) > 1:
+        of_request = offsets[wrong.rows.request == request]
+        if len(of_request) < _MIN_ROWS_OF_REQUEST or len(of_request.unique()) > 1:
             return None
-        found[request] = int(own[0])
-    shown = ", ".join(f"{offset:+d} in request {request}" for request, offset in list(found.items())[:4])
+        offset_of[request] = int(of_request[0])
+    shown = ", ".join(f"{offset:+d} in request {request}" for request, offset in list(offset_of.items())[:4])
     return f"rotary at positions off by a number that each request has for itself: {shown}"
 
 
@@ -130,13 +130,13 @@ def places_in_step(wrong: WrongOperation) -> dict[str, torch.Tensor]:
         original = drafts.get(request, request)
         if bool(((rows.request == request) & (rows.position == position)).any()):
             at = last_index(rows, request, position)
-            own = sum(drafts.get(item, item) == original for item in rows.request[:at].tolist())
+            index = sum(drafts.get(item, item) == original for item in rows.request[:at].tolist())
         else:
-            at = own = position
-        chunk.append(own)
+            at = index = position
+        chunk.append(index)
         batch.append(at)
         prompt.append(lengths[original])
-        others.append(at - own)
+        others.append(at - index)
     places = {"chunk": chunk, "batch": batch, "prompt": prompt, "others": others}
     return {name: torch.tensor(values) for name, values in places.items()}
 
@@ -169,9 +169,9 @@ class _Rotated:
 
     def turn(self, positions: torch.Tensor, axes: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate the rows for positions [A, R]."""
-        own, x = self.rotation, self.wrong.inputs[0].flatten(1)
-        phases = positions.to(torch.float32)[self.axes if axes is None else axes].T * own.frequencies
-        return own.turned(own.heads(x), *own.table(phases.to(torch.float64)))
+        rotation, x = self.rotation, self.wrong.inputs[0].flatten(1)
+        phases = positions.to(torch.float32)[self.axes if axes is None else axes].T * rotation.frequencies
+        return rotation.turned(rotation.heads(x), *rotation.table(phases.to(torch.float64)))
 
     def at(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the positions [A, R] of other tokens [R] of the rows' requests."""
@@ -185,18 +185,18 @@ class _Rotated:
 
 def along_axes(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Rows are rotated for the positions of another axis, of other tokens, or by other frequencies of an axis."""
-    found = _rotated(wrong) if wrong.hf.has_images else None
-    if found is None:
+    rotated = _rotated(wrong) if wrong.hf.has_images else None
+    if rotated is None:
         return
-    own = found.at(wrong.positions)
-    for cause, positions in (*_of_axes(own), *_of_tokens(found, own)):
-        if not torch.equal(positions, own):
-            yield Hypothesis(cause=cause, output=found.turn(positions))
-    for layout, other in _sections(_sizes(found.axes)):
-        if not torch.equal(other, found.axes):
-            shown = ", ".join(map(str, _sizes(other)))
-            cause = f"M-RoPE sections {layout}: {shown} frequencies for {', '.join(_AXES[: len(own)])}"
-            yield Hypothesis(cause=cause, output=found.turn(own, other))
+    expected = rotated.at(wrong.positions)
+    for cause, positions in (*_of_axes(expected), *_of_tokens(rotated, expected)):
+        if not torch.equal(positions, expected):
+            yield Hypothesis(cause=cause, output=rotated.turn(positions))
+    for layout, layout_axes in _sections(_sizes(rotated.axes)):
+        if not torch.equal(layout_axes, rotated.axes):
+            shown = ", ".join(map(str, _sizes(layout_axes)))
+            cause = f"M-RoPE sections {layout}: {shown} frequencies for {', '.join(_AXES[: len(expected)])}"
+            yield Hypothesis(cause=cause, output=rotated.turn(expected, layout_axes))
 
 
 def _rotated(wrong: WrongOperation) -> _Rotated | None:
@@ -212,62 +212,69 @@ def _rotated(wrong: WrongOperation) -> _Rotated | None:
     firsts = {item.id: _firsts(kinds.get(item.id, torch.zeros(len(item.token_ids)).long())) for item in requests}
     tables |= {item.id: torch.arange(len(item.token_ids)).expand(num_axes, -1) for item in requests if not item.inputs}
     wrong = replace(wrong, inputs=[read, *wrong.inputs[1:]])
-    for own in rotations(wrong.hf):
-        axes = _followed(own, num_axes)
+    for rotation in rotations(wrong.hf):
+        axes = _followed(rotation, num_axes)
         if axes is not None:
-            found = _Rotated(wrong=wrong, rotation=own, axes=axes, tables=tables, firsts=firsts)
-            if wrong.is_expected(found.turn(found.at(wrong.positions))):
-                return found
+            rotated = _Rotated(wrong=wrong, rotation=rotation, axes=axes, tables=tables, firsts=firsts)
+            if wrong.is_expected(rotated.turn(rotated.at(wrong.positions))):
+                return rotated
     return None
 
 
-def _followed(own: Rotation, num_axes: int) -> torch.Tensor | None:
+def _followed(rotation: Rotation, num_axes: int) -> torch.Tensor | None:
     """[P] int64: the axis that each pair follows, found by HF's own table of one position after the other."""
-    num_pairs = len(own.frequencies)
+    num_pairs = len(rotation.frequencies)
     followed = torch.full((num_pairs,), -1)
     for axis in range(num_axes):
-        positions = torch.zeros(num_axes, 1, 1, dtype=torch.int64, device=getattr(own.module, own.name).device)
+        positions = torch.zeros(
+            num_axes, 1, 1, dtype=torch.int64, device=getattr(rotation.module, rotation.name).device
+        )
         positions[axis] = 1
         try:
-            _, sin = own.module(torch.zeros(1, 1, device=positions.device), positions)
+            _, sin = rotation.module(torch.zeros(1, 1, device=positions.device), positions)
         except Exception:  # a table that is made of something else than positions
             return None
         if sin.numel() != 2 * num_pairs:
             return None
-        pairs = sin.flatten()[::2] if own.is_interleaved and not own.is_regrouped else sin.flatten()[:num_pairs]
+        pairs = (
+            sin.flatten()[::2] if rotation.is_interleaved and not rotation.is_regrouped else sin.flatten()[:num_pairs]
+        )
         followed[pairs.cpu() != 0] = axis
     return followed if bool((followed >= 0).all()) else None
 
 
-def _of_axes(own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_axes(expected: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield positions whose axes are taken for one another."""
-    for order in permutations(range(len(own))):
+    for order in permutations(range(len(expected))):
         moved = [_AXES[axis] for at, axis in enumerate(order) if at != axis]
         if len(moved) == 2:
-            yield f"positions of {moved[1]} and {moved[0]} are swapped", own[list(order)]
+            yield f"positions of {moved[1]} and {moved[0]} are swapped", expected[list(order)]
         elif moved:
-            yield f"positions of {', '.join(moved)} for {', '.join(_AXES)}", own[list(order)]
+            yield f"positions of {', '.join(moved)} for {', '.join(_AXES)}", expected[list(order)]
 
 
-def _of_tokens(found: _Rotated, own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_tokens(rotated: _Rotated, expected: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield positions that are those of other tokens, or of one axis."""
-    index, chunk = found.wrong.positions, places_in_step(found.wrong)["chunk"]
-    first = found.of_rows(found.firsts, index)
-    image, counted = first >= 0, index.expand_as(own)
+    index, chunk = rotated.wrong.positions, places_in_step(rotated.wrong)["chunk"]
+    first = rotated.of_rows(rotated.firsts, index)
+    image, counted = first >= 0, index.expand_as(expected)
     if bool(image.any()):
         yield "positions have one axis: every token is at its place in the sequence", counted
     else:
         yield "positions do not restart after an image: text goes on at its place in the sequence", counted
-    yield "the parts of an image are numbered one after the other", (found.at(first) + index - first).where(image, own)
-    yield "every part of an image is at the position of its first", found.at(first).where(image, own)
-    yield "positions restart in every step: the chunk's offset is forgotten", found.at(chunk)
+    yield (
+        "the parts of an image are numbered one after the other",
+        (rotated.at(first) + index - first).where(image, expected),
+    )
+    yield "every part of an image is at the position of its first", rotated.at(first).where(image, expected)
+    yield "positions restart in every step: the chunk's offset is forgotten", rotated.at(chunk)
     begins_inside = image & (index - chunk > first)
     yield (
         "a chunk that begins inside of an image begins at the image's first position",
-        found.at(torch.where(begins_inside, first + chunk, index)),
+        rotated.at(torch.where(begins_inside, first + chunk, index)),
     )
     for offset in (1, -1):
-        yield f"positions are off by one ({offset:+d})", own + offset
+        yield f"positions are off by one ({offset:+d})", expected + offset
 
 
 def _firsts(kinds: torch.Tensor) -> torch.Tensor:

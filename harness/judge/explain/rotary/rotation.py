@@ -28,7 +28,7 @@ def with_rotation(causes: Callable[[WrongOperation, Rotation], Causes]) -> Calla
     """Give a function the model's own rotation, without which it yields nothing. What has none, or another, stays."""
 
     @wraps(causes)
-    def given(wrong: WrongOperation) -> Causes:
+    def explain_with_rotation(wrong: WrongOperation) -> Causes:
         read = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.hf.head_dim)
         if read.shape != wrong.inputs[0].shape:
             wrong = replace(wrong, inputs=[read, *wrong.inputs[1:]])
@@ -39,7 +39,7 @@ def with_rotation(causes: Callable[[WrongOperation, Rotation], Causes]) -> Calla
             for hypothesis in causes(part, part.rotation) if part.rotation is not None else ():
                 yield replace(hypothesis, output=put(wrong, where, hypothesis.output))
 
-    return given
+    return explain_with_rotation
 
 
 def parts_turned(wrong: WrongOperation) -> Iterator[tuple[WrongOperation, Where]]:
@@ -67,15 +67,15 @@ def put(wrong: WrongOperation, where: Where, output: torch.Tensor) -> torch.Tens
     return whole
 
 
-def pairs_of(wrong: WrongOperation, own: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+def pairs_of(wrong: WrongOperation, right: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pairs before they are turned and as they were recorded: [R, N, P] complex each."""
-    before, after = own.heads(wrong.inputs[0]), own.heads(wrong.actual)
-    return torch.view_as_complex(own.pairs(before)), torch.view_as_complex(own.pairs(after, is_turned=True))
+    before, after = right.heads(wrong.inputs[0]), right.heads(wrong.actual)
+    return torch.view_as_complex(right.pairs(before)), torch.view_as_complex(right.pairs(after, is_turned=True))
 
 
-def turned_by(wrong: WrongOperation, own: Rotation) -> torch.Tensor:
+def turned_by(wrong: WrongOperation, right: Rotation) -> torch.Tensor:
     """Return how far each pair was turned, weighted by its size: [R, P] complex."""
-    before, after = pairs_of(wrong, own)
+    before, after = pairs_of(wrong, right)
     return (before.conj() * after).sum(dim=1)
 
 
@@ -100,11 +100,14 @@ def _spread(expected_RNH: torch.Tensor, heads_RMH: torch.Tensor) -> torch.Tensor
 
 
 @with_rotation
-def frequencies_of_other_pairs(wrong: WrongOperation, own: Rotation) -> Causes:
+def frequencies_of_other_pairs(wrong: WrongOperation, right: Rotation) -> Causes:
     """Some pairs do not turn, or turn as fast as another pair should."""
-    zero = len(own.frequencies)
-    pairs, candidates = torch.arange(zero), torch.cat((own.frequencies, torch.zeros(1)))  # that of each pair, and none
-    left = _left_by_frequency(wrong, own, candidates)  # [P, P + 1]
+    zero = len(right.frequencies)
+    pairs, candidates = (
+        torch.arange(zero),
+        torch.cat((right.frequencies, torch.zeros(1))),
+    )  # that of each pair, and none
+    left = _left_by_frequency(wrong, right, candidates)  # [P, P + 1]
     is_changed = left.amin(dim=1) < _CLEARLY * left[pairs, pairs]
     is_still = left[:, zero] < _CLEARLY * left[pairs, pairs]
     runs = _runs(is_changed.nonzero()[:, 0].tolist())
@@ -120,18 +123,18 @@ def frequencies_of_other_pairs(wrong: WrongOperation, own: Rotation) -> Causes:
         num_fitted = int(is_changed.sum())
     yield Hypothesis(
         cause=cause,
-        output=own.turned(own.heads(wrong.inputs[0]), *own.angles(wrong.positions, candidates[source])),
+        output=right.turned(right.heads(wrong.inputs[0]), *right.angles(wrong.positions, candidates[source])),
         detail=f"{_named(runs)} of {zero}",
         num_fitted=num_fitted,
     )
 
 
-def _left_by_frequency(wrong: WrongOperation, own: Rotation, candidates: torch.Tensor) -> torch.Tensor:
+def _left_by_frequency(wrong: WrongOperation, right: Rotation, candidates: torch.Tensor) -> torch.Tensor:
     """Return the energy that is left of each pair if it turns at each frequency: [P, candidates]."""
-    before, after = pairs_of(wrong, own)
-    energy = (before * own.scaling).abs().square().sum(dim=(0, 1)) + after.abs().square().sum(dim=(0, 1))  # [P]
-    phases = own.phases(wrong.positions, candidates)  # [R, candidates]
-    turned = turned_by(wrong, own) * own.scaling  # [R, P]
+    before, after = pairs_of(wrong, right)
+    energy = (before * right.scaling).abs().square().sum(dim=(0, 1)) + after.abs().square().sum(dim=(0, 1))  # [P]
+    phases = right.phases(wrong.positions, candidates)  # [R, candidates]
+    turned = turned_by(wrong, right) * right.scaling  # [R, P]
     alike = (turned.T @ torch.polar(torch.ones_like(phases), -phases)).real
     return (energy[:, None] - 2 * alike).clamp(min=0)
 
@@ -152,28 +155,28 @@ def _named(runs: list[list[int]]) -> str:
 
 
 @with_rotation
-def other_tables(wrong: WrongOperation, own: Rotation) -> Causes:
+def other_tables(wrong: WrongOperation, right: Rotation) -> Causes:
     """Cosine and sine stand in each other's place, or one of them is left out."""
-    heads = own.heads(wrong.inputs[0])
-    cos, sin = own.angles(wrong.positions)
+    heads = right.heads(wrong.inputs[0])
+    cos, sin = right.angles(wrong.positions)
     nothing = torch.zeros_like(cos)
     for cause, table in {
         "cosine and sine of the rotary table are exchanged": (sin, cos),
         "the rotary table's sine is left out: only the cosine is applied": (cos, nothing),
         "the rotary table's cosine is left out: only the sine is applied": (nothing, sin),
     }.items():
-        yield Hypothesis(cause=cause, output=own.turned(heads, *table))
+        yield Hypothesis(cause=cause, output=right.turned(heads, *table))
 
 
 @with_rotation
-def other_pairs(wrong: WrongOperation, own: Rotation) -> Causes:
+def other_pairs(wrong: WrongOperation, right: Rotation) -> Causes:
     """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse."""
-    other = replace(own, is_interleaved=not own.is_interleaved, is_regrouped=False)
+    changed = replace(right, is_interleaved=not right.is_interleaved, is_regrouped=False)
     names = ("half-split ones", "neighbouring pairs (interleaved)")
-    meant, done = names[own.is_interleaved], names[other.is_interleaved]
-    done = done if other.is_interleaved else "half-split pairs"
+    meant, done = names[right.is_interleaved], names[changed.is_interleaved]
+    done = done if changed.is_interleaved else "half-split pairs"
     yield Hypothesis(
-        cause=f"rotary over {done} instead of {meant}", output=other.turn(wrong.inputs[0], wrong.positions)
+        cause=f"rotary over {done} instead of {meant}", output=changed.turn(wrong.inputs[0], wrong.positions)
     )
 
 
@@ -196,17 +199,17 @@ def _is_scaled(wrong: WrongOperation, x: torch.Tensor) -> bool:
 
 
 @with_rotation
-def backwards(wrong: WrongOperation, own: Rotation) -> Causes:
+def backwards(wrong: WrongOperation, right: Rotation) -> Causes:
     """The sine has the wrong sign."""
     yield Hypothesis(
-        cause="rotary turns backwards (sign of the sine)", output=own.turn(wrong.inputs[0], -wrong.positions)
+        cause="rotary turns backwards (sign of the sine)", output=right.turn(wrong.inputs[0], -wrong.positions)
     )
 
 
 @with_rotation
-def stretched(wrong: WrongOperation, own: Rotation) -> Causes:
+def stretched(wrong: WrongOperation, right: Rotation) -> Causes:
     """Every angle is too large or too small by the same small share of it, fitted to the rows."""
-    turned, phases = turned_by(wrong, own), own.phases(wrong.positions)
+    turned, phases = turned_by(wrong, right), right.phases(wrong.positions)
     left = (turned * torch.polar(torch.ones_like(phases), -phases)).angle()
     weights = phases * turned.abs()
     size = float((weights * phases).sum())
@@ -214,24 +217,24 @@ def stretched(wrong: WrongOperation, own: Rotation) -> Causes:
     if 0 < abs(share) < _SMALL_SHARE:
         yield Hypothesis(
             cause=f"rotary frequencies are off by a factor of {1 + share:.7g}",
-            output=own.turned(own.heads(wrong.inputs[0]), *own.table(phases * (1 + share))),
+            output=right.turned(right.heads(wrong.inputs[0]), *right.table(phases * (1 + share))),
             num_fitted=1,
         )
 
 
 @with_rotation
-def coarse_table(wrong: WrongOperation, own: Rotation) -> Causes:
+def coarse_table(wrong: WrongOperation, right: Rotation) -> Causes:
     """Cosine and sine, or the positions and frequencies behind them, were held in a 16-bit dtype."""
-    heads = own.heads(wrong.inputs[0])
+    heads = right.heads(wrong.inputs[0])
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         for first in (torch.float64, wrong.dtype):  # straight from the angles, or after the engine's own rounding
-            cos, sin = (x.to(first).to(dtype).to(torch.float64) for x in own.angles(wrong.positions))
-            yield Hypothesis(cause=f"cos/sin table in {name}", output=own.turned(heads, cos, sin))
-        low = own.frequencies.to(dtype).to(torch.float32)
-        output = own.turned(heads, *own.angles(wrong.positions, low))
+            cos, sin = (x.to(first).to(dtype).to(torch.float64) for x in right.angles(wrong.positions))
+            yield Hypothesis(cause=f"cos/sin table in {name}", output=right.turned(heads, cos, sin))
+        low = right.frequencies.to(dtype).to(torch.float32)
+        output = right.turned(heads, *right.angles(wrong.positions, low))
         yield Hypothesis(cause=f"rotary frequencies in {name}", output=output)
-        phases = (wrong.positions.to(dtype)[:, None] * own.frequencies.to(dtype)).to(torch.float64)
+        phases = (wrong.positions.to(dtype)[:, None] * right.frequencies.to(dtype)).to(torch.float64)
         for table, cause in ((dtype, f"cos/sin table in {name}, its angles too"), (None, f"rotary angles in {name}")):
             cos, sin = ((x.to(table).to(torch.float64) if table else x)[:, None] for x in (phases.cos(), phases.sin()))
-            yield Hypothesis(cause=cause, output=own.turned(heads, cos, sin))
+            yield Hypothesis(cause=cause, output=right.turned(heads, cos, sin))

@@ -50,12 +50,12 @@ def _after(wrong: WrongOperation, lines: Sequence[Line | None], rows: Sequence[i
     """Return [lines, W] float64: the state after each line; where there is none, what it should be at that row."""
     assert wrong.states is not None
     asked = [at for at, line in enumerate(lines) if line]
-    found = wrong.states.after([sequence_of(lines[at] or []) for at in asked])
+    states_after = wrong.states.after([sequence_of(lines[at] or []) for at in asked])
     output = torch.stack([torch.zeros_like(wrong.expected[row]) for row in rows])
     for at, line in enumerate(lines):
         if line is None:
             output[at] = wrong.expected[rows[at]]
-    for at, states in zip(asked, found, strict=True):
+    for at, states in zip(asked, states_after, strict=True):
         output[at] = states[wrong.operation.tap]
     return output
 
@@ -130,24 +130,24 @@ class _Ways:
         (truth,) = self._runs.after([self._runs.rows_of(read)])
         for op in wrong.graph.of_layer(wrong.operation.layer):
             if op.kind is Kind.STATE and op.tap != wrong.operation.tap:
-                found = gathered(wrong.locator, op.tap, wrong.rows.select(torch.tensor([0])))
-                if found is not None and self._is_near(found, truth[op.tap][None]):
+                recorded = gathered(wrong.locator, op.tap, wrong.rows.select(torch.tensor([0])))
+                if recorded is not None and self._is_near(recorded, truth[op.tap][None]):
                     return True
         return False
 
-    def _is_near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        return float(row_errors(one, other).min()) <= _NEAR * rounding_unit(self._failure.dtype)
+    def _is_near(self, one: torch.Tensor, another: torch.Tensor) -> bool:
+        return float(row_errors(one, another).min()) <= _NEAR * rounding_unit(self._failure.dtype)
 
     def _of_others(self) -> Iterator[Way]:
         """Yield states of other requests: one that was read back, as its content tells, and what they left."""
         alike = {request: self._alike(at) for at, request in self._firsts()}
-        if found := alike.get(self.reads[0].request):
-            cause = f"is the state of request {found.request}, position {found.position}"
-            yield cause, lambda read: line_of(self._runs, each) if (each := alike.get(read.request)) else None
-        for other in self._others(self.reads[0]):
-            last = self._last(other, self.reads[0])
-            yield f"is the state of request {other}, position {last}", partial(self._left_by, other)
-            yield f"begins with what request {other} left", partial(self._begun_with, other)
+        if source_read := alike.get(self.reads[0].request):
+            cause = f"is the state of request {source_read.request}, position {source_read.position}"
+            yield cause, lambda read: line_of(self._runs, source) if (source := alike.get(read.request)) else None
+        for request in self._others(self.reads[0]):
+            last = self._last(request, self.reads[0])
+            yield f"is the state of request {request}, position {last}", partial(self._left_by, request)
+            yield f"begins with what request {request} left", partial(self._begun_with, request)
 
     def _firsts(self) -> Iterator[tuple[int, int]]:
         """Yield number and request of the first wrong row of each request."""
@@ -158,17 +158,17 @@ class _Ways:
     def _alike(self, at: int) -> ReadState | None:
         """Return where the same was read back of another request, which is not one that this one gave up."""
         actual, read = self._failure.actual[at : at + 1], self.reads[at]
-        for other, value in states_read(self._failure.recording, self._failure.operation.tap):
-            is_own = read.request in (other.request, self._requests[other.request].draft_of)
+        for source, value in states_read(self._failure.recording, self._failure.operation.tap):
+            is_own = read.request in (source.request, self._requests[source.request].draft_of)
             if not is_own and self._is_near(actual, value[None].to(torch.float64)):
-                return other
+                return source
         return None
 
-    def _left_by(self, other: int, read: ReadState) -> Line:
-        return line_of(self._runs, ReadState(other, self._last(other, read), read.step))
+    def _left_by(self, request: int, read: ReadState) -> Line:
+        return line_of(self._runs, ReadState(request, self._last(request, read), read.step))
 
-    def _begun_with(self, other: int, read: ReadState) -> Line:
-        return self._left_by(other, read) + self._own(read)
+    def _begun_with(self, request: int, read: ReadState) -> Line:
+        return self._left_by(request, read) + self._own(read)
 
     def _with_drafts(self) -> Iterator[Way]:
         """Yield states with what was given up: the latest that the request went back over, or all."""
@@ -188,12 +188,12 @@ class _Ways:
 
     def _among(self, read: ReadState, drafts: Sequence[GivenUp]) -> Line:
         """Return the request's rows with those of drafts where they were given up."""
-        line, reached, own = Line(), 0, self._own(read)
+        line, reached, rows = Line(), 0, self._own(read)
         for draft in drafts:
             begin, end = (self._requests[draft.draft].prompt_length, len(self._requests[draft.draft].token_ids) - 1)
-            line += own[reached:begin] + line_of(self._runs, ReadState(draft.draft, end, read.step))[begin:]
+            line += rows[reached:begin] + line_of(self._runs, ReadState(draft.draft, end, read.step))[begin:]
             reached = begin
-        return line + own[reached:]
+        return line + rows[reached:]
 
     def _computed_again(self, read: ReadState) -> Line | None:
         """Return the latest draft's rows before all that a request computed after it went back: a prompt's last row."""
@@ -201,8 +201,8 @@ class _Ways:
         if not drafts:
             return None
         draft = drafts[-1]
-        own, end = self._own(read), len(self._requests[draft.draft].token_ids) - 1
-        again = [row for row in own if row[1] > draft.step]
+        rows, end = self._own(read), len(self._requests[draft.draft].token_ids) - 1
+        again = [row for row in rows if row[1] > draft.step]
         return line_of(self._runs, ReadState(draft.draft, end, read.step)) + again
 
     def _each_time(self) -> Iterator[Way]:
@@ -221,10 +221,10 @@ class _Ways:
                 yield cause, partial(self._padded, token, longest, where)
 
     def _padded(self, token: int, longest: int, where: str, read: ReadState) -> Line | None:
-        prompt_length, own = self._requests[read.request].prompt_length, self._own(read)
+        prompt_length, rows = self._requests[read.request].prompt_length, self._own(read)
         at = 0 if where == "before" else prompt_length
         padding = [(token, -1, -1)] * (longest - prompt_length)
-        return [*own[:at], *padding, *own[at:]] if padding and len(own) >= at else None
+        return [*rows[:at], *padding, *rows[at:]] if padding and len(rows) >= at else None
 
     def _own(self, read: ReadState) -> Line:
         """Return the rows that should be in a state; nobody changes the list."""
@@ -250,8 +250,8 @@ class _Ways:
 
     def _begin(self, read: ReadState) -> int:
         """Return the first position of the step that computed the last row of a state."""
-        own = self._own(read)
-        return next(at for at, row in enumerate(own) if row[1] == own[-1][1])
+        rows = self._own(read)
+        return next(at for at, row in enumerate(rows) if row[1] == rows[-1][1])
 
     def _hit(self, read: ReadState) -> int:
         """Return how many rows a request took over from the cache instead of computing them."""
@@ -265,7 +265,9 @@ class _Ways:
         """Return other requests that had computed rows by then, the latest first; not what the request gave up."""
         others = [key for key, of in self._requests.items() if read.request not in (key, of.draft_of)]
         steps = {item: self._runs.last_computed(item, read.step)[1] for item in others}
-        return sorted((key for key, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
+        return sorted((key for key, step in steps.items() if step >= 0), key=lambda request: -steps[request])[
+            :_MOST_OTHERS
+        ]
 
 
 def _is_under(wrong: WrongOperation, schedule: ScheduleKind) -> bool:

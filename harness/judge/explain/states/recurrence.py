@@ -74,16 +74,16 @@ class Recurrence:
             convolved: what the convolutions of the mixer give at each row, in the place of what they would give.
             seen: is given what they gave.
         """
-        found: dict[_Row, torch.Tensor] = {}
+        outputs: dict[_Row, torch.Tensor] = {}
         for rows in self.histories if sequences is None else sequences:
             values = self._values(rows)
             if values is None:
                 return None
             with exactly(self.wrong), _Convolutions(rows.places(), convolved, seen):
                 output = self._run_one(values, rows.position)
-            found |= dict(zip(rows.places(), output, strict=True))
+            outputs |= dict(zip(rows.places(), output, strict=True))
         wanted = self.wrong.rows.places()
-        return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
+        return torch.stack([outputs[row] for row in wanted]) if outputs.keys() >= set(wanted) else None
 
     def run_by_steps(self, kept: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
         """Return what the operation gives if the state goes through `kept` after each step: [R, W] float64.
@@ -93,25 +93,25 @@ class Recurrence:
 
         None where a row was not recorded, or the mixer keeps its state otherwise than HF's cache does.
         """
-        found: dict[_Row, torch.Tensor] = {}
+        outputs: dict[_Row, torch.Tensor] = {}
         for rows in self.histories:
             cache = new_cache(self.wrong.hf)
             if cache is None:
                 return None
             layer = cache.layers[self.module.layer_idx]
             for step in rows.step.unique_consecutive().tolist():
-                own = rows.select((rows.step == step).nonzero()[:, 0])
-                values = self._values(own)
+                of_step = rows.select((rows.step == step).nonzero()[:, 0])
+                values = self._values(of_step)
                 if values is None:
                     return None
                 with exactly(self.wrong):
-                    found |= dict(zip(own.places(), self._run_one(values, own.position, cache), strict=True))
+                    outputs |= dict(zip(of_step.places(), self._run_one(values, of_step.position, cache), strict=True))
                 for name in ("conv", "recurrent"):
                     for state in getattr(layer, f"{name}_states", {}).values():
                         if state is not None:
                             state.copy_(kept(name, state))
         wanted = self.wrong.rows.places()
-        return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
+        return torch.stack([outputs[row] for row in wanted]) if outputs.keys() >= set(wanted) else None
 
     def convolved(self) -> Convolved:
         """Return what the mixer's convolutions give at each row; empty without any.
@@ -125,9 +125,9 @@ class Recurrence:
     def _values(self, rows: Rows) -> dict[str, torch.Tensor] | None:
         """Return what was recorded of the mixer's input and of the operation's inputs at some rows, by tap."""
         taps = (self.entry, *self.wrong.operation.inputs)
-        found = {tap: gathered(self.wrong.locator, tap, rows) for tap in taps}
-        complete = {tap: value for tap, value in found.items() if value is not None}
-        return complete if len(complete) == len(found) else None
+        value_of = {tap: gathered(self.wrong.locator, tap, rows) for tap in taps}
+        complete = {tap: value for tap, value in value_of.items() if value is not None}
+        return complete if len(complete) == len(value_of) else None
 
     def _run_one(self, values: dict[str, torch.Tensor], positions: torch.Tensor, cache: Any = None) -> torch.Tensor:
         hf, graph, seen = self.wrong.hf, self.wrong.graph, list[torch.Tensor]()
@@ -137,8 +137,8 @@ class Recurrence:
                 stack.enter_context(_forced(hf.module(graph[tap].module), source, values[tap].to(hf.device)))
             stack.enter_context(_shown(self.wrong.module, self.wrong.operation.source, seen))
             with suppress(_SeenError):
-                given = _arguments(self.module, positions.to(hf.device), cache)
-                self.module(values[self.entry][None].to(hf.device), **given)
+                arguments = _arguments(self.module, positions.to(hf.device), cache)
+                self.module(values[self.entry][None].to(hf.device), **arguments)
         return seen[0].to("cpu", torch.float64).reshape(len(values[self.entry]), -1)
 
 
@@ -154,24 +154,24 @@ def recurrence_of(wrong: WrongOperation) -> Recurrence | None:
     for request, position in wrong.rows.places():
         last[request] = max(position, last.get(request, 0))
     histories = tuple(history(wrong, request, count + 1) for request, count in last.items())
-    found = Recurrence(wrong=wrong, path=path, entry=first.inputs[0], histories=histories)
+    recurrence = Recurrence(wrong=wrong, path=path, entry=first.inputs[0], histories=histories)
     try:
-        output = found.run()
+        output = recurrence.run()
     except Exception:  # a module of HF's that needs more than its rows: nothing is known of it
         return None
     if output is None or output.shape != wrong.expected.shape:
         return None
     if bool(((output - wrong.expected).norm(dim=1) > _SAME * wrong.expected.norm(dim=1)).any()):
         return None
-    return found
+    return recurrence
 
 
 def history(wrong: WrongOperation, request: int, count: int) -> Rows:
     """Return the first rows of a request, each in the step that computed it last."""
     position = torch.arange(count)
     rows = Rows(request=torch.full_like(position, request), position=position, step=torch.zeros_like(position))
-    found = wrong.locator.find(wrong.operation.inputs[0], rows)
-    return Rows(request=rows.request, position=position, step=found[:, 0])
+    places = wrong.locator.find(wrong.operation.inputs[0], rows)
+    return Rows(request=rows.request, position=position, step=places[:, 0])
 
 
 def _mixer_of(wrong: WrongOperation) -> str | None:
@@ -183,8 +183,8 @@ def _mixer_of(wrong: WrongOperation) -> str | None:
     path = wrong.operation.module
     while path:
         module = wrong.module_at(path)
-        own = {f"{path}.{name}".rstrip(".") for name, inner in module.named_modules() if inner._parameters}
-        if not isinstance(module, nn.Linear) and len(list(module.children())) > 1 and own - shown:
+        paths = {f"{path}.{name}".rstrip(".") for name, inner in module.named_modules() if inner._parameters}
+        if not isinstance(module, nn.Linear) and len(list(module.children())) > 1 and paths - shown:
             return None if any(KINDS[op.kind].has_heads for op in _inside(wrong, path)) else path
         path = path.rpartition(".")[0]
     return None
@@ -212,9 +212,9 @@ def _arguments(module: nn.Module, positions: torch.Tensor, cache: Any) -> dict[s
 class _Convolutions(TorchFunctionMode):
     """Sees what convolutions over the rows of a sequence give, or puts something else in its place."""
 
-    def __init__(self, rows: list[_Row], given: Convolved | None, seen: Convolved | None) -> None:
+    def __init__(self, rows: list[_Row], forced: Convolved | None, seen: Convolved | None) -> None:
         super().__init__()
-        self._rows, self._given, self._seen, self._num_calls = rows, given, seen, 0
+        self._rows, self._given, self._seen, self._num_calls = rows, forced, seen, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -225,8 +225,8 @@ class _Convolutions(TorchFunctionMode):
         call, self._num_calls = self._num_calls, self._num_calls + 1
         if self._given is not None:
             rows = enumerate(self._rows)  # what another request left behind is not among the rows that were given
-            given = torch.stack([self._given.get((call, row), output[0, :, at]) for at, row in rows], dim=-1)
-            output = torch.cat((given[None].to(output), output[..., len(self._rows) :]), dim=-1)
+            forced = torch.stack([self._given.get((call, row), output[0, :, at]) for at, row in rows], dim=-1)
+            output = torch.cat((forced[None].to(output), output[..., len(self._rows) :]), dim=-1)
         if self._seen is not None:
             self._seen |= {(call, row): output[0, :, at].clone() for at, row in enumerate(self._rows)}
         return output
@@ -239,8 +239,8 @@ def _forced(module: nn.Module, source: str, value: torch.Tensor) -> RemovableHan
     return module.register_forward_hook(lambda _module, _args, output: _put(value, output))
 
 
-def _put(value: torch.Tensor, own: Any) -> None:
-    own.copy_(value.reshape(own.shape))
+def _put(value: torch.Tensor, target: Any) -> None:
+    target.copy_(value.reshape(target.shape))
 
 
 def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> RemovableHandle:
@@ -316,9 +316,9 @@ def _left_by(recurrence: Recurrence, request: RequestInfo, right: Convolved) -> 
     left = history(recurrence.wrong, request.id, len(request.token_ids) - 1)
     if others and bool((left.step >= 0).all()):
         joined = [Rows.concat([left, rows]) for rows in others]
-        own = [rows for rows in recurrence.histories if int(rows.request[0]) == request.id]
+        sequences = [rows for rows in recurrence.histories if int(rows.request[0]) == request.id]
         cause = f"{{state}} begins with what request {request.id} left, instead of with zero"
-        yield from _of_sequences(recurrence, [*own, *joined], cause, right)
+        yield from _of_sequences(recurrence, [*sequences, *joined], cause, right)
 
 
 def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str, right: Convolved) -> Iterator[Hypothesis]:
@@ -331,12 +331,12 @@ def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str, rig
         right: what the convolutions should give.
     """
     wrong: Convolved = {}
-    found = {"the state": recurrence.run(sequences, seen=wrong)}
+    output_of = {"the state": recurrence.run(sequences, seen=wrong)}
     if right.keys() <= wrong.keys() and right:
-        found["the convolution's state"] = recurrence.run(convolved=wrong)
-        found["the recurrence's state"] = recurrence.run(sequences, convolved=right)
+        output_of["the convolution's state"] = recurrence.run(convolved=wrong)
+        output_of["the recurrence's state"] = recurrence.run(sequences, convolved=right)
     expected, told = recurrence.wrong.expected, list[torch.Tensor]()
-    for state, output in reversed(found.items()):
+    for state, output in reversed(output_of.items()):
         if output is not None and not any(torch.equal(output, item) for item in (expected, *told)):
             told.append(output)
             yield Hypothesis(cause=cause.format(state=state).replace("no the ", "no "), output=output)
@@ -400,13 +400,16 @@ def _parameters(recurrence: Recurrence) -> Iterator[tuple[str, str, torch.nn.Par
 
 
 def _other_values(recurrence: Recurrence, path: str, name: str, parameter: torch.nn.Parameter) -> Iterator[Hypothesis]:
-    own, label = parameter.data, f"{path.removeprefix(recurrence.path).lstrip('.')}.{name}".lstrip(".")
-    tried = {f"{label} is zero: left out, or not loaded": torch.zeros_like(own), f"the sign of {label} is wrong": -own}
+    right, label = parameter.data, f"{path.removeprefix(recurrence.path).lstrip('.')}.{name}".lstrip(".")
+    tried = {
+        f"{label} is zero: left out, or not loaded": torch.zeros_like(right),
+        f"the sign of {label} is wrong": -right,
+    }
     if recurrence.wrong.dtype not in HALF_DTYPES:
-        tried |= {f"{label} is rounded to {name_of(dtype)}": rounded(own, dtype) for dtype in HALF_DTYPES}
-    tried |= {f"{label} is that of layer {layer}": other for layer, other in _of_other_layers(recurrence, path, name)}
+        tried |= {f"{label} is rounded to {name_of(dtype)}": rounded(right, dtype) for dtype in HALF_DTYPES}
+    tried |= {f"{label} is that of layer {layer}": values for layer, values in _of_other_layers(recurrence, path, name)}
     for cause, values in tried.items():
-        if values.shape == own.shape and not torch.equal(values, own):
+        if values.shape == right.shape and not torch.equal(values, right):
             with replaced(parameter, "data", values):
                 output = recurrence.run()
             if output is not None:
@@ -416,12 +419,12 @@ def _other_values(recurrence: Recurrence, path: str, name: str, parameter: torch
 
 def _fitted(recurrence: Recurrence, parameter: torch.nn.Parameter, label: str) -> Iterator[Hypothesis]:
     """The parameter is scaled, or the decay is whose logarithm it is."""
-    own = parameter.data
-    factor, output = _best(recurrence, parameter, lambda size: own * (1 + size))
+    right = parameter.data
+    factor, output = _best(recurrence, parameter, lambda size: right * (1 + size))
     if output is not None and min(abs(1 + factor - named) for named in (-1, 0, 1)) > _NAMED:
         yield Hypothesis(cause=f"{label} is scaled by {1 + factor:.4g}", output=output, num_fitted=1)
     if label.rpartition(".")[2] in _LOGARITHMS:
-        shift, output = _best(recurrence, parameter, lambda size: own + size)
+        shift, output = _best(recurrence, parameter, lambda size: right + size)
         if output is not None and abs(shift) > _SMALL:
             cause = f"the decay of the state is scaled by {math.exp(shift):.4g}"
             yield Hypothesis(cause=cause, output=output, num_fitted=1)
@@ -455,9 +458,9 @@ def _of_other_layers(recurrence: Recurrence, path: str, name: str) -> Iterator[t
     part = wrong.hf.part_of(path)
     for operation in wrong.graph:
         if operation.site == wrong.operation.site and operation.layer not in (None, wrong.operation.layer):
-            other = wrong.hf.part_of(operation.module)
-            with wrong.hf.weights.held(other):
-                module = wrong.hf.module(other + path.removeprefix(part))
+            other_part = wrong.hf.part_of(operation.module)
+            with wrong.hf.weights.held(other_part):
+                module = wrong.hf.module(other_part + path.removeprefix(part))
                 yield int(operation.layer or 0), getattr(module, name).detach().to(torch.float64)
 
 

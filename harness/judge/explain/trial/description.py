@@ -58,10 +58,10 @@ def _edges(recording: Recording, request: int, config: Any) -> Iterator[tuple[st
     """Yield what begins at some position of a request, and where."""
     prompts = {item.id: item.prompt_length for item in recording.manifest.requests}
     yield "decode", prompts[request]
-    own = [step for step in recording.steps if bool((step.request == request).any()) and step.phase != "readback"]
-    starts = [int(step.position[step.request == request].min()) for step in own]
+    steps = [step for step in recording.steps if bool((step.request == request).any()) and step.phase != "readback"]
+    starts = [int(step.position[step.request == request].min()) for step in steps]
     if len(starts) > 1 and starts[1] < prompts[request]:
-        went_on = starts[1] == int(own[0].position[own[0].request == request].max()) + 1
+        went_on = starts[1] == int(steps[0].position[steps[0].request == request].max()) + 1
         yield "the second chunk of the prompt" if went_on else "what is computed after going back", starts[1]
     window = getattr(config, "sliding_window", None)
     if isinstance(window, int):

@@ -51,14 +51,14 @@ def explain_direction(wrong: WrongOperation, effect: Effect) -> Explanation:
 
 
 def _fits(wrong: WrongOperation, effect: Effect, before: torch.Tensor, failures: list[str]) -> list[_Fit]:
-    found = []
+    fits = []
     for explain in causes_of(wrong.operation.kind):
         with guarded(explain.__name__, failures):
             for hypothesis in explain(wrong):
                 fit = _fit(wrong, effect, before, hypothesis)
                 if fit is not None:
-                    found.append(fit)
-    return found
+                    fits.append(fit)
+    return fits
 
 
 def _fit(wrong: WrongOperation, effect: Effect, before: torch.Tensor, hypothesis: Hypothesis) -> _Fit | None:

@@ -146,9 +146,9 @@ def _are_rows_with_room(wrong: WrongOperation) -> bool:
             last = int(step.position[step.request == request].max())
             slots = memory.slots(memory.table(step.index, request), last + 2)
             is_free = len(slots) > last + 1 and memory.writer(slots[last + 1], step.index) is None
-            own = all_rows(step).select(step.request == request)
-            if len(own) == 1 or not _are_single(wrong):
-                (with_room if is_free else without).update(own.identities())
+            of_request = all_rows(step).select(step.request == request)
+            if len(of_request) == 1 or not _are_single(wrong):
+                (with_room if is_free else without).update(of_request.identities())
     return wrong_rows == with_room and bool(without)
 
 

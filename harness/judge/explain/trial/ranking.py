@@ -108,14 +108,14 @@ class Trial:
         """Rows by which two may differ and still explain as many."""
         return max(1.0, 0.02 * len(self.holds))
 
-    def is_better_than(self, other: "Trial") -> bool:
+    def is_better_than(self, rival: "Trial") -> bool:
         """More rows explained; of about as many, by much the likelier fit, each fitted number taken into account."""
-        difference = int(self.holds.sum()) - int(other.holds.sum())
+        difference = int(self.holds.sum()) - int(rival.holds.sum())
         if abs(difference) >= self.margin:
             return difference > 0
-        lag = other.lags(self)
+        lag = rival.lags(self)
         if abs(lag) <= CLEARLY:
-            return other.hypothesis.is_vague and not self.hypothesis.is_vague
+            return rival.hypothesis.is_vague and not self.hypothesis.is_vague
         return lag > 0
 
     def is_as_good_as(self, best: "Trial") -> bool:
@@ -134,28 +134,28 @@ class Trial:
         is_exact = not self.hypothesis.num_fitted and not self.hypothesis.is_vague
         return is_exact and self.fits and missed < self.margin
 
-    def lags(self, other: "Trial") -> float:
+    def lags(self, rival: "Trial") -> float:
         """Return by how much this fit is the less likely, as the logarithm of the odds.
 
         The residuals of rows that both hold for are taken for Gaussian, and each fitted number costs what it does in
         the Bayesian information criterion (Schwarz 1978).
         """
-        both = self.known & other.known
+        both = self.known & rival.known
         if not bool(both.any()):
             return 0.0
-        own, theirs = (item.residual[both].clamp(min=_FINEST).log().mean() for item in (self, other))
-        difference = float(own - theirs)
+        log_residual, log_rival = (item.residual[both].clamp(min=_FINEST).log().mean() for item in (self, rival))
+        difference = float(log_residual - log_rival)
         if abs(difference) < _SAME_RESIDUAL:
             difference = 0.0
-        count = max(self.num_values, other.num_values) / DEPENDENT
-        fitted = (self.hypothesis.num_fitted - other.hypothesis.num_fitted) / 2 * math.log(max(count, math.e))
+        count = max(self.num_values, rival.num_values) / DEPENDENT
+        fitted = (self.hypothesis.num_fitted - rival.hypothesis.num_fitted) / 2 * math.log(max(count, math.e))
         return count * difference + fitted
 
 
 def distance(first: Trial, second: Trial) -> float:
     """Return the median distance of what two hypotheses give, relative to the row."""
-    one, other = first.hypothesis.output, second.hypothesis.output
-    return float(((one - other).norm(dim=1) / one.norm(dim=1)).nan_to_num().median())
+    first_rows, second_rows = first.hypothesis.output, second.hypothesis.output
+    return float(((first_rows - second_rows).norm(dim=1) / first_rows.norm(dim=1)).nan_to_num().median())
 
 
 def rank_hypotheses(wrong: WrongOperation, scope: str) -> Explanation:

@@ -7,7 +7,7 @@ import torch
 
 import harness
 from harness.engines.hf import HFEngine
-from harness.extensions.quantised import read_quantised_source
+from harness.extensions.quantised.reader import read_quantised_source
 from harness.extensions.quantised.inputs import InputRounding, input_roundings
 from harness.extensions.quantised.scheme import InputScheme
 from harness.formats.checkpoint import Checkpoint, resolve
