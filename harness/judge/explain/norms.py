@@ -1,6 +1,9 @@
-"""The form of a model's norm, found among the known ones: y = w x / sqrt(mean(x^2) + eps) + b.
+"""A norm is wrong: its weight, its eps, its statistic, the elements that it runs over, or its gate.
 
-`R` rows, `N` heads (1 but for the norms of q and k), `D` elements that are normalised.
+The known form is y = w x / sqrt(mean(x^2) + eps) + b, found for each model among the ways to write it; Mamba 2's gated
+norm is y = w norm(x silu(g)) or w norm(x) silu(g).
+
+`R` rows, `N` heads (1 except in the norms of q and k), `D` elements that are normalised, `W` elements of a row.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,10 @@
-"""A setting of HF's module is another: a multiplier, a limit, a switch, whatever a module of the model computes with.
+"""A setting of HF's module differs: a multiplier, a limit, a switch, or the bias that attention adds to its scores.
 
 No setting is known by its name. Every number and switch that the modules around an operation hold is set to what it
-would be if it were left out, turned around, or that of another setting, and the part is run again by HF's own code.
+would be if it were left out, turned around, or that of another setting, and the part is run again by HF's own code. A
+bias on the scores (ALiBi's) is neither a setting nor a tap: it is changed on its way into the module.
+
+`B` requests, `N` heads, `T` rows, `S` positions.
 """
 
 import inspect

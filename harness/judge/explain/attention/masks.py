@@ -1,4 +1,7 @@
-"""TODO."""
+"""The wrong keys take part in attention: causal mask, sliding window, padding, masked scores that still count.
+
+`T` query rows, `S` history rows, `N` query heads.
+"""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""Ways in which attention reads other tensors than rotated keys and values, or coarser ones.
+"""Attention reads wrong keys or values: other tensors, coarser ones, one wrong position, the KV heads of others.
 
 `T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
 """

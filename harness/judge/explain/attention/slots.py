@@ -1,6 +1,6 @@
-"""Ways in which attention reads other slots than the request's: stale or shared blocks, another table, past its end.
+"""Attention reads other slots than the request's: another block table, stale blocks, slots past its end, old drafts.
 
-`T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
+`T` query rows, `S` history rows, `D` rows that were given up, `K` KV heads, `H` head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence

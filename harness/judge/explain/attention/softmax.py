@@ -1,6 +1,6 @@
-"""Ways to get attention wrong in what a row sees, and how scores are scaled.
+"""Scores and softmax are wrong: scale, bias, soft cap, sinks, dtype, axis, or the pieces that are merged.
 
-`T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
+`R` rows, `T` query rows, `S` history rows, `N` query heads, `H` head size.
 """
 
 import math
@@ -179,6 +179,8 @@ def over_the_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def of_probabilities(wrong: WrongOperation, cause: str, probabilities: Probabilities) -> Hypothesis:
+    """Return the hypothesis that attention's probabilities are these."""
+
     def attend(view: AttentionContext) -> torch.Tensor:
         return (probabilities(view).nan_to_num(0.0) @ view.spread(view.value)).transpose(0, 1).flatten(1)
 

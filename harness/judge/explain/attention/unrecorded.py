@@ -1,6 +1,7 @@
-"""Rotary embeddings seen through attention, where queries and keys were not recorded after them.
+"""Mistakes that are seen through attention: of rotated queries and keys, and of attention, that were not recorded.
 
-`T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
+`R` rows, `W` elements of a row of attention, `V` elements of a row of the operation that reads it; `T` query rows,
+`S` history rows, `N` query heads, `K` KV heads, `H` head size.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""All keys and values that were recorded of one layer, to find out whose content a place of the cache holds."""
+"""What the cache of a layer held: the recorded keys and values by content, and a history read back slot by slot.
+
+`T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Content of the cache that is not what was written, and no other row's: coarser, scaled, reordered, single bits."""
+"""The cache does not return what was written: nothing, another row, another tensor, or changed numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

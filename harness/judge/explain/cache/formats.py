@@ -1,4 +1,4 @@
-"""A cache with a declared format that stores or reads something else: its scales, and what is cut off.
+"""The cache stores numbers in a wrong format: a declared one with wrong scales, or few bits that nobody declared.
 
 `R` rows, `K` KV heads, `H` head size, `S` history rows.
 """

@@ -1,4 +1,10 @@
-"""Single operations computed by themselves, on any inputs, by HF's own modules."""
+"""HF's own code, run again: single operations on any inputs, and the part of the model around an operation.
+
+Where a part is run, what the engine recorded is put back, as where it was judged. So everything that the engine did
+not record follows from HF's own code: a change is tried through all that lies between it and the next tap.
+
+`P` places of the batch, `R` rows.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -1,4 +1,7 @@
-"""A way to get an operation wrong, and the numbers that would come of it."""
+"""The wrong rows of one operation with what was recorded around them, and a hypothesis about them.
+
+An explanation is a function from the first to several of the second.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Ways to get a mixture of experts wrong: other experts, other weights of them, one expert that is wrong by itself."""
+"""A mixture of experts is wrong: other experts, other weights of them, one wrong expert, or the shared expert."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations

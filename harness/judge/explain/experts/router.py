@@ -1,6 +1,6 @@
-"""Ways to get a router's choice wrong: by other scores, or not the best ones.
+"""A router's choice or its weights are wrong; and the choice among earlier tokens, as sparse attention makes it.
 
-`R` rows, `E` experts, `C` chosen ones of a row.
+`R` rows, `E` experts, `C` chosen experts or positions of a row, the best first.
 """
 
 from collections.abc import Callable, Iterator, Mapping

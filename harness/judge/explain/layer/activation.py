@@ -1,4 +1,4 @@
-"""Ways to get the activation wrong: act(gate) * up, or act(x) alone."""
+"""A function of each element is wrong: another activation, values cut off at a limit, a soft cap."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,7 @@
-"""Ways to get the embedding wrong: the row of another token, or a scaled one."""
+"""The embedding is wrong: the row of another token, another scale, or images in the wrong places among the tokens.
+
+`R` rows, `V` words of the vocabulary, `T` tokens of a request, `D` hidden size.
+"""
 
 from collections.abc import Iterator
 from itertools import groupby, permutations

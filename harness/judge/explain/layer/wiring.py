@@ -1,7 +1,7 @@
-"""Ways to connect operations wrongly: another sum of a layer's tensors, or another tensor that is read.
+"""Operations of a layer are connected wrongly: a sum of other tensors, another residual, another order, another input.
 
-Parallel residuals, sandwich norms and the like are sums and norms of a few tensors that stand near each other. Each is
-tried in the place of each.
+Parallel residuals, sandwich norms and the like are sums and norms of a few tensors that stand near each other: each of
+them is tried in the place of each.
 
 `R` rows, `W` elements of a row.
 """

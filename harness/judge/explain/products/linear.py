@@ -1,4 +1,4 @@
-"""Ways to get a matrix product wrong: no bias, other weights, weights in another order, a coarser dtype.
+"""A matrix product is wrong: no bias, other weights, weights in another order, a coarser dtype.
 
 `R` rows, `I` inputs, `O` outputs.
 """
@@ -339,7 +339,11 @@ def _bias(wrong: WrongOperation, module: str) -> torch.Tensor | None:
 
 
 def declared_failures(wrong: WrongOperation) -> Iterator[WrongOperation]:
-    """Yield a product's wrong rows under each order of rounding its inputs that the engine declares."""
+    """Yield a product's wrong rows under each order of rounding its inputs that the engine declares.
+
+    An engine that quantises the inputs of its products has, where a weight is wrong, the wrong product of quantised
+    inputs. Compared with the recorded inputs, no cause would bring the error down to the rounding floor.
+    """
     declared = wrong.recording.manifest.numerics or Numerics()
     is_adapted = wrong.operation.kind is Kind.OTHER and hasattr(wrong.module, "lora_a")
     weight = wrong.weight(wrong.operation.tap) if is_adapted or wrong.operation.kind is Kind.LINEAR else None

@@ -1,6 +1,6 @@
-"""Ways to get single rows of a product's weight wrong, whose outputs alone are wrong: zero, negated, or scaled.
+"""Single rows of a product's weight are wrong: zero, negated, scaled, or with other scales of quantised blocks.
 
-`R` rows, `O` outputs.
+`R` rows, `I` inputs, `O` outputs, `B` blocks of a row of the weight, `S` weights of a block.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
-"""Ways to get the rotary embedding wrong: other pairs, other frequencies of all of them, a coarser table.
+"""The frequencies of the rotary embedding are wrong: another base or scaling than in config.json, or another layer's.
 
-`R` rows, `N` heads, `H` head size. The pair i of a head turns by position * frequency_i. Where
-the model's own rotation is none that is known (`Failure.rotation`), nothing is said.
+`R` rows, `P` pairs of a head.
 """
 
 import copy

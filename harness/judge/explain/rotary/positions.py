@@ -1,6 +1,6 @@
-"""Ways to rotate rows for other positions than their own, and what these positions have in common.
+"""Rows are rotated for wrong positions: of one axis, or of several (M-RoPE: time, height and width of an image).
 
-`R` rows, `P` candidate positions.
+`R` rows, `A` axes, `P` pairs of a head (or candidate positions), `T` tokens of a request.
 """
 
 from collections.abc import Iterator, Mapping

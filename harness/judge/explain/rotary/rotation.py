@@ -1,6 +1,7 @@
-"""Parts that the explanations of rotary embeddings share: the model's own rotation, and each pair's angle.
+"""The model's rotation, and mistakes that rotate pairs of elements wrongly: other pairs, signs, tables, coarse angles.
 
-`R` rows, `N` heads, `P` pairs of a head.
+`R` rows, `N` heads, `P` pairs of a head, `H` head size. Pair i of a head turns by position * frequency_i. Where the
+model's rotation has no known form (`WrongOperation.rotation`), nothing is yielded.
 """
 
 from collections.abc import Callable, Iterator

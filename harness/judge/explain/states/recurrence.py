@@ -1,7 +1,7 @@
-"""HF's own mixer of one layer, run again over recorded rows: for operations that carry a state from row to row.
+"""A state that goes from row to row is wrong: where it begins, its parameters, its decay.
 
-A state-space or linear-attention layer reads its inputs at all earlier rows. So the rows of a request are run through
-HF's module once more, with what was recorded put in the place of its inner values, and with one thing changed.
+A state-space or linear-attention layer reads its inputs at all earlier rows. So HF's own mixer of the layer is run
+again over the recorded rows, with the recorded inner values put in place, and with one thing changed.
 """
 
 import inspect

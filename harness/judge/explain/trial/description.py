@@ -1,4 +1,4 @@
-"""The wrong rows, in words: every row, decode rows, one request, from a position on."""
+"""The wrong rows in words: which rows are wrong, and how they differ from what they should be."""
 
 from collections.abc import Iterator
 from typing import Any

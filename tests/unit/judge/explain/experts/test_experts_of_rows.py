@@ -36,7 +36,7 @@ def test_weights_are_known_up_to_half_as_many_experts_as_elements(num_experts, i
     weights = torch.arange(3.0 * num_experts, dtype=torch.float64).view(3, num_experts)
     base = torch.ones(3, 8, dtype=torch.float64)
     mixture = Mixture(
-        failure=SimpleNamespace(actual=base + torch.einsum("re,erd->rd", weights, outputs)), module=nn.Module(),
+        wrong=SimpleNamespace(actual=base + torch.einsum("re,erd->rd", weights, outputs)), module=nn.Module(),
         base=base, x=torch.zeros(3, 8), chosen=torch.zeros(3, 1, dtype=torch.int64), weights=torch.ones(3, 1),
         outputs=outputs,
     )  # fmt: skip

@@ -7,10 +7,10 @@ import torch
 
 import harness
 from harness.engines.hf import HFEngine
-from harness.extensions.quantised.reader import read_quantised_source
 from harness.extensions.quantised.inputs import InputRounding, input_roundings
 from harness.extensions.quantised.scheme import InputScheme
 from harness.formats.checkpoint import Checkpoint, resolve
+from harness.formats.checkpoint.quantised_source import read_quantised_source
 from harness.oracle.model import load_model
 from tests.quantised_checkpoints import Tensors, write_quantised
 from tests.quantised_faults import CHECKPOINTS, FAULTS, PROMPT, UP, check_fault, score

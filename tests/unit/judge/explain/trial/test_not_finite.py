@@ -44,8 +44,8 @@ BIG[1, 2] = BIG[3, 5] = BIG[3, 6] = True
 
 
 def test_what_is_told_of_the_rows():
-    given = reason(of(torch.where(BIG, 1.01 * HALF, 1.0), BIG), torch.tensor([3.0, 7.0, 5.0, 1.0]))
-    assert (given.residual_before, given.num_rows, given.is_cause) == (3.0, 4, True)
+    given = reason(of(torch.where(BIG, 1.01 * HALF, 1.0), BIG), torch.tensor([3.0, 7.0, 5.0, 1.0, 9.0]))
+    assert (given.residual_before, given.num_rows, given.is_cause) == (5.0, 5, True)
 
 
 @pytest.mark.parametrize("kind", [Kind.LINEAR, Kind.ADD, Kind.OTHER])
