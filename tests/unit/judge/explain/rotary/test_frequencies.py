@@ -19,6 +19,7 @@ from harness.judge.explain.rotary import frequencies as frequencies_module
 from harness.judge.explain.rotary import positions as rotary_positions
 from harness.judge.explain.rotary import rotation
 
+from ..planted import planted
 from ..toys import ToyModel, failure_of, found, random, recorded
 
 TAP = "model.layers.1.q_rope"
@@ -149,7 +150,7 @@ def test_rows_of_another_rotation_stay():
 
 def test_a_rotation_that_is_not_known_says_nothing():
     failure = of()
-    modules = (frequencies.__name__, rotation.__name__)
+    modules = (frequencies_module.__name__, rotation.__name__)
     of_rotation = [explain for explain in causes_of(Kind.ROTARY) if explain.__module__ in modules]
     assert len(of_rotation) == 12
     strange = type(failure)(**{**vars(failure), "expected": failure.expected + 1})
@@ -614,7 +615,7 @@ def rotated(bench, positions=None, *, frequencies=None, tables=None, source=SOUR
     """Rotation in float64, angles in float32 as HF has them; `tables` gives cosine and sine of the angles."""
     x = bench.tap(source).unflatten(1, (-1, bench.head_dim))
     positions = bench.rows().position if positions is None else positions
-    frequencies = own_frequencies(bench) if frequencies is None else frequencies
+    frequencies = right_frequencies(bench) if frequencies is None else frequencies
     angles = (positions[:, None].float() * frequencies.float())[:, None].double()
     cos, sin = (angles.cos(), angles.sin()) if tables is None else tables(angles)
     if is_interleaved:
@@ -625,7 +626,7 @@ def rotated(bench, positions=None, *, frequencies=None, tables=None, source=SOUR
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., dim:]), dim=-1).flatten(1)
 
 
-def own_frequencies(bench):
+def right_frequencies(bench):
     """The frequencies of HF's model, scaled as its config asks."""
     return bench.hf.model.model.rotary_emb.inv_freq.clone()
 
@@ -636,170 +637,158 @@ def unscaled_frequencies(bench, *, theta=None, share=1.0):
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
 
 
-def test_neighbouring_pairs(bench):
-    half_split = rotated(bench, frequencies=unscaled_frequencies(bench))
-    assert torch.allclose(half_split, bench.tap(RECORDED_TAP), atol=1e-5)
-    found = bench.explain(RECORDED_TAP, rotated(bench, is_interleaved=True))
-    assert "neighbouring pairs (interleaved)" in found.cause
-    assert found.scope == "every row but those at position 0"
-    assert found.residual_before > 1e6
-    assert found.residual_after < 3
-    assert found.num_explained == found.num_rows
-
-
-@pytest.mark.parametrize("offset", [1, -1])
-def test_decode_rows_at_a_position_off_by_one(bench, offset):
+def is_decode(bench):
     rows = bench.rows()
-    lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
-    is_decode = rows.position >= lengths
-    found = bench.explain(RECORDED_TAP, rotated(bench, rows.position + offset * is_decode))
-    assert found.cause == f"rotary at a position off by one ({offset:+d})"
-    assert found.scope == "decode rows"
+    return rows.position >= torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
 
 
-def test_every_position_off_by_one(bench):
-    found = bench.explain(RECORDED_TAP, rotated(bench, bench.rows().position + 1))
-    assert (found.cause, found.scope) == ("rotary at a position off by one (+1)", "every row")
+def at_positions(change):
+    """Return rows that are rotated for what `change` makes of a bench and its rows' positions."""
+    return lambda bench: rotated(bench, change(bench, bench.rows().position))
 
 
-def test_the_offset_of_a_chunk_forgotten(bench_of):
-    bench = bench_of(schedule="chunked")
+def at_frequencies(change, source=SOURCE):
+    """Return rows that are rotated by what `change` makes of a bench and the model's frequencies."""
+    return lambda bench: rotated(bench, frequencies=change(bench, right_frequencies(bench)), source=source)
+
+
+def with_tables(tables):
+    return lambda bench: rotated(bench, tables=tables)
+
+
+def coarse(dtype):
+    return with_tables(lambda angles: (table.to(dtype).double() for table in (angles.cos(), angles.sin())))
+
+
+def without_chunk_offset(bench, positions):
     rows = bench.rows()
     keys = rows.step * 100 + rows.request
-    first = torch.stack([rows.position[keys == key].min() for key in keys])
-    lengths = torch.tensor([request.prompt_length for request in bench.golden.requests])[rows.request]
-    found = bench.explain(
-        RECORDED_TAP, rotated(bench, torch.where(rows.position < lengths, rows.position - first, rows.position))
-    )
-    assert found.cause == "positions restart at 0 in every step: the chunk's offset is forgotten"
-    assert found.scope == "rows of a prompt after its first chunk"
+    first = torch.stack([positions[keys == key].min() for key in keys])
+    return torch.where(is_decode(bench), positions, positions - first)
 
 
-def test_positions_that_run_on_through_the_batch(bench):
-    rows = bench.rows()
-    first_step = rows.step == rows.step.min()
-    found = bench.explain(RECORDED_TAP, rotated(bench, torch.where(first_step, torch.arange(len(rows)), rows.position)))
-    assert found.cause == "positions run on through the batch instead of restarting for each request"
-    assert "request 1" in found.scope
+def of_the_row_before(bench, positions):
+    shifted, step = positions.clone(), bench.rows().step
+    for number in step.unique():
+        shifted[step == number] = positions[step == number].roll(1)
+    return shifted
 
 
-@pytest.mark.parametrize("theta", [10000.0, 31000.0])
-def test_wrong_theta(bench, theta):
-    found = bench.explain(RECORDED_TAP, rotated(bench, frequencies=unscaled_frequencies(bench, theta=theta)))
-    assert found.cause == f"wrong rope theta: {theta:g} instead of 1e+06"
+def through_the_batch(bench, positions):
+    step = bench.rows().step
+    return torch.where(step == step.min(), torch.arange(len(step)), positions)
 
 
-@pytest.mark.parametrize("theta", [20000.0, 31000.0])
-def test_wrong_theta_with_the_factors_of_the_right_one(bench_of, theta):
-    bench = bench_of("llama-tiny")
-    exponents = torch.arange(bench.head_dim // 2).double() / (bench.head_dim // 2)
-    frequencies = own_frequencies(bench) * (bench.config.rope_parameters["rope_theta"] / theta) ** exponents
-    found = bench.explain(RECORDED_TAP, rotated(bench, frequencies=frequencies, source=WITHOUT_NORM))
-    assert found.cause == f"wrong rope theta: {theta:g} instead of 10000"
-    assert found.detail == "the factors of the rope scaling are kept"
+def with_base(theta):
+    """Return frequencies of another base, scaled by the factors of the right one."""
+
+    def change(bench, frequencies):
+        exponents = torch.arange(len(frequencies)).double() / len(frequencies)
+        return frequencies * (bench.config.rope_parameters["rope_theta"] / theta) ** exponents
+
+    return change
 
 
-def test_scaling_ignored(bench_of):
-    bench = bench_of("llama-tiny")
-    unscaled = rotated(bench, frequencies=unscaled_frequencies(bench), source=WITHOUT_NORM)
-    found = bench.explain(RECORDED_TAP, unscaled)
-    assert found.cause == "rope scaling (llama3) is ignored"
+def with_factor(factor):
+    """Return frequencies as HF's own module makes them of another factor of the scaling."""
+
+    def change(bench, _):
+        config = copy.deepcopy(bench.config)
+        config.rope_parameters = {**bench.config.rope_parameters, "factor": factor}
+        return type(bench.hf.model.model.rotary_emb)(config).inv_freq
+
+    return change
 
 
-def test_partial_rotary(bench):
-    found = bench.explain(RECORDED_TAP, rotated(bench, frequencies=unscaled_frequencies(bench, share=0.5)))
-    assert found.cause == "partial rotary: the first 16 of 32 elements turn"
+def still_from(first):
+    return lambda _, frequencies: torch.where(torch.arange(len(frequencies)) < first, frequencies, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_coarse_table(bench, dtype):
-
-    def coarse(angles):
-        return (table.to(dtype).double() for table in (angles.cos(), angles.sin()))
-
-    found = bench.explain(RECORDED_TAP, rotated(bench, tables=coarse))
-    assert found.cause == f"cos/sin table in {str(dtype).removeprefix('torch.')}"
+def rotary(cause, wrong, *bench, **expected):
+    return planted(cause, RECORDED_TAP, wrong, *bench, **expected)
 
 
-def test_not_applied_and_backwards(bench):
-    assert bench.explain(RECORDED_TAP, bench.tap(SOURCE)).cause == "rotary is not applied"
-    assert "backwards" in bench.explain(RECORDED_TAP, rotated(bench, -bench.rows().position)).cause
+def theta(number):
+    return at_frequencies(lambda bench, _: unscaled_frequencies(bench, theta=number))
 
 
-def test_rows_at_the_position_of_the_row_before(bench):
-    rows, shifted = bench.rows(), bench.rows().position.clone()
-    for step in rows.step.unique():
-        here = rows.step == step
-        shifted[here] = rows.position[here].roll(1)
-    assert "row before it in the batch" in bench.explain(RECORDED_TAP, rotated(bench, shifted)).cause
+LLAMA, CHUNKED, IN_16_BITS = "llama-tiny", ("qwen3-tiny", torch.float32, "chunked"), ("qwen3-tiny", torch.bfloat16)
+PLUS, MINUS = "rotary at a position off by one (+1)", "rotary at a position off by one (-1)"
+KEPT = "the factors of the rope scaling are kept"
+INTERLEAVED = "rotary over neighbouring pairs (interleaved) instead of half-split ones"
+BEGUN_AGAIN = "positions begin at 0 again after {}: they are taken modulo {}"
+LINEAR_FACTOR = "rope scaling: linear with factor {}, which config.json does not ask for"
+MISTAKES = [
+    rotary(INTERLEAVED, lambda bench: rotated(bench, is_interleaved=True), scope="every row but those at position 0"),
+    rotary("rotary is not applied", lambda bench: bench.tap(SOURCE)),
+    rotary("rotary turns backwards (sign of the sine)", at_positions(lambda _, at: -at)),
+    rotary(PLUS, at_positions(lambda bench, at: at + is_decode(bench)), scope="decode rows"),
+    rotary(MINUS, at_positions(lambda bench, at: at - 1 * is_decode(bench)), scope="decode rows"),
+    rotary(PLUS, at_positions(lambda _, at: at + 1), scope="every row"),
+    rotary(
+        "positions restart at 0 in every step: the chunk's offset is forgotten",
+        at_positions(without_chunk_offset), *CHUNKED, scope="rows of a prompt after its first chunk",
+    ),
+    rotary(
+        "positions run on through the batch instead of restarting for each request",
+        at_positions(through_the_batch), scope="...request 1...",
+    ),
+    rotary("rotary at the position of the row before it in the batch", at_positions(of_the_row_before)),
+    rotary(
+        "...each request has for itself: +3 in request 0, +29 in request 1",
+        at_positions(lambda bench, at: at + torch.where(bench.rows().request == 0, 3, 29)),
+    ),
+    rotary("rotary at wrong positions", at_positions(lambda _, at: (at * 7 + 3) % 40), is_cause=False),
+    rotary("positions stop at 20: rows after it are all rotated for it", at_positions(lambda _, at: at.clamp(max=20))),
+    rotary(BEGUN_AGAIN.format(15, 16), at_positions(lambda _, at: at % 16)),
+    rotary(BEGUN_AGAIN.format(29, 30), at_positions(lambda _, at: at % 30)),
+    rotary(LINEAR_FACTOR.format("4"), at_positions(lambda _, at: at / 4), num_fitted=0),
+    rotary(LINEAR_FACTOR.format("0.5"), at_positions(lambda _, at: at / 0.5), num_fitted=0),
+    rotary(LINEAR_FACTOR.format("5.7"), at_positions(lambda _, at: at / 5.7), num_fitted=1),
+    rotary("wrong rope theta: 10000 instead of 1e+06", theta(10_000.0)),
+    rotary("wrong rope theta: 31000 instead of 1e+06", theta(31_000.0)),
+    rotary(
+        "wrong rope theta: 20000 instead of 10000", at_frequencies(with_base(20_000), WITHOUT_NORM), LLAMA, detail=KEPT
+    ),
+    rotary(
+        "wrong rope theta: 31000 instead of 10000", at_frequencies(with_base(31_000), WITHOUT_NORM), LLAMA, detail=KEPT
+    ),
+    rotary(
+        "rope scaling (llama3) is ignored",
+        at_frequencies(lambda bench, _: unscaled_frequencies(bench), WITHOUT_NORM), LLAMA,
+    ),
+    rotary("rope scaling: factor is 32 instead of 8", at_frequencies(with_factor(32.0), WITHOUT_NORM), LLAMA),
+    rotary(
+        "partial rotary: the first 16 of 32 elements turn",
+        at_frequencies(lambda bench, _: unscaled_frequencies(bench, share=0.5)),
+    ),
+    rotary(STILL, at_frequencies(still_from(3)), detail="pairs 3 to ...", num_fitted=1),
+    rotary(STILL, at_frequencies(still_from(3)), *IN_16_BITS, detail="pairs 3 to ..."),
+    rotary(ORDER, at_frequencies(lambda _, item: item.flip(0))),
+    rotary(ORDER, at_frequencies(lambda _, item: item.roll(1))),
+    rotary("cos/sin table in bfloat16", coarse(torch.bfloat16)),
+    rotary("cos/sin table in float16", coarse(torch.float16)),
+    rotary("cosine and sine of the rotary table are exchanged", with_tables(lambda x: (x.sin(), x.cos()))),
+    rotary("the rotary table's sine is left out: only the cosine is applied", with_tables(lambda x: (x.cos(), 0 * x))),
+    rotary("the rotary table's cosine is left out: only the sine is applied", with_tables(lambda x: (0 * x, x.sin()))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("factor", [4.0, 0.5, 5.7])
-def test_a_scaling_that_is_not_asked_for(bench, factor):
-    found = bench.explain(RECORDED_TAP, rotated(bench, bench.rows().position / factor))
-    assert found.cause == f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
-    assert found.num_fitted == (factor == 5.7)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(bench_of, mistake):
+    mistake.check(bench_of)
 
 
-def test_the_factor_of_a_scaling(bench_of):
-    bench = bench_of("llama-tiny")
-    config = copy.deepcopy(bench.config)
-    config.rope_parameters = {**bench.config.rope_parameters, "factor": 32.0}
-    frequencies = type(bench.hf.model.model.rotary_emb)(config).inv_freq
-    found = bench.explain(RECORDED_TAP, rotated(bench, frequencies=frequencies, source=WITHOUT_NORM))
-    assert found.cause == "rope scaling: factor is 32 instead of 8"
-
-
-def test_positions_of_a_padded_batch(bench):
-    rows = bench.rows()
-    found = bench.explain(RECORDED_TAP, rotated(bench, rows.position + torch.where(rows.request == 0, 3, 29)))
-    assert found.cause.endswith("each request has for itself: +3 in request 0, +29 in request 1")
-
-
-def test_positions_without_a_rule_are_no_cause(bench):
-    rows = bench.rows()
-    found = bench.explain(RECORDED_TAP, rotated(bench, (rows.position * 7 + 3) % 40))
-    assert found.cause == "rotary at wrong positions"
-    assert not found.is_cause
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pairs_that_do_not_turn_in_a_recording(bench_of, dtype):
-    bench = bench_of(dtype=dtype)
-    own = own_frequencies(bench)
-    own[3:] = 0
-    found = bench.explain(RECORDED_TAP, rotated(bench, frequencies=own))
-    assert found.cause == "some pairs of a head do not turn: their frequencies are zero"
-    assert found.detail.startswith("pairs 3 to ")
-    assert found.num_fitted <= 2
-
-
-@pytest.mark.parametrize("order", [lambda own: own.flip(0), lambda own: own.roll(1)], ids=["flipped", "rolled"])
-def test_frequencies_in_another_order_in_a_recording(bench, order):
-    """Where a pair turns as the slowest one should, which hardly turns at all, it does turn."""
-    found = bench.explain(RECORDED_TAP, rotated(bench, frequencies=order(own_frequencies(bench))))
-    assert (found.cause, found.is_cause) == ("the frequencies of the pairs are in another order", True)
+def test_the_rows_that_are_planted_are_the_engines_where_nothing_is_wrong(bench):
+    sound = rotated(bench, frequencies=unscaled_frequencies(bench))
+    assert torch.allclose(sound, bench.tap(RECORDED_TAP), atol=1e-5)
+    wrong = bench.explain(RECORDED_TAP, rotated(bench, is_interleaved=True))
+    assert wrong.residual_before > 1e6
+    assert wrong.residual_after < 3
+    assert wrong.num_explained == wrong.num_rows
 
 
 def test_a_pair_of_its_own_frequency_is_none_of_the_others(bench):
-    own = own_frequencies(bench)
-    own[2] *= 1.5
-    assert "pairs" not in bench.explain(RECORDED_TAP, rotated(bench, frequencies=own)).cause
-
-
-def test_other_tables_than_cosine_and_sine(bench):
-    for cause, tables in {
-        "cosine and sine of the rotary table are exchanged": lambda a: (a.sin(), a.cos()),
-        "the rotary table's sine is left out: only the cosine is applied": lambda a: (a.cos(), 0 * a),
-        "the rotary table's cosine is left out: only the sine is applied": lambda a: (0 * a, a.sin()),
-    }.items():
-        assert bench.explain(RECORDED_TAP, rotated(bench, tables=tables)).cause == cause
-
-
-def test_positions_that_stop_or_begin_again_in_a_recording(bench):
-    positions = bench.rows().position
-    found = bench.explain(RECORDED_TAP, rotated(bench, positions.clamp(max=20)))
-    assert found.cause == "positions stop at 20: rows after it are all rotated for it"
-    for length in (16, 30):
-        found = bench.explain(RECORDED_TAP, rotated(bench, positions % length))
-        assert found.cause == f"positions begin at 0 again after {length - 1}: they are taken modulo {length}"
+    frequencies = right_frequencies(bench)
+    frequencies[2] *= 1.5
+    assert "pairs" not in bench.explain(RECORDED_TAP, rotated(bench, frequencies=frequencies)).cause
