@@ -1,10 +1,16 @@
 """Quantised weights whose blocks have other scales; what the engine declares of its weights says which blocks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.recording import Recording
+from harness.formats.taps import Kind, Operation
+from harness.judge.explain.products.rows import scales_of_blocks
+
+from ..toys import ToyModel, failure_of, linear, random
 
 TAP, SOURCE = "model.layers.1.self_attn.k_proj", "model.layers.1.input_layernorm"
 ROW = 3
@@ -50,3 +56,17 @@ def test_a_minimum_of_each_block_is_fitted_where_the_format_has_one(bench):
 def test_an_engine_that_declares_nothing_has_no_blocks(bench):
     found = explained(bench, (), lambda blocks: blocks * torch.tensor([1, 2, 1, 0.5, 1, 1])[:, None])
     assert "scales" not in found.cause
+
+
+@pytest.mark.parametrize(("rows", "width", "weights"), [
+    (12, 128, ()), (12, 120, ("int8",)), (4, 128, ("int8",)), (12, 128, ("int8",)),
+])  # fmt: skip
+def test_scales_are_fitted_only_where_blocks_and_rows_are_there(rows, width, weights):
+    x, weight = random(rows, width), random(5, width, seed=1)
+    operation = Operation(tap=TAP, kind=Kind.LINEAR, source=TAP)
+    recording = SimpleNamespace(manifest=SimpleNamespace(numerics=Numerics(weights=weights)))
+    wrong = failure_of(
+        operation, 2 * x @ weight.T, x @ weight.T, x,
+        model=ToyModel(operation, modules={TAP: linear(weight)}), recording=recording,
+    )  # fmt: skip
+    assert bool(list(scales_of_blocks(wrong))) == ((rows, width, weights) == (12, 128, ("int8",)))
