@@ -17,7 +17,7 @@ from harness.judge.explain import norms
 from harness.judge.explain.causes import EXPLANATIONS
 from harness.judge.explain.trial.ranking import rank_hypotheses
 
-from .toys import ToyModel, assert_outputs, failure_of, found, outputs, random
+from .toys import ToyModel, assert_outputs, by_cause, failure_of, outputs, random
 
 TAP, SIBLING = "model.layers.1.norm", "model.layers.0.norm"
 ROWS, WIDTH, EPS = 16, 24, 1e-3
@@ -210,7 +210,7 @@ def test_an_overflow_gives_zeros(size, cause):
     wrong[:3] = 0
     rows = wrong_rows(right, wrong, x).take(torch.tensor([0, 1, 2]))
     assert rank_hypotheses(rows, "every row").cause == cause
-    assert found(norms.statistic_overflows, wrong_rows(right, right)) == {}
+    assert by_cause(norms.statistic_overflows, wrong_rows(right, right)) == {}
 
 
 # Statistics of each row: a scatter is rounding, a rule is none.
@@ -242,9 +242,9 @@ def test_rows_that_point_the_other_way_or_are_too_few_have_no_statistic():
     right = Norm()
     turned = right(X)
     turned[4] *= -1
-    assert found(norms.own_statistic, wrong_rows(right, turned)) == {}
+    assert by_cause(norms.own_statistic, wrong_rows(right, turned)) == {}
     few = wrong_rows(right, statistic(lambda s: s * (1 + 0.003 * NOISE))(right)).take(torch.arange(7))
-    (hypothesis,) = found(norms.own_statistic, few).values()
+    (hypothesis,) = by_cause(norms.own_statistic, few).values()
     assert not hypothesis.is_cause
 
 
@@ -266,7 +266,7 @@ def test_rows_that_point_the_other_way_or_are_too_few_have_no_statistic():
 )
 def test_numbers_that_are_fitted(explain, mistake, is_fitted):
     right = Norm()
-    hypotheses = found(explain, wrong_rows(right, mistake(right))).items()
+    hypotheses = by_cause(explain, wrong_rows(right, mistake(right))).items()
     usual = ("outside", *(f" {eps:g} " for eps in norms._EPSILONS))
     fitted = [item for cause, item in hypotheses if item.num_fitted and not any(word in cause for word in usual)]
     assert bool(fitted) == is_fitted
@@ -296,7 +296,7 @@ def nearly(order, share):
 )
 def test_weights_that_are_fitted(change, cause, num_fitted):
     right = Norm()
-    (hypothesis,) = found(norms.changed_weights, wrong_rows(right, of(weight=change)(right))).values()
+    (hypothesis,) = by_cause(norms.changed_weights, wrong_rows(right, of(weight=change)(right))).values()
     assert cause in hypothesis.cause
     assert hypothesis.num_fitted == num_fitted
     if num_fitted < WIDTH:
@@ -310,7 +310,7 @@ def test_a_weight_counts_as_changed_beside_the_one_that_changed_most(share, num_
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64) * random(ROWS, 1).sign()
     right = Norm()
     wrong = of(weight=lambda w: w + share * (torch.arange(WIDTH) == 5) + (torch.arange(WIDTH) == 2))(right)
-    (hypothesis,) = found(norms.changed_weights, wrong_rows(right, wrong, x)).values()
+    (hypothesis,) = by_cause(norms.changed_weights, wrong_rows(right, wrong, x)).values()
     assert hypothesis.num_fitted == 2 * num_changed
 
 
@@ -361,7 +361,7 @@ class Tanh(nn.Module):
 
 def test_what_is_no_norm_of_a_known_form_is_given_no_cause_of_one():
     assert norms.form_of(wrong_rows(Tanh(), Tanh())) is None
-    assert found(norms.wrong_eps, wrong_rows(Tanh(), Tanh())) == {}
+    assert by_cause(norms.wrong_eps, wrong_rows(Tanh(), Tanh())) == {}
     assert "eps" not in named(Tanh(), 1.5 * Tanh()(X)).cause
     for shape in ((2, WIDTH), (5,), (WIDTH, WIDTH)):  # no row of factors
         right = Norm()

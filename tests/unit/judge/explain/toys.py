@@ -97,9 +97,9 @@ def recorded(
     ]
     with new_writer(folder, requests, dtype=dtype, device=device, schedule=schedule) as writer:
         for step in steps:
-            given = dict(step)
-            taps = given.pop("taps", {})
-            writer.begin_step(**{"phase": "mixed", **given})
+            options = dict(step)
+            taps = options.pop("taps", {})
+            writer.begin_step(**{"phase": "mixed", **options})
             for name, tensor in taps.items():
                 writer.tap(name, tensor)
             writer.end_step()
@@ -139,21 +139,23 @@ def failure_of(
     )  # fmt: skip
 
 
-def found(explain: Callable[[WrongOperation], Iterable[Hypothesis]], failure: WrongOperation) -> dict[str, Hypothesis]:
+def by_cause(
+    explain: Callable[[WrongOperation], Iterable[Hypothesis]], failure: WrongOperation
+) -> dict[str, Hypothesis]:
     """Return what an explanation yields by its cause; of one that it yields twice, the first."""
-    by_cause: dict[str, Hypothesis] = {}
+    hypotheses: dict[str, Hypothesis] = {}
     with torch.no_grad():  # as where explanations are run
         for item in explain(failure):
             assert item.output.shape == failure.actual.shape, item.cause
-            by_cause.setdefault(item.cause, item)
-    return by_cause
+            hypotheses.setdefault(item.cause, item)
+    return hypotheses
 
 
 def outputs(
     explain: Callable[[WrongOperation], Iterable[Hypothesis]], failure: WrongOperation
 ) -> dict[str, torch.Tensor]:
     """Return the rows that each cause would give."""
-    return {cause: hypothesis.output for cause, hypothesis in found(explain, failure).items()}
+    return {cause: hypothesis.output for cause, hypothesis in by_cause(explain, failure).items()}
 
 
 def assert_outputs(

@@ -17,8 +17,8 @@ def model_of(family, folder):
 
     config = tiny_config(family)
     if family == "falcon":
-        own = {"alibi": True, "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False}
-        config = type(config)(**config.to_diff_dict() | own)
+        options = {"alibi": True, "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False}
+        config = type(config)(**config.to_diff_dict() | options)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     make_lively(model, 7)
@@ -29,7 +29,7 @@ def model_of(family, folder):
 def handed(module, name, change):
     """Let the module have another argument."""
     module.register_forward_pre_hook(
-        lambda _, given, named: (given, named | {name: change(named[name])}), with_kwargs=True
+        lambda _, hypotheses, named: (hypotheses, named | {name: change(named[name])}), with_kwargs=True
     )
 
 

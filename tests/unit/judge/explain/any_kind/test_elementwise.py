@@ -8,7 +8,7 @@ import torch
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.layer.activation import clamped, soft_capped
 
-from ..toys import ToyModel, failure_of, found, random
+from ..toys import ToyModel, by_cause, failure_of, random
 
 OPERATION = Operation(tap="model.layers.0.mlp.down_proj", kind=Kind.LINEAR)
 ROWS = torch.arange(-12.0, 12.0, dtype=torch.float64).view(4, 6) / 4  # -3 to 2.75
@@ -28,7 +28,7 @@ def of(actual, expected=ROWS, **config):
 )
 def test_a_limit_cuts_off_what_is_beyond_it(low, high, where, num_fitted):
     actual = ROWS.clamp(low, high)
-    ((cause, hypothesis),) = found(clamped, of(actual)).items()
+    ((cause, hypothesis),) = by_cause(clamped, of(actual)).items()
     assert cause == f"values {where} are cut off"
     assert hypothesis.num_fitted == num_fitted
     assert torch.equal(hypothesis.output, actual)
@@ -44,18 +44,18 @@ def test_a_limit_cuts_off_what_is_beyond_it(low, high, where, num_fitted):
     ],
 )
 def test_no_limit_where_fewer_than_three_elements_are_at_it(actual):
-    assert found(clamped, of(actual)) == {}
+    assert by_cause(clamped, of(actual)) == {}
 
 
 def test_a_limit_that_changes_nothing_is_none():
     expected = ROWS.clamp(max=1.0)
-    assert found(clamped, of(expected, expected)) == {}
+    assert by_cause(clamped, of(expected, expected)) == {}
 
 
 def test_a_limit_leaves_other_errors_in_the_rows():
     actual = ROWS.clamp(max=2.0)
     actual[0, 3] += 0.125
-    (hypothesis,) = found(clamped, of(actual)).values()
+    (hypothesis,) = by_cause(clamped, of(actual)).values()
     assert torch.equal(hypothesis.output, ROWS.clamp(max=2.0))
 
 
@@ -64,7 +64,7 @@ def bent(cap):
 
 
 def test_the_usual_caps_and_one_that_is_fitted():
-    causes = found(soft_capped, of(bent(7.25)))
+    causes = by_cause(soft_capped, of(bent(7.25)))
     expected = dict.fromkeys((15, 20, 30, 50), 0) | {7.25: 1}
     assert set(causes) == {f"a soft cap of {cap:g} is applied, which the model does not have" for cap in expected}
     for cap, num_fitted in expected.items():
@@ -75,12 +75,12 @@ def test_the_usual_caps_and_one_that_is_fitted():
 
 @pytest.mark.parametrize("cap", [0.4, 1.0, 3.0, 40.0, 140.0])
 def test_caps_are_fitted_from_strong_to_weak(cap):
-    (fitted,) = (item for item in found(soft_capped, of(bent(cap))).values() if item.num_fitted)
+    (fitted,) = (item for item in by_cause(soft_capped, of(bent(cap))).values() if item.num_fitted)
     assert fitted.cause == f"a soft cap of {cap:g} is applied, which the model does not have"
 
 
 def test_the_fitted_cap_has_four_digits():
-    (fitted,) = (item for item in found(soft_capped, of(bent(7.123456))).values() if item.num_fitted)
+    (fitted,) = (item for item in by_cause(soft_capped, of(bent(7.123456))).values() if item.num_fitted)
     assert fitted.cause.startswith("a soft cap of 7.123 ")
     torch.testing.assert_close(fitted.output, bent(7.123), rtol=1e-12, atol=0)
 
@@ -88,18 +88,18 @@ def test_the_fitted_cap_has_four_digits():
 @pytest.mark.parametrize("actual", [ROWS, 1.1 * ROWS, bent(160.0), torch.zeros_like(ROWS) + 9 * ROWS.sign()])
 def test_no_cap_is_fitted_where_elements_are_as_large_or_larger_or_hardly_smaller(actual):
     """The largest element is 3: a cap of more than 150 bends nothing that could be measured."""
-    assert not [item for item in found(soft_capped, of(actual)).values() if item.num_fitted]
+    assert not [item for item in by_cause(soft_capped, of(actual)).values() if item.num_fitted]
 
 
 def test_the_fit_takes_noise():
     actual = bent(5.0) + 1e-4 * random(4, 6)
-    (fitted,) = (item for item in found(soft_capped, of(actual)).values() if item.num_fitted)
+    (fitted,) = (item for item in by_cause(soft_capped, of(actual)).values() if item.num_fitted)
     torch.testing.assert_close(fitted.output, bent(5.0), rtol=1e-3, atol=1e-3)
 
 
 def test_a_cap_of_the_models_own_that_is_left_out():
     failure = of(ROWS, bent(6.0), final_logit_softcapping=6.0, softcap_off=None, num_caps=0, capacity=-1.0, width=8)
-    (hypothesis,) = (item for cause, item in found(soft_capped, failure).items() if "left out" in cause)
+    (hypothesis,) = (item for cause, item in by_cause(soft_capped, failure).items() if "left out" in cause)
     assert hypothesis.cause == "the soft cap of 6 is left out"
     assert hypothesis.num_fitted == 0
     torch.testing.assert_close(hypothesis.output, ROWS, rtol=1e-9, atol=1e-12)
@@ -108,15 +108,15 @@ def test_a_cap_of_the_models_own_that_is_left_out():
 def test_what_a_cap_cannot_give_was_not_capped():
     """An element of the cap's own size would have been infinite."""
     failure = of(ROWS, ROWS, final_logit_softcapping=3.0)
-    assert not [cause for cause in found(soft_capped, failure) if "left out" in cause]
+    assert not [cause for cause in by_cause(soft_capped, failure) if "left out" in cause]
     failure = of(ROWS, ROWS, final_logit_softcapping=3.01)
-    assert [cause for cause in found(soft_capped, failure) if "left out" in cause] == [
+    assert [cause for cause in by_cause(soft_capped, failure) if "left out" in cause] == [
         "the soft cap of 3.01 is left out"
     ]
 
 
 def test_a_cap_of_the_models_own_that_is_another():
-    causes = found(soft_capped, of(bent(5.0), bent(3.5), final_logit_softcapping=3.5))
+    causes = by_cause(soft_capped, of(bent(5.0), bent(3.5), final_logit_softcapping=3.5))
     hypothesis = causes["the soft cap is 5 instead of 3.5"]
     assert hypothesis.num_fitted == 1
     torch.testing.assert_close(hypothesis.output, bent(5.0), rtol=1e-9, atol=0)

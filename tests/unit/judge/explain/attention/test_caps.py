@@ -8,7 +8,7 @@ import torch
 from harness.judge.explain.attention import softmax
 
 from ..toy_attention import PLACES, N, Toy
-from ..toys import assert_outputs, found
+from ..toys import assert_outputs, by_cause
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -0.25], dtype=torch.float64)
 ADDED = "attention sinks take part in the softmax, which the model does not have"
@@ -44,7 +44,7 @@ def with_sinks(toy, logits):
 
 
 def test_what_the_model_has_and_is_left_out(plain, capped, sunk):
-    assert found(softmax.left_out, plain.failure()) == {}
+    assert by_cause(softmax.left_out, plain.failure()) == {}
     without = plain.contexts(PLACES)
     assert_outputs(softmax.left_out, capped.failure(), {"the soft cap of the scores is left out": without})
     assert_outputs(softmax.left_out, sunk.failure(), {"the attention sinks are left out": without})
@@ -52,42 +52,42 @@ def test_what_the_model_has_and_is_left_out(plain, capped, sunk):
 
 @pytest.mark.parametrize("cap", [0.3, 1.5, 7.25])
 def test_a_cap_that_the_model_does_not_have(plain, cap):
-    given = found(softmax.other_cap, plain.failure(with_cap(plain, cap)))
+    hypotheses = by_cause(softmax.other_cap, plain.failure(with_cap(plain, cap)))
     expected = dict.fromkeys((15.0, 20.0, 30.0, 50.0, 100.0), 0) | {cap: 1}
     names = {
         item: f"a soft cap of {item:g} is applied to the scores, which the model does not have" for item in expected
     }
-    assert set(given) == set(names.values())
+    assert set(hypotheses) == set(names.values())
     for key, num_fitted in expected.items():
-        assert given[names[key]].num_fitted == num_fitted
-        torch.testing.assert_close(given[names[key]].output, plain.contexts(PLACES, with_cap(plain, key)))
+        assert hypotheses[names[key]].num_fitted == num_fitted
+        torch.testing.assert_close(hypotheses[names[key]].output, plain.contexts(PLACES, with_cap(plain, key)))
 
 
 def test_a_cap_that_models_have_is_not_fitted_again(plain):
-    given = found(softmax.other_cap, plain.failure(with_cap(plain, 15.0)))
-    assert len(given) == 5
-    assert {item.num_fitted for item in given.values()} == {0}
+    hypotheses = by_cause(softmax.other_cap, plain.failure(with_cap(plain, 15.0)))
+    assert len(hypotheses) == 5
+    assert {item.num_fitted for item in hypotheses.values()} == {0}
 
 
 def test_another_cap_than_the_models(capped):
     failure = capped.failure(with_cap(capped, 0.8), expected=with_cap(capped, 20.0))
-    given = found(softmax.other_cap, failure)
-    assert set(given) == {f"the soft cap of the scores is {cap} instead of 20" for cap in (15, 30, 50, 100, 0.8)}
-    torch.testing.assert_close(given["the soft cap of the scores is 0.8 instead of 20"].output, failure.actual)
+    hypotheses = by_cause(softmax.other_cap, failure)
+    assert set(hypotheses) == {f"the soft cap of the scores is {cap} instead of 20" for cap in (15, 30, 50, 100, 0.8)}
+    torch.testing.assert_close(hypotheses["the soft cap of the scores is 0.8 instead of 20"].output, failure.actual)
 
 
 def test_a_cap_is_fitted_to_the_four_rows_that_see_most(plain):
     places = [(1, p) for p in range(7)] + [(0, p) for p in range(9)]
     most = {(0, p) for p in (5, 6, 7, 8)}
     actual = plain.contexts(places, lambda place: plain.context(place, cap=0.7 if place in most else 3.0))
-    given = found(softmax.other_cap, plain.failure(actual, places))
-    assert "a soft cap of 0.7 is applied to the scores, which the model does not have" in given
+    hypotheses = by_cause(softmax.other_cap, plain.failure(actual, places))
+    assert "a soft cap of 0.7 is applied to the scores, which the model does not have" in hypotheses
 
 
 def test_sinks_that_the_model_does_not_have(plain):
     logits = [0.3, -2.0, 1.0, 0.125, 2.0, -0.5]
     failure = plain.failure(with_sinks(plain, logits))
-    hypothesis = found(softmax.other_sinks, failure)[ADDED]
+    hypothesis = by_cause(softmax.other_sinks, failure)[ADDED]
     torch.testing.assert_close(hypothesis.output, failure.actual)
     assert hypothesis.num_fitted == N
     assert hypothesis.detail == "their logits, head by head: 0.3, -2, 1, 0.125, 2, -0.5"
@@ -95,10 +95,10 @@ def test_sinks_that_the_model_does_not_have(plain):
 
 def test_one_more_in_the_sum(plain):
     failure = plain.failure(with_sinks(plain, [0.0] * N))
-    given = found(softmax.other_sinks, failure)
-    assert set(given) == {ONE, ADDED}
-    torch.testing.assert_close(given[ONE].output, failure.actual)
-    assert given[ONE].num_fitted == 0
+    hypotheses = by_cause(softmax.other_sinks, failure)
+    assert set(hypotheses) == {ONE, ADDED}
+    torch.testing.assert_close(hypotheses[ONE].output, failure.actual)
+    assert hypotheses[ONE].num_fitted == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_one_more_in_the_sum(plain):
 )
 def test_one_more_is_off_from_the_first_row_on(plain, places, is_said):
     failure = plain.failure(with_sinks(plain, [0.0] * N), places)
-    assert (ONE in found(softmax.other_sinks, failure)) == is_said
+    assert (ONE in by_cause(softmax.other_sinks, failure)) == is_said
 
 
 @pytest.mark.parametrize(("position", "is_said"), [(2, True), (3, False)])
@@ -115,30 +115,30 @@ def test_the_first_row_may_come_behind_a_prefix_that_was_there(plain, position, 
     failure = plain.failure(with_sinks(plain, [0.0] * N), [(0, position), (0, 6)])
     (view,) = failure.views
     view.key_step[:2] = -1
-    assert (ONE in found(softmax.other_sinks, failure)) == is_said
+    assert (ONE in by_cause(softmax.other_sinks, failure)) == is_said
 
 
 @pytest.mark.parametrize("shift", [0.7, -1.25])
 def test_sinks_that_are_all_off_by_one_number(sunk, shift):
     failure = sunk.failure(with_sinks(sunk, (SINKS + shift).tolist()), expected=with_sinks(sunk, SINKS.tolist()))
-    given = found(softmax.other_sinks, failure)
+    hypotheses = by_cause(softmax.other_sinks, failure)
     cause = f"the logits of the attention sinks are off by {shift:+.3g}"
-    assert set(given) == {cause, OTHERS}
-    torch.testing.assert_close(given[cause].output, failure.actual, rtol=1e-6, atol=1e-7)
-    assert (given[cause].num_fitted, given[OTHERS].num_fitted) == (1, N)
+    assert set(hypotheses) == {cause, OTHERS}
+    torch.testing.assert_close(hypotheses[cause].output, failure.actual, rtol=1e-6, atol=1e-7)
+    assert (hypotheses[cause].num_fitted, hypotheses[OTHERS].num_fitted) == (1, N)
 
 
 @pytest.mark.parametrize(("spread", "is_one"), [(0.018, True), (0.022, False)])
 def test_shifts_are_one_up_to_a_small_spread(sunk, spread, is_one):
     shifts = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5 + spread, 0.5], dtype=torch.float64)
     failure = sunk.failure(with_sinks(sunk, (SINKS + shifts).tolist()), expected=with_sinks(sunk, SINKS.tolist()))
-    assert any("are off by" in cause for cause in found(softmax.other_sinks, failure)) == is_one
+    assert any("are off by" in cause for cause in by_cause(softmax.other_sinks, failure)) == is_one
 
 
 def test_other_sinks_head_by_head(sunk):
     shifts = torch.tensor([1.0, -0.5, 0.25, 2.0, -1.0, 0.5], dtype=torch.float64)
     failure = sunk.failure(with_sinks(sunk, (SINKS + shifts).tolist()), expected=with_sinks(sunk, SINKS.tolist()))
-    ((cause, hypothesis),) = found(softmax.other_sinks, failure).items()
+    ((cause, hypothesis),) = by_cause(softmax.other_sinks, failure).items()
     assert (cause, hypothesis.num_fitted) == (OTHERS, N)
     assert hypothesis.detail == "their logits are off, head by head, by 1, -0.5, 0.25, 2, -1, 0.5"
     torch.testing.assert_close(hypothesis.output, failure.actual)
@@ -148,14 +148,14 @@ def test_one_row_that_is_off_otherwise_does_not_decide(sunk):
     """The median over the rows is taken."""
     shifted = sunk.contexts(PLACES, with_sinks(sunk, (SINKS + 1).tolist()))
     shifted[2] *= 0.3
-    given = found(softmax.other_sinks, sunk.failure(shifted, expected=with_sinks(sunk, SINKS.tolist())))
-    assert "the logits of the attention sinks are off by +1" in given
+    hypotheses = by_cause(softmax.other_sinks, sunk.failure(shifted, expected=with_sinks(sunk, SINKS.tolist())))
+    assert "the logits of the attention sinks are off by +1" in hypotheses
 
 
 def test_no_sink_turns_a_row_around_or_takes_more_than_all(plain, sunk):
     actual = plain.contexts(PLACES)
     actual[4, :4] *= -1
-    assert ADDED not in found(softmax.other_sinks, plain.failure(actual))
+    assert ADDED not in by_cause(softmax.other_sinks, plain.failure(actual))
     grown = 2.5 * sunk.contexts(PLACES)  # by more than no sinks at all would give
-    assert found(softmax.other_sinks, sunk.failure(grown, expected=with_sinks(sunk, SINKS.tolist()))) == {}
-    assert ADDED not in found(softmax.other_sinks, plain.failure(1.1 * plain.contexts(PLACES)))
+    assert by_cause(softmax.other_sinks, sunk.failure(grown, expected=with_sinks(sunk, SINKS.tolist()))) == {}
+    assert ADDED not in by_cause(softmax.other_sinks, plain.failure(1.1 * plain.contexts(PLACES)))

@@ -22,7 +22,7 @@ def toy(tmp_path_factory):
 def computed(place):
     """Return the places that exist in the step of one."""
     request = place[0]
-    return [other for other in PLACES if other[0] == request and step_of(other) <= step_of(place)]
+    return [another for another in PLACES if another[0] == request and step_of(another) <= step_of(place)]
 
 
 def weighted(toy, weight):
@@ -31,23 +31,25 @@ def weighted(toy, weight):
     def row(place):
         heads = []
         for head in range(N):
-            values = [weight(place, head, other) * toy.tensors[VALUE][other][HEADS[head]] for other in computed(place)]
+            values = [
+                weight(place, head, another) * toy.tensors[VALUE][another][HEADS[head]] for another in computed(place)
+            ]
             heads.append(torch.stack(values).sum(dim=0))
         return torch.cat(heads)
 
     return toy.contexts(PLACES, row)
 
 
-def score(toy, place, head, other, scale=SCALE):
-    return scale * float(toy.tensors[Q][place][head] @ toy.tensors[KEY][other][HEADS[head]])
+def score(toy, place, head, key_place, scale=SCALE):
+    return scale * float(toy.tensors[Q][place][head] @ toy.tensors[KEY][key_place][HEADS[head]])
 
 
 def softmax_of(toy, change):
     """Return weights whose scores `change` makes of the score and of whether the key is masked."""
 
-    def weight(place, head, other):
+    def weight(place, head, another):
         shares = {item: math.exp(change(score(toy, place, head, item), item[1] > place[1])) for item in computed(place)}
-        return shares[other] / sum(shares.values())
+        return shares[another] / sum(shares.values())
 
     return weight
 
@@ -56,7 +58,7 @@ def test_masked_scores_that_take_part(toy):
     whole = softmax_of(toy, lambda score, _is_masked: score)
     expected = {
         "the mask is applied after the softmax": weighted(
-            toy, lambda place, head, other: whole(place, head, other) * (other[1] <= place[1])
+            toy, lambda place, head, another: whole(place, head, another) * (another[1] <= place[1])
         ),
         "masked scores are set to 0 instead of left out": weighted(
             toy, softmax_of(toy, lambda score, is_masked: 0.0 if is_masked else score)
@@ -80,17 +82,17 @@ def test_a_scale_of_the_probabilities(toy):
 
 
 def test_a_softmax_over_the_heads(toy):
-    def weight(place, head, other):
-        if other[1] > place[1]:
+    def weight(place, head, another):
+        if another[1] > place[1]:
             return 0.0
-        shares = [math.exp(score(toy, place, item, other)) for item in range(N)]
+        shares = [math.exp(score(toy, place, item, another)) for item in range(N)]
         return shares[head] / sum(shares)
 
-    def of_the_queries(place, head, other):
-        if other[1] > place[1]:
+    def of_the_queries(place, head, another):
+        if another[1] > place[1]:
             return 0.0
-        queries = [item for item in computed(place) if step_of(item) == step_of(place) and other[1] <= item[1]]
-        return math.exp(score(toy, place, head, other)) / sum(math.exp(score(toy, q, head, other)) for q in queries)
+        queries = [item for item in computed(place) if step_of(item) == step_of(place) and another[1] <= item[1]]
+        return math.exp(score(toy, place, head, another)) / sum(math.exp(score(toy, q, head, another)) for q in queries)
 
     heads = "the softmax runs over the heads instead of the keys"
     queries = "the softmax runs over the queries of a step instead of the keys"

@@ -7,7 +7,7 @@ from harness.judge.explain.attention import reads
 from harness.judge.explain.attention.reads import wrong_place
 
 from ..toy_attention import Toy
-from ..toys import found
+from ..toys import by_cause
 
 EACH = "one position of its history, in each row another, would explain each row"
 LATE = [(0, 6), (0, 7), (0, 8)]
@@ -123,6 +123,6 @@ def test_the_search_ends_where_it_would_take_too_long(toy, monkeypatch):
     failure = toy.failure(places=[(0, 8)])
     num_products = 9 * 16 * 24  # history rows, known rows, elements of a query
     monkeypatch.setattr(reads, "_MAX_PRODUCT", num_products)
-    assert found(wrong_place, failure)
+    assert by_cause(wrong_place, failure)
     monkeypatch.setattr(reads, "_MAX_PRODUCT", num_products - 1)
-    assert found(wrong_place, failure) == {}
+    assert by_cause(wrong_place, failure) == {}

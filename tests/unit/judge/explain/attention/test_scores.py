@@ -12,7 +12,7 @@ from ....tiny_models import WINDOW
 from ..conftest import BLOCK_SIZE
 from ..planted import planted
 from ..toy_attention import BLOCK, KEY, PLACES, STEPS, N, Q, Toy, step_of
-from ..toys import found, outputs
+from ..toys import by_cause, outputs
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def first_of_step(place):
 
 def masked(toy, sees, places=PLACES):
     """Rows that see the positions of their request of which `sees` of row, position and its step holds."""
-    own = {request: [p for r, p in places if r == request] for request in (0, 1)}
+    right = {request: [p for r, p in places if r == request] for request in (0, 1)}
 
     def row(place):
         request, _ = place
-        seen = [(request, p) for p in range(max(own[request]) + 1) if sees(place, p, step_of((request, p)))]
+        seen = [(request, p) for p in range(max(right[request]) + 1) if sees(place, p, step_of((request, p)))]
         return toy.context(place, seen)
 
     return toy.contexts(places, row)
@@ -48,7 +48,7 @@ def test_windows(windowed):
     failure = windowed.failure(
         expected=lambda row: windowed.context(row, [(row[0], p) for p in range(row[1] + 1)][-3:])
     )
-    causes = {c: h.output for c, h in found(masks.wrong_window, failure).items() if not h.num_fitted}
+    causes = {c: h.output for c, h in by_cause(masks.wrong_window, failure).items() if not h.num_fitted}
     expected = {
         "sliding window off by one (too narrow): 2 instead of 3": masked(windowed, seen(2)),
         "sliding window off by one (too wide): 4 instead of 3": masked(windowed, seen(4)),
@@ -74,20 +74,20 @@ SPANS = {
 @pytest.mark.parametrize("cause", SPANS)
 def test_spans_are_fitted_to_the_row_that_has_most_to_see(toy, cause, number):
     actual = masked(toy, SPANS[cause](number))
-    given = found(masks.wrong_window, toy.failure(actual))
-    hypothesis = given[cause.format(number)]
+    hypotheses = by_cause(masks.wrong_window, toy.failure(actual))
+    hypothesis = hypotheses[cause.format(number)]
     torch.testing.assert_close(hypothesis.output, actual)
     assert (hypothesis.num_fitted, hypothesis.is_vague) == (1, False)
-    assert len(given) == len(SPANS)
+    assert len(hypotheses) == len(SPANS)
 
 
 def test_a_window_says_more_than_a_span(windowed):
-    given = found(masks.wrong_window, windowed.failure())
-    assert {h.is_vague for h in given.values() if h.num_fitted} == {True}
+    hypotheses = by_cause(masks.wrong_window, windowed.failure())
+    assert {h.is_vague for h in hypotheses.values() if h.num_fitted} == {True}
 
 
 def test_one_row_of_one_token_has_no_span(toy):
-    assert found(masks.wrong_window, toy.failure(places=[(0, 0)])) == {}
+    assert by_cause(masks.wrong_window, toy.failure(places=[(0, 0)])) == {}
 
 
 # Keys of zeros.
@@ -148,7 +148,7 @@ def test_one_row_alone_has_no_number_in_common_with_others(toy):
 def test_no_keys_of_zeros_where_a_row_points_the_other_way(toy):
     actual = toy.contexts(PLACES)
     actual[5] *= -1
-    assert found(masks.padding_attended, toy.failure(actual)) == {}
+    assert by_cause(masks.padding_attended, toy.failure(actual)) == {}
 
 
 def test_rows_that_grew_have_no_keys_of_zeros(toy):
@@ -159,15 +159,15 @@ def test_rows_that_grew_have_no_keys_of_zeros(toy):
 # Scales.
 
 
-def scales(own=0.4, head_dim=4, hidden=20, heads=6, kv=8):
+def scales(right=0.4, head_dim=4, hidden=20, heads=6, kv=8):
     return {
         "missing": 1.0,
         "taken from the hidden size": 1 / math.sqrt(hidden),
-        "applied twice": own * own,
+        "applied twice": right * right,
         "the head size without its root": 1 / head_dim,
         "the root itself, not its inverse": math.sqrt(head_dim),
-        "in base 2 without log2(e)": own / math.log2(math.e),
-        "with log2(e) though the base is e": own * math.log2(math.e),
+        "in base 2 without log2(e)": right / math.log2(math.e),
+        "with log2(e) though the base is e": right * math.log2(math.e),
         "taken from the number of heads": 1 / math.sqrt(heads),
         "taken from the KV heads' total size": 1 / math.sqrt(kv),
         "that of a head size padded to 64": 1 / 8,
@@ -177,23 +177,23 @@ def scales(own=0.4, head_dim=4, hidden=20, heads=6, kv=8):
 
 
 def test_known_scales(toy):
-    given = {c: h for c, h in found(softmax.wrong_scale, toy.failure()).items() if not h.num_fitted}
+    hypotheses = {c: h for c, h in by_cause(softmax.wrong_scale, toy.failure()).items() if not h.num_fitted}
     expected = {f"the softmax scale is {name}: {scale:.4g} instead of 0.4": scale for name, scale in scales().items()}
-    assert set(given) == set(expected)
+    assert set(hypotheses) == set(expected)
     for cause, scale in expected.items():
         output = toy.contexts(PLACES, lambda place, scale=scale: toy.context(place, scale=scale))
-        torch.testing.assert_close(given[cause].output, output, msg=cause)
+        torch.testing.assert_close(hypotheses[cause].output, output, msg=cause)
 
 
 def test_the_models_sizes_are_no_reason_where_another_layer_is_right(toy):
-    causes = found(softmax.wrong_scale, toy.failure(sound=frozenset({"model.layers.0.attention"})))
+    causes = by_cause(softmax.wrong_scale, toy.failure(sound=frozenset({"model.layers.0.attention"})))
     assert "the softmax scale is missing: 1 instead of 0.4" in causes
     assert not any(word in cause for cause in causes for word in ("taken from", "padded"))
 
 
 def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
     usual = Toy(tmp_path / "r", scale=0.5)  # the root of 1/4: twice is 1/4
-    causes = found(softmax.wrong_scale, usual.failure())
+    causes = by_cause(softmax.wrong_scale, usual.failure())
     assert "the softmax scale is applied twice: 0.25 instead of 0.5" in causes
     assert not any("without its root" in cause for cause in causes)
 
@@ -201,7 +201,7 @@ def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
 @pytest.mark.parametrize("scale", [0.05, 0.3, 0.77, 4.0])
 def test_a_scale_is_fitted(toy, scale):
     failure = toy.failure(lambda place: toy.context(place, scale=scale))
-    (hypothesis,) = (item for item in found(softmax.wrong_scale, failure).values() if item.num_fitted)
+    (hypothesis,) = (item for item in by_cause(softmax.wrong_scale, failure).values() if item.num_fitted)
     assert hypothesis.cause == f"the softmax scale is {scale:g} instead of 0.4"
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-4, atol=1e-5)
 
@@ -209,7 +209,7 @@ def test_a_scale_is_fitted(toy, scale):
 def test_a_scale_is_fitted_to_the_first_four_rows(toy):
     places = [(0, p) for p in range(1, 9)]
     actual = toy.contexts(places, lambda place: toy.context(place, scale=0.9 if place[1] <= 4 else 0.1))
-    (hypothesis,) = (h for h in found(softmax.wrong_scale, toy.failure(actual, places)).values() if h.num_fitted)
+    (hypothesis,) = (h for h in by_cause(softmax.wrong_scale, toy.failure(actual, places)).values() if h.num_fitted)
     assert hypothesis.cause == "the softmax scale is 0.9 instead of 0.4"
 
 
@@ -245,10 +245,12 @@ def coarse(toy, dtype, part):
 def test_a_softmax_in_16_bits(toy, dtype):
     places = [(0, 3), (0, 8), (1, 6)]
     name = str(dtype).removeprefix("torch.")
-    given = [h for h in softmax.coarse_softmax(toy.failure(places=places)) if h.cause == f"the softmax is in {name}"]
-    assert [h.detail for h in given] == ["its result", "its input", "input and result", "all of it"]
+    hypotheses = [
+        h for h in softmax.coarse_softmax(toy.failure(places=places)) if h.cause == f"the softmax is in {name}"
+    ]
+    assert [h.detail for h in hypotheses] == ["its result", "its input", "input and result", "all of it"]
     exact = toy.contexts(places)
-    for hypothesis in given:
+    for hypothesis in hypotheses:
         output = toy.contexts(places, coarse(toy, dtype, hypothesis.detail))
         # A number at the limit between two may go to either: all but a few of the elements are the same.
         same = (hypothesis.output - output).abs() <= 1e-3 * (exact - output).abs().max()
@@ -311,13 +313,13 @@ def test_pieces_that_are_merged_wrongly(toy):
     cuts |= {f"{count} pieces": in_pieces(count) for count in range(2, 9)}
     cuts["keys of earlier steps, and those of the step itself"] = old_and_own
     failure = toy.failure(places=places)
-    given = {(h.cause, h.detail): h.output for h in softmax.splits_merged_wrongly(failure)}
+    hypotheses = {(h.cause, h.detail): h.output for h in softmax.splits_merged_wrongly(failure)}
     wanted = {(cause, cut) for cause in (*MERGES, *UNWEIGHTED) for cut in cuts}
     wanted.remove(("split KV: only the last piece counts", "keys of earlier steps, and those of the step itself"))
-    assert set(given) == wanted
+    assert set(hypotheses) == wanted
     for cause, cut in wanted:
         output = toy.contexts(places, lambda place, cause=cause, cut=cut: merged(toy, place, cuts[cut](place), cause))
-        torch.testing.assert_close(given[cause, cut], output, msg=f"{cause}, {cut}")
+        torch.testing.assert_close(hypotheses[cause, cut], output, msg=f"{cause}, {cut}")
 
 
 def test_pieces_shorter_than_the_longest_history_are_tried(toy):
@@ -366,19 +368,19 @@ def attended(
     values_of = heads if values_of is None else values_of
     output = torch.empty_like(q)
     for request in rows.request.unique():
-        own = (rows.request == request).nonzero()[:, 0]
-        own = own[rows.position[own].argsort()]
-        position, step = rows.position[own], rows.step[own]
-        scores = torch.einsum("tnh,snh->nts", q[own], k[own][:, heads]) * (scale or head_dim**-0.5)
+        right = (rows.request == request).nonzero()[:, 0]
+        right = right[rows.position[right].argsort()]
+        position, step = rows.position[right], rows.step[right]
+        scores = torch.einsum("tnh,snh->nts", q[right], k[right][:, heads]) * (scale or head_dim**-0.5)
         mask = position[None, :] <= position[:, None]
         if visible is not None:
             mask = visible(position[:, None], step[:, None], position[None, :], step[None, :])
         scores = scores.masked_fill(~mask, -torch.inf)
         if merge is not None:
-            output[own] = merge(scores, v[own][:, values_of])
+            output[right] = merge(scores, v[right][:, values_of])
             continue
         p = (softmax or (lambda s: s.softmax(-1)))(scores)
-        output[own] = torch.einsum("nts,snh->tnh", p.nan_to_num(0.0), v[own][:, values_of])
+        output[right] = torch.einsum("nts,snh->tnh", p.nan_to_num(0.0), v[right][:, values_of])
     return output.flatten(1)
 
 

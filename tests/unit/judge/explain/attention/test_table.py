@@ -7,7 +7,7 @@ from harness.judge.explain.attention import slots as read_slots
 from harness.judge.explain.core.wrong_operation import WrongOperation
 
 from ..toy_attention import BLOCK, KEY, PLACES, STEPS, TABLES, VALUE, H, K, Toy, step_of
-from ..toys import found, random
+from ..toys import by_cause, random
 
 SHARED = "a block belongs to two requests of different content at once: shared, freed or given out wrongly"
 STALE = "a block holds what another request left there: stale block taken as a hit, or not written"
@@ -131,11 +131,11 @@ def test_what_is_misplaced_later_is_no_cause_yet(tmp_path):
 
 
 def test_a_cache_that_holds_what_it_should_says_nothing(toy, tmp_path):
-    assert found(read_slots.cache_played_back, toy.failure()) == {}
+    assert by_cause(read_slots.cache_played_back, toy.failure()) == {}
     unknown = Toy(tmp_path / "r", is_slotted=False)
     for explain in (read_slots.cache_played_back, read_slots.other_block_table,
                     read_slots.past_the_context, read_slots.wrong_block):  # fmt: skip
-        assert found(explain, unknown.failure()) == {}
+        assert by_cause(explain, unknown.failure()) == {}
 
 
 def test_what_the_cache_gives_back_stands_in_places_that_nobody_wrote(tmp_path):
@@ -147,10 +147,10 @@ def test_what_the_cache_gives_back_stands_in_places_that_nobody_wrote(tmp_path):
     toy = Toy(tmp_path / "r", tables=moving, readback=read)
     (hypothesis,) = read_slots.cache_played_back(toy.failure(places=[(0, 6)]))
 
-    def given(tap, name):
+    def read_back(tap, name):
         return lambda at: read[f"model.layers.1.{name}_cache"][at] if at[1] < BLOCK else toy.tensors[tap][at]
 
-    output = toy.context((0, 6), key=given(KEY, "k"), value=given(VALUE, "v"))
+    output = toy.context((0, 6), key=read_back(KEY, "k"), value=read_back(VALUE, "v"))
     torch.testing.assert_close(hypothesis.output[0], output)
     values = {name: tensors for name, tensors in read.items() if "v_cache" in name}
     alone = Toy(tmp_path / "s", tables=moving, readback=values)
@@ -164,14 +164,14 @@ def test_what_the_cache_gives_back_stands_in_places_that_nobody_wrote(tmp_path):
 def test_the_table_of_the_other_request(toy):
     failure = toy.failure(expected=None)
 
-    def other(request, step, length):
+    def of_the_other_request(request, step, length):
         tables = [item for item in (1 - request, request) if item in STEPS[step]]
         return slots_of(toy.table(tables[0], step), length)
 
     cause = "reads the block table of another request"
     hypothesis, before = (item for item in read_slots.other_block_table(failure) if item.cause == cause)
     assert [hypothesis.detail, before.detail] == ["of the next one in the batch", "of the previous one in the batch"]
-    torch.testing.assert_close(hypothesis.output, reading(toy, other))
+    torch.testing.assert_close(hypothesis.output, reading(toy, of_the_other_request))
     torch.testing.assert_close(before.output, hypothesis.output)
     # Request 1 has fewer tokens: what request 0 reads after them, nobody wrote. The last step has request 0 alone.
     reach = {step: len([p for p in range(7) if step_of((1, p)) <= step]) for step in range(4)}
@@ -204,7 +204,7 @@ def test_the_table_of_the_step_before(toy):
         return slots_of(toy.table(request, earlier[-1]), length) if earlier else []
 
     cause = "reads through the block table of the step before: its own step's new blocks are read as zeros"
-    hypothesis = found(read_slots.other_block_table, toy.failure())[cause]
+    hypothesis = by_cause(read_slots.other_block_table, toy.failure())[cause]
     torch.testing.assert_close(hypothesis.output, reading(toy, before))
 
 
@@ -212,7 +212,7 @@ def test_the_blocks_in_the_reverse_order(toy):
     def reverse(request, step, length):
         return slots_of(toy.table(request, step)[::-1], length)
 
-    hypothesis = found(read_slots.other_block_table, toy.failure())[
+    hypothesis = by_cause(read_slots.other_block_table, toy.failure())[
         "reads the blocks of its table in the reverse order"
     ]
     torch.testing.assert_close(hypothesis.output, reading(toy, reverse))
@@ -254,13 +254,13 @@ def test_what_is_read_behind_the_last_token(tmp_path):
         ("reads past the context length", "to the longest of the batch"): past(toy, longest, reaches=True),
     }
     # Blocks are shared here on purpose; what is read before the end is the recorded history's all the same.
-    given = {(h.cause, h.detail): h for h in read_slots.past_the_context(toy.failure())}
-    assert set(given) == set(expected)
-    own = played(toy)
-    is_own = (own - toy.contexts(PLACES)).abs().amax(dim=1) < 1e-12
+    hypotheses = {(h.cause, h.detail): h for h in read_slots.past_the_context(toy.failure())}
+    assert set(hypotheses) == set(expected)
+    right = played(toy)
+    is_own = (right - toy.contexts(PLACES)).abs().amax(dim=1) < 1e-12
     assert int(is_own.sum()) > 8
     for name, output in expected.items():
-        torch.testing.assert_close(given[name].output[is_own], output[is_own], msg=str(name))
+        torch.testing.assert_close(hypotheses[name].output[is_own], output[is_own], msg=str(name))
 
 
 def test_rows_that_end_with_their_block_read_nothing_past_it(toy):
@@ -281,9 +281,9 @@ def test_one_block_that_is_read_elsewhere(toy, at, block, whose):
 
     def replaced(request, step, length):
         table = toy.table(request, step)
-        own = TABLES[0].index(block) if block in TABLES[0] else None
+        index = TABLES[0].index(block) if block in TABLES[0] else None
         if at < len(table):
-            table[at] = table[own] if own is not None else block
+            table[at] = table[index] if index is not None else block
         return slots_of(table, length)
 
     failure = toy.failure(reading(toy, replaced, places), places)
@@ -301,4 +301,4 @@ def test_a_search_for_a_block_that_would_take_too_long_is_left_out(toy, monkeypa
     failure = toy.failure(places=[(0, 2), (0, 8)])  # one block of its own
     for most, is_tried in ((4, True), (3, False)):
         monkeypatch.setattr(read_slots, "_MAX_TRIED", most)
-        assert bool(found(read_slots.wrong_block, failure)) == is_tried
+        assert bool(by_cause(read_slots.wrong_block, failure)) == is_tried

@@ -12,20 +12,20 @@ from harness.judge.explain.cache.formats import declared_format
 from harness.judge.explain.core.formats import cut_off
 
 from ..toy_attention import KEY, PLACES, RAW, VALUE, H, K, Toy, step_of
-from ..toys import found, random
+from ..toys import by_cause, random
 
 OTHERS = {layer: (f"model.layers.{layer}.k_rope", f"model.layers.{layer}.self_attn.v_proj") for layer in (0, 2)}
 
 
 def reading(toy, key, value, is_read=lambda place, at: True):
     """Rows that read `key` and `value` of each place where `is_read` holds, and its own elsewhere."""
-    own = toy.tensors
+    right = toy.tensors
 
     def row(place):
         return toy.context(
             place,
-            key=lambda at: key(at) if is_read(place, at) else own[KEY][at],
-            value=lambda at: value(at) if is_read(place, at) else own[VALUE][at],
+            key=lambda at: key(at) if is_read(place, at) else right[KEY][at],
+            value=lambda at: value(at) if is_read(place, at) else right[VALUE][at],
         )
 
     return toy.contexts(PLACES, row)
@@ -41,12 +41,12 @@ EXTENTS = {"for tokens of every step": lambda place, at: True, "for tokens of ea
 def test_values_that_are_narrower_than_keys(tmp_path):
     """Those of latent attention: keys and values cannot stand for each other, the cache of another layer can."""
     latent = Toy(tmp_path / "r", value_size=3)
-    given = {(h.cause, h.detail): h.output for h in reads.other_tensors(latent.failure())}
+    hypotheses = {(h.cause, h.detail): h.output for h in reads.other_tensors(latent.failure())}
     causes = {"keys are cached before rotary", *(f"reads the cache of layer {layer}" for layer in OTHERS)}
-    assert set(given) == {(cause, extent) for cause in causes for extent in EXTENTS}
+    assert set(hypotheses) == {(cause, extent) for cause in causes for extent in EXTENTS}
     key, value = (latent.tensors[tap].__getitem__ for tap in OTHERS[2])
     torch.testing.assert_close(
-        given["reads the cache of layer 2", "for tokens of earlier steps"], reading(latent, key, value, earlier)
+        hypotheses["reads the cache of layer 2", "for tokens of earlier steps"], reading(latent, key, value, earlier)
     )
 
 
@@ -59,9 +59,9 @@ def test_other_tensors(toy):
         "keys are cached before rotary": (RAW, VALUE),
         **{f"reads the cache of layer {layer}": taps for layer, taps in OTHERS.items()},
     }
-    given = {(h.cause, h.detail): h.output for h in reads.other_tensors(toy.failure())}
-    assert set(given) == {(cause, extent) for cause in causes for extent in EXTENTS}
-    for (cause, extent), output in given.items():
+    hypotheses = {(h.cause, h.detail): h.output for h in reads.other_tensors(toy.failure())}
+    assert set(hypotheses) == {(cause, extent) for cause in causes for extent in EXTENTS}
+    for (cause, extent), output in hypotheses.items():
         key, value = (tensors[tap] for tap in causes[cause])
         torch.testing.assert_close(output, reading(toy, key, value, EXTENTS[extent]), msg=f"{cause}, {extent}")
 
@@ -69,31 +69,31 @@ def test_other_tensors(toy):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_coarser_dtypes(toy, dtype):
     name = f"in a lower dtype: {str(dtype).removeprefix('torch.')}"
-    given = [h for h in reads.coarse_cache(toy.failure()) if h.cause.endswith(f"cache is {name}")]
+    hypotheses = [h for h in reads.coarse_cache(toy.failure()) if h.cause.endswith(f"cache is {name}")]
 
     def low(tap):
         return lambda at: toy.tensors[tap][at].to(dtype).double()
 
-    own = {tap: toy.tensors[tap].__getitem__ for tap in (KEY, VALUE)}
+    right = {tap: toy.tensors[tap].__getitem__ for tap in (KEY, VALUE)}
     expected = [
         (f"the {which} cache is {name}", reading(toy, key, value, is_read))
         for is_read in EXTENTS.values()
         for which, key, value in (
-            ("KV", low(KEY), low(VALUE)), ("K", low(KEY), own[VALUE]), ("V", own[KEY], low(VALUE)),
+            ("KV", low(KEY), low(VALUE)), ("K", low(KEY), right[VALUE]), ("V", right[KEY], low(VALUE)),
         )
     ]  # fmt: skip
-    assert [item.cause for item in given] == [cause for cause, _ in expected]
-    for item, (cause, output) in zip(given, expected, strict=True):
+    assert [item.cause for item in hypotheses] == [cause for cause, _ in expected]
+    for item, (cause, output) in zip(hypotheses, expected, strict=True):
         torch.testing.assert_close(item.output, output, msg=cause)
 
 
 def test_what_the_cache_gives_back(tmp_path, toy):
-    assert found(reads.read_back, toy.failure()) == {}, "it was not read back"
+    assert by_cause(reads.read_back, toy.failure()) == {}, "it was not read back"
     read = {f"model.layers.1.{name}_cache": {place: random(K, H, seed=700 + 50 * at + number)
                                              for number, place in enumerate(PLACES)}
             for at, name in enumerate("kv")}  # fmt: skip
     back = Toy(tmp_path / "r", readback=read)
-    (hypothesis,) = found(reads.read_back, back.failure()).values()
+    (hypothesis,) = by_cause(reads.read_back, back.failure()).values()
     assert hypothesis.cause == "reads what the cache gives back, which is not what was written: see k_cache and v_cache"
     assert hypothesis.is_vague
     keys, values = (read[f"model.layers.1.{name}_cache"].__getitem__ for name in "kv")
@@ -102,7 +102,7 @@ def test_what_the_cache_gives_back(tmp_path, toy):
 
 def test_a_cache_of_which_one_place_was_not_read_back_says_nothing(tmp_path):
     read = {f"model.layers.1.{name}_cache": {place: random(K, H) for place in PLACES[1:]} for name in "kv"}
-    assert found(reads.read_back, Toy(tmp_path / "r", readback=read).failure()) == {}
+    assert by_cause(reads.read_back, Toy(tmp_path / "r", readback=read).failure()) == {}
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_a_cache_of_which_one_place_was_not_read_back_says_nothing(tmp_path):
     ],
 )
 def test_a_tensor_that_was_not_recorded_cannot_be_told(tmp_path, toy, omitted, cause):
-    given = found(reads.other_tensors, Toy(tmp_path / "r", omitted=(omitted,)).failure())
-    assert set(given) == set(found(reads.other_tensors, toy.failure())) - {cause}
+    hypotheses = by_cause(reads.other_tensors, Toy(tmp_path / "r", omitted=(omitted,)).failure())
+    assert set(hypotheses) == set(by_cause(reads.other_tensors, toy.failure())) - {cause}
 
 
 def test_a_declared_cache_that_is_cut_off(toy):
@@ -129,9 +129,11 @@ def test_a_declared_cache_that_is_cut_off(toy):
     def low(tap):
         return lambda at: cut_off(toy.tensors[tap][at], torch.float8_e4m3fn)
 
-    given, *_ = declared_format(declaring(cache="float8_e4m3fn"))
-    assert given.cause == "keys and values are cut off to float8_e4m3fn, the dtype of the cache, instead of rounded"
-    torch.testing.assert_close(given.output, reading(toy, low(KEY), low(VALUE), lambda place, at: True))
+    hypotheses, *_ = declared_format(declaring(cache="float8_e4m3fn"))
+    assert (
+        hypotheses.cause == "keys and values are cut off to float8_e4m3fn, the dtype of the cache, instead of rounded"
+    )
+    torch.testing.assert_close(hypotheses.output, reading(toy, low(KEY), low(VALUE), lambda place, at: True))
     assert not list(declared_format(declaring()))
     assert not list(declared_format(declaring(cache="Q8_0")))
 
@@ -142,16 +144,16 @@ def test_scales_of_a_declared_cache(toy):
     scales = {f"model.layers.{layer}.{part}_cache": (0.01 * (layer + 1),) for layer in (0, 1) for part in "kv"}
     numerics = Numerics(cache="int8", cache_scales=scales | {"model.layers.1.v_cache": (0.05,)})
     declaring = replace(failure, recording=SimpleNamespace(manifest=SimpleNamespace(numerics=numerics)))
-    given = {item.cause: item.output for item in declared_format(declaring)}
+    hypotheses = {item.cause: item.output for item in declared_format(declaring)}
 
     def kept(tap, scale):
         return lambda at: (toy.tensors[tap][at] / scale).round().clamp(-128, 127) * scale
 
     expected = reading(toy, kept(KEY, 0.02), kept(VALUE, 0.01), lambda place, at: True)
-    torch.testing.assert_close(given["values have the scale of model.layers.0"], expected)
+    torch.testing.assert_close(hypotheses["values have the scale of model.layers.0"], expected)
     expected = reading(toy, kept(KEY, 1.0), kept(VALUE, 0.05), lambda place, at: True)
-    torch.testing.assert_close(given["keys have a scale of 1: theirs is not delivered"], expected)
-    assert len({item.sum() for item in given.values()}) > 12
+    torch.testing.assert_close(hypotheses["keys have a scale of 1: theirs is not delivered"], expected)
+    assert len({item.sum() for item in hypotheses.values()}) > 12
 
 
 def test_float8_cut_off():

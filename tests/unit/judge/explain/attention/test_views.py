@@ -14,8 +14,8 @@ from ..toy_attention import PLACES, Toy
 @pytest.mark.parametrize("logarithm", [-4.0, -1.23456789, 0.0, 0.06, 3.99])
 def test_a_number_is_found_within_fifty_times_more_or_less(start, logarithm):
     meant = start * math.exp(logarithm)
-    given = fitted_factor(start, lambda number: abs(number - meant))
-    assert math.isclose(given, meant, rel_tol=1e-8)
+    actual = fitted_factor(start, lambda number: abs(number - meant))
+    assert math.isclose(actual, meant, rel_tol=1e-8)
 
 
 def test_the_deeper_of_two_valleys_is_found():

@@ -52,11 +52,11 @@ def test_a_factor_is_fitted_to_all_rows():
 def test_rows_are_selected_with_all_that_belongs_to_them(tmp_path):
     failure = Toy(tmp_path / "r").failure()
     keep = torch.tensor([place in ((0, 2), (0, 5), (1, 6)) for place in PLACES])
-    given = failure.select(keep)
-    assert given.rows.position.tolist() == [2, 5, 6]
-    assert torch.equal(given.actual, failure.actual[keep])
-    assert torch.equal(given.expected, failure.expected[keep])
-    assert [view.rows.position.tolist() for view in given.views] == [[2, 5], [6]]
+    hypotheses = failure.select(keep)
+    assert hypotheses.rows.position.tolist() == [2, 5, 6]
+    assert torch.equal(hypotheses.actual, failure.actual[keep])
+    assert torch.equal(hypotheses.expected, failure.expected[keep])
+    assert [view.rows.position.tolist() for view in hypotheses.views] == [[2, 5], [6]]
     one = failure.select(torch.tensor([place == (1, 0) for place in PLACES]))
     assert [view.rows.request.tolist() for view in one.views] == [[1]]
     inputs = failure_of(OWN, EXPECTED, EXPECTED, X).select(torch.tensor([False, True, True])).inputs
@@ -74,15 +74,15 @@ def of_product(expected, kind=Kind.LINEAR, inputs=X):
 
 def test_an_operation_is_computed_again_where_that_gives_what_it_should():
     right = X @ WEIGHT.T
-    other = random(2, 5, seed=8)
+    another = random(2, 5, seed=8)
     with torch.no_grad():
-        torch.testing.assert_close(of_product(right).replay([other], torch.arange(2)), other @ WEIGHT.T)
+        torch.testing.assert_close(of_product(right).replay([another], torch.arange(2)), another @ WEIGHT.T)
         for distance, is_same in ((0.9e-5, True), (1.1e-5, False)):
             far = right.clone()
             far[1] *= 1 + distance
             failure = of_product(far)
             assert failure.can_replay == is_same
-            assert (failure.replay([other], torch.arange(2)) is not None) == is_same
+            assert (failure.replay([another], torch.arange(2)) is not None) == is_same
         assert not of_product(right[:, :3]).can_replay
         assert not of_product(right, Kind.OTHER).can_replay
         zeros = of_product(torch.zeros(3, 4, dtype=torch.float64), inputs=torch.zeros(3, 5, dtype=torch.float64))
@@ -115,8 +115,8 @@ def test_the_rotation_that_takes_the_input_to_what_it_should_be():
     torch.testing.assert_close(failure.replay(failure.inputs, failure.positions), failure.expected)
     ahead = failure.replay(failure.inputs, failure.positions + 1)
     torch.testing.assert_close(ahead, failure.rotation.turn(failure.inputs[0], failure.positions + 1))
-    for other in (of_rotary(8, kind=Kind.NORM), of_rotary(8, input_width=12), of_rotary(10)):
-        assert other.rotation is None
+    for another in (of_rotary(8, kind=Kind.NORM), of_rotary(8, input_width=12), of_rotary(10)):
+        assert another.rotation is None
     assert not of_rotary(8, input_width=12).can_replay
 
 
@@ -129,12 +129,12 @@ def test_weights_are_copies_as_out_and_in(monkeypatch):
             super().__init__()
             self.weight, self.bias = nn.Parameter(WEIGHT.T.clone()), nn.Parameter(random(4).float())
 
-    other = Operation(tap=NORM, kind=Kind.NORM, source=NORM)
-    model = ToyModel(OWN, other, modules={TAP: linear(WEIGHT.float()), NORM: Conv1D()})
+    another = Operation(tap=NORM, kind=Kind.NORM, source=NORM)
+    model = ToyModel(OWN, another, modules={TAP: linear(WEIGHT.float()), NORM: Conv1D()})
     failure = failure_of(OWN, EXPECTED, EXPECTED, model=model)
-    given = failure.weight(TAP)
-    assert given.dtype == torch.float64
-    given[:] = 0
+    hypotheses = failure.weight(TAP)
+    assert hypotheses.dtype == torch.float64
+    hypotheses[:] = 0
     torch.testing.assert_close(failure.weight(TAP), WEIGHT.float().double())
     torch.testing.assert_close(failure.weight(NORM), WEIGHT)
     torch.testing.assert_close(failure.weight(NORM, "bias"), random(4).float().double())
@@ -201,10 +201,10 @@ def rows(*places):
     ],
 )
 def test_rows_of_a_tap(recording, tap, places, values):
-    given = gathered(Locator(recording), tap, rows(*places))
-    assert (given if given is None else given[:, 0].tolist()) == values
-    if given is not None:
-        assert given.dtype == torch.float64
+    hypotheses = gathered(Locator(recording), tap, rows(*places))
+    assert (hypotheses if hypotheses is None else hypotheses[:, 0].tolist()) == values
+    if hypotheses is not None:
+        assert hypotheses.dtype == torch.float64
 
 
 def test_where_a_row_lies_in_a_step(recording):

@@ -87,9 +87,9 @@ def test_a_product_of_a_router_is_taken_with_its_weight_alone(bias):
     module.weight.data = weight.float()
     if bias is not None:
         module.bias.data = bias.float()
-    given = of(Kind.LINEAR, A, module=module, source="mlp.gate:linear")
+    hypotheses = of(Kind.LINEAR, A, module=module, source="mlp.gate:linear")
     expected = A @ weight.float().double().T + (0 if bias is None else bias.float().double())
-    torch.testing.assert_close(given, expected)
+    torch.testing.assert_close(hypotheses, expected)
     torch.testing.assert_close(of(Kind.LINEAR, A, module=linear(weight)), A @ weight.T)
     assert of(Kind.LINEAR, A, module=nn.Identity()) is None
 
@@ -240,9 +240,9 @@ def fitting(one, name):
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny", "gemma3_text", "gpt_oss", "mistral"])
 @pytest.mark.parametrize("site", ["q_rope", "k_rope"])
 def test_a_rotation_of_the_model_is_the_one_it_applies(truth, name, site):
-    found = fitting(truth(name), f"model.layers.1.{site}")
-    assert found
-    assert not found[0].is_interleaved
+    explanation = fitting(truth(name), f"model.layers.1.{site}")
+    assert explanation
+    assert not explanation[0].is_interleaved
 
 
 def test_layers_of_two_kinds_have_frequencies_of_their_own(truth):
@@ -256,31 +256,31 @@ def test_layers_of_two_kinds_have_frequencies_of_their_own(truth):
 def test_another_position_another_rotation(truth):
     one = truth("llama-tiny")
     name = "model.layers.0.k_rope"
-    own, before = fitting(one, name)[0], one.tap(one.hf.graph[name].inputs[0])
-    assert relative(own.turn(before, one.positions + 1), one.tap(name).flatten(1)) > 0.1
+    right, before = fitting(one, name)[0], one.tap(one.hf.graph[name].inputs[0])
+    assert relative(right.turn(before, one.positions + 1), one.tap(name).flatten(1)) > 0.1
 
 
 def test_elements_behind_the_last_pair_stay(truth):
     one = truth("llama-tiny")
-    own = fitting(one, "model.layers.0.k_rope")[0]
-    half = type(own)(
-        frequencies=own.frequencies[: len(own.frequencies) // 2],
-        module=own.module,
-        name=own.name,
-        head_dim=own.head_dim,
+    right = fitting(one, "model.layers.0.k_rope")[0]
+    half = type(right)(
+        frequencies=right.frequencies[: len(right.frequencies) // 2],
+        module=right.module,
+        name=right.name,
+        head_dim=right.head_dim,
     )
-    x = torch.randn(5, 2 * own.head_dim, dtype=torch.float64)
+    x = torch.randn(5, 2 * right.head_dim, dtype=torch.float64)
     turned = half.heads(half.turn(x, torch.arange(5) + 1))
-    assert torch.equal(turned[..., own.head_dim // 2 :], half.heads(x)[..., own.head_dim // 2 :])
-    assert not torch.allclose(turned[..., : own.head_dim // 2], half.heads(x)[..., : own.head_dim // 2])
+    assert torch.equal(turned[..., right.head_dim // 2 :], half.heads(x)[..., right.head_dim // 2 :])
+    assert not torch.allclose(turned[..., : right.head_dim // 2], half.heads(x)[..., : right.head_dim // 2])
 
 
 def test_neighbours_that_turn_are_halves_that_turn_in_another_order(truth):
-    own = fitting(truth("llama-tiny"), "model.layers.0.k_rope")[0]
-    fields = {name: getattr(own, name) for name in ("frequencies", "module", "name", "scaling", "head_dim")}
-    neighbours = type(own)(**fields, is_interleaved=True)
-    x = torch.randn(5, 3 * own.head_dim, dtype=torch.float64)
-    order = torch.arange(own.head_dim).view(-1, 2).T.flatten()
-    mixed = own.heads(x)[..., order].flatten(1)
-    turned = own.heads(own.turn(mixed, torch.arange(5)))[..., order.argsort()].flatten(1)
+    right = fitting(truth("llama-tiny"), "model.layers.0.k_rope")[0]
+    fields = {name: getattr(right, name) for name in ("frequencies", "module", "name", "scaling", "head_dim")}
+    neighbours = type(right)(**fields, is_interleaved=True)
+    x = torch.randn(5, 3 * right.head_dim, dtype=torch.float64)
+    order = torch.arange(right.head_dim).view(-1, 2).T.flatten()
+    mixed = right.heads(x)[..., order].flatten(1)
+    turned = right.heads(right.turn(mixed, torch.arange(5)))[..., order.argsort()].flatten(1)
     torch.testing.assert_close(neighbours.turn(x, torch.arange(5)), turned)

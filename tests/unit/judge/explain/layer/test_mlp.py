@@ -19,17 +19,17 @@ def test_gate_up_and_activation(bench):
         "the activation is computed in bfloat16": functional.silu(gate.bfloat16()).double() * up,
     }
     for cause, tensor in wrong.items():
-        found = bench.explain(TAP, tensor)
-        assert (found.cause, found.scope) == (cause, "every row")
-        assert found.residual_after < 10
+        explanation = bench.explain(TAP, tensor)
+        assert (explanation.cause, explanation.scope) == (cause, "every row")
+        assert explanation.residual_after < 10
 
 
 def test_one_request_alone(bench):
     gate, wrong = bench.tap("model.layers.1.mlp.gate_proj"), bench.tap(TAP)
     second = bench.rows(TAP).request == 1
     wrong[second] = (torch.sigmoid(gate) * bench.tap("model.layers.1.mlp.up_proj"))[second]
-    found = bench.explain(TAP, wrong)
-    assert (found.cause, found.scope) == ("the activation is sigmoid", "request 1")
+    explanation = bench.explain(TAP, wrong)
+    assert (explanation.cause, explanation.scope) == ("the activation is sigmoid", "request 1")
 
 
 def test_an_activation_without_a_gate(bench_of):
@@ -40,5 +40,5 @@ def test_an_activation_without_a_gate(bench_of):
         "the activation is ReLU": functional.relu(x),
         "no activation is applied": x,
     }.items():
-        found = bench.explain(tap, tensor)
-        assert (found.cause, found.scope) == (cause, "every row")
+        explanation = bench.explain(tap, tensor)
+        assert (explanation.cause, explanation.scope) == (cause, "every row")

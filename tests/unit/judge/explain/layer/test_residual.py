@@ -5,7 +5,7 @@ from torch import nn
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.layer import wiring
 
-from ..toys import ToyModel, assert_outputs, failure_of, found, random, recorded
+from ..toys import ToyModel, assert_outputs, by_cause, failure_of, random, recorded
 
 TAP, STREAM, BRANCH = "model.layers.1.attn_residual", "model.layers.0.output", "model.layers.1.self_attn.o_proj"
 NORMED = "model.layers.1.input_layernorm"
@@ -27,8 +27,8 @@ def test_sides(bench):
         "the addition is of values in bfloat16": stream.bfloat16().double() + branch.bfloat16().double(),
     }
     for cause, tensor in wrong.items():
-        found = bench.explain(TAP, tensor)
-        assert (found.cause, found.num_explained) == (cause, found.num_rows)
+        explanation = bench.explain(TAP, tensor)
+        assert (explanation.cause, explanation.num_explained) == (cause, explanation.num_rows)
 
 
 def test_a_norm_in_place_that_stops_before_its_weight(bench):
@@ -38,22 +38,22 @@ def test_a_norm_in_place_that_stops_before_its_weight(bench):
 
 def test_a_branch_with_a_factor(bench):
     stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
-    found = bench.explain("model.layers.1.attn_residual", stream + 0.22 * branch)
-    assert (found.cause, found.num_fitted) == ("the branch is added with a factor of 0.22", 1)
+    explanation = bench.explain("model.layers.1.attn_residual", stream + 0.22 * branch)
+    assert (explanation.cause, explanation.num_fitted) == ("the branch is added with a factor of 0.22", 1)
 
 
 def test_a_stream_with_a_factor(bench):
     stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
-    found = bench.explain(TAP, 0.7 * stream + branch)
-    assert (found.cause, found.num_fitted) == ("the residual is added with a factor of 0.7", 1)
-    found = bench.explain(TAP, 0.7 * stream + 1.2 * branch)
-    assert found.cause == "the residual is added with a factor of 0.7, and the branch with one of 1.2"
+    explanation = bench.explain(TAP, 0.7 * stream + branch)
+    assert (explanation.cause, explanation.num_fitted) == ("the residual is added with a factor of 0.7", 1)
+    explanation = bench.explain(TAP, 0.7 * stream + 1.2 * branch)
+    assert explanation.cause == "the residual is added with a factor of 0.7, and the branch with one of 1.2"
     assert bench.explain(TAP, 0.7 * (stream + branch)).cause == "a constant gain of 0.7"
 
 
 def test_a_sum_that_is_cut_off(bench):
-    found = bench.explain(TAP, (bench.tap(STREAM) + bench.tap(BRANCH)).clamp(-0.5, 0.75))
-    assert (found.cause, found.num_fitted) == ("values outside of -0.5 to 0.75 are cut off", 2)
+    explanation = bench.explain(TAP, (bench.tap(STREAM) + bench.tap(BRANCH)).clamp(-0.5, 0.75))
+    assert (explanation.cause, explanation.num_fitted) == ("values outside of -0.5 to 0.75 are cut off", 2)
 
 
 # By hand: stream s and branch b, and what else a layer has.
@@ -69,7 +69,7 @@ S, B = random(4, 6, seed=1), random(4, 6, seed=2)
 def of(actual=None, *, inputs=(STREAM_BEFORE, BRANCH_TAP), taps=None, folder=None, dtype=torch.float32):
     norm = nn.RMSNorm(6, eps=1e-6, dtype=torch.float64)
     norm.weight.data = torch.linspace(0.5, 2, 6, dtype=torch.float64)
-    own = Operation(tap=SUM, kind=Kind.ADD, inputs=inputs, source="model.layers.1.sum")
+    operation = Operation(tap=SUM, kind=Kind.ADD, inputs=inputs, source="model.layers.1.sum")
     operations = (
         Operation(tap=EARLIER, kind=Kind.LINEAR),
         Operation(tap=STREAM_BEFORE, kind=Kind.ADD, source="model.layers.0"),
@@ -78,14 +78,14 @@ def of(actual=None, *, inputs=(STREAM_BEFORE, BRANCH_TAP), taps=None, folder=Non
         Operation(tap="model.layers.1.first_norm", kind=Kind.NORM, inputs=(EARLIER,), source=NORM),
         Operation(tap="model.layers.1.gate", kind=Kind.LINEAR, inputs=(STREAM_BEFORE,), source=NORM),
         Operation(tap=BRANCH_TAP, kind=Kind.LINEAR, source=BRANCH_TAP),
-        own,
+        operation,
         Operation(tap=FAR, kind=Kind.OTHER),
         Operation(tap=LATER, kind=Kind.NORM, inputs=(SUM,)),
     )
     sides = {STREAM_BEFORE: S, BRANCH_TAP: B}
     recording = recorded(folder, [{"request": [0] * 4, "position": list(range(4)), "taps": taps or {"x": S}}])
     return failure_of(
-        own, S + B if actual is None else actual, S + B, *(sides[tap] for tap in inputs),
+        operation, S + B if actual is None else actual, S + B, *(sides[tap] for tap in inputs),
         model=ToyModel(*operations, modules={NORM: norm}), recording=recording, dtype=dtype,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
         "the residual is added twice": (2, 1),
         "the branch is subtracted": (1, -1),
     }
-    named = {cause: item for cause, item in found(wiring.other_addition, failure).items() if not item.num_fitted}
+    named = {cause: item for cause, item in by_cause(wiring.other_addition, failure).items() if not item.num_fitted}
     assert set(named) == set(coefficients)
     for cause, (s, b) in coefficients.items():
         torch.testing.assert_close(named[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
@@ -134,11 +134,11 @@ def test_the_norm_in_the_streams_place(tmp_path, is_recorded):
 
 
 def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):
-    other, last, wide = random(4, 6, seed=4), random(4, 6, seed=5), random(4, 7)
-    taps = {EARLIER: other, NORM: wide, FAR: other, LATER: last, STREAM_BEFORE: S, BRANCH_TAP: B}
+    another, last, wide = random(4, 6, seed=4), random(4, 6, seed=5), random(4, 7)
+    taps = {EARLIER: another, NORM: wide, FAR: another, LATER: last, STREAM_BEFORE: S, BRANCH_TAP: B}
     failure = of(folder=tmp_path / "r", taps=taps)
     expected = {}
-    for name, tensor in ((EARLIER, other), (LATER, last)):
+    for name, tensor in ((EARLIER, another), (LATER, last)):
         expected[f"{name} is added in the place of self_attn.o_proj"] = S + tensor
         expected[f"{name} is added in the place of output"] = B + tensor
     assert_outputs(wiring.another_tensor, failure, expected)
@@ -146,23 +146,23 @@ def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):
 
 
 def test_a_tensor_of_the_same_layer_is_named_by_its_site(tmp_path):
-    other = random(4, 6, seed=4)
-    failure = of(folder=tmp_path / "r", taps={NORM: other})
-    expected = {f"input_layernorm is added in the place of {side}": kept + other
+    another = random(4, 6, seed=4)
+    failure = of(folder=tmp_path / "r", taps={NORM: another})
+    expected = {f"input_layernorm is added in the place of {side}": kept + another
                 for side, kept in (("output", B), ("self_attn.o_proj", S))}  # fmt: skip
     assert_outputs(wiring.another_tensor, failure, expected)
 
 
 def test_experts_of_a_sum_are_called_by_their_names():
     routed, shared = "model.layers.0.mlp.experts", "model.layers.0.mlp.shared_expert"
-    own = Operation(tap="model.layers.0.mlp", kind=Kind.ADD, inputs=(routed, shared))
-    model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), own)
-    causes = found(wiring.other_addition, failure_of(own, S, S + B, S, B, model=model))
+    operation = Operation(tap="model.layers.0.mlp", kind=Kind.ADD, inputs=(routed, shared))
+    model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), operation)
+    causes = by_cause(wiring.other_addition, failure_of(operation, S, S + B, S, B, model=model))
     assert "the output of mlp.experts is not added" in causes
     assert "the output of mlp.shared_expert is added twice" in causes
     elsewhere = Operation(tap="model.layers.0.output", kind=Kind.ADD, inputs=(routed, shared))
     model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), elsewhere)
-    assert "the residual is not added" in found(
+    assert "the residual is not added" in by_cause(
         wiring.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model)
     )
 

@@ -27,10 +27,10 @@ def explained(bench, weights, change):
 
 @pytest.mark.parametrize(("weights", "num_fitted"), [(("Q6_K",), 7), (("Q8_0", "Q6_K"), 7)])
 def test_blocks_have_the_size_of_the_declared_format(bench, weights, num_fitted):
-    found = explained(bench, weights, lambda blocks: blocks * torch.tensor([1, 2, 1, 0.5, 1, 1])[:, None])
-    assert found.cause == "the scales of blocks in row 3 of the quantised weight are others"
-    assert found.detail == "factors 1, 2, 1, 0.5, 1, 1"
-    assert found.num_fitted == num_fitted
+    explanation = explained(bench, weights, lambda blocks: blocks * torch.tensor([1, 2, 1, 0.5, 1, 1])[:, None])
+    assert explanation.cause == "the scales of blocks in row 3 of the quantised weight are others"
+    assert explanation.detail == "factors 1, 2, 1, 0.5, 1, 1"
+    assert explanation.num_fitted == num_fitted
 
 
 def test_blocks_with_the_scale_of_the_next(bench):
@@ -47,15 +47,15 @@ def test_a_minimum_of_each_block_is_fitted_where_the_format_has_one(bench):
         larger[1] = 1.5 * larger[1] + 0.5 * larger.min()  # scale times integer minus minimum, under another scale
         return larger.flatten(0, 1)
 
-    found = explained(bench, ("Q4_K",), changed)
-    assert found.cause == "the scales of blocks in row 3 of the quantised weight are others"
-    assert found.detail == "factors 1, 1.5, 1"
-    assert explained(bench, ("Q8_0",), changed).cause != found.cause
+    explanation = explained(bench, ("Q4_K",), changed)
+    assert explanation.cause == "the scales of blocks in row 3 of the quantised weight are others"
+    assert explanation.detail == "factors 1, 1.5, 1"
+    assert explained(bench, ("Q8_0",), changed).cause != explanation.cause
 
 
 def test_an_engine_that_declares_nothing_has_no_blocks(bench):
-    found = explained(bench, (), lambda blocks: blocks * torch.tensor([1, 2, 1, 0.5, 1, 1])[:, None])
-    assert "scales" not in found.cause
+    explanation = explained(bench, (), lambda blocks: blocks * torch.tensor([1, 2, 1, 0.5, 1, 1])[:, None])
+    assert "scales" not in explanation.cause
 
 
 @pytest.mark.parametrize(("rows", "width", "weights"), [

@@ -10,7 +10,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.explain.products import linear
 from harness.judge.explain.trial.ranking import rank_hypotheses
 
-from ..toys import ToyModel, failure_of, found, random
+from ..toys import ToyModel, by_cause, failure_of, random
 from ..toys import linear as product
 
 Q, KV, FAR_Q, FAR_V, GATE, LATER, NARROW, NORM, TABLE, HEAD = (
@@ -240,33 +240,35 @@ def test_tf32_has_ten_bits_and_is_no_cpus():
     wrong = y(tf32(WEIGHT), None, tf32(x))
     for device in ("cuda", "xpu"):
         assert named(wrong, x=x, bias=False, device=device).cause == "the product is of inputs in TF32"
-    assert not any("TF32" in name for name in found(linear.coarse_product, wrong_rows()))
+    assert not any("TF32" in name for name in by_cause(linear.coarse_product, wrong_rows()))
 
 
 def test_the_head():
     tied = y(WEIGHTS[TABLE], None)
     cause = "the head is tied to the embedding though it has weights of its own"
     assert named(tied, HEAD).cause == cause
-    assert found(linear.tied_head, wrong_rows(tap=HEAD, weights={TABLE: WEIGHTS[TABLE][:8]})) == {}
-    assert found(linear.tied_head, wrong_rows()) == {}
+    assert by_cause(linear.tied_head, wrong_rows(tap=HEAD, weights={TABLE: WEIGHTS[TABLE][:8]})) == {}
+    assert by_cause(linear.tied_head, wrong_rows()) == {}
 
 
 # What is said of no other product.
 
 
 def test_what_is_not_tried():
-    tried = {cause for explain in (linear.other_weights, linear.transposed) for cause in found(explain, wrong_rows())}
+    tried = {
+        cause for explain in (linear.other_weights, linear.transposed) for cause in by_cause(explain, wrong_rows())
+    }
     assert not any(tap in cause for cause in tried for tap in (FAR_V, LATER, NARROW, NORM))
-    assert found(linear.transposed, wrong_rows(tap=NARROW)) == {}
+    assert by_cause(linear.transposed, wrong_rows(tap=NARROW)) == {}
     for explain in (linear.bias_dropped, linear.weight_in_another_order):
-        assert found(explain, wrong_rows(bias=False)) == {}
-    assert set(found(linear.zero_weights, wrong_rows(bias=False))) == {"the weights are zero: not loaded"}
-    assert found(linear.one_weight, wrong_rows(x=X[:2])) == {}
-    assert found(linear.outputs_in_another_order, wrong_rows()) == {}
-    assert set(found(linear.outputs_in_another_order, wrong_rows(OTHERS[0]))) == {
+        assert by_cause(explain, wrong_rows(bias=False)) == {}
+    assert set(by_cause(linear.zero_weights, wrong_rows(bias=False))) == {"the weights are zero: not loaded"}
+    assert by_cause(linear.one_weight, wrong_rows(x=X[:2])) == {}
+    assert by_cause(linear.outputs_in_another_order, wrong_rows()) == {}
+    assert set(by_cause(linear.outputs_in_another_order, wrong_rows(OTHERS[0]))) == {
         "the outputs are those of self_attn.k_proj"
     }
-    assert found(linear.outputs_in_another_order, wrong_rows(y(x=X[:1]).flip(1), x=X[:1])) == {}, "by chance"
+    assert by_cause(linear.outputs_in_another_order, wrong_rows(y(x=X[:1]).flip(1), x=X[:1])) == {}, "by chance"
 
 
 @pytest.mark.parametrize("explain", [
@@ -275,19 +277,19 @@ def test_what_is_not_tried():
 def test_a_product_without_a_weight_or_of_another_width_is_left_alone(explain):
     rows = wrong_rows()
     rows.hf.modules[Q] = torch.nn.Identity()
-    assert found(explain, rows) == {}
+    assert by_cause(explain, rows) == {}
     if explain in (linear.coarse_product, linear.sums_in_16_bits):
         rows = wrong_rows()
         rows.inputs[0] = random(ROWS, WIDTH + 1)
-        assert found(explain, rows) == {}
+        assert by_cause(explain, rows) == {}
 
 
 def test_formats_that_weight_or_input_are_in_already():
     weight, x = coarse(torch.bfloat16)(WEIGHT), coarse(torch.bfloat16)(X)
-    causes = set(found(linear.coarse_product, wrong_rows(weights={Q: weight}, x=x)))
+    causes = set(by_cause(linear.coarse_product, wrong_rows(weights={Q: weight}, x=x)))
     assert not any("bfloat16" in cause for cause in causes)
     assert "the weight is in int8, with one scale for each output" in causes, "what comes after it is tried"
-    causes = set(found(linear.coarse_product, wrong_rows(weights={Q: weight})))
+    causes = set(by_cause(linear.coarse_product, wrong_rows(weights={Q: weight})))
     assert "the product is of inputs in bfloat16" in causes
     assert "the input of the product is rounded to bfloat16, and the weight is not" not in causes
 
@@ -306,7 +308,7 @@ def test_long_sums_are_not_replayed(monkeypatch, name, most, sizes):
 def test_many_outputs_are_not_matched(monkeypatch):
     for most, is_matched in ((76, True), (75, False)):  # two products of 32 outputs and one of twelve
         monkeypatch.setattr(linear, "_MAX_MATCHED", most)
-        assert bool(found(linear.outputs_in_another_order, wrong_rows(y().flip(1)))) == is_matched
+        assert bool(by_cause(linear.outputs_in_another_order, wrong_rows(y().flip(1)))) == is_matched
 
 
 def test_heads_that_are_interleaved_on_purpose():
@@ -327,7 +329,7 @@ def test_an_update_of_low_rank():
 
     def updated(x, actual=None):
         wrong = wrong_rows(x @ (tall + update).T if actual is None else actual, x=x, **options)
-        return list(found(linear.low_rank_update, wrong).values())
+        return list(by_cause(linear.low_rank_update, wrong).values())
 
     (hypothesis,) = updated(rows)
     assert (hypothesis.cause, hypothesis.is_fallback, hypothesis.is_cause) == (cause, True, True)
@@ -335,8 +337,10 @@ def test_an_update_of_low_rank():
     assert [item.is_cause for item in updated(rows[:15])] == [False]
     assert updated(rows[:3]) == []
     assert updated(rows[:3].repeat(4, 1)) == [], "of three tokens alone"
-    for other in (rows @ random(48, 12, seed=9).T, rows @ tall.T + torch.arange(24)[:, None] * random(48, seed=5)):
-        assert all(float((item.output - other).norm()) > 0.1 * float(other.norm()) for item in updated(rows, other))
+    for another in (rows @ random(48, 12, seed=9).T, rows @ tall.T + torch.arange(24)[:, None] * random(48, seed=5)):
+        assert all(
+            float((item.output - another).norm()) > 0.1 * float(another.norm()) for item in updated(rows, another)
+        )
 
 
 MANY, NOISE = random(52, WIDTH, seed=80), random(WIDTH, WIDTH, seed=91)
@@ -348,7 +352,9 @@ MANY, NOISE = random(52, WIDTH, seed=80), random(WIDTH, WIDTH, seed=91)
 def test_weights_that_are_fitted(tap, is_tied, is_like):
     weight = WEIGHTS[tap] + 0.5 * NOISE if is_like else NOISE
     wrong = y(weight, BIAS if tap == Q else None, MANY)
-    (hypothesis,) = found(linear.nobodys_weights, wrong_rows(wrong, tap, x=MANY, tie_word_embeddings=is_tied)).values()
+    (hypothesis,) = by_cause(
+        linear.nobodys_weights, wrong_rows(wrong, tap, x=MANY, tie_word_embeddings=is_tied)
+    ).values()
     if tap == HEAD and is_tied:
         why = "stale" if is_like else "not loaded, or another checkpoint's"
         assert hypothesis.cause == f"the weights of the tied head are not those of the embedding: {why}"
@@ -364,14 +370,14 @@ def test_fitted_weights_are_like_the_right_ones_from_a_cosine_on(cosine, is_like
     right = WEIGHT / WEIGHT.norm()
     across = NOISE - (NOISE * right).sum() * right
     wrong = cosine * right + (1 - cosine**2) ** 0.5 * across / across.norm()
-    (hypothesis,) = found(linear.nobodys_weights, wrong_rows(y(wrong, x=MANY), x=MANY)).values()
+    (hypothesis,) = by_cause(linear.nobodys_weights, wrong_rows(y(wrong, x=MANY), x=MANY)).values()
     assert ("not quite those" in hypothesis.cause) == is_like
 
 
 @pytest.mark.parametrize(("rows", "is_fitted"), [(49, False), (50, True)])
 def test_weights_are_fitted_to_rows_enough(rows, is_fitted):
     """One and a half for each input and the bias."""
-    assert bool(found(linear.nobodys_weights, wrong_rows(y(NOISE, x=MANY[:rows]), x=MANY[:rows]))) == is_fitted
+    assert bool(by_cause(linear.nobodys_weights, wrong_rows(y(NOISE, x=MANY[:rows]), x=MANY[:rows]))) == is_fitted
 
 
 # In recordings of the reference engine.

@@ -7,7 +7,7 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.products.rows import rows_of_the_weight
 
-from ..toys import ToyModel, failure_of, found, linear, random
+from ..toys import ToyModel, by_cause, failure_of, linear, random
 
 TAP = "model.layers.0.mlp.up_proj"
 OPERATION = Operation(tap=TAP, kind=Kind.LINEAR, source=TAP)
@@ -25,19 +25,19 @@ def causes(factors, *, bias=None, bias_too=True, dtype=torch.float32, noise=0.0)
     for output, factor in factors.items():
         for row in range(len(X)):
             product = sum(float(X[row, i] * WEIGHT[output, i]) for i in range(8))
-            own = 0.0 if bias is None else float(bias[output])
-            actual[row, output] = factor * (product + own) if bias_too else factor * product + own
+            right = 0.0 if bias is None else float(bias[output])
+            actual[row, output] = factor * (product + right) if bias_too else factor * product + right
     actual += noise * random(*actual.shape, seed=9)
     model = ToyModel(OPERATION, modules={TAP: linear(WEIGHT, bias)})
     failure = failure_of(OPERATION, actual, expected, X, model=model, dtype=dtype)
-    return actual, found(rows_of_the_weight, failure)
+    return actual, by_cause(rows_of_the_weight, failure)
 
 
 @pytest.mark.parametrize(("factor", "cause"), [(0.0, ZERO), (-1.0, NEGATED)])
 def test_rows_that_are_zero_or_negated(factor, cause):
-    actual, given = causes({2: factor, 7: factor})
-    assert list(given) == [cause.format("")]
-    hypothesis = given[cause.format("")]
+    actual, hypotheses = causes({2: factor, 7: factor})
+    assert list(hypotheses) == [cause.format("")]
+    hypothesis = hypotheses[cause.format("")]
     torch.testing.assert_close(hypothesis.output, actual)
     assert (hypothesis.num_fitted, hypothesis.detail) == (2, "outputs 2, 7: 2 of 12")
 
@@ -53,15 +53,15 @@ def test_many_outputs_are_listed_up_to_the_eighth():
 
 @pytest.mark.parametrize(("factor", "is_zero"), [(0.019, True), (0.021, False), (-0.019, True)])
 def test_a_factor_near_zero_is_zero(factor, is_zero):
-    _, given = causes({4: factor})
-    assert (ZERO.format("") in given) == is_zero
-    assert (SCALED.format("") in given) == (not is_zero)
+    _, hypotheses = causes({4: factor})
+    assert (ZERO.format("") in hypotheses) == is_zero
+    assert (SCALED.format("") in hypotheses) == (not is_zero)
 
 
 def test_factors_of_each_row():
-    actual, given = causes({1: 0.5, 3: 3.0, 4: -2.0, 8: 1.25, 9: 0.75})
-    assert list(given) == [SCALED.format("")]
-    hypothesis = given[SCALED.format("")]
+    actual, hypotheses = causes({1: 0.5, 3: 3.0, 4: -2.0, 8: 1.25, 9: 0.75})
+    assert list(hypotheses) == [SCALED.format("")]
+    hypothesis = hypotheses[SCALED.format("")]
     torch.testing.assert_close(hypothesis.output, actual)
     assert hypothesis.num_fitted == 10
     assert hypothesis.detail == (
@@ -70,30 +70,30 @@ def test_factors_of_each_row():
 
 
 def test_factors_of_all_rows_need_not_be_located():
-    _, given = causes({output: 1.5 + output for output in range(12)})
-    assert given[SCALED.format("")].num_fitted == 12
+    _, hypotheses = causes({output: 1.5 + output for output in range(12)})
+    assert hypotheses[SCALED.format("")].num_fitted == 12
 
 
 def test_some_zero_and_some_scaled_are_both_said():
-    actual, given = causes({1: 0.0, 2: 0.0, 5: 3.0})
-    assert set(given) == {ZERO.format(""), SCALED.format("")}
-    torch.testing.assert_close(given[SCALED.format("")].output, actual)
+    actual, hypotheses = causes({1: 0.0, 2: 0.0, 5: 3.0})
+    assert set(hypotheses) == {ZERO.format(""), SCALED.format("")}
+    torch.testing.assert_close(hypotheses[SCALED.format("")].output, actual)
     output = X @ WEIGHT.T
     output[:, [1, 2]] = 0
-    torch.testing.assert_close(given[ZERO.format("")].output, output)
+    torch.testing.assert_close(hypotheses[ZERO.format("")].output, output)
 
 
 @pytest.mark.parametrize(("bias_too", "what"), [(True, ""), (False, BUT)])
 @pytest.mark.parametrize(("factor", "cause"), [(0.0, ZERO), (-1.0, NEGATED), (0.5, SCALED)])
 def test_with_the_bias_and_without(factor, cause, bias_too, what):
-    actual, given = causes({2: factor, 7: factor}, bias=BIAS, bias_too=bias_too)
-    torch.testing.assert_close(given[cause.format(what)].output, actual)
-    assert (SCALED.format(what) in given) == (cause == SCALED)
-    other = "" if what else BUT
+    actual, hypotheses = causes({2: factor, 7: factor}, bias=BIAS, bias_too=bias_too)
+    torch.testing.assert_close(hypotheses[cause.format(what)].output, actual)
+    assert (SCALED.format(what) in hypotheses) == (cause == SCALED)
+    another = "" if what else BUT
     assert not any(
         torch.allclose(hypothesis.output, actual)
-        for key, hypothesis in given.items()
-        if other in key and key != cause.format(what)
+        for key, hypothesis in hypotheses.items()
+        if another in key and key != cause.format(what)
     )
 
 
@@ -101,8 +101,8 @@ def test_with_the_bias_and_without(factor, cause, bias_too, what):
 def test_outputs_count_from_more_than_rounding(dtype, roundings):
     unit = rounding_unit(dtype)
     for times, is_seen in ((0.9, False), (1.1, True)):
-        _, given = causes({3: 1 + times * roundings * unit}, dtype=dtype)
-        assert bool(given) == is_seen
+        _, hypotheses = causes({3: 1 + times * roundings * unit}, dtype=dtype)
+        assert bool(hypotheses) == is_seen
 
 
 def test_a_right_row_says_nothing():

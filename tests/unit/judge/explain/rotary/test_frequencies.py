@@ -20,7 +20,7 @@ from harness.judge.explain.rotary import positions as rotary_positions
 from harness.judge.explain.rotary import rotation
 
 from ..planted import planted
-from ..toys import ToyModel, failure_of, found, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
 TAP = "model.layers.1.q_rope"
 OPERATION = Operation(tap=TAP, kind=Kind.ROTARY, inputs=("x",), source=TAP)
@@ -44,12 +44,15 @@ def turned(
     rows = []
     for row, position in zip(x.tolist(), positions, strict=True):
         for head in range(N):
-            own = row[head * H : head * H + H]
-            out = list(own)
+            elements = row[head * H : head * H + H]
+            out = list(elements)
             for at in range(count):
                 first, second = (2 * at, 2 * at + 1) if is_interleaved else (at, at + count)
                 c, s = (scaling * f(angle(at, position)) for f in (cos, sin))
-                out[first], out[second] = own[first] * c - own[second] * s, own[second] * c + own[first] * s
+                out[first], out[second] = (
+                    elements[first] * c - elements[second] * s,
+                    elements[second] * c + elements[first] * s,
+                )
             row[head * H : head * H + H] = out
         rows.append(row)
     return torch.tensor(rows, dtype=torch.float64)
@@ -59,8 +62,8 @@ def scaled(parameters):
     """Return frequencies and factor of the table as HF's own functions have them."""
     if parameters["rope_type"] == "default":
         return frequencies(parameters["rope_theta"]), 1.0
-    own, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config_of(parameters), "cpu")
-    return own.tolist(), scaling
+    right, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config_of(parameters), "cpu")
+    return right.tolist(), scaling
 
 
 def single(value):
@@ -68,13 +71,13 @@ def single(value):
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def by(own, positions=range(R), **others):
+def by(turns, positions=range(R), **others):
     """Turn pairs by frequencies of their own, or those of other rope parameters."""
-    if isinstance(own, dict):
-        own, scaling = scaled(own)
+    if isinstance(turns, dict):
+        turns, scaling = scaled(turns)
         others = {"scaling": scaling, **others}
-    own = [single(item) for item in own]
-    return turned(lambda at, position: single(single(position) * own[at]), positions, count=len(own), **others)
+    turns = [single(item) for item in turns]
+    return turned(lambda at, position: single(single(position) * turns[at]), positions, count=len(turns), **others)
 
 
 def config_of(parameters):
@@ -92,8 +95,8 @@ def of(actual=None, parameters=PLAIN, *, positions=range(R), x=X, dtype=torch.fl
     model = ToyModel(OPERATION, modules={TAP: nn.Identity()}, head_dim=H)
     model.config = model_config or config_of(parameters)
     model.model.rotary_emb = module
-    own, scaling = module.inv_freq.tolist(), module.attention_scaling
-    expected = by(own, positions, x=x, scaling=scaling)
+    right, scaling = module.inv_freq.tolist(), module.attention_scaling
+    expected = by(right, positions, x=x, scaling=scaling)
     return failure_of(
         OPERATION, expected if actual is None else actual, expected, x, random(len(x), 5), model=model, dtype=dtype,
         position=list(positions), **others,
@@ -101,12 +104,12 @@ def of(actual=None, parameters=PLAIN, *, positions=range(R), x=X, dtype=torch.fl
 
 
 def check(explain, failure, expected):
-    given = found(explain, failure)
+    hypotheses = by_cause(explain, failure)
     for cause, (output, num_fitted) in expected.items():
-        assert cause in given, f"{cause} is not among {list(given)}"
-        torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
-        assert given[cause].num_fitted == num_fitted, cause
-    return given
+        assert cause in hypotheses, f"{cause} is not among {list(hypotheses)}"
+        torch.testing.assert_close(hypotheses[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
+        assert hypotheses[cause].num_fitted == num_fitted, cause
+    return hypotheses
 
 
 def test_the_models_own():
@@ -117,32 +120,32 @@ def test_the_models_own():
 
 
 def test_pairs_directions_and_no_rotation():
-    own = frequencies()
+    right = frequencies()
     check(rotation.other_pairs, of(), {
-        "rotary over neighbouring pairs (interleaved) instead of half-split ones": (by(own, is_interleaved=True), 0),
+        "rotary over neighbouring pairs (interleaved) instead of half-split ones": (by(right, is_interleaved=True), 0),
     })  # fmt: skip
-    interleaved = by(own, is_interleaved=True)
+    interleaved = by(right, is_interleaved=True)
     failure = type(of())(**{**vars(of()), "expected": interleaved})
     check(rotation.other_pairs, failure, {
-        "rotary over half-split pairs instead of neighbouring pairs (interleaved)": (by(own), 0),
+        "rotary over half-split pairs instead of neighbouring pairs (interleaved)": (by(right), 0),
     })  # fmt: skip
     check(rotation.not_rotated, of(), {"rotary is not applied": (X, 0)})
     factors = torch.linspace(1, 2, R, dtype=torch.float64)[:, None]
     scaled = type(of())(**{**vars(of()), "expected": X * factors})
     check(rotation.not_rotated, scaled, {"the rows' factors, which grow with the position, are not applied": (X, 0)})
-    backwards = by(own, sin=lambda angle: -math.sin(angle))
+    backwards = by(right, sin=lambda angle: -math.sin(angle))
     check(rotation.backwards, of(), {"rotary turns backwards (sign of the sine)": (backwards, 0)})
 
 
 def test_rows_of_another_rotation_stay():
     """LongRoPE: requests beyond the original length have other frequencies, and those of two requests are wrong."""
-    own, long = by(frequencies()), by([frequency / 4 for frequency in frequencies()])
+    right, long = by(frequencies()), by([frequency / 4 for frequency in frequencies()])
     backwards = by(frequencies(), sin=lambda angle: -math.sin(angle))
     for count in (8, 4):
         here = torch.tensor(range(R))[:, None] < count
-        failure = type(of())(**{**vars(of()), "expected": torch.where(here, own, long)})
+        failure = type(of())(**{**vars(of()), "expected": torch.where(here, right, long)})
         if count == 4:  # of the most rows, nothing is known
-            assert found(rotation.backwards, failure) == {}
+            assert by_cause(rotation.backwards, failure) == {}
         else:
             expected = {"rotary turns backwards (sign of the sine)": (torch.where(here, backwards, long), 0)}
             check(rotation.backwards, failure, expected)
@@ -155,18 +158,18 @@ def test_a_rotation_that_is_not_known_says_nothing():
     assert len(of_rotation) == 12
     strange = type(failure)(**{**vars(failure), "expected": failure.expected + 1})
     for explain in (*of_rotation, rotary_positions.other_positions):
-        assert set(found(explain, strange)) <= {"rotary is not applied"}
+        assert set(by_cause(explain, strange)) <= {"rotary is not applied"}
 
 
 # Scalings.
 
 
 def test_a_scaling_that_is_ignored():
-    assert found(frequencies_module.scaling_ignored, of()) == {}
+    assert by_cause(frequencies_module.scaling_ignored, of()) == {}
     for parameters in (LINEAR, LLAMA3):
         cause = f"rope scaling ({parameters['rope_type']}) is ignored"
         check(frequencies_module.scaling_ignored, of(parameters=parameters), {cause: (by(PLAIN), 0)})
-        assert len(found(frequencies_module.scaling_ignored, of(parameters=parameters))) == 1
+        assert len(by_cause(frequencies_module.scaling_ignored, of(parameters=parameters))) == 1
 
 
 def test_factors_of_the_other_length():
@@ -216,9 +219,9 @@ FACTORS = (0.5, 2, 3, 4, 8, 16, 32, 40, 64)
 def test_scalings_that_config_json_does_not_ask_for():
     expected = {}
     for factor in FACTORS:
-        own = [frequency / factor for frequency in frequencies()]
+        right = [frequency / factor for frequency in frequencies()]
         cause = f"rope scaling: linear with factor {factor:g}, which config.json does not ask for"
-        expected[cause] = by(own), 0
+        expected[cause] = by(right), 0
         yarn = {
             "rope_type": "yarn",
             "rope_theta": THETA,
@@ -227,8 +230,8 @@ def test_scalings_that_config_json_does_not_ask_for():
         }
         expected[cause.replace("linear", "yarn")] = by(yarn), 0
     # No angle is larger under these factors than float32 would tell.
-    given = check(frequencies_module.other_scaling, of(), expected)
-    assert set(given) == set(expected)
+    hypotheses = check(frequencies_module.other_scaling, of(), expected)
+    assert set(hypotheses) == set(expected)
 
 
 @pytest.mark.parametrize("factor", [1.5, 6.0, 0.1])
@@ -239,9 +242,9 @@ def test_a_factor_of_all_frequencies_is_fitted(factor):
 
 
 def test_frequencies_that_are_right_have_no_factor():
-    assert not any(item.num_fitted for item in found(frequencies_module.other_scaling, of()).values())
+    assert not any(item.num_fitted for item in by_cause(frequencies_module.other_scaling, of()).values())
     of_two = by([frequency / 2 for frequency in frequencies()])
-    assert not any(item.num_fitted for item in found(frequencies_module.other_scaling, of(of_two)).values()), (
+    assert not any(item.num_fitted for item in by_cause(frequencies_module.other_scaling, of(of_two)).values()), (
         "which is a usual one"
     )
 
@@ -253,7 +256,7 @@ def test_values_of_the_scaling_that_are_others():
     }  # fmt: skip
     plain = by(PLAIN)
     failure = of(parameters=LLAMA3)
-    given = found(frequencies_module.other_scaling, failure)
+    hypotheses = by_cause(frequencies_module.other_scaling, failure)
     seen = 0
     for name, usual in values.items():
         for value in usual:
@@ -263,22 +266,22 @@ def test_values_of_the_scaling_that_are_others():
             except ZeroDivisionError:
                 continue
             if value == LLAMA3[name] or torch.allclose(output, plain, rtol=1e-6, atol=1e-9):
-                assert cause not in given, cause
-            elif cause in given:
-                torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
-                assert given[cause].num_fitted == 0
+                assert cause not in hypotheses, cause
+            elif cause in hypotheses:
+                torch.testing.assert_close(hypotheses[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
+                assert hypotheses[cause].num_fitted == 0
                 seen += 1
     assert seen >= 15
-    assert any(cause.endswith("instead of llama3") and "linear with factor 2," in cause for cause in given)
-    assert not any("attention_factor" in cause for cause in given)
+    assert any(cause.endswith("instead of llama3") and "linear with factor 2," in cause for cause in hypotheses)
+    assert not any("attention_factor" in cause for cause in hypotheses)
 
 
 def test_linear_is_not_tried_in_its_own_place():
-    given = found(frequencies_module.other_scaling, of(parameters=LINEAR))
-    assert "rope scaling: factor is 8 instead of 4" in given
-    assert not any("linear with factor 8" in cause for cause in given)
-    assert any("yarn with factor 8, instead of linear" in cause for cause in given)
-    assert "rope scaling: factor is 1 instead of 4" not in given, "no scaling at all has a name of its own"
+    hypotheses = by_cause(frequencies_module.other_scaling, of(parameters=LINEAR))
+    assert "rope scaling: factor is 8 instead of 4" in hypotheses
+    assert not any("linear with factor 8" in cause for cause in hypotheses)
+    assert any("yarn with factor 8, instead of linear" in cause for cause in hypotheses)
+    assert "rope scaling: factor is 1 instead of 4" not in hypotheses, "no scaling at all has a name of its own"
 
 
 def test_a_config_without_parameters_says_nothing_of_them():
@@ -290,7 +293,7 @@ def test_a_config_without_parameters_says_nothing_of_them():
         frequencies_module.other_scaling,
         frequencies_module.wrong_theta,
     ):
-        assert found(explain, of(model_config=bare)) == {}
+        assert by_cause(explain, of(model_config=bare)) == {}
 
 
 # The base.
@@ -300,12 +303,12 @@ THETAS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 
 
 def test_usual_bases():
-    given = {c: h for c, h in found(frequencies_module.wrong_theta, of()).items() if not h.num_fitted}
+    hypotheses = {c: h for c, h in by_cause(frequencies_module.wrong_theta, of()).items() if not h.num_fitted}
     expected = {f"wrong rope theta: {theta:g} instead of 10000": by(frequencies(theta)) for theta in THETAS}
-    assert set(given) == set(expected)
+    assert set(hypotheses) == set(expected)
     for cause, output in expected.items():
-        torch.testing.assert_close(given[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
-        assert not given[cause].is_vague
+        torch.testing.assert_close(hypotheses[cause].output, output, rtol=1e-5, atol=1e-6, msg=cause)
+        assert not hypotheses[cause].is_vague
 
 
 @pytest.mark.parametrize("theta", [130.0, 3456.0, 7.3e7])
@@ -323,15 +326,17 @@ def test_a_base_is_fitted_to_two_digits_and_to_six(theta):
 
 def test_the_factors_of_a_scaling_may_be_kept():
     plain, changed = (scaled(parameters)[0] for parameters in (PLAIN, LLAMA3))
-    given = list(frequencies_module.wrong_theta(of(parameters=LLAMA3)))
-    anew = {h.cause: h.output for h in given if not h.detail and not h.num_fitted}
+    hypotheses = list(frequencies_module.wrong_theta(of(parameters=LLAMA3)))
+    anew = {h.cause: h.output for h in hypotheses if not h.detail and not h.num_fitted}
     kept = {
-        h.cause: h.output for h in given if h.detail == "the factors of the rope scaling are kept" and not h.num_fitted
+        h.cause: h.output
+        for h in hypotheses
+        if h.detail == "the factors of the rope scaling are kept" and not h.num_fitted
     }
     for theta in THETAS:
         cause = f"wrong rope theta: {theta:g} instead of 10000"
-        own = [s / p * o for s, p, o in zip(changed, plain, frequencies(theta), strict=True)]
-        torch.testing.assert_close(kept[cause], by(own), rtol=1e-5, atol=1e-6)
+        right = [s / p * o for s, p, o in zip(changed, plain, frequencies(theta), strict=True)]
+        torch.testing.assert_close(kept[cause], by(right), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(anew[cause], by({**LLAMA3, "rope_theta": theta}), rtol=1e-5, atol=1e-6)
     assert not any(h.detail for h in frequencies_module.wrong_theta(of()))
 
@@ -342,27 +347,27 @@ def test_the_factors_of_a_scaling_may_be_kept():
 @pytest.mark.parametrize("share", [0.004, -0.009, 1e-4])
 def test_angles_that_are_a_little_too_large_or_too_small(share):
     actual = by([frequency * (1 + share) for frequency in frequencies()])
-    (hypothesis,) = found(rotation.stretched, of(actual)).values()
+    (hypothesis,) = by_cause(rotation.stretched, of(actual)).values()
     assert math.isclose(float(hypothesis.cause.split()[-1]), 1 + share, abs_tol=0.02 * abs(share))
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-3, atol=20 * abs(share) * 0.02)
     assert hypothesis.num_fitted == 1
 
 
 def test_angles_that_are_right_or_far_too_large_are_not_stretched():
-    assert found(rotation.stretched, of(by([1.02 * frequency for frequency in frequencies()]))) == {}
-    assert found(rotation.stretched, of(positions=[0] * R)) == {}
+    assert by_cause(rotation.stretched, of(by([1.02 * frequency for frequency in frequencies()]))) == {}
+    assert by_cause(rotation.stretched, of(positions=[0] * R)) == {}
 
 
 def test_some_elements_turn():
     """By the first frequencies of the whole head, or by those of the part."""
-    given = list(frequencies_module.partial_rotary(of()))
+    hypotheses = list(frequencies_module.partial_rotary(of()))
     for share in (0.25, 0.5, 0.75):  # all of them turn as they should
         dim = int(H * share)
         cause = f"partial rotary: the first {dim} of 16 elements turn"
-        own, cut = [item.output for item in given if item.cause == cause]
-        torch.testing.assert_close(own, by(frequencies(dim=dim)), rtol=1e-5, atol=1e-6)
+        right, cut = [item.output for item in hypotheses if item.cause == cause]
+        torch.testing.assert_close(right, by(frequencies(dim=dim)), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(cut, by(frequencies()[: dim // 2]), rtol=1e-5, atol=1e-6)
-    assert len(given) == 6
+    assert len(hypotheses) == 6
 
 
 def low(value, dtype):
@@ -372,35 +377,35 @@ def low(value, dtype):
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_coarse_tables(name):
     dtype = getattr(torch, name)
-    own = [single(frequency) for frequency in frequencies()]
+    right = [single(frequency) for frequency in frequencies()]
 
     def exact(at, position):
-        return single(position * own[at])
+        return single(position * right[at])
 
     def coarse(at, position):
-        return float(torch.tensor(position).to(dtype) * torch.tensor(own[at]).to(dtype))
+        return float(torch.tensor(position).to(dtype) * torch.tensor(right[at]).to(dtype))
 
     table = {"cos": lambda angle: low(math.cos(angle), dtype), "sin": lambda angle: low(math.sin(angle), dtype)}
     expected = [
         (f"cos/sin table in {name}", turned(exact, **table)),
         (f"cos/sin table in {name}", turned(exact, **table)),
-        (f"rotary frequencies in {name}", by([low(item, dtype) for item in own])),
+        (f"rotary frequencies in {name}", by([low(item, dtype) for item in right])),
         (f"cos/sin table in {name}, its angles too", turned(coarse, **table)),
         (f"rotary angles in {name}", turned(coarse)),
     ]
     causes = {cause for cause, _ in expected}
-    given = [item for item in rotation.coarse_table(of()) if item.cause in causes]
-    assert [item.cause for item in given] == [cause for cause, _ in expected]
-    for item, (cause, output) in zip(given, expected, strict=True):
+    hypotheses = [item for item in rotation.coarse_table(of()) if item.cause in causes]
+    assert [item.cause for item in hypotheses] == [cause for cause, _ in expected]
+    for item, (cause, output) in zip(hypotheses, expected, strict=True):
         torch.testing.assert_close(item.output, output, rtol=1e-6, atol=1e-6, msg=cause)
 
 
 # Some pairs.
 
 
-def causes_of_pairs(own, positions=range(1, R + 1)):
-    actual = by(own, positions)
-    return actual, found(rotation.frequencies_of_other_pairs, of(actual, positions=positions))
+def causes_of_pairs(turns, positions=range(1, R + 1)):
+    actual = by(turns, positions)
+    return actual, by_cause(rotation.frequencies_of_other_pairs, of(actual, positions=positions))
 
 
 STILL, ORDER = (
@@ -417,26 +422,31 @@ STILL, ORDER = (
     ],
 )  # fmt: skip
 def test_pairs_that_do_not_turn(still, detail, num_fitted):
-    actual, given = causes_of_pairs([0.0 if at in still else frequency for at, frequency in enumerate(frequencies())])
-    assert set(given) == {STILL}
-    assert (given[STILL].detail, given[STILL].num_fitted) == (detail, num_fitted)
-    torch.testing.assert_close(given[STILL].output, actual, rtol=1e-5, atol=1e-6)
+    actual, hypotheses = causes_of_pairs(
+        [0.0 if at in still else frequency for at, frequency in enumerate(frequencies())]
+    )
+    assert set(hypotheses) == {STILL}
+    assert (hypotheses[STILL].detail, hypotheses[STILL].num_fitted) == (detail, num_fitted)
+    torch.testing.assert_close(hypotheses[STILL].output, actual, rtol=1e-5, atol=1e-6)
 
 
 def test_the_last_pairs_that_do_not_turn():
     """Where they turn by enough to be seen."""
-    own = [0.0 if at in (6, 7) else frequency for at, frequency in enumerate(frequencies())]
-    _, given = causes_of_pairs(own, range(3000, 3000 + 40 * R, 40))
-    assert (given[STILL].detail, given[STILL].num_fitted) == ("pairs 6 to 7 of 8", 1)
+    right = [0.0 if at in (6, 7) else frequency for at, frequency in enumerate(frequencies())]
+    _, hypotheses = causes_of_pairs(right, range(3000, 3000 + 40 * R, 40))
+    assert (hypotheses[STILL].detail, hypotheses[STILL].num_fitted) == ("pairs 6 to 7 of 8", 1)
 
 
 @pytest.mark.parametrize("order", [[1, 0, 2, 3, 4, 5, 6, 7], [2, 0, 1, 3, 4, 5, 6, 7], [0, 2, 1, 3, 4, 5, 6, 7]])
 def test_frequencies_in_another_order(order):
-    actual, given = causes_of_pairs([frequencies()[at] for at in order])
+    actual, hypotheses = causes_of_pairs([frequencies()[at] for at in order])
     moved = [at for at, to in enumerate(order) if at != to]
-    assert set(given) == {ORDER}
-    assert (given[ORDER].detail, given[ORDER].num_fitted) == (f"pairs {moved[0]} to {moved[-1]} of 8", len(moved))
-    torch.testing.assert_close(given[ORDER].output, actual, rtol=1e-5, atol=1e-6)
+    assert set(hypotheses) == {ORDER}
+    assert (hypotheses[ORDER].detail, hypotheses[ORDER].num_fitted) == (
+        f"pairs {moved[0]} to {moved[-1]} of 8",
+        len(moved),
+    )
+    torch.testing.assert_close(hypotheses[ORDER].output, actual, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("still", [2, 5])
@@ -444,11 +454,11 @@ def test_tables_with_a_factor_turn_pairs_as_well(still):
     """YaRN's cosine and sine are multiplied by a number besides."""
     yarn = {**PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     positions = range(100, 100 + 40 * R, 40)
-    own, scaling = scaled(yarn)
-    actual = by([0.0 if at == still else item for at, item in enumerate(own)], positions, scaling=scaling)
-    given = found(rotation.frequencies_of_other_pairs, of(actual, yarn, positions=positions))
-    assert (given[STILL].detail, given[STILL].num_fitted) == (f"pairs {still} of 8", 2)
-    torch.testing.assert_close(given[STILL].output, actual, rtol=1e-4, atol=1e-5)
+    right, scaling = scaled(yarn)
+    actual = by([0.0 if at == still else item for at, item in enumerate(right)], positions, scaling=scaling)
+    hypotheses = by_cause(rotation.frequencies_of_other_pairs, of(actual, yarn, positions=positions))
+    assert (hypotheses[STILL].detail, hypotheses[STILL].num_fitted) == (f"pairs {still} of 8", 2)
+    torch.testing.assert_close(hypotheses[STILL].output, actual, rtol=1e-4, atol=1e-5)
 
 
 def test_pairs_that_turn_as_they_should_or_none_that_turns():
@@ -457,11 +467,11 @@ def test_pairs_that_turn_as_they_should_or_none_that_turns():
 
 
 def test_other_tables():
-    own = frequencies()
+    right = frequencies()
     check(rotation.other_tables, of(), {
-        "cosine and sine of the rotary table are exchanged": (by(own, cos=math.sin, sin=math.cos), 0),
-        "the rotary table's sine is left out: only the cosine is applied": (by(own, sin=lambda angle: 0.0), 0),
-        "the rotary table's cosine is left out: only the sine is applied": (by(own, cos=lambda angle: 0.0), 0),
+        "cosine and sine of the rotary table are exchanged": (by(right, cos=math.sin, sin=math.cos), 0),
+        "the rotary table's sine is left out: only the cosine is applied": (by(right, sin=lambda angle: 0.0), 0),
+        "the rotary table's cosine is left out: only the sine is applied": (by(right, cos=lambda angle: 0.0), 0),
     })  # fmt: skip
 
 
@@ -528,23 +538,23 @@ def within(request, position, step):
 )  # fmt: skip
 def test_positions_that_have_something_in_common(recording, position, cause):
     failure, used = at(recording, position)
-    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    (hypothesis,) = by_cause(rotary_positions.other_positions, failure).values()
     assert hypothesis.cause == cause
     assert (hypothesis.num_fitted, hypothesis.is_cause, hypothesis.is_vague) == (0, True, False)
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-5, atol=1e-6)
     pairs = sorted({(place[1], fitted) for place, fitted in zip(PLACES, used, strict=True)})
-    assert hypothesis.detail == "positions: " + ", ".join(f"{own} as {fitted}" for own, fitted in pairs[:6])
+    assert hypothesis.detail == "positions: " + ", ".join(f"{right} as {fitted}" for right, fitted in pairs[:6])
 
 
 def test_position_0_for_every_row_is_no_rotation(recording):
     failure, _ = at(recording, lambda r, p, s: 0)
-    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    (hypothesis,) = by_cause(rotary_positions.other_positions, failure).values()
     assert (hypothesis.cause, hypothesis.is_vague) == ("rotary at position 0 for every row", True)
 
 
 def test_positions_that_have_nothing_in_common(recording):
     failure, _ = at(recording, lambda r, p, s: (p * p + 3 * r) % 11)
-    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    (hypothesis,) = by_cause(rotary_positions.other_positions, failure).values()
     assert (hypothesis.cause, hypothesis.is_cause) == ("rotary at wrong positions", False)
     assert hypothesis.num_fitted == len(PLACES)
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-5, atol=1e-6)
@@ -565,7 +575,7 @@ BEHIND = [place for place in PLACES if place[1] >= 4]
 )
 def test_positions_that_stop_or_begin_again(recording, position, places, cause):
     failure, _ = at(recording, position, places)
-    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    (hypothesis,) = by_cause(rotary_positions.other_positions, failure).values()
     assert hypothesis.cause == (cause or "rotary at wrong positions")
     assert hypothesis.is_cause == (cause is not None)
 
@@ -574,21 +584,21 @@ def test_positions_that_stop_or_begin_again(recording, position, places, cause):
                                                   ([(0, 4, 1), (0, 5, 1), (1, 3, 1)], False)])  # fmt: skip
 def test_a_number_of_each_request_shows_in_two_rows_of_it(recording, places, is_named):
     failure, _ = at(recording, lambda r, p, s: p + (4, -2)[r], places)
-    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    (hypothesis,) = by_cause(rotary_positions.other_positions, failure).values()
     assert ("each request has for itself" in hypothesis.cause) == is_named
 
 
 def test_positions_are_looked_for_as_far_as_the_largest_step_reaches(recording, monkeypatch):
     """Seven rows in the largest step, and one too far: up to 7 + 8 from the highest position, 7."""
     failure, _ = at(recording, lambda r, p, s: p + 8)
-    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    (hypothesis,) = by_cause(rotary_positions.other_positions, failure).values()
     assert hypothesis.cause == "rotary at a position off by +8"
     failure, _ = at(recording, lambda r, p, s: p + 9)
-    (hypothesis,) = found(rotary_positions.other_positions, failure).values()
+    (hypothesis,) = by_cause(rotary_positions.other_positions, failure).values()
     assert hypothesis.cause != "rotary at a position off by +9"
     for most, is_tried in ((16, True), (15, False)):
         monkeypatch.setattr(rotary_positions, "_MAX_POSITIONS", most)
-        assert bool(found(rotary_positions.other_positions, failure)) == is_tried
+        assert bool(by_cause(rotary_positions.other_positions, failure)) == is_tried
 
 
 def test_the_position_of_the_row_before(recording):
@@ -601,7 +611,7 @@ def test_the_position_of_the_row_before(recording):
 def test_rows_that_were_read_back_have_no_row_before(recording):
     failure, _ = at(recording, lambda r, p, s: p, [(0, 0, 0), (1, 0, 0)])
     failure.rows.step[:] = len(STEPS)
-    assert found(rotary_positions.positions_of_batch_mate, failure) == {}
+    assert by_cause(rotary_positions.positions_of_batch_mate, failure) == {}
 
 
 # The same causes planted in recordings of the reference engine and of HF.

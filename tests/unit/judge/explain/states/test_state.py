@@ -14,7 +14,7 @@ from harness.judge.compare.align import Rows
 from harness.judge.explain.states import recurrence
 from harness.judge.explain.states.recurrence import recurrence_of
 
-from ..toys import ToyModel, failure_of, found, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
 MIXER, THEIRS = "model.layers.1.mixer", "model.layers.0.mixer"
 ENTRY, IN, OUT, Y = "model.layers.1.norm", f"{MIXER}.in_proj", f"{MIXER}.out_proj", f"{MIXER}.y"
@@ -98,7 +98,7 @@ def _without_gradients():
 
 @pytest.fixture(scope="module")
 def of(tmp_path_factory):
-    def make(actual=None, places=PLACES, *, own=OWN, dtype=torch.float32, expected=None, omitted=()):
+    def make(actual=None, places=PLACES, *, expected_rows=OWN, dtype=torch.float32, expected=None, omitted=()):
         own_operation = Operation(tap=Y, kind=Kind.OTHER, inputs=(IN,), source=f"{OUT}:input")
         operations = (
             Operation(tap=ENTRY, kind=Kind.NORM, source=ENTRY),
@@ -115,7 +115,7 @@ def of(tmp_path_factory):
             )
         recording = recorded(tmp_path_factory.mktemp("state") / "r", steps, lengths=((9, 6), (6, 3)))
         modules = {path: nn.Module() for path in ("model", "model.layers", "model.layers.1", ENTRY)}
-        for path, mixer in ((MIXER, own), (THEIRS, OTHER)):
+        for path, mixer in ((MIXER, expected_rows), (THEIRS, OTHER)):
             modules[path] = mixer
             modules |= {f"{path}.{name}": getattr(mixer, name) for name in ("in_proj", "out_proj", "conv1d")}
         model = ToyModel(*operations, modules=modules)
@@ -133,16 +133,16 @@ def of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def right(of):
     """What is tried, and what it would give."""
-    return found(recurrence.wrong_state, of())
+    return by_cause(recurrence.wrong_state, of())
 
 
 def test_the_mixer_run_again_gives_what_it_should(of):
-    given = recurrence_of(of())
-    assert (given.path, given.entry) == (MIXER, ENTRY)
-    torch.testing.assert_close(given.run(), of_sequences(HISTORIES.values()))
-    assert [len(rows) for rows in given.histories] == [8, 5]
+    recurrence = recurrence_of(of())
+    assert (recurrence.path, recurrence.entry) == (MIXER, ENTRY)
+    torch.testing.assert_close(recurrence.run(), of_sequences(HISTORIES.values()))
+    assert [len(rows) for rows in recurrence.histories] == [8, 5]
     assert [len(rows) for rows in recurrence_of(of(places=[(0, 3), (0, 1), (1, 4)])).histories] == [4, 5]
-    convolved = given.convolved()
+    convolved = recurrence.convolved()
     for place, row in {**taken(HISTORIES[0]), **taken(HISTORIES[1])}.items():
         torch.testing.assert_close(convolved[0, place], row)
 
@@ -153,7 +153,7 @@ def test_a_mixer_that_gives_something_else_says_nothing(of):
         far = right.clone()
         far[3] *= 1 + distance
         assert (recurrence_of(of(expected=far)) is not None) == is_same
-    assert found(recurrence.wrong_state, of(expected=2 * right)) == {}
+    assert by_cause(recurrence.wrong_state, of(expected=2 * right)) == {}
     assert recurrence_of(of(places=[(0, 3)], omitted=((0, 1),))) is None
     assert recurrence_of(of(places=[(1, 3)], omitted=((0, 1),))) is not None
 
@@ -210,15 +210,15 @@ BEGINNINGS = {
 @pytest.mark.parametrize("cause", BEGINNINGS)
 def test_states_that_begin_elsewhere(right, cause):
     sequences = [sequence for history in HISTORIES.values() for sequence in BEGINNINGS[cause](history)]
-    wrong, own = {}, {}
+    wrong, expected_rows = {}, {}
     for sequence in sequences:
         wrong |= taken(sequence)
     for history in HISTORIES.values():
-        own |= taken(history)
+        expected_rows |= taken(history)
     expected = {
         "the state": of_sequences(sequences),
         "the convolution's state": of_sequences(HISTORIES.values(), convolved=wrong),
-        "the recurrence's state": of_sequences(sequences, convolved=own),
+        "the recurrence's state": of_sequences(sequences, convolved=expected_rows),
     }
     for which, output in expected.items():
         name = cause.format(which).replace("no the ", "no ")
@@ -228,7 +228,7 @@ def test_states_that_begin_elsewhere(right, cause):
 
 def test_rows_that_are_alone_in_their_steps_show_nothing_from_row_to_row(of):
     alone = [(0, 6), (0, 7), (1, 4)]
-    assert not any(cause.startswith("no ") for cause in found(recurrence.wrong_state, of(places=alone)))
+    assert not any(cause.startswith("no ") for cause in by_cause(recurrence.wrong_state, of(places=alone)))
 
 
 def rows(steps):
@@ -255,24 +255,27 @@ HALVES = ("bfloat16", "float16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_that_are_others(of, dtype):
     tried = {}
-    for name, key, own, theirs in (
+    for name, key, expected_rows, theirs in (
         ("A_log", "a_log", OWN.A_log, OTHER.A_log), ("D", "d", OWN.D, OTHER.D),
         ("conv1d.weight", "weight", OWN.conv1d.weight, OTHER.conv1d.weight),
     ):  # fmt: skip
-        changed = {"is zero: left out, or not loaded": own * 0, "is that of layer 0": theirs}
+        changed = {"is zero: left out, or not loaded": expected_rows * 0, "is that of layer 0": theirs}
         if dtype is torch.float32:
             changed |= {
-                f"is rounded to {half}": own.to(getattr(torch, half)).double() for half in ("bfloat16", "float16")
+                f"is rounded to {half}": expected_rows.to(getattr(torch, half)).double()
+                for half in ("bfloat16", "float16")
             }
         tried |= {f"{name} {how}": {key: values} for how, values in changed.items()}
-        tried[f"the sign of {name} is wrong"] = {key: -own}
-    given = found(recurrence.wrong_state, of(dtype=dtype))
+        tried[f"the sign of {name} is wrong"] = {key: -expected_rows}
+    hypotheses = by_cause(recurrence.wrong_state, of(dtype=dtype))
     names = {
-        cause for cause in given if any(cause.startswith(start) for start in ("A_log", "D ", "conv1d", "the sign of"))
+        cause
+        for cause in hypotheses
+        if any(cause.startswith(start) for start in ("A_log", "D ", "conv1d", "the sign of"))
     }
     assert {cause for cause in names if "scaled" not in cause and "decay" not in cause} == set(tried)
     for cause, change in tried.items():
-        torch.testing.assert_close(given[cause].output, of_sequences(HISTORIES.values(), **change), msg=cause)
+        torch.testing.assert_close(hypotheses[cause].output, of_sequences(HISTORIES.values(), **change), msg=cause)
 
 
 def test_a_decay_whose_sign_is_wrong(right):
@@ -289,11 +292,11 @@ def test_a_decay_whose_sign_is_wrong(right):
     ],
 )  # fmt: skip
 def test_a_parameter_that_is_scaled(of, name, change, factor):
-    own = {"D": OWN.D, "conv1d.weight": OWN.conv1d.weight}[name]
-    actual = of_sequences(HISTORIES.values(), **change(own))
-    given = found(recurrence.wrong_state, of(actual))[f"{name} is scaled by {factor:.4g}"]
-    assert given.num_fitted == 1
-    torch.testing.assert_close(given.output, actual, rtol=1e-4, atol=1e-5)
+    expected_rows = {"D": OWN.D, "conv1d.weight": OWN.conv1d.weight}[name]
+    actual = of_sequences(HISTORIES.values(), **change(expected_rows))
+    hypotheses = by_cause(recurrence.wrong_state, of(actual))[f"{name} is scaled by {factor:.4g}"]
+    assert hypotheses.num_fitted == 1
+    torch.testing.assert_close(hypotheses.output, actual, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -301,14 +304,14 @@ def test_a_parameter_that_is_scaled(of, name, change, factor):
 )
 def test_a_factor_that_has_a_name_is_not_fitted(of, factor, is_said):
     actual = of_sequences(HISTORIES.values(), d=factor * OWN.D)
-    assert any(cause.startswith("D is scaled") for cause in found(recurrence.wrong_state, of(actual))) == is_said
+    assert any(cause.startswith("D is scaled") for cause in by_cause(recurrence.wrong_state, of(actual))) == is_said
 
 
 @pytest.mark.parametrize("factor", [1.3, 0.6])
 def test_a_decay_that_is_scaled(of, right, factor):
     actual = of_sequences(HISTORIES.values(), a_log=OWN.A_log + math.log(factor))
-    given = found(recurrence.wrong_state, of(actual))
-    hypothesis = given[f"the decay of the state is scaled by {factor:.4g}"]
+    hypotheses = by_cause(recurrence.wrong_state, of(actual))
+    hypothesis = hypotheses[f"the decay of the state is scaled by {factor:.4g}"]
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-4, atol=1e-5)
     assert hypothesis.num_fitted == 1
     assert not any(cause.startswith("the decay") for cause in right)
@@ -316,5 +319,5 @@ def test_a_decay_that_is_scaled(of, right, factor):
 
 def test_a_model_is_as_it_was_afterwards(of):
     before = {name: tensor.clone() for name, tensor in OWN.named_parameters()}
-    found(recurrence.wrong_state, of())
+    by_cause(recurrence.wrong_state, of())
     assert all(torch.equal(tensor, before[name]) for name, tensor in OWN.named_parameters())

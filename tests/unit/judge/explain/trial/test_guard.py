@@ -36,12 +36,12 @@ def test_each_explanation_may_raise(monkeypatch, kind, at):
         yield Hypothesis(cause="this one", output=failure.actual.clone())
 
     monkeypatch.setattr(ranking, "stages_of", lambda _kind: [[raising(explain), fits]])
-    found = rank_hypotheses(failure_of(Operation(tap="t", kind=kind), actual, expected), "every row")
-    assert (found.cause, found.is_cause, found.num_explained) == ("this one", True, 12)
+    explanation = rank_hypotheses(failure_of(Operation(tap="t", kind=kind), actual, expected), "every row")
+    assert (explanation.cause, explanation.is_cause, explanation.num_explained) == ("this one", True, 12)
     note = (
         f"could not be tried: {explain.__name__}: ZeroDivisionError: planted (harness/judge/explain/trial/ranking.py:"
     )
-    assert found.detail.startswith(note)
+    assert explanation.detail.startswith(note)
 
 
 @pytest.mark.parametrize("code", [Code.LOCAL_ERROR, Code.SYSTEMATIC_ERROR])
@@ -51,11 +51,11 @@ def test_all_of_them_may_raise(bench_of, monkeypatch, code):
     taps = [op.tap for op in one.hf.graph if op.layer == 1 and op.tap in one.recording.steps[0].tap_names]
     taps.append(one.hf.graph.logits)
     recording = one.planted({tap: one.tap(tap) * size for tap in taps})
-    found = one.compare(recording)
-    sound = explain_run(found, recording, one.golden, one.hf)
+    comparison = one.compare(recording)
+    sound = explain_run(comparison, recording, one.golden, one.hf)
     monkeypatch.setattr(ranking, "stages_of", lambda kind: [list(map(raising, stage)) for stage in stages_of(kind)])
     monkeypatch.setattr(direction, "causes_of", lambda kind: list(map(raising, causes_of(kind))))
-    result = explain_run(found, recording, one.golden, one.hf)
+    result = explain_run(comparison, recording, one.golden, one.hf)
     assert [replace(finding, explanation=None) for finding in result.findings] == [
         replace(finding, explanation=None) for finding in sound.findings
     ]

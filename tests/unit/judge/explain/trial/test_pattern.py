@@ -35,8 +35,8 @@ def test_the_size_is_relative_to_the_row():
 
 
 def test_other_rows_are_unrelated():
-    other = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    text = said(other / other.norm(dim=1, keepdim=True) * RIGHT.norm(dim=1, keepdim=True))
+    another = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    text = said(another / another.norm(dim=1, keepdim=True) * RIGHT.norm(dim=1, keepdim=True))
     assert text.startswith("unrelated to what it should be (cosine ")
     assert "norm 1 times" in text
 

@@ -45,19 +45,19 @@ def test_more_rows_come_first_from_the_margin_on(rows, more, decides):
     assert not most.is_as_good_as(best)
 
 
-def odds(one, other, num_values=40.0, first=0, second=0):
+def odds(first_residual, second_residual, num_values=40.0, first=0, second=0):
     """The logarithm of the odds by which the first is the less likely: four values count as one."""
     count = num_values / 4
-    return count * (math.log(one) - math.log(other)) + (first - second) / 2 * math.log(count)
+    return count * (math.log(first_residual) - math.log(second_residual)) + (first - second) / 2 * math.log(count)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "first", "second"),
+    ("first_residual", "second_residual", "first", "second"),
     [(2.0, 1.0, 0, 0), (1.0, 3.0, 0, 0), (1.0, 1.0, 5, 2), (2.0, 4.0, 3, 0), (0.5, 4.0, 0, 0)],
 )
-def test_the_odds_of_two_fits(one, other, first, second):
-    a, b = trial(8, one, num_fitted=first), trial(8, other, num_fitted=second)
-    assert a.lags(b) == pytest.approx(odds(one, other, first=first, second=second))
+def test_the_odds_of_two_fits(first_residual, second_residual, first, second):
+    a, b = trial(8, first_residual, num_fitted=first), trial(8, second_residual, num_fitted=second)
+    assert a.lags(b) == pytest.approx(odds(first_residual, second_residual, first=first, second=second))
     assert b.lags(a) == pytest.approx(-a.lags(b))
 
 
@@ -87,11 +87,11 @@ def test_only_rows_that_both_know_are_compared():
 
 @pytest.mark.parametrize(("residual", "is_as_good"), [(math.exp(0.29), True), (math.exp(0.31), False)])
 def test_fits_are_alike_up_to_odds_of_three(residual, is_as_good):
-    best, other = trial(8), trial(8, residual)
-    assert other.is_as_good_as(best) == is_as_good
-    assert best.is_better_than(other) == (not is_as_good)
-    assert not other.is_better_than(best)
-    assert best.is_as_good_as(other)
+    best, another = trial(8), trial(8, residual)
+    assert another.is_as_good_as(best) == is_as_good
+    assert best.is_better_than(another) == (not is_as_good)
+    assert not another.is_better_than(best)
+    assert best.is_as_good_as(another)
 
 
 def test_of_what_fits_alike_the_vague_comes_last():
@@ -124,18 +124,18 @@ def of(residual, roundings, bound, *, num_fitted=0, allowance=2.0, unknown=None,
 
 
 def test_a_row_holds_up_to_twice_its_bound_and_half_its_error():
-    given = of([5.9, 6.1, 5.9, 5.9], [100.0, 100.0, 11.9, 11.7], [3.0, 3.0, 3.0, 3.0])
-    assert given.holds.tolist() == [True, False, True, False]
+    trial = of([5.9, 6.1, 5.9, 5.9], [100.0, 100.0, 11.9, 11.7], [3.0, 3.0, 3.0, 3.0])
+    assert trial.holds.tolist() == [True, False, True, False]
     torch.testing.assert_close(
-        given.residual, torch.tensor([5.9, 6.1, 5.9, 5.9], dtype=torch.float64), rtol=1e-6, atol=0
+        trial.residual, torch.tensor([5.9, 6.1, 5.9, 5.9], dtype=torch.float64), rtol=1e-6, atol=0
     )
     assert of([2.9, 3.1], [100.0] * 2, [3.0] * 2, allowance=1.0).holds.tolist() == [True, False]
     assert of([1.9, 2.1], [100.0] * 2, [0.5] * 2).holds.tolist() == [True, False], "a bound of one rounding at least"
 
 
 def test_values_are_counted_by_rows_and_elements():
-    given = of([1.0, 1.0, 90.0], [100.0] * 3, [3.0] * 3, num_elements=2.5)
-    assert given.num_values == 5.0
+    trial = of([1.0, 1.0, 90.0], [100.0] * 3, [3.0] * 3, num_elements=2.5)
+    assert trial.num_values == 5.0
 
 
 @pytest.mark.parametrize(("num_fitted", "is_supported"), [(5, True), (6, False)])
@@ -167,15 +167,15 @@ def test_rows_of_zeros():
         wrong = SimpleNamespace(
             actual=actual, expected=ones, dtype=torch.float32, num_elements=3.0, roundings=100 * bound, bound=bound
         )
-        given = Trial.of(Hypothesis(cause="", output=zeros), wrong)
-        assert (given.residual == 0).tolist() == given.holds.tolist() == [is_right] * 2
-        assert (given.residual > 1e300).tolist() == [not is_right] * 2
+        trial = Trial.of(Hypothesis(cause="", output=zeros), wrong)
+        assert (trial.residual == 0).tolist() == trial.holds.tolist() == [is_right] * 2
+        assert (trial.residual > 1e300).tolist() == [not is_right] * 2
 
 
 def test_the_distance_of_two_hypotheses_is_that_of_the_middle_row():
     one = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
-    other = torch.tensor([[1.0, 0.5], [2.0, 0.2], [0.0, 8.0]], dtype=torch.float64)
-    first, second = (Trial(Hypothesis(cause="", output=x), one, one, 1.0, is_supported=True) for x in (one, other))
+    another = torch.tensor([[1.0, 0.5], [2.0, 0.2], [0.0, 8.0]], dtype=torch.float64)
+    first, second = (Trial(Hypothesis(cause="", output=x), one, one, 1.0, is_supported=True) for x in (one, another))
     assert distance(first, second) == pytest.approx(0.5)
 
 
@@ -262,13 +262,13 @@ def test_what_the_rows_cannot_tell_apart_is_as_good():
     expected, truth = random(8), random(8, seed=1)
     unit = rounding_unit(torch.float32)
     held = Rows64(expected, truth + random(8, seed=2) * unit)
-    one, other = (
+    one, another = (
         Trial.of(Hypothesis(cause="", output=output), held)
         for output in (truth, truth + 0.02 * unit * random(8, seed=3))
     )
-    assert one.is_as_good_as(other)
-    assert other.is_as_good_as(one)
-    assert 0 < distance(one, other) < 0.1 * unit
+    assert one.is_as_good_as(another)
+    assert another.is_as_good_as(one)
+    assert 0 < distance(one, another) < 0.1 * unit
 
 
 def test_what_only_points_elsewhere_comes_last():
