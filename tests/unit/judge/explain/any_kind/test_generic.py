@@ -56,7 +56,7 @@ OPERATIONS = (
 @pytest.fixture
 def of(tmp_path):
     def make(
-        actual, places=PLACES, *, right=TAP, taps=None, kind=None, dtype=torch.float32, all_rows=None, operation=None
+        actual, places=PLACES, *, tap=TAP, taps=None, kind=None, dtype=torch.float32, all_rows=None, operation=None
     ):
         """`actual` of the places; `all_rows` of the operation's own tap, what was recorded of it, right rows too."""
         tensors = {**TENSORS, **(taps or {}), TAP: RIGHT if all_rows is None else all_rows}
@@ -73,10 +73,10 @@ def of(tmp_path):
             tmp_path / f"r{len(list(tmp_path.iterdir()))}", [*steps, back], lengths=lengths, dtype="float64"
         )
         rows = [PLACES.index(place) for place in places]
-        operation = operation or next(op for op in OPERATIONS if op.tap == right)
+        operation = operation or next(op for op in OPERATIONS if op.tap == tap)
         if kind is not None:
-            operation = Operation(tap=right, kind=kind, inputs=operation.inputs, source=operation.source)
-        model = ToyModel(*(operation if op.tap == right else op for op in OPERATIONS), modules={TAP: linear(WEIGHT)})
+            operation = Operation(tap=tap, kind=kind, inputs=operation.inputs, source=operation.source)
+        model = ToyModel(*(operation if op.tap == tap else op for op in OPERATIONS), modules={TAP: linear(WEIGHT)})
         inputs = TENSORS[operation.inputs[0]] if operation.inputs else X
         return failure_of(
             operation, actual, y(inputs)[rows], inputs[rows], model=model, recording=recording, dtype=dtype,
@@ -290,7 +290,7 @@ def test_the_head_reads_what_ends_a_layer(of):
         name: random(len(PLACES), INPUTS, seed=20 + at)
         for at, name in enumerate(("model.layers.0.first", "model.layers.2.first"))
     }
-    causes = set(by_cause(generic.another_input, of(y(TENSORS[NORM]), own="lm_head", taps=taps)))
+    causes = set(by_cause(generic.another_input, of(y(TENSORS[NORM]), tap="lm_head", taps=taps)))
     assert causes == {f"it reads {name} instead of model.norm" for name in (EARLIER, FAR)}
 
 

@@ -83,7 +83,7 @@ OPERATION = Operation(tap=TAP, kind=Kind.OTHER, inputs=(X_TAP, CHOICE, WEIGHTS),
 def of(tmp_path):
     """Return what makes a failure of rows of the toy's experts; all rows that are recorded are wrong by default."""
 
-    def make(actual=None, *, chosen=CHOSEN, hypotheses=GIVEN, x=X, right=OWN, others=(), expected=None):
+    def make(actual=None, *, chosen=CHOSEN, weights=GIVEN, x=X, module=OWN, others=(), expected=None):
         """`others`: the choices of rows that are right."""
         operations = (
             Operation(tap=X_TAP, kind=Kind.NORM), Operation(tap=CHOICE, kind=Kind.CHOICE),
@@ -93,10 +93,10 @@ def of(tmp_path):
         count = len(choices)
         step = {"request": [0] * count, "position": list(range(count)), "taps": {CHOICE: choices}}
         recording = recorded(tmp_path / f"r{len(list(tmp_path.iterdir()))}", [step], lengths=((count + 1, count),))
-        expected = mixed(hypotheses, chosen=chosen, x=x) if expected is None else expected
+        expected = mixed(weights, chosen=chosen, x=x) if expected is None else expected
         return failure_of(
-            OPERATION, expected if actual is None else actual, expected, x, chosen.double(), hypotheses,
-            model=ToyModel(*operations, modules={TAP: right, OTHER: THEIRS}), recording=recording,
+            OPERATION, expected if actual is None else actual, expected, x, chosen.double(), weights,
+            model=ToyModel(*operations, modules={TAP: module, OTHER: THEIRS}), recording=recording,
         )  # fmt: skip
 
     return make
@@ -167,7 +167,7 @@ def test_three_experts_of_a_row(of):
     again = kept / kept.sum(dim=1, keepdim=True)
     name = "only the first 2 of the chosen experts is added, with weights that are normalised again"
     expected[name] = mixed(again, chosen=chosen)
-    check(of(chosen=chosen, given=weights), expected)
+    check(of(chosen=chosen, weights=weights), expected)
 
 
 @pytest.mark.parametrize(("most", "is_tried"), [(2, True), (1, False)])
@@ -191,7 +191,7 @@ def test_experts_in_the_place_of_others(of, moved, cause):
     rows = [at for at, pair in enumerate(PAIRS) if len(moved) > 1 or set(pair) != {0, 2}]
     parts = {"chosen": CHOSEN[rows], "x": X[rows]}
     actual = mixed(GIVEN[rows], number=lambda n: moved.get(n, n), **parts)
-    hypotheses = check(of(actual, given=GIVEN[rows], **parts), {cause: actual})
+    hypotheses = check(of(actual, weights=GIVEN[rows], **parts), {cause: actual})
     assert hypotheses[cause].num_fitted == len(moved)
 
 
@@ -218,7 +218,7 @@ def test_an_expert_is_its_own_where_its_weights_are_nearly_what_they_should_be(o
         for row, numbers, factors in zip(X, CHOSEN.tolist(), GIVEN.tolist(), strict=True)
     ]).detach()  # fmt: skip
     rows = [at for at, pair in enumerate(PAIRS) if 3 not in pair]
-    failure = of((part + used)[rows], chosen=CHOSEN[rows], given=GIVEN[rows], x=X[rows])
+    failure = of((part + used)[rows], chosen=CHOSEN[rows], weights=GIVEN[rows], x=X[rows])
     causes = by_cause(experts.wrong_experts, failure)
     assert ("expert 2 is computed with the weights of expert 3" in causes) != is_own
 
@@ -286,9 +286,9 @@ def alone(of, one=None, *, weight=1.0, right=RIGHT, rows=HALF, actual=None):
     def part(number, row):
         return weight * (one or expert)(number, row) if number == 2 else expert(number, row)
 
-    chosen, hypotheses, x = CHOSEN[rows], GIVEN[rows], X[rows]
-    actual = mixed(hypotheses, one=part, chosen=chosen, x=x) if actual is None else actual
-    return of(actual, chosen=chosen, given=hypotheses, x=x, others=right)
+    chosen, weights, x = CHOSEN[rows], GIVEN[rows], X[rows]
+    actual = mixed(weights, one=part, chosen=chosen, x=x) if actual is None else actual
+    return of(actual, chosen=chosen, weights=weights, x=x, others=right)
 
 
 FALLBACK = "expert 2 is another than that of the checkpoint: other weights, or not all of them"
@@ -393,7 +393,7 @@ def test_nothing_is_said_of_what_is_not_that_mixture(of, monkeypatch):
     far[3] *= 1 + 1.1e-5
     assert mixture_of(of(expected=near)) is not None
     assert mixture_of(of(expected=far)) is None
-    assert mixture_of(of(given=GIVEN[:, :1], expected=expected)) is None
+    assert mixture_of(of(weights=GIVEN[:, :1], expected=expected)) is None
     assert by_cause(experts.wrong_experts, of(expected=far)) == {}
     for most, is_said in ((E * ROWS * D, True), (E * ROWS * D - 1, False)):
         monkeypatch.setattr(mixture, "_MAX_ELEMENTS", most)
@@ -452,7 +452,7 @@ def test_a_model_is_as_it_was_afterwards(of):
 def test_an_activation_of_the_models_own_is_no_cause(of):
     module = Experts(1, nn.ReLU())
     expected = mixed(one=lambda n, row: expert(n, row, act=torch.relu))
-    causes = by_cause(experts.wrong_experts, of(own=module, expected=expected))
+    causes = by_cause(experts.wrong_experts, of(module=module, expected=expected))
     assert "the activation is SiLU" in causes
     assert "the activation is ReLU" not in causes
     assert math.isclose(float(causes["the activation is SiLU"].output[0, 0]), float(mixed()[0, 0]))
