@@ -19,7 +19,7 @@ class ExitStatus(IntEnum):
 
 
 class Code(StrEnum):
-    """Stable codes. A code is never reused for another meaning (H008 was one); docs/errors/<code>.md explains it."""
+    """Stable codes. A code is never reused for another meaning (H008 and H139 were two); `docs/errors/` explains it."""
 
     # Checkpoints
     NOT_A_CHECKPOINT = "H001"
@@ -156,7 +156,6 @@ class Code(StrEnum):
     CASE_CRASHED = "H136"
     CASE_LOST = "H137"
     BAD_SUITE_RESULT = "H138"
-    BAD_BISECTION = "H139"
     # Rollouts and weights
     BAD_ROLLOUT_FILE = "H230"
     ROLLOUT_WITHOUT_TOKENS = "H231"

@@ -12,7 +12,7 @@ from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
-from harness.formats.checkpoint.quantised_source import read_quantised_source
+from harness.formats.checkpoint.converted import read_quantised_source
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.images import keep_inputs
 from harness.oracle.requests import Prompt
@@ -43,8 +43,8 @@ class Plan:
     @property
     def engine_options(self) -> dict[str, str]:
         """Options of the engine, which finds a LoRA adapter as its option `lora`."""
-        own = {name: str(value) for name, value in self.case.engine_options.items()}
-        return own if self.case.lora is None else {**own, "lora": str(self.case.lora)}
+        options = {name: str(value) for name, value in self.case.engine_options.items()}
+        return options if self.case.lora is None else {**options, "lora": str(self.case.lora)}
 
     @property
     def has_default_schedules(self) -> bool:
@@ -229,9 +229,9 @@ def _doubled_begin(case: Case, checkpoint: Checkpoint, prompts: Sequence[Prompt]
 
 def resolve_dtype(dtype: str, checkpoint: Checkpoint) -> str:
     """Return the dtype's full name; `auto` is the one that config.json names."""
-    where, own = "--dtype", checkpoint.dtype
+    where, checkpoint_dtype = "--dtype", checkpoint.dtype
     if dtype == "auto":
-        dtype, where = own, f"{checkpoint.folder / CONFIG_NAME}: dtype"
+        dtype, where = checkpoint_dtype, f"{checkpoint.folder / CONFIG_NAME}: dtype"
     if dtype not in DTYPES:
         raise HarnessError(
             Code.BAD_OPTION,

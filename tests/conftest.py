@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from packaging.version import Version
 
+from .costs import num_affordable
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -57,17 +59,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but a sample of a test's cases as slow: `@pytest.mark.sampled(3)` keeps three, by a fixed seed."""
+    """Mark all but a sample of a test's cases as slow, by a fixed seed.
+
+    `@pytest.mark.sampled(3)` keeps three; of a test whose cases are dear, as many are kept as its share of time allows.
+    """
     for item in items:
         if item.path.parent == CASES and item.path.stem not in SHOWN_CASES:
             item.add_marker("slow")
-    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if (marker := item.get_closest_marker("sampled")) is not None:
-            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
-    for (_, number), own in cases.items():
-        chosen = random.Random(0).sample(range(len(own)), min(number, len(own)))
-        for index, item in enumerate(own):
+        test, bracket, _ = item.nodeid.partition("[")
+        if bracket and item.get_closest_marker("slow") is None:
+            cases[test].append(item)
+    for test, of_test in cases.items():
+        marker = of_test[0].get_closest_marker("sampled")
+        number = num_affordable(test, len(of_test) if marker is None else min(marker.args[0], len(of_test)))
+        chosen = random.Random(0).sample(range(len(of_test)), number)
+        for index, item in enumerate(of_test):
             if index not in chosen:
                 item.add_marker("slow")
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from harness.extensions.llamacpp.gguf import open_gguf
-from harness.extensions.llamacpp.gguf.types import PLAIN
-from harness.extensions.llamacpp.gguf.weights import rows_of_hf
+from harness.extensions.llamacpp.gguf.header import PLAIN
+from harness.extensions.llamacpp.gguf.model import rows_of_hf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 from harness.extensions.quant.files import quantise
 

@@ -21,8 +21,8 @@ _LINK = re.compile(r"\]\((?P<path>[^)#:]+)(?:#[^)]*)?\)")
 
 def pages() -> list[Path]:
     """Return the documents, relative to the repository; what runs have left in `reports/runs` is none."""
-    found = {path.relative_to(ROOT) for pattern in PAGES for path in ROOT.glob(pattern)}
-    return sorted(page for page in found if page.parts[:2] != ("reports", "runs"))
+    documents = {path.relative_to(ROOT) for pattern in PAGES for path in ROOT.glob(pattern)}
+    return sorted(page for page in documents if page.parts[:2] != ("reports", "runs"))
 
 
 def links(page: Path) -> Iterator[str]:

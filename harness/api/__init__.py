@@ -5,7 +5,7 @@ The functions resolve their arguments into the same plans as the command line, a
 
 from harness.api.calls import check, diff, golden, profile, weights
 from harness.api.reports import CheckFailedError, CheckReport, ProfileReport
-from harness.formats.inspect.values import read_values as tensor
+from harness.formats.values import read_values as tensor
 
 __all__ = [
     "CheckFailedError",

@@ -11,21 +11,22 @@ from harness.api.arguments import (
     Model,
     Prompts,
     checkpoint,
+    choose,
     dtype_name,
     engine_option_texts,
+    model_or_own,
     named_as_arguments,
     requests_of,
 )
 from harness.api.reports import CheckReport, ProfileReport
-from harness.api.subject import choose, model_or_own
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from harness.api.subject import Chosen, Subject
+    from harness.api.arguments import Chosen, Subject
     from harness.oracle.golden import Golden
     from harness.results.weights import WeightsResult
 
@@ -55,13 +56,13 @@ def check(
     Args:
         engine: name of an installed engine; an engine (an object with `name`, `capabilities` and `run`); a model object
             of HF's, patched or not; or any `nn.Module` whose forward takes token ids and returns logits.
-        model: checkpoint that says what is right: a folder, an embedded one by its name (`qwen3-tiny`), a hub id, or a
+        model: checkpoint that gives the truth: a folder, an embedded one by its name (`qwen3-tiny`), a hub id, or a
             model object of HF's, whose weights are saved to a temporary folder. None: the embedded default; for a model
             object of HF's as engine its own weights in HF's own code.
         prompts: texts, or lists of token ids; None for those of the embedded default.
         max_new_tokens: tokens to generate for each prompt, 24 by default.
         schedules: `plain`, `chunked:5`, `batched`, ...; empty for the default ones that engine and prompts can follow.
-        names: for a module whose parts are called otherwise than HF's: paths in the module, and HF's paths of the same.
+        names: for a module whose parts have other names than HF's: paths in the module, and HF's paths of the parts.
             An entry holds for all that is in the part; `*` stands for the number of a layer.
         dtype: float32, bfloat16, float16; `auto` for the module's or the checkpoint's own.
         device: where engine and oracle run; None for the module's own, or the CPU.
@@ -83,7 +84,7 @@ def check(
         HarnessError: an argument cannot be used, or the engine raised an exception.
     """
     from harness.judge.jobs.check import run_check
-    from harness.judge.jobs.output_folder import keep_page
+    from harness.judge.jobs.opened import keep_page
     from harness.plan import plan_request
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=names) as chosen:
@@ -135,7 +136,7 @@ def golden(
     Raises:
         HarnessError: an argument cannot be used, or `out` cannot be written.
     """
-    from harness.judge.jobs.golden import run_golden
+    from harness.judge.jobs.opened import run_golden
     from harness.plan import plan_request
 
     with named_as_arguments(), checkpoint(model) as (folder, _label):
@@ -236,11 +237,10 @@ def profile(
     Raises:
         HarnessError: an argument cannot be used, or the engine has no steps.
     """
-    from harness.judge.jobs.output_folder import new_output_dir
+    from harness.judge.jobs.opened import new_output_dir
     from harness.plan import plan_engine
-    from harness.profiling.job import keep_profile
-    from harness.profiling.passes.workload import ProfileWorkload
-    from harness.profiling.profile import ProfileSpec
+    from harness.profiling.load import ProfileWorkload
+    from harness.profiling.profile import ProfileSpec, keep_profile
 
     with _under_test(engine, model, dtype=dtype, device=device, options=engine_options, names=None) as chosen:
         workload = ProfileWorkload(
@@ -264,7 +264,7 @@ def _under_test(
     options: Mapping[str, object] | None,
     names: Mapping[str, str] | None,
 ) -> "Iterator[Chosen]":
-    """Yield what is under test, with its checkpoint; errors of the block name arguments."""
+    """Yield the subject with its checkpoint; errors of the block name arguments."""
     with named_as_arguments(), checkpoint(model_or_own(engine, model)) as (folder, label):
         chosen = choose(engine, dtype=dtype, device=device, options=options or {}, names=names)
         yield replace(chosen, checkpoint=folder, label=label, options=engine_option_texts(options or {}))
@@ -277,7 +277,7 @@ def _chosen(dtype: Dtype) -> str | None:
 
 
 def _several(texts: Any) -> tuple[str, ...]:
-    """Return texts as a tuple; one text alone is one of them, not its letters."""
+    """Return texts as a tuple; a single text becomes one element."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
@@ -291,7 +291,7 @@ def weights(
     """Compare two sets of weights, tensor by tensor: fused and sharded tensors are found by what they hold.
 
     Args:
-        first: the weights that are right: a checkpoint's folder, a module, tensors by name, or an engine in memory
+        first: the reference weights: a checkpoint's folder, a module, tensors by name, or an engine in memory
             (the reference engine's `LLMEngine`, vLLM's `LLM`, a `Session` of any adapter).
         second: the weights under test.
         before: the first weights before an update: how much of it arrived in the second ones.

@@ -8,10 +8,9 @@ from rich.console import RenderableType
 from harness.report.check.json import check_json
 from harness.report.check.sentences import extent, subject
 from harness.report.check.terminal import check_text
-from harness.report.notebook import AnsiText, pre_html
 from harness.report.page.html import report_html
-from harness.report.profile.json import profile_json
-from harness.report.profile.text import profile_text
+from harness.report.profile import profile_json, profile_text
+from harness.report.terminal import AnsiText, pre_html
 from harness.results.check import CheckResult, Outcome
 from harness.results.profile import ProfileResult
 
@@ -22,7 +21,7 @@ class CheckFailedError(AssertionError):
     """A check that did not pass; its message is the whole diagnosis."""
 
     def __init__(self, report: "CheckReport") -> None:
-        """Take the report, which stays at hand as `report`."""
+        """Keep the report as `report`."""
         self.report = report
         super().__init__(report.text())
 
@@ -33,7 +32,7 @@ class CheckReport(CheckResult):
 
     @classmethod
     def of(cls, result: CheckResult) -> "CheckReport":
-        """Return the same result as a report."""
+        """Return a result as a report."""
         return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     @property
@@ -81,7 +80,7 @@ class ProfileReport(ProfileResult):
 
     @classmethod
     def of(cls, result: ProfileResult) -> "ProfileReport":
-        """Return the same result as a report."""
+        """Return a result as a report."""
         return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     def text(self) -> str:

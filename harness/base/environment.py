@@ -1,6 +1,6 @@
-"""The conditions that figures depend on besides inputs: the machine, threads, versions, the revision of the code.
+"""The conditions that figures depend on besides inputs: the machine, threads, versions, the revision of the code, CI.
 
-The light recorder imports this module, where nothing but numpy need be installed.
+The light recorder imports this module, where only numpy may be installed.
 """
 
 import os
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from harness.errors import Code, HarnessError
 from harness.version import __version__
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
@@ -23,29 +24,29 @@ SWITCHES = (
     "ONEDNN_MAX_CPU_ISA",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Variables of the environment that change what torch runs: on a GPU, and on a CPU as if it had fewer instructions."""
+"""Environment variables that change the kernels torch runs: on a GPU, and on a CPU by hiding instructions."""
 PACKAGES = ("torch", "transformers", "triton", "llama-cpp-python")
 
 
 def environment() -> dict[str, str | int]:
-    """Return what is written into a recording: versions, and of torch if it is imported, how it runs."""
-    found: dict[str, str | int] = {"python": platform.python_version(), "cores": os.cpu_count() or 0}
-    found |= _versions(("torch", "transformers"))
+    """Return the conditions that a recording stores: versions, and torch's settings if torch is imported."""
+    conditions: dict[str, str | int] = {"python": platform.python_version(), "cores": os.cpu_count() or 0}
+    conditions |= _versions(("torch", "transformers"))
     torch = sys.modules.get("torch")
     if torch is not None:
-        found |= {
+        conditions |= {
             "threads": torch.get_num_threads(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }
-    return found
+    return conditions
 
 
 def describe_environment() -> dict[str, str]:
-    """Return the same as text, with machine and revision: written into every trace, compared before any gate."""
-    found = {name: str(value) for name, value in environment().items()}
-    found |= {"machine": platform.machine(), "harness": __version__}
-    return found | {"revision": _described(Path.cwd()) or "unknown"}
+    """Return the environment as text, with machine and revision: stored in every trace, compared before any gate."""
+    conditions = {name: str(value) for name, value in environment().items()}
+    conditions |= {"machine": platform.machine(), "harness": __version__}
+    return conditions | {"revision": _described(Path.cwd()) or "unknown"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +56,12 @@ class MachineInfo:
     device: str
     """The processor's or GPU's name."""
     cpu_flags: tuple[str, ...]
-    """Those of `FLAGS` that the processor has; empty if the system does not tell."""
+    """The `FLAGS` that the processor has; empty if the system does not report them."""
     num_threads: int
     """Threads of torch, and of peers that have their own."""
     versions: dict[str, str]
     switches: dict[str, str] = field(default_factory=dict)
-    """Those of `SWITCHES` that are set."""
+    """The `SWITCHES` that are set."""
 
     @property
     def hardware(self) -> str:
@@ -69,7 +70,7 @@ class MachineInfo:
 
     @property
     def software(self) -> str:
-        """Return the versions, and what is switched, in one line."""
+        """Return the versions and the set switches in one line."""
         return ", ".join(
             [
                 *(f"{name} {version}" for name, version in self.versions.items()),
@@ -79,17 +80,17 @@ class MachineInfo:
 
 
 def describe_machine(device: str) -> MachineInfo:
-    """Look at the machine; `device` is the one that is timed."""
+    """Describe the machine; `device` is the timed one."""
     import torch
 
     cpu = _cpu_info()
     name = (
         torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu.get("model name", platform.machine())
     )
-    own = cpu.get("flags", "").split()
+    flags = cpu.get("flags", "").split()
     return MachineInfo(
         device=name,
-        cpu_flags=tuple(flag for flag in FLAGS if flag in own),
+        cpu_flags=tuple(flag for flag in FLAGS if flag in flags),
         num_threads=torch.get_num_threads(),
         versions={"python": platform.python_version(), **_versions(PACKAGES)},
         switches={name: os.environ[name] for name in SWITCHES if name in os.environ},
@@ -116,7 +117,7 @@ def _described(folder: Path) -> str:
 
 
 def _cpu_info() -> dict[str, str]:
-    """Return what Linux says of the first processor."""
+    """Return Linux's facts about the first processor."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():
         return {}
@@ -126,10 +127,27 @@ def _cpu_info() -> dict[str, str]:
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
+
+
+def refuse_update(option: str) -> None:
+    """Refuse an option that rewrites expectations where the environment variable `CI` is set.
+
+    Raises:
+        HarnessError: UPDATE_REFUSED.
+    """
+    value = os.environ.get("CI", "")
+    if value.lower() not in ("", "0", "false"):
+        raise HarnessError(
+            Code.UPDATE_REFUSED,
+            f"{option} is refused where CI is set",
+            where="environment variable CI",
+            actual=value,
+            hint="update on your machine and commit the change",
+        )

@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """The parts of an engine's arithmetic that are not in its dtype. Nothing here imports torch or pydantic."""
+    """The parts of an engine's arithmetic that its dtype does not tell. Nothing here imports torch or pydantic."""
 
     __pydantic_config__ = {"strict": True, "extra": "forbid"}  # noqa: RUF012 (part of recordings: read strictly)
 
@@ -21,13 +21,13 @@ class Numerics:
     """Dtype of the KV cache, as torch names it (`float16`), or its format if it is coarser than the engine's: as ggml
     names it (`Q8_0`), or `mxfp4` or `nvfp4` for E2M1 in blocks of 16, whose scales are powers of two or E4M3."""
     cache_scales: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Scales that stand still, by the tap of a cache (`model.layers.0.k_cache`): one, or one for each KV head. What is
+    """Fixed scales, by the tap of a cache (`model.layers.0.k_cache`): one, or one for each KV head. What is
     stored is the quotient, in `float8_e4m3fn`, `float8_e5m2`, `int8`, `int4` or `nvfp4`; a cache without an entry has
     none."""
     cache_scale_of: Literal["token", "head"] | None = None
-    """What has a scale that follows its largest number: a token with all KV heads, or a head of a token."""
+    """The unit with its own dynamic scale: a token with all KV heads, or one head of a token."""
     cache_values: str | None = None
-    """The same of the values if it is not that of the keys."""
+    """The unit of the values if it differs from that of the keys."""
     attention_inputs: Literal["float16", "bfloat16"] | None = None
     """Dtype to which attention rounds the keys and values that it reads, where they are kept in a finer one."""
     gelu: Literal["float16"] | None = None

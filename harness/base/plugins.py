@@ -1,7 +1,8 @@
-"""What other packages and the extensions add to the core: objects named by entry points."""
+"""What other packages and the extensions add to the core, named by entry points; and packages that may be missing."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from harness.errors import Code, HarnessError
@@ -11,7 +12,7 @@ ENGINES = "inference_harness.engines"
 COMMANDS = "inference_harness.commands"
 """Commands of the command line (`harness.command.entry.Command`)."""
 READERS = "inference_harness.readers"
-"""Readers of checkpoints that are not in HuggingFace's layout (`harness.formats.checkpoint.readers.Reader`)."""
+"""Readers of checkpoints that are not in HuggingFace's layout (`harness.formats.checkpoint.locate.Reader`)."""
 CONVENTIONS = "inference_harness.conventions"
 """Modules with `CONVENTIONS`: legitimate orders of rounding (`harness.judge.compare.conventions`)."""
 EXPLANATIONS = "inference_harness.explanations"
@@ -27,17 +28,17 @@ def entries(group: str) -> dict[str, EntryPoint]:
     Raises:
         HarnessError: EXTENSION_FAILED: two packages use one name.
     """
-    found: dict[str, EntryPoint] = {}
+    by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        if entry.value != found.setdefault(entry.name, entry).value:
+        if entry.value != by_name.setdefault(entry.name, entry).value:
             raise HarnessError(
                 Code.EXTENSION_FAILED,
                 f"several packages bring {entry.name!r}",
                 where=f"entry points of the group {group!r}",
-                actual=f"{found[entry.name].value}, {entry.value}",
+                actual=f"{by_name[entry.name].value}, {entry.value}",
                 hint="uninstall one of the packages",
             )
-    return found
+    return by_name
 
 
 def load(group: str, name: str) -> Any:
@@ -63,3 +64,14 @@ def load(group: str, name: str) -> Any:
 def load_all(group: str) -> list[Any]:
     """Import the objects of all entry points of a group, in the order of their names."""
     return [load(group, name) for name in entries(group)]
+
+
+def require_hypothesis(what: str, where: str) -> None:
+    """Refuse to go on without Hypothesis; `what` needs it, at `where`.
+
+    Raises:
+        HarnessError: NO_HYPOTHESIS.
+    """
+    if find_spec("hypothesis") is None:
+        hint = "pip install -e '.[test]' in the harness's checkout"
+        raise HarnessError(Code.NO_HYPOTHESIS, f"{what} needs Hypothesis", where=where, hint=hint)

@@ -90,7 +90,7 @@ def _by_dtype(plan: "Plan", dtypes: Sequence[str], out: Path | None) -> "Iterato
 def checked(plan: "Plan", folder: Path | None, report: "Progress") -> "CheckResult":
     """Run a check, and write its page if there is a folder for it."""
     from harness.judge.jobs.check import run_check
-    from harness.judge.jobs.output_folder import keep_page
+    from harness.judge.jobs.opened import keep_page
 
     result = run_check(plan, out=folder, progress=report)
     if folder is not None:

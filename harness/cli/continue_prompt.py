@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.table import read_table
+from harness.formats.checkpoint.checkpoint import read_table
 
 
 def continue_prompt(
@@ -25,7 +25,7 @@ def continue_prompt(
         HarnessError: as `open_engine`; BAD_OPTION; ENGINE_LACKS_METHOD.
     """
     from harness.engines import open_engine
-    from harness.engines.continuation import Continuation
+    from harness.engines.stepping import Continuation
 
     if max_new_tokens < 1:
         raise HarnessError(

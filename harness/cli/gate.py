@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.base.files import read_text
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_text
 from harness.command import forms
 from harness.command.grouped import grouped
 from harness.command.progress import progress_bar
@@ -90,8 +89,8 @@ def gate(
     Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more, or if a
     phase takes longer than in the version that --against names.
     """
-    from harness.base.ci_guard import refuse_update
-    from harness.profiling.gate.compare import run_gate
+    from harness.base.environment import refuse_update
+    from harness.profiling.gate.baseline import run_gate
     from harness.results.gate import GateVerdict
 
     if accept:

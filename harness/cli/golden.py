@@ -32,7 +32,7 @@ def golden(
     with progress_bar() as report:
         import torch
 
-        from harness.judge.jobs.golden import run_golden
+        from harness.judge.jobs.opened import run_golden
         from harness.oracle.precision import truth_dtype
         from harness.plan import plan_request
 

@@ -79,7 +79,7 @@ def inspect(
         if path is None or given:
             what, hint = "a tensor lies in a file or folder", "harness inspect PATH --tensor NAME"
             raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
-        from harness.formats.inspect.values import inspect_values, parse_row
+        from harness.formats.values import inspect_values, parse_row
 
         paths = [path] if beside is None else [path, beside]
         place = None if row is None else parse_row(row)

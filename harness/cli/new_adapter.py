@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness.base.files import writing
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder, writing
 from harness.engines import engine_names
 from harness.errors import Code, ExitStatus, HarnessError
 

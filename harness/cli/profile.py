@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from harness.formats.checkpoint import Checkpoint
     from harness.oracle.requests import Prompt
     from harness.plan import Plan
-    from harness.profiling.passes.load import CaptureSchedule
-    from harness.profiling.passes.workload import ProfileWorkload
+    from harness.profiling.load import CaptureSchedule, ProfileWorkload
 
 _DEFAULT = ProfileSection()
 
@@ -45,7 +44,7 @@ class CaptureOptions:
 
     def schedule(self) -> "CaptureSchedule":
         """Return what is captured of a phase."""
-        from harness.profiling.passes.load import CaptureSchedule
+        from harness.profiling.load import CaptureSchedule
 
         if self.quick:
             return CaptureSchedule(wait=0, warmup=0, active=2, repeat=self.repeat)
@@ -60,7 +59,7 @@ class SizeOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON lines, as harness load has them: prompt, prompt_token_ids or prompt_tokens; max_tokens.",
+            help="JSON lines, as `harness server load` does: prompt, prompt_token_ids or prompt_tokens; max_tokens.",
         ),
     ] = None
     prompt_tokens: Annotated[
@@ -84,7 +83,7 @@ class SizeOptions:
         Raises:
             HarnessError: BAD_OPTION: prompts are given twice, with sizes beside their own, or with times of arrival.
         """
-        from harness.profiling.passes.workload import ProfileWorkload
+        from harness.profiling.load import ProfileWorkload
 
         if self.requests is not None and has_prompts:
             what, hint = "the requests are given twice", "leave out --requests, or the prompts and the case"
@@ -129,7 +128,7 @@ class SizeOptions:
                 where=f"--requests {path}",
                 expected="at: 0, or no at",
                 actual=f"at: {late:g}",
-                hint="leave at out: all then arrive at once; harness load keeps the times, on a server",
+                hint="leave at out: all then arrive at once; harness server load keeps the times, on a server",
             )
         return [request.prompt for request in requests]
 
@@ -156,10 +155,9 @@ def profile(
     tokens, or of your own, and all arrive at once. Without --model, the embedded qwen3-tiny.
     """
     with progress_bar() as report:
-        from harness.judge.jobs.output_folder import new_output_dir
+        from harness.judge.jobs.opened import new_output_dir
         from harness.plan import plan_engine, plan_request
-        from harness.profiling.job import keep_profile
-        from harness.profiling.profile import ProfileSpec
+        from harness.profiling.profile import ProfileSpec, keep_profile
 
         has_prompts = bool({"requests", "case"} & given.keys())
         plan = (

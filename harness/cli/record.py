@@ -38,9 +38,7 @@ def record(
     `harness golden` with the same options makes.
     """
     with progress_bar() as report:
-        from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
-        from harness.judge.jobs.golden import run_golden
-        from harness.judge.jobs.output_folder import new_output_dir
+        from harness.judge.jobs.opened import match_taps, new_output_dir, open_planned, record_run, run_golden
 
         plan, requests, graph = _planned({**given, "schedules": [schedule]}, golden, local_files_only)
         if len(plan.schedules) != 1:

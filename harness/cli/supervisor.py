@@ -1,6 +1,6 @@
 """A command runs in a process of its own, whose parent gives its exit status: no engine can end it without a verdict.
 
-Some commands run an engine in the command's own process (`fuzz`, `profile`, `generate`, `check --no-isolate`). An
+Some commands run an engine in the command's own process (`fuzz`, `profile`, `check --engine-timeout 0`). An
 engine there can end the process in ways that Python cannot catch: `os._exit(0)`, a C library's `exit`, a crash. So the
 command says its exit status to its parent when its result is written, and the parent believes nothing else.
 """

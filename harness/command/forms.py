@@ -84,17 +84,19 @@ CHECKS = Forms(
     markdown=f"{_REPORT}.check.dtypes:checks_markdown",
     json=f"{_REPORT}.check.dtypes:checks_json",
 )
-CHECK_COST = Forms(human=f"{_REPORT}.check.cost:cost_text", markdown=f"{_REPORT}.check.cost:cost_text", json=DOCUMENT)
+CHECK_COST = Forms(
+    human=f"{_REPORT}.check.terminal:cost_text", markdown=f"{_REPORT}.check.terminal:cost_text", json=DOCUMENT
+)
 WEIGHTS = Forms(human=f"{_REPORT}.weights:weights_text", markdown=f"{_REPORT}.weights:weights_text", json=DOCUMENT)
-PROFILE = Forms(human=f"{_REPORT}.profile.text:profile_text", json=f"{_REPORT}.profile.json:profile_json")
+PROFILE = Forms(human=f"{_REPORT}.profile:profile_text", json=f"{_REPORT}.profile:profile_json")
 GATE = Forms(human=f"{_REPORT}.gate:gate_text", json=f"{_REPORT}.gate:gate_json")
-TRACES = Forms(human=f"{_REPORT}.trace.text:summary_text", json=f"{_REPORT}.document:files_document")
-TRACE_DIFF = Forms(human=f"{_REPORT}.trace.text:diff_text", json=f"{_REPORT}.trace.json:diff_json")
-CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace.text:critical_paths_text", json=f"{_REPORT}.document:files_document")
+TRACES = Forms(human=f"{_REPORT}.trace:summary_text", json=f"{_REPORT}.document:files_document")
+TRACE_DIFF = Forms(human=f"{_REPORT}.trace:diff_text", json=f"{_REPORT}.trace:diff_json")
+CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace:critical_paths_text", json=f"{_REPORT}.document:files_document")
 MEMORY = Forms(human=f"{_REPORT}.memory:memory_text", json=f"{_REPORT}.document:files_document")
 MEMORY_DIFF = Forms(human=f"{_REPORT}.memory:memory_diff_text", json=DOCUMENT)
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
-VALUES = Forms(human="harness.formats.inspect.values:values_text", json=_DOCUMENT)
+VALUES = Forms(human="harness.formats.values:values_text", json=_DOCUMENT)
 SETTINGS = Forms(human=f"{_REPORT}.settings:settings_text", json=f"{_REPORT}.settings:settings_json")
 GOLDEN = Forms(human="harness.cli.golden:golden_text", json=_DOCUMENT)
 TAP_MAP = Forms(human="harness.cli.tap_map:map_text", json=_DOCUMENT)

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.base.files import read_text
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_text
 from harness.errors import Code, HarnessError
 from harness.formats.case import Case, RequestSpec, load_case
 

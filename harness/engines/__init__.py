@@ -16,8 +16,8 @@ from harness.engines.adapter import (
     open_engine,
     shown_settings,
 )
+from harness.results.check import TapSource
 from harness.results.settings import ModelSettings
-from harness.results.tap_source import TapSource
 
 __all__ = [
     "LIMITS",

@@ -1,4 +1,4 @@
-"""The interface of an engine under test, and how one is found by name.
+"""The interface of an engine under test, and how the harness finds one by its name and opens it.
 
 An engine of another package joins by an entry point in the group `inference_harness.engines` that names a function
 with the signature of `OpenEngine`. docs/write-an-adapter.md shows a complete one. Nothing here imports torch, so that
@@ -13,18 +13,20 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from harness.base.files import parse_json
 from harness.base.numerics import Numerics
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
+from harness.results.check import TapSource
 from harness.results.settings import ModelSettings
-from harness.results.tap_source import TapSource
 
 if TYPE_CHECKING:
     from harness.engines.poison import Poison
     from harness.formats.recording import RecordingWriter, RequestInfo
+
 
 GROUP = "inference_harness.engines"
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks", "enable_prefix_caching")
@@ -82,8 +84,8 @@ class Workload:
 
     def drafts(self, request: RequestInfo) -> list[RequestInfo]:
         """Return what a request computes and gives up again, in the order in which it does."""
-        found = [copy for copy in self.copies if getattr(copy, "draft_of", None) == request.id]
-        return sorted(found, key=lambda draft: draft.prompt_length)
+        drafts = [copy for copy in self.copies if getattr(copy, "draft_of", None) == request.id]
+        return sorted(drafts, key=lambda draft: draft.prompt_length)
 
     def steps(self, request: RequestInfo) -> Iterator[list[Part]]:
         """Yield what each step computes of a request: its own rows, then those of the draft that it then gives up.
@@ -433,8 +435,8 @@ def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequenc
 
 
 def _entry(name: str) -> EntryPoint:
-    found = [entry for entry in entry_points(group=GROUP) if entry.name == name]
-    if not found:
+    entries = [entry for entry in entry_points(group=GROUP) if entry.name == name]
+    if not entries:
         raise HarnessError(
             Code.UNKNOWN_ENGINE,
             f"no engine is called {name!r}",
@@ -443,15 +445,15 @@ def _entry(name: str) -> EntryPoint:
             actual=name,
             hint="install the package that provides it",
         )
-    if len({entry.value for entry in found}) > 1:
+    if len({entry.value for entry in entries}) > 1:
         raise HarnessError(
             Code.UNKNOWN_ENGINE,
             f"several engines are called {name!r}",
             where=f"entry points of the group {GROUP!r}",
-            actual=", ".join(sorted(entry.value for entry in found)),
+            actual=", ".join(sorted(entry.value for entry in entries)),
             hint="uninstall one of the packages",
         )
-    return found[0]
+    return entries[0]
 
 
 def _load(entry: EntryPoint) -> OpenEngine:
@@ -467,3 +469,28 @@ def _load(entry: EntryPoint) -> OpenEngine:
             hint="set HARNESS_TRACEBACK=1 to see where",
         ) from error
     return opened
+
+
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
+def parse_flag(name: str, text: str) -> bool:
+    """Return whether an option is on.
+
+    Raises:
+        HarnessError: BAD_OPTION: it is neither `true` nor `false`.
+    """
+    if text not in ("true", "false"):
+        what = f"{name} must be true or false"
+        raise HarnessError(Code.BAD_OPTION, what, where="--engine-option", expected="true or false", actual=text)
+    return text == "true"
+
+
+def parse_value(text: str) -> Any:
+    """Return what a text says as JSON, or as Python's True, False or None; the text itself if it says neither."""
+    if text in _PYTHON:
+        return _PYTHON[text]
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,16 +13,97 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin
 
 from harness.engines.adapter import Part, Workload, engine_refusals
-from harness.engines.hf_forward import BatchForward, Recorder, ShownTap
 from harness.engines.poison import Poison, fill
 from harness.engines.read_back import write_read_back, write_states
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.taps import Kind, prefix_of
+from harness.formats.taps import Kind, Operation, prefix_of
 from harness.oracle.caches import new_cache
 from harness.oracle.decode import HFDecoder, Snapshot
 from harness.oracle.images import DecoderInputs, handing
 from harness.oracle.model import HFModel
-from harness.oracle.watch import watching
+from harness.oracle.watch import Seeing, as_rows, chosen_positions, watching
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTap:
+    """A tap, and which dimension of what the model shows of it counts the tokens."""
+
+    operation: Operation
+    token_dim: int
+
+
+@dataclass(slots=True)
+class BatchForward:
+    """One forward of a batch: its input, and which of its rows are real."""
+
+    ids: list[list[int]]
+    positions: list[list[int]]
+    kept: list[int] = field(default_factory=list)
+    """Indices of real rows into batch * tokens."""
+    request: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    """Indices into the kept rows."""
+    lanes: list[int] = field(default_factory=list)
+    """Row of the batch of each of them."""
+    owners: list[list[int]] = field(default_factory=list)
+    """[batch, tokens] ids of the requests whose rows they are; those of padding do not matter."""
+    following: list[list[int]] = field(default_factory=list)
+    """Of each row of the batch the tokens of its request that come next."""
+    columns: list[int] = field(default_factory=list)
+    """Column of each of them, counted from the end: -1 is the last one."""
+
+    def last_rows(self) -> list[tuple[int, int, int]]:
+        """Return the last real row of each lane: lane, request, position."""
+        last = {}
+        for place, request, position in zip(self.kept, self.request, self.position, strict=True):
+            last[place // len(self.ids[0])] = request, position
+        return [(lane, *row) for lane, row in last.items()]
+
+
+class Recorder(Seeing):
+    """Writes the taps of one forward: the rows of tokens that are a request's own."""
+
+    def __init__(
+        self,
+        hf: HFModel,
+        sources: Mapping[str, ShownTap],
+        forward: BatchForward,
+        writer: RecordingWriter,
+        dtypes: dict[str, torch.dtype],
+        padding: Sequence[int],
+    ) -> None:
+        super().__init__(self.write)
+        self._dtypes, self._padding = dtypes, padding
+        self._sources, self._forward, self._writer = sources, forward, writer
+        self._kept = torch.tensor(forward.kept, device=hf.device)
+        self._head = hf.graph.head
+        self._shape = len(forward.ids), len(forward.ids[0])
+
+    def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Write a choice, one among the tokens so far by their positions: columns of the cache without the padding."""
+        shown = self._sources.get(source)
+        if shown is not None and shown.operation.among_tokens:
+            padding = torch.tensor(self._padding, device=chosen.device)[:, None, None]
+            chosen = (chosen_positions(chosen, scores, shown.operation.shape[0]) - padding).clamp(min=-1)
+        self.write(source, chosen)
+
+    def write(self, source: str, value: torch.Tensor) -> None:
+        """Write one value, if it is a tap."""
+        shown = self._sources.get(source)
+        if shown is None:
+            return
+        operation, dim = shown.operation, shown.token_dim
+        num_requests, num_tokens = self._shape
+        if operation.tap in self._head:
+            if self._forward.lanes:
+                self._writer.tap(operation.tap, value[self._forward.lanes, self._forward.columns])
+            return
+        if dim and value.shape[dim] > num_tokens:  # all of the history comes with the new tokens
+            value = value.narrow(dim, value.shape[dim] - num_tokens, num_tokens)
+        rows = as_rows(value, dim, num_requests, num_tokens)[self._kept]
+        # HF may keep a value in float32 in prefill and not in decode: one recording has one dtype for it.
+        self._writer.tap(operation.tap, rows.to(self._dtypes.setdefault(operation.tap, rows.dtype)))
 
 
 @dataclass(slots=True)
@@ -156,10 +237,10 @@ class HFBatch:
                 if begin < lane.num_fed:
                     self._go_back(lane, begin, kept, decoder)
                     again = [(lane.request, range(lane.num_fed, begin))] if lane.num_fed < begin else []
-                for own in filter(None, (again, parts)):
-                    if has_states and own[0][0] is lane.request:
+                for forward_parts in filter(None, (again, parts)):
+                    if has_states and forward_parts[0][0] is lane.request:
                         kept = lane.num_fed, decoder.snapshot()
-                    self._forward_of(own, lane, decoder)
+                    self._forward_of(forward_parts, lane, decoder)
             self._read_back_finished(decoder)
 
     def _go_back(self, lane: _Lane, begin: int, kept: tuple[int, Snapshot] | None, decoder: HFDecoder) -> None:
@@ -197,15 +278,15 @@ class HFBatch:
 
     def _token_types(self) -> dict[str, torch.Tensor]:
         """Return what the forward is told of the kinds of its tokens, and of all before them, padding included."""
-        found = {}
+        tables = {}
         for name in {name for images in self._images.values() for name in images.types}:
             table = torch.zeros(len(self._lanes), len(self._mask[0]), dtype=torch.int64, device=self._hf.device)
             for line, lane in zip(table, self._lanes, strict=True):
                 if (images := self._images.get(lane.request.id)) is not None:
-                    own = images.types[name][: len(line) - lane.num_padding]
-                    line[lane.num_padding : lane.num_padding + len(own)] = own
-            found[name] = table
-        return found
+                    types = images.types[name][: len(line) - lane.num_padding]
+                    line[lane.num_padding : lane.num_padding + len(types)] = types
+            tables[name] = table
+        return tables
 
     def _forward(self, forward: BatchForward, decoder: HFDecoder) -> None:
         prompts = {lane.request.id: lane.request.prompt_length for lane in self._lanes}
@@ -290,18 +371,18 @@ class HFBatch:
         ids, positions, owners = [0] * num_padding, [0] * num_padding, [-1] * num_padding
         num_columns = num_padding + sum(len(part) for _, part in parts)
         for request, part in parts:
-            own = [] if lane.is_lost else request.token_ids[part.start : part.stop]
-            forward.kept += range(index * num_columns + len(ids), index * num_columns + len(ids) + len(own))
-            forward.request += [request.id] * len(own)
-            forward.position += part[: len(own)]
-            num_sampled = max(0, part.start + len(own) - max(part.start, request.prompt_length - 1))
+            tokens = [] if lane.is_lost else request.token_ids[part.start : part.stop]
+            forward.kept += range(index * num_columns + len(ids), index * num_columns + len(ids) + len(tokens))
+            forward.request += [request.id] * len(tokens)
+            forward.position += part[: len(tokens)]
+            num_sampled = max(0, part.start + len(tokens) - max(part.start, request.prompt_length - 1))
             forward.sampled += range(len(forward.kept) - num_sampled, len(forward.kept))
             forward.lanes += [index] * num_sampled
-            first_column = len(ids) + len(own) - num_sampled - num_columns
+            first_column = len(ids) + len(tokens) - num_sampled - num_columns
             forward.columns += range(first_column, first_column + num_sampled)
-            ids += own + [0] * (len(part) - len(own))
+            ids += tokens + [0] * (len(part) - len(tokens))
             positions += part
-            owners += [request.id] * len(own) + [-1] * (len(part) - len(own))
+            owners += [request.id] * len(tokens) + [-1] * (len(part) - len(tokens))
         forward.owners.append(owners)
         forward.following.append([token for request, part in parts[-1:] for token in request.token_ids[part.stop :]])
         forward.ids.append(ids)
@@ -398,5 +479,5 @@ def _takes(model: nn.Module, name: str) -> bool:
     if name in parameters:
         return True
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    own = (vars(item)["forward"] for item in type(model).__mro__ if "forward" in vars(item))
-    return hands_on and any(name in inspect.signature(item).parameters for item in own)
+    forwards = (vars(item)["forward"] for item in type(model).__mro__ if "forward" in vars(item))
+    return hands_on and any(name in inspect.signature(item).parameters for item in forwards)

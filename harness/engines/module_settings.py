@@ -28,10 +28,10 @@ the base of the exponential."""
 
 def settings_of_modules(modules: Mapping[str, nn.Module]) -> ModelSettings:
     """Return what modules show of the settings that they compute with."""
-    own = list(modules.values())
-    attentions, norms = _named(own, "attention"), _named(own, "norm")
-    frequencies = distinct(table for module in own for table in _frequencies(module))
-    bases = map(float, _numbers(_named(own, "rope", "rotary"), _BASES, int, float))
+    all_modules = list(modules.values())
+    attentions, norms = _named(all_modules, "attention"), _named(all_modules, "norm")
+    frequencies = distinct(table for module in all_modules for table in _frequencies(module))
+    bases = map(float, _numbers(_named(all_modules, "rope", "rotary"), _BASES, int, float))
     return ModelSettings(
         head_dim=distinct(_numbers(attentions, ("head_dim",), int)),
         norm_eps=distinct(_numbers(norms, _EPS, float)),
@@ -65,13 +65,13 @@ def _frequencies(module: nn.Module) -> Iterator[Frequencies]:
     """Yield the tables of a module: as they are, or as the angles of position 1."""
     held = {name: tensor for name, tensor in _tensors(module) if tensor.dtype in _EXACT and not tensor.is_meta}
     names = [name for name in held if name.endswith("inv_freq") and not name.endswith("original_inv_freq")]
-    found = [held[name] for name in names if held[name].dim() == 1 and len(held[name]) > 1]
+    tables = [held[name] for name in names if held[name].dim() == 1 and len(held[name]) > 1]
     pairs = [(held[cos], held[sin]) for cos, sin in _TABLES if cos in held and sin in held]
     if _BOTH in held and held[_BOTH].dim() == 2:
         cos, sin = held[_BOTH].tensor_split(2, dim=1)
         pairs.append((cos, sin))
-    found += [table for cos, sin in pairs if (table := _first_angles(cos, sin)) is not None]
-    yield from (tuple(table.tolist()) for table in found if bool((table > 0).all()))  # zero: not filled yet
+    tables += [table for cos, sin in pairs if (table := _first_angles(cos, sin)) is not None]
+    yield from (tuple(table.tolist()) for table in tables if bool((table > 0).all()))  # zero: not filled yet
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,9 +85,9 @@ def _first_angles(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     if cos.dim() != 2 or cos.shape != sin.shape or min(cos.shape) < 3:
         return None
     angles = torch.atan2(sin[:3].double(), cos[:3].double())
-    for one, other in (angles.tensor_split(2, dim=1), (angles[:, ::2], angles[:, 1::2])):
-        if torch.equal(one, other):  # each angle twice, for both elements of a pair
-            angles = one
+    for first, second in (angles.tensor_split(2, dim=1), (angles[:, ::2], angles[:, 1::2])):
+        if torch.equal(first, second):  # each angle twice, for both elements of a pair
+            angles = first
             break
     turned = torch.atan2((2 * angles[1]).sin(), (2 * angles[1]).cos())
     is_table = bool((angles[0] == 0).all()) and torch.allclose(angles[2], turned, rtol=_ROUNDINGS, atol=1e-6)

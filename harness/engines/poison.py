@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory
 
 VALUES = {"nan": math.nan, "inf": math.inf, "1e+30": 1e30}
 """NaN and infinity also show what is multiplied by zero; a large number shows what NaN does not, such as a maximum."""

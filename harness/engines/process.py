@@ -1,4 +1,7 @@
-"""A process of an engine's own: whatever happens in it is seen from outside, and nothing of it is left behind."""
+"""The process of an engine: the harness sees whatever happens in it, and leaves nothing of it behind.
+
+Of processes that an engine starts itself, the one that ended is named in the error that follows from it.
+"""
 
 import json
 import os
@@ -7,12 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import Code, HarnessError
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or sys.path; from {module} import main; main()"
 _START_ELSEWHERE = """
@@ -185,7 +192,7 @@ class EngineProcess:
             Code.ENGINE_FAILED,
             f"the engine's process ended {how_it_ended(self._process.returncode)} before it was done",
             where=f"{self._engine}, {doing}",
-            hint="run the engine alone on the same tokens; --no-isolate runs it in the harness's own process",
+            hint="run the engine alone on the same tokens; --engine-timeout 0 runs it in the harness's own process",
         )
 
     def _timed_out(self, doing: str, timeout_s: float | None) -> HarnessError:
@@ -211,3 +218,46 @@ def how_it_ended(status: int) -> str:
         return f"by signal {signal.Signals(-status).name}"
     except ValueError:
         return f"by signal {-status}"
+
+
+@contextmanager
+def watched_processes(
+    engine: str, processes: "Mapping[str, BaseProcess]", *, wake: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Name the process that ended, where the block raises because of it.
+
+    Args:
+        engine: in errors.
+        processes: by what they are called in errors.
+        wake: called once as soon as any of them has ended, also after the block: it lets the engine raise where it
+            would wait for an answer without end.
+
+    Raises:
+        HarnessError: ENGINE_FAILED.
+    """
+    from multiprocessing.connection import wait
+
+    names = {process.sentinel: name for name, process in processes.items()}
+    first_ended: list[str] = []
+
+    def watch() -> None:
+        first_ended.append(names[wait(list(names))[0]])  # type: ignore[index]  # sentinels are what it is given
+        wake()
+
+    if names:
+        Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        if not first_ended:
+            raise
+        process = processes[first_ended[0]]
+        process.join()
+        raise HarnessError(
+            Code.ENGINE_FAILED,
+            f"{first_ended[0]} ended {how_it_ended(process.exitcode or 0)} before it was done "
+            f"({type(error).__name__}: {error})",
+            where=engine,
+            expected=f"{len(processes)} process(es) that live as long as the engine",
+            hint="what the process said last is on standard error; SIGKILL is often the system's, for lack of memory",
+        ) from error

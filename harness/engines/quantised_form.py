@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.quantised_source import served_folder
+from harness.formats.checkpoint.converted import served_folder
 from harness.oracle.model import HFModel
 
 

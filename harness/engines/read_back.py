@@ -1,4 +1,4 @@
-"""What a cache holds of a request, as a step of its recording: keys and values at its end, states after any step."""
+"""Writes what a cache holds of a request as a step: keys and values at its end, states after any step."""
 
 from collections.abc import Mapping, Sequence
 

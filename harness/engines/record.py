@@ -1,22 +1,26 @@
-"""One run of an engine, recorded: the same in this process, in one of the engine's own, and in another environment's.
+"""Records one run of an engine: in this process, in a process of the engine's own, or in another environment's.
 
 What is imported here must be there in all of them: neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.base.environment import environment
 from harness.base.numerics import Numerics
-from harness.engines.adapter import Engine, Workload, engine_errors
-from harness.formats.recording.arguments import validated
-from harness.formats.recording.run_info import RunInfo
-from harness.formats.recording.writer import RecordingWriter, plain
+from harness.engines.adapter import Capabilities, Engine, Workload, engine_errors, own_adapter
+from harness.engines.process import EngineProcess
+from harness.formats.recording.arguments import RunInfo, validated
+from harness.formats.recording.writer import RecordingWriter, discard_unfinished, plain
 from harness.formats.schedule import Schedule, ScheduleKind
+from harness.formats.taps import Graph
+from harness.results.settings import ModelSettings
 from harness.version import __version__
 
 if TYPE_CHECKING:
@@ -102,3 +106,102 @@ def _numerics(declared: Numerics | None, schedule: Schedule) -> Numerics | None:
     if schedule.num_ranks == 1:
         return declared
     return replace(declared or Numerics(), num_ranks=schedule.num_ranks)
+
+
+DEFAULT_TIMEOUT_S = 3600.0
+"""Longest time for opening an engine, and for each schedule, where no other is given."""
+
+
+class IsolatedEngine:
+    """An engine that is opened and run in another process."""
+
+    def __init__(self, process: EngineProcess, answer: Mapping[str, Any], name: str, timeout_s: float) -> None:
+        """Use `isolated_engine`."""
+        self._process, self._key, self._timeout_s = process, name, timeout_s
+        self.name, self.capabilities = str(answer["name"]), _capabilities(answer)
+
+    def match_taps(self, graph: Graph) -> None:
+        """Tell the engine the model's graph, where it wants to know; see `TapMatcher`.
+
+        Raises:
+            HarnessError: as `record`.
+        """
+        job = {"engine": self._key, "match": graph.to_json()}
+        answer = self._process.ask(job, doing="matching taps", timeout_s=self._timeout_s)
+        self.capabilities = _capabilities(answer)
+
+    def resolved_settings(self) -> ModelSettings:
+        """Ask the engine for its settings; nothing where it shows none. See `SettingsShower`.
+
+        Raises:
+            HarnessError: as `record`.
+        """
+        job = {"engine": self._key, "settings": True}
+        answer = self._process.ask(job, doing="showing its settings", timeout_s=self._timeout_s)
+        settings: ModelSettings = _validated(ModelSettings, answer["settings"])
+        return settings
+
+    def record(self, run: RunDescription) -> None:
+        """Run the engine and record it; nothing is left of a run that fails.
+
+        Raises:
+            HarnessError: ENGINE_FAILED, ENGINE_TIMED_OUT, or what the engine or the recorder raises.
+        """
+        existed = run.folder.exists()
+        job = {"engine": self._key, "run": run.to_json()}
+        try:
+            answer = self._process.ask(job, doing=f"schedule {run.schedule}", timeout_s=self._timeout_s)
+        except BaseException:
+            discard_unfinished(run.folder, keep_folder=existed)
+            raise
+        self.capabilities = _capabilities(answer)
+
+
+def _capabilities(answer: Mapping[str, Any]) -> Capabilities:
+    """Return the capabilities of the engine in the other process, with their parts as what they are."""
+    capabilities: Capabilities = _validated(Capabilities, answer["capabilities"])
+    return capabilities
+
+
+def _validated(kind: type, fields: object) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind).validate_json(json.dumps(fields))
+
+
+@contextmanager
+def isolated_engine(
+    name: str,
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    options: Mapping[str, str],
+    timeout_s: float | None,
+    python: Path | None = None,
+) -> Iterator[IsolatedEngine]:
+    """Open the engine of that name in a process of its own, which ends with the block.
+
+    Args:
+        name: of the engine. One that is not installed here is looked for in the other Python's environment.
+        folder: of the checkpoint.
+        dtype: of the engine.
+        device: of the engine.
+        options: of the engine.
+        timeout_s: longest time for each job; None for an hour.
+        python: interpreter of the environment that the engine is installed in; None for this one.
+
+    Raises:
+        HarnessError: as `open_engine`; ENGINE_FAILED: the process ended; ENGINE_TIMED_OUT; BAD_ENGINE_PYTHON.
+    """
+    limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    process = EngineProcess(name) if python is None else EngineProcess(name, python=str(python), brings_harness=True)
+    try:
+        opened = {"name": name, "folder": str(folder.absolute()), "dtype": dtype, "device": device}
+        adapter = own_adapter(name) if python is not None else None
+        job = {"engine": name, "open": {**opened, "options": dict(options), "adapter": adapter}}
+        yield IsolatedEngine(process, process.ask(job, doing="opening", timeout_s=limit_s), name, limit_s)
+    except BaseException:
+        process.kill()
+        raise
+    process.close()

@@ -19,7 +19,7 @@ from harness.engines.reference_memory import ReferenceMemory
 from harness.engines.reference_options import parse_reference_options
 from harness.engines.reference_session import ReferenceSession
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.quantised_source import cache_scales, served_folder
+from harness.formats.checkpoint.converted import cache_scales, served_folder
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import LOGITS
 from harness.results.settings import ModelSettings, distinct

@@ -5,8 +5,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from harness.engines.adapter import refuse_unknown_options
-from harness.engines.option_values import parse_flag
+from harness.engines.adapter import parse_flag, refuse_unknown_options
 from harness.errors import Code, HarnessError
 from reference_engine import EngineConfig
 

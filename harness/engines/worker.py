@@ -63,13 +63,13 @@ class _Worker:
         """Do a job; return what came of it."""
         try:
             with engine_errors(job["engine"]):
-                found = self._do(job)
+                result = self._do(job)
         except HarnessError as error:
             if os.environ.get("HARNESS_TRACEBACK"):
                 traceback.print_exc()
             return {"error": _as_json(error)}
         assert self._engine is not None
-        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **found}
+        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **result}
 
     def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:
         if "open" in job:

@@ -285,21 +285,21 @@ class Case(BaseModel):
         """
         if unknown := changes.keys() - Case.model_fields.keys():
             raise TypeError(f"a case has no field {min(unknown)!r}")
-        given = {name: value for name, value in changes.items() if value is not None}
-        engine = given.get("engine", self.engine)
+        replacements = {name: value for name, value in changes.items() if value is not None}
+        engine = replacements.get("engine", self.engine)
         own_options = self.engine_options if engine == self.engine else {}
-        requests, num_new = given.get("requests") or self.requests, given.get("max_new_tokens")
+        requests, num_new = replacements.get("requests") or self.requests, replacements.get("max_new_tokens")
         decisive: dict[str, Any] = {
-            "model": given.get("model", self.model),
-            "hf": given.get("hf", None if "model" in given else self.hf),
+            "model": replacements.get("model", self.model),
+            "hf": replacements.get("hf", None if "model" in replacements else self.hf),
             "engine": engine,
-            "engine_options": {**own_options, **given.get("engine_options", {})},
+            "engine_options": {**own_options, **replacements.get("engine_options", {})},
             "requests": [_with_length(request, num_new) for request in requests],
             "max_new_tokens": self.max_new_tokens if num_new is None else num_new,
-            "schedules": list(given.get("schedules") or self.schedules),
+            "schedules": list(replacements.get("schedules") or self.schedules),
         }
         is_same = all(getattr(self, name) == value for name, value in decisive.items())
-        return self.model_copy(update={**given, **decisive, "require": self.require if is_same else []})
+        return self.model_copy(update={**replacements, **decisive, "require": self.require if is_same else []})
 
 
 def _with_length(request: RequestSpec, max_new_tokens: int | None) -> RequestSpec:

@@ -119,9 +119,9 @@ class Schedule:
     def requires(self) -> tuple[str, ...]:
         """Triggers a run under this schedule must reach, or it did not test what it says."""
         chunked = () if self.chunk_size is None else ("chunked_prefill",)
-        own = () if self.trigger is None else (self.trigger,)
+        purpose = () if self.trigger is None else (self.trigger,)
         accepted = ("drafts_accepted",) if self.num_drafts else ()
-        return ("decode", *chunked, *(("batch",) if self.is_batched else ()), *own, *accepted)
+        return ("decode", *chunked, *(("batch",) if self.is_batched else ()), *purpose, *accepted)
 
     def pieces(self, prompt_length: int, num_tokens: int) -> Iterator[range]:
         """Yield the positions of a request's steps: the prompt, whole or in chunks, then one after the other."""

@@ -104,10 +104,10 @@ def visible_keys(call: AttentionCall) -> torch.Tensor:
 
 def scaling(call: AttentionCall) -> float:
     """Return the factor of the scores."""
-    given = call.options.get("scaling")
-    if given is None:
-        given = getattr(call.module, "scaling", None)
-    return float(call.query.shape[-1] ** -0.5 if given is None else given)
+    scale = call.options.get("scaling")
+    if scale is None:
+        scale = getattr(call.module, "scaling", None)
+    return float(call.query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _sensitivities(

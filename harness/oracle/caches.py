@@ -1,15 +1,19 @@
-"""The cache that HF makes for a model by default, and the states that a cache of HF's holds."""
+"""The cache that HF makes for a model by default, and the states that it holds: whose they are, and their shapes."""
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from harness.oracle.untraced import UntracedModel
+from harness.oracle.precision import eager_experts
+from harness.oracle.untraced import UntracedModel, all_parts_held
 
 _GENERAL = ("cache", "past_key_values")
 """Names of the argument for HF's own kind of cache: the second one before transformers 5.24."""
@@ -51,8 +55,8 @@ def cache_windows(hf: UntracedModel) -> dict[int, int]:
 
 def caches_of(output: Any) -> dict[str, Any]:
     """Return what a forward of HF's returned of its cache, by the name that the family gives it."""
-    given = dict(output.items())  # an output of transformers 5.24 answers to old names, too
-    return {name: given[name] for name in _CACHES if given.get(name) is not None}
+    returned = dict(output.items())  # an output of transformers 5.24 answers to old names, too
+    return {name: returned[name] for name in _CACHES if returned.get(name) is not None}
 
 
 def cache_of(output: Any) -> Any:
@@ -75,11 +79,48 @@ def held_states(cache: Any) -> dict[tuple[int, str], torch.Tensor]:
     keeps its past to go back to is as long as the kernel here. The latest tokens, which some families keep beside, are
     none: they are input, and not computed.
     """
-    found = {}
+    states = {}
     for at, layer in enumerate(getattr(cache, "layers", ())):
         for name in ("conv", "recurrent"):
             for index, state in getattr(layer, f"{name}_states", {}).items():
                 if isinstance(state, torch.Tensor) and state.is_floating_point():
                     kept = state[..., -layer.conv_kernel_size[index] :] if name == "conv" else state
-                    found[at, f"{name}_state{f'.{index}' if index else ''}"] = kept
-    return found
+                    states[at, f"{name}_state{f'.{index}' if index else ''}"] = kept
+    return states
+
+
+_NUM_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedState:
+    """One state of one layer."""
+
+    path: str
+    """Of the module that writes it, the mixer."""
+    layer: int
+    name: str
+    """`conv_state`, `recurrent_state`, `conv_state.1`, ..."""
+    shape: tuple[int, ...]
+    """Of one request's."""
+
+
+@torch.no_grad()
+def traced_states(hf: UntracedModel) -> list[TracedState]:
+    """Run the model over a few tokens, and return the states that its cache holds then."""
+    states: dict[tuple[int, str], TracedState] = {}
+
+    def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any, path: str) -> None:
+        for argument in (*args, *kwargs.values()):
+            for (layer, name), state in held_states(argument).items():  # a mixer ends before all that is around it
+                shape = tuple(state.shape[1:])
+                states.setdefault((layer, name), TracedState(path=path, layer=layer, name=name, shape=shape))
+
+    with ExitStack() as stack:
+        stack.enter_context(eager_experts(*hf.configs))
+        stack.enter_context(all_parts_held(hf))
+        for path, module in hf.model.named_modules():
+            hook = module.register_forward_hook(partial(after, path=path), with_kwargs=True)
+            stack.callback(hook.remove)
+        hf.run(input_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device=hf.device), use_cache=True)
+    return [state for state in states.values() if state.path]

@@ -15,7 +15,7 @@ from harness.formats.recording import RequestInfo
 from harness.oracle.caches import cache_argument, caches_of, held_states, keeps_states, new_cache
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
-from harness.oracle.parts import all_parts_held
+from harness.oracle.untraced import all_parts_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class HFDecoder:
         if self._ids:
             rows = [before + row for before, row in zip(self._ids, rows, strict=True)]
             options.pop("position_ids", None)
-        given = torch.tensor(rows, device=self._hf.device)
-        output = self._hf.run(input_ids=given, use_cache=True, **self.cache, **options)
+        token_ids = torch.tensor(rows, device=self._hf.device)
+        output = self._hf.run(input_ids=token_ids, use_cache=True, **self.cache, **options)
         returned = caches_of(output)
         self.cache = returned or {name: cache for name, cache in self.cache.items() if cache.get_seq_length()}
         self._ids = [] if self.cache else rows

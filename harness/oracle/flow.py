@@ -33,9 +33,9 @@ class Origin:
     operations: tuple[str, ...] = ()
     """Names of the operations since, each once, but for those that only move numbers."""
 
-    def __or__(self, other: "Origin") -> "Origin":
+    def __or__(self, later: "Origin") -> "Origin":
         return Origin(
-            tuple(dict.fromkeys(self.sources + other.sources)), tuple(dict.fromkeys(self.operations + other.operations))
+            tuple(dict.fromkeys(self.sources + later.sources)), tuple(dict.fromkeys(self.operations + later.operations))
         )
 
 

@@ -20,8 +20,7 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from harness.base.files import read_bytes
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest, read_bytes
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, RequestInfo

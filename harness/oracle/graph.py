@@ -7,8 +7,7 @@ from torch import nn
 
 from harness.errors import Code, HarnessError
 from harness.formats.taps import LOGITS, Graph, Kind, Operation, layer_of, prefix_of, site_of
-from harness.oracle.caches import cache_windows, keeps_states
-from harness.oracle.states import TracedState, traced_states
+from harness.oracle.caches import TracedState, cache_windows, keeps_states, traced_states
 from harness.oracle.trace import ForwardTrace, Shown, trace
 from harness.oracle.untraced import UntracedModel
 from harness.oracle.watch import LATENTS
@@ -104,10 +103,10 @@ def _without_parts(operations: list[Operation]) -> list[Operation]:
     ]
 
 
-def _kind(each: Shown) -> Kind:
+def _kind(value: Shown) -> Kind:
     """Tell what an operation is from what was run for it."""
-    ran, sources = set(each.origin.operations), each.origin.sources
-    part = each.source.partition(":")[2].partition("@")[0]
+    ran, sources = set(value.origin.operations), value.origin.sources
+    part = value.source.partition(":")[2].partition("@")[0]
     if part == "topk":
         return Kind.CHOICE
     if part == "context":
@@ -153,7 +152,7 @@ def _path_of(hf: UntracedModel, module: nn.Module | None) -> str:
     return next((path for path, item in hf.model.named_modules() if item is module), "")
 
 
-def _short_name(operation: Operation, layers: set[str], given: set[str], head: str) -> str:
+def _short_name(operation: Operation, layers: set[str], taken: set[str], head: str) -> str:
     source, prefix = operation.source, prefix_of(operation.source)
     path, _, part = source.partition(":")
     if source == head:
@@ -173,7 +172,7 @@ def _short_name(operation: Operation, layers: set[str], given: set[str], head: s
         short = f"{path.rpartition('.')[0]}.act"
     else:
         return plain
-    return plain if short in given else short
+    return plain if short in taken else short
 
 
 def _with_caches(

@@ -24,9 +24,7 @@ from safetensors import SafetensorError
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import RequestInfo
-from harness.oracle.failures import hf_failures
-from harness.oracle.parts import all_parts_held
-from harness.oracle.untraced import UntracedModel
+from harness.oracle.untraced import UntracedModel, all_parts_held, hf_failures
 
 _PER_TOKEN = "token_type_ids"
 """End of the names of inputs that have a number for each token: `mm_token_type_ids`."""
@@ -66,12 +64,12 @@ def inputs_of(hf: UntracedModel, request: RequestInfo, num_tokens: int) -> dict[
         HarnessError: BAD_INPUTS: the file is not in the cache.
     """
     kept = {} if request.inputs is None else _kept(str(_place(request.inputs)), request.inputs)
-    found = {}
+    inputs = {}
     for name, tensor in kept.items():
         if name.endswith(_PER_TOKEN):
             tensor = torch.nn.functional.pad(tensor, (0, max(0, num_tokens - tensor.shape[1])))[:, :num_tokens]
-        found[name] = tensor.to(hf.device)
-    return found
+        inputs[name] = tensor.to(hf.device)
+    return inputs
 
 
 def check_inputs(hf: UntracedModel, request: RequestInfo) -> None:
@@ -125,10 +123,10 @@ class _CapturedError(BaseException):
 @torch.no_grad()
 def decoder_inputs(hf: UntracedModel, request: RequestInfo) -> DecoderInputs:
     """Run HF's model over the tokens of a request as far as its text decoder."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def capture(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        given.update(kwargs)
+        arguments.update(kwargs)
         raise _CapturedError
 
     ids = torch.tensor([request.token_ids], device=hf.device)
@@ -136,15 +134,15 @@ def decoder_inputs(hf: UntracedModel, request: RequestInfo) -> DecoderInputs:
     capturing = _decoder(hf).register_forward_pre_hook(capture, with_kwargs=True)
     with capturing, suppress(_CapturedError), all_parts_held(hf), hf_failures(hf.folder):
         hf.model(input_ids=ids, use_cache=False, **options)
-    by_token = {name: x[0] for name, x in given.items() if isinstance(x, torch.Tensor) and x.shape[:2] == ids.shape}
-    positions = given.get(_POSITIONS)
+    by_token = {name: x[0] for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.shape[:2] == ids.shape}
+    positions = arguments.get(_POSITIONS)
     is_of_axes = isinstance(positions, torch.Tensor) and positions.dim() == 3
     return DecoderInputs(
         by_token=by_token,
         positions=positions[:, 0] if is_of_axes and positions is not None else None,
-        deepstack=[_spread(rows, given["visual_pos_masks"][0]) for rows in given.get(_DEEPSTACK) or ()],
+        deepstack=[_spread(rows, arguments["visual_pos_masks"][0]) for rows in arguments.get(_DEEPSTACK) or ()],
         types={name: types[0] for name, types in options.items() if name.endswith(_PER_TOKEN)},
-        is_seen_whole=_looks_ahead(given.get("attention_mask")),
+        is_seen_whole=_looks_ahead(arguments.get("attention_mask")),
     )
 
 
@@ -198,18 +196,20 @@ def _numbered(cells: Sequence[Sequence[Cell]]) -> Iterator[tuple[tuple[int, int]
     return (((lane, at), cell) for lane, line in enumerate(cells) for at, cell in enumerate(line))
 
 
-def _filled(own: Any, cells: Sequence[Sequence[Cell]], name: str, rows: Sequence[_Row]) -> torch.Tensor:
+def _filled(text_rows: Any, cells: Sequence[Sequence[Cell]], name: str, rows: Sequence[_Row]) -> torch.Tensor:
     like = next(inputs.by_token[name] for *_, inputs, _ in rows)
-    table: torch.Tensor = like.new_zeros(len(cells), len(cells[0]), *like.shape[1:]) if own is None else own.clone()
+    table: torch.Tensor = (
+        like.new_zeros(len(cells), len(cells[0]), *like.shape[1:]) if text_rows is None else text_rows.clone()
+    )
     for lane, column, inputs, at in rows:
         table[lane, column] = inputs.by_token[name][at]
     return table
 
 
-def _positions(own: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
+def _positions(text_positions: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
     """Return [A, B, C] in the place of the engine's own positions [B, C], which are right for text."""
     num_axes = next(len(inputs.positions) for *_, inputs, _ in rows if inputs.positions is not None)
-    table = own.expand(num_axes, *own.shape[-2:]).clone()
+    table = text_positions.expand(num_axes, *text_positions.shape[-2:]).clone()
     for lane, column, inputs, at in rows:
         if inputs.positions is not None:
             table[:, lane, column] = inputs.positions[:, at]
@@ -218,10 +218,11 @@ def _positions(own: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
 
 def _deepstack(rows: Sequence[_Row], depth: int) -> list[torch.Tensor]:
     """Return the rows of images alone, as the decoder takes them: in their order in the forward."""
-    own = [(inputs, at) for *_, inputs, at in rows if bool(inputs.by_token["visual_pos_masks"][at])]
+    image_rows = [(inputs, at) for *_, inputs, at in rows if bool(inputs.by_token["visual_pos_masks"][at])]
     like = next(inputs.deepstack[0] for *_, inputs, _ in rows if inputs.deepstack)
     return [
-        torch.stack([inputs.deepstack[level][at] for inputs, at in own]) if own else like[:0] for level in range(depth)
+        torch.stack([inputs.deepstack[level][at] for inputs, at in image_rows]) if image_rows else like[:0]
+        for level in range(depth)
     ]
 
 

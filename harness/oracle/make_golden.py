@@ -13,23 +13,22 @@ import torch
 import transformers
 
 from harness.base.environment import environment
+from harness.base.files import scratch_folder
 from harness.base.metrics import row_errors
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
-from harness.base.workers import Workers, num_spare_threads
+from harness.base.threads import Workers, num_spare_threads
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
-from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
-from harness.oracle.parts import parts_kept
 from harness.oracle.precision import truth_dtype
-from harness.oracle.requests import Prompt, check_prompt, sampled_positions
-from harness.oracle.sketch.rows import is_wide, sketch_dtype, sketch_rows, sketched_taps
+from harness.oracle.requests import Prompt, batch_requests, check_prompt, padded, sampled_positions
+from harness.oracle.sketch_rows import is_wide, sketch_dtype, sketch_rows, sketched_taps
+from harness.oracle.untraced import parts_kept
 from harness.version import __version__
 
 ORACLE_VERSION = 9
@@ -55,8 +54,8 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
 
 
 def _prompt_key(prompt: Prompt) -> dict[str, Any]:
-    given = {name: value for name, value in asdict(prompt).items() if value is not None}
-    return {**given, "token_ids": list(prompt.token_ids)}
+    fields = {name: value for name, value in asdict(prompt).items() if value is not None}
+    return {**fields, "token_ids": list(prompt.token_ids)}
 
 
 def cached_golden(

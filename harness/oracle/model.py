@@ -1,21 +1,29 @@
-"""A HuggingFace model as the oracle uses it: its modules, its weights, and the graph of its operations."""
+"""A HuggingFace model as the oracle uses it: its modules, its weights, and the graph of its operations.
 
+A transformers that was patched is refused: a patched oracle judges itself.
+"""
+
+import ast
+import inspect
 import os
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
+from torch import nn
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.against_config import against_config, auto_class
 from harness.formats.taps import Graph
-from harness.oracle.mtp import add_mtp_layers
-from harness.oracle.patches import check_is_unpatched
+from harness.oracle.mtp import MtpLayers
 from harness.oracle.untraced import UntracedModel
 from harness.oracle.weights import StreamedWeights, parameters_on_meta
 
@@ -73,6 +81,26 @@ def load_model(
     if mtp:
         add_mtp_layers(hf)
     return hf
+
+
+def add_mtp_layers(hf: HFModel) -> None:
+    """Let every forward of a model, whose weights are in memory, run the layers that predict further tokens.
+
+    Raises:
+        HarnessError: UNSUPPORTED_ARCHITECTURE: the checkpoint has none, or transformers does not run them.
+    """
+    try:
+        hf.mtp = MtpLayers(hf.model, hf.device)
+    except Exception as error:  # transformers raises ImportError, ValueError, KeyError, RuntimeError, ...
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HarnessError(
+            Code.UNSUPPORTED_ARCHITECTURE,
+            f"transformers runs no layers that predict further tokens (MTP) of this checkpoint: {what}",
+            where=hf.folder,
+            expected="a checkpoint with such layers, of a family whose configuration has num_mtp_layers",
+            actual=type(hf.model).__name__,
+            hint="check it without --mtp",
+        ) from error
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:
@@ -219,3 +247,67 @@ def _loading_error(folder: Path, error: Exception) -> HarnessError:
     else:
         code = Code.BAD_CONFIG
     return HarnessError(code, f"transformers cannot load it: {text}", where=folder, hint=f"harness inspect {folder}")
+
+
+_HOLDERS = ("fget", "__func__", "func", "_torchdynamo_inline")
+"""Where properties, class methods, cached properties and scripted functions keep the function they were made of."""
+_LIBRARIES = tuple(package.__path__[0] for package in (torch, transformers))
+
+
+def check_is_unpatched(model: nn.Module) -> None:
+    """Refuse a model whose classes, or the functions beside them, were replaced after transformers was imported.
+
+    Libraries of kernels replace them for the whole process (`apply_..._to_llama()`), and so for the oracle too. A
+    module of one model may be replaced at will.
+
+    Raises:
+        HarnessError: ORACLE_PATCHED.
+    """
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        if not name.startswith("transformers.models."):
+            continue
+        for path, replacement in _replaced(sys.modules[name]):
+            raise HarnessError(
+                Code.ORACLE_PATCHED,
+                "transformers was patched in this process, so that it cannot say what is right",
+                where=f"{name}.{path}",
+                expected=f"what {name} defines",
+                actual=f"{replacement.__module__}.{getattr(replacement, '__qualname__', '?')}",
+                hint="patch the one model that is checked, model.model.layers[0].mlp = ..., not the library",
+            )
+
+
+def _replaced(file: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yield functions, classes and methods of a file whose code is another package's."""
+    for names in _defined(file.__name__):
+        definition: Any = file
+        for name in names:
+            definition = inspect.getattr_static(definition, name, None)
+        for wrapped in _HOLDERS:
+            definition = getattr(definition, wrapped, None) or definition
+        if not _is_of_the_library(definition):
+            yield ".".join(names), definition
+
+
+def _is_of_the_library(definition: Any) -> bool:
+    """Whether a function or a class was written by transformers; decorators may be torch's."""
+    code = getattr(definition, "__code__", None)
+    if code is not None:  # a wrapper bears the name of what it wraps
+        return str(code.co_filename).startswith(_LIBRARIES)
+    return str(getattr(definition, "__module__", "transformers")).startswith("transformers.")
+
+
+@cache
+def _defined(file: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names of functions and classes that a file's source defines, and of their methods."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[file]))
+    except OSError:
+        return ()  # without sources
+    names = list[tuple[str, ...]]()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append((node.name,))
+        if isinstance(node, ast.ClassDef):
+            names += [(node.name, item.name) for item in node.body if isinstance(item, ast.FunctionDef)]
+    return tuple(names)

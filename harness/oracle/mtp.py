@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.base.quiet import quiet_transformers
-from harness.errors import Code, HarnessError
-from harness.oracle.untraced import UntracedModel
+from harness.base.progress import quiet_transformers
 
 
 class MtpPart(nn.Module):
@@ -55,21 +53,24 @@ class MtpPart(nn.Module):
 class MtpLayers:
     """The layers of a model, run by a hook on its decoder."""
 
-    def __init__(self, hf: UntracedModel) -> None:
-        """Load the layers from the model's checkpoint and put them after its own; raises what transformers raises."""
+    def __init__(self, model: Any, device: torch.device) -> None:
+        """Load the layers of a model of HF's from its checkpoint and put them after its own layers.
+
+        Raises what transformers raises.
+        """
         from transformers.modeling_layers import MtpModel
 
         with quiet_transformers():
-            self.model = MtpModel.from_pretrained(hf.model, device_map={"": hf.device}).eval().requires_grad_(False)
+            self.model = MtpModel.from_pretrained(model, device_map={"": device}).eval().requires_grad_(False)
         if self.model.use_shared_post_norm:
             raise ValueError("a norm that all depths share is not served")
-        decoder = hf.model.get_decoder()
+        decoder = model.get_decoder()
         self.first = len(decoder.layers)
         """Number of the first of them among the layers."""
-        if self.first != hf.config.num_hidden_layers:
+        if self.first != model.config.get_text_config().num_hidden_layers:
             raise ValueError("the decoder's layers are not those of its configuration")
         self._parts = [MtpPart(self.model, depth, self.model.embed_tokens) for depth in range(len(self.model.layers))]
-        self._path = next(path for path, module in hf.model.named_modules() if module is decoder.layers)
+        self._path = next(path for path, module in model.named_modules() if module is decoder.layers)
         layers = list(self.model.layers)
         del self.model.layers
         self.model.layers = layers  # no modules of the class's own: each is in the main model now
@@ -119,26 +120,6 @@ class MtpLayers:
             positions = torch.arange(begin, begin + num_tokens, device=ids.device).expand(num_requests, -1)
         for depth, part in enumerate(self._parts, start=1):
             hidden = part(ids[:, depth : depth + num_tokens], hidden, positions + depth, cache)
-
-
-def add_mtp_layers(hf: UntracedModel) -> None:
-    """Let every forward of a model, whose weights are in memory, run the layers that predict further tokens.
-
-    Raises:
-        HarnessError: UNSUPPORTED_ARCHITECTURE: the checkpoint has none, or transformers does not run them.
-    """
-    try:
-        hf.mtp = MtpLayers(hf)
-    except Exception as error:  # transformers raises ImportError, ValueError, KeyError, RuntimeError, ...
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HarnessError(
-            Code.UNSUPPORTED_ARCHITECTURE,
-            f"transformers runs no layers that predict further tokens (MTP) of this checkpoint: {what}",
-            where=hf.folder,
-            expected="a checkpoint with such layers, of a family whose configuration has num_mtp_layers",
-            actual=type(hf.model).__name__,
-            hint="check it without --mtp",
-        ) from error
 
 
 def _with_its_weights(module: nn.Module) -> nn.Module:

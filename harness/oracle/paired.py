@@ -3,15 +3,18 @@
 Both see the same tokens, and whatever an observer puts in the place of their values. The truth says what each
 operation should give, the control what legitimate rounding does to it.
 
-The truth runs on the thread that calls `run_pair`, the control on a thread of its own (oracle/lockstep.py). They take
-turns: before the truth runs a part of the model, its hook on the part (`before`) lets the control run the same part
-first. The hooks stand on the same modules for both threads, so each asks whose thread it is on. Within a part, `Watch`
-shows the operations of the running forward to its `_Side`, which hands them to the observer as rows.
+The truth runs on the thread that calls `run_pair`, the control on a thread of its own (`Ahead`), and the two never run
+at the same time. Before the truth runs a part of the model, its hook on the part (`before`) lets the control run the
+same part first. So no more than one part's values are held, and both are whole forwards of HF's code, whatever that
+does between the parts. The hooks stand on the same modules for both threads, so each asks whose thread it is on. Within
+a part, `Watch` shows the operations of the running forward to its `_Side`, which hands them to the observer as rows.
+
+Of a long prompt, products and attention are computed at a `Sample` of its rows alone.
 """
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +29,6 @@ from torch.utils._pytree import tree_map
 from harness.formats.taps import Kind, Operation
 from harness.oracle.attention import of_queries
 from harness.oracle.caches import cache_of
-from harness.oracle.lockstep import Ahead
 from harness.oracle.model import HFModel
 from harness.oracle.precision import (
     Buffers,
@@ -36,9 +38,120 @@ from harness.oracle.precision import (
     upcast_parameters,
     without_tf32,
 )
-from harness.oracle.rows import as_rows, choice_of_positions, chosen_positions, from_rows
-from harness.oracle.sample import Sample, are_queries_apart
-from harness.oracle.watch import AttentionCall, Watch, run_attention, watching
+from harness.oracle.watch import (
+    AttentionCall,
+    Watch,
+    as_rows,
+    choice_of_positions,
+    chosen_positions,
+    from_rows,
+    run_attention,
+    watching,
+)
+
+
+class Ahead:
+    """Runs a function in a thread, from one call of `wait` in it to the next."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        """Prepare the thread; `function` must call `wait` at the end of every part."""
+        self._function = function
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_over = self._is_cancelled = False
+        self._error: BaseException | None = None
+        self._num_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def advance(self) -> None:
+        """Let the thread run until it has finished its next part; raises what it raises."""
+        if self._is_over:
+            return
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._go.release()
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Say, from inside of the thread, that a part is finished, and wait for the next."""
+        self._done.release()
+        self._go.acquire()
+        if self._is_cancelled:
+            raise _CancelledError
+
+    def finish(self) -> None:
+        """Let the thread run to its end."""
+        while not self._is_over:
+            self.advance()
+
+    def cancel(self) -> None:
+        """End the thread where it stands."""
+        self._is_cancelled = True
+        if self._thread.is_alive():
+            self._go.release()
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        torch.set_num_threads(self._num_threads)  # a thread of its own begins with the default
+        try:
+            if not self._is_cancelled:
+                self._function()
+        except _CancelledError:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._is_over = True
+            self._done.release()
+
+
+class _CancelledError(BaseException):
+    """Ends the thread; no handler of the model's code is to catch it."""
+
+
+_ROWLESS_OPTIONS = frozenset({"s_aux", "position_ids", "cache_position"})
+"""Tensors among the options of attention that say nothing of single queries, or that no function reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Where products and attention are computed; attention still sees all of its history.
+
+    What is not computed is left to the observer of the run, which replaces all rows of the sample's taps.
+    """
+
+    positions: torch.Tensor
+    """[n] int64, ascending: of every request."""
+    taps: Collection[str]
+    """What linear modules and attention give."""
+
+    def modules(self, hf: HFModel) -> Mapping[Kind, Collection[str]]:
+        """Return the linear modules, and those of attention, that give nothing but taps of the sample."""
+        outputs: dict[tuple[Kind, str], list[str]] = {}
+        for op in hf.graph:
+            outputs.setdefault((op.kind, op.module), []).append(op.tap)
+        whole = {key for key, taps in outputs.items() if all(tap in self.taps for tap in taps)}
+        return {
+            Kind.LINEAR: {path for kind, path in whole if kind is Kind.LINEAR and type(hf.module(path)) is nn.Linear},
+            Kind.ATTENTION: {path for kind, path in whole if kind is Kind.ATTENTION},
+        }
+
+
+def are_queries_apart(call: AttentionCall, function: Callable[..., Any]) -> bool:
+    """Whether attention gives a row the same whatever queries are beside it, as far as its options are known.
+
+    Without a mask only torch's own function is known to see what lies before each query.
+    """
+    from transformers import AttentionInterface
+
+    if call.mask is None:
+        is_causal = call.options.get("is_causal") is not False and getattr(call.module, "is_causal", True)
+        is_known = function is AttentionInterface()["sdpa"] and call.query.shape[2] == call.key.shape[2]
+        if not (is_causal and is_known):
+            return False
+    return {name for name, value in call.options.items() if isinstance(value, torch.Tensor)} <= _ROWLESS_OPTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +403,8 @@ class _Side:
         if operation.among_tokens and scores is not None:
             shown = chosen_positions(value, scores, operation.shape[0])
             rows, scores = (as_rows(item, 1, self._num_requests, self._num_tokens) for item in (shown, scores))
-            other = self._show(Value(operation=operation, rows=rows, scores=scores))
-            return None if other is None else choice_of_positions(other, value, self._num_tokens)
+            replacement = self._show(Value(operation=operation, rows=rows, scores=scores))
+            return None if replacement is None else choice_of_positions(replacement, value, self._num_tokens)
         dim, places, num_tokens = operation.token_dim, None, self._num_tokens
         if self._kept is not None and value.shape[dim] == len(self._kept):
             places, num_tokens = self._places(self._kept), len(self._kept)
@@ -300,8 +413,8 @@ class _Side:
         rows = as_rows(value, dim, self._num_requests, num_tokens)
         if scores is not None:
             scores = as_rows(scores, dim, self._num_requests, num_tokens)
-        other = self._show(Value(operation=operation, rows=rows, places=places, call=call, scores=scores))
-        return None if other is None else _replaced(value, from_rows(other, value, dim))
+        replacement = self._show(Value(operation=operation, rows=rows, places=places, call=call, scores=scores))
+        return None if replacement is None else _replaced(value, from_rows(replacement, value, dim))
 
     def _is_narrowed(self, operation: Operation, value: torch.Tensor) -> bool:
         """Whether a value has the rows of the sample alone."""
@@ -315,12 +428,12 @@ class _Side:
         assert self._sample is not None
         dim, places = operation.token_dim, self._places(self._sample.positions)
         rows = as_rows(value, dim, self._num_requests, len(self._sample.positions))
-        other = self._show(Value(operation=operation, rows=rows, places=places, call=call))
-        assert other is not None, f"{operation.tap} was to be replaced"
+        replacement = self._show(Value(operation=operation, rows=rows, places=places, call=call))
+        assert replacement is not None, f"{operation.tap} was to be replaced"
         num_lines = 1 if dim else self._num_requests
         shape = list(value.shape)
         shape[dim] = num_lines * self._num_tokens
-        return from_rows(other, value.new_empty(shape), dim).clone()  # the model may change what it is given
+        return from_rows(replacement, value.new_empty(shape), dim).clone()  # the model may change what it is given
 
     def _places(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the places, [requests * n], of some positions, [n] int64."""
@@ -343,15 +456,15 @@ class _Side:
         return (context, *rest)
 
 
-def _replaced(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _replaced(value: torch.Tensor, replacement: torch.Tensor) -> torch.Tensor:
     """Put another value into a tensor, so that all of the model's code that holds it goes on with it.
 
     A residual stream is read twice, by a norm and by the sum after it, and only the norm's input is shown. A view of
     something larger is left alone: whoever is given the new value reads that.
     """
     if value.numel() * value.element_size() == value.untyped_storage().nbytes():
-        return value.copy_(other)
-    return other.clone()  # the observer may keep its own; the model may change what it is given
+        return value.copy_(replacement)
+    return replacement.clone()  # the observer may keep its own; the model may change what it is given
 
 
 def _without_holes(call: AttentionCall) -> tuple[AttentionCall, torch.Tensor | None]:

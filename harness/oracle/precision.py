@@ -1,20 +1,23 @@
-"""High precision without touching the library: HF's own modules in float64 or float32, put back afterwards.
+"""The arithmetic of the two forwards: HF's own modules in float64 or float32, put back afterwards.
 
 HF's decoders ask for float32 in places (norm statistics, eager softmax), and for the dtype of a weight in others. In
 the truth those casts would round; `PreservePrecision` leaves such tensors as they are. The rotary table stays as HF
 defines it: computed in float32 from integer positions, whatever the dtype of the model.
+
+On a CPU, MKL splits a float64 product of some hundred rows badly: 259 rows by a matrix of 3072 x 1024 take 18 ms with
+four threads, of which two do nothing, and 6 ms in four blocks (reports/cpu/check-cost.md). So in the truth's products
+every thread computes as many of the output features as every other.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-
-from harness.oracle.products import linear
 
 TRUTH_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _FREQUENCIES = "inv_freq"
@@ -39,8 +42,8 @@ class PreservePrecision(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        self._lower = {other for other in _FLOATING if other.itemsize < dtype.itemsize}
-        self._casts = {_CASTS[other] for other in self._lower}
+        self._lower = {lower for lower in _FLOATING if lower.itemsize < dtype.itemsize}
+        self._casts = {_CASTS[lower] for lower in self._lower}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,7 +66,7 @@ class PreservePrecision(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_lower(self, others: tuple[Any, ...]) -> bool:
-        return any(isinstance(other, torch.Tensor) and other.dtype in self._lower for other in others)
+        return any(isinstance(argument, torch.Tensor) and argument.dtype in self._lower for argument in others)
 
     def _names_one(self, args: tuple[Any, ...]) -> bool:
         return any(isinstance(arg, torch.dtype) and arg in self._lower for arg in args)
@@ -122,10 +125,10 @@ def upcast_parameters(dtype: torch.dtype, *modules: nn.Module, buffers: Buffers 
     buffers = buffers or Buffers()
     with ExitStack() as stack:
         for part in (part for module in modules for part in module.modules()):
-            own = list(part.named_buffers(recurse=False))
+            tensors = list(part.named_buffers(recurse=False))
             if not _is_large(part, dtype):
-                own += part.named_parameters(recurse=False)
-            for name, tensor in own:
+                tensors += part.named_parameters(recurse=False)
+            for name, tensor in tensors:
                 if tensor.is_floating_point() and tensor.dtype != dtype and _FREQUENCIES not in name:
                     copy = stack.enter_context(buffers.copy(tensor.data, dtype))
                     stack.callback(setattr, tensor, "data", tensor.data)
@@ -238,3 +241,40 @@ def _without_tf32(older: Any, newer: list[Any]) -> Iterator[None]:
             older.allow_tf32 = allowed
         for switch, precision in zip(newer, precisions, strict=True):
             switch.fp32_precision = precision
+
+
+_LEAST_ELEMENTS = 1 << 18
+"""Of a weight that is worth more than one thread."""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Apply `functional.linear`: x [..., in], weight [out, in], bias [out]; returns [..., out]."""
+    num_blocks = torch.get_num_threads()
+    if not _is_split(x, weight, num_blocks):
+        return functional.linear(x, weight, bias)
+    num_out, num_in = weight.shape
+    rows, blocks = x.reshape(-1, num_in), weight.view(num_blocks, num_out // num_blocks, num_in)
+    y = torch.bmm(rows.expand(num_blocks, -1, -1), blocks.mT).transpose(0, 1).reshape(*x.shape[:-1], num_out)
+    return y if bias is None else y.add_(bias)
+
+
+def _is_split(x: torch.Tensor, weight: torch.Tensor, num_blocks: int) -> bool:
+    is_alike = x.dtype == weight.dtype == torch.float64 and x.device.type == "cpu"
+    is_large = weight.dim() == 2 and weight.numel() >= _LEAST_ELEMENTS and weight.is_contiguous()
+    return is_alike and is_large and num_blocks > 1 and len(weight) % num_blocks == 0
+
+
+class SoftplusByLog(TorchFunctionMode):
+    """Computes softplus so on the thread that entered it: ggml's `ggml_compute_softplus_f32`."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Replace the one function; its further arguments are left at their defaults by all of HF's models."""
+        if func is functional.softplus:
+            return torch.log(1 + torch.exp(args[0] if args else (kwargs or {})["input"]))
+        return func(*args, **(kwargs or {}))

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.base.files import read_text
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_text
 from harness.errors import Code, HarnessError
 from harness.oracle.requests import Prompt
 
@@ -122,15 +121,15 @@ def read_requests(
         raise _bad("the file has no request, or too many", path, actual=f"{len(lines):,}")
     rng = random.Random(seed)
     times = arrivals.times(len(lines), rng)
-    found = []
+    requests = []
     for number, (line, drawn) in enumerate(zip(lines, times, strict=True), 1):
         fields = _fields(line, f"{path}, line {number}")
         prompt = Prompt(
             token_ids=_prompt(fields, tokenize, ids, rng, f"{path}, line {number}"),
             max_new_tokens=fields.get("max_tokens") or max_tokens(rng),
         )
-        found.append(LoadRequest(at_s=float(fields.get("at", drawn)), prompt=prompt))
-    return sorted(found, key=lambda request: request.at_s)
+        requests.append(LoadRequest(at_s=float(fields.get("at", drawn)), prompt=prompt))
+    return sorted(requests, key=lambda request: request.at_s)
 
 
 def _text(path: Path) -> str:
@@ -162,16 +161,16 @@ def _prompt(
     rng: random.Random,
     where: str,
 ) -> tuple[int, ...]:
-    text, given, length = (fields.get(name) for name in ("prompt", "prompt_token_ids", "prompt_tokens"))
-    if sum(item is not None for item in (text, given, length)) != 1:
+    text, token_ids, length = (fields.get(name) for name in ("prompt", "prompt_token_ids", "prompt_tokens"))
+    if sum(item is not None for item in (text, token_ids, length)) != 1:
         raise _bad("a line has one of prompt, prompt_token_ids and prompt_tokens", where, actual=sorted(fields))
     if isinstance(length, int):
         return tuple(rng.choices(ids, k=length))
     if isinstance(text, str):
         return tuple(tokenize(text))
-    if isinstance(given, list) and given and all(type(item) is int for item in given):
-        return tuple(given)
-    raise _bad("the prompt is neither text nor token ids", where, actual=str(text or given)[:200])
+    if isinstance(token_ids, list) and token_ids and all(type(item) is int for item in token_ids):
+        return tuple(token_ids)
+    raise _bad("the prompt is neither text nor token ids", where, actual=str(text or token_ids)[:200])
 
 
 def _bad(what: str, where: object, **details: Any) -> HarnessError:

@@ -101,7 +101,7 @@ def rotations(hf: HFModel) -> Iterator[Rotation]:
 def _of_all_lengths(module: Any, name: str, current: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the frequencies that a module has now, and those it takes for requests of another length (LongRoPE)."""
     yield current
-    for other in ("original_inv_freq", "long_inv_freq"):
-        frequencies = getattr(module, name.replace("inv_freq", other), None)
+    for buffer_name in ("original_inv_freq", "long_inv_freq"):
+        frequencies = getattr(module, name.replace("inv_freq", buffer_name), None)
         if isinstance(frequencies, torch.Tensor) and not torch.equal(frequencies.to(current.device), current):
             yield frequencies

@@ -170,8 +170,12 @@ def _repetition(state: _State, *, divides_all: bool = False) -> None:
     if penalty == 1:
         return
     ids, _ = state.seen(state.chain.repetition_over)
-    own = state.scores[ids]
-    lowered = own / penalty if divides_all else torch.where(own > 0, own / penalty, own * penalty)
+    scores_of_ids = state.scores[ids]
+    lowered = (
+        scores_of_ids / penalty
+        if divides_all
+        else torch.where(scores_of_ids > 0, scores_of_ids / penalty, scores_of_ids * penalty)
+    )
     state.scores = state.scores.index_copy(0, ids, lowered)
     state.slack *= max(penalty, 1 / penalty)
 

@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from harness.oracle.flow import Flow, Origin
-from harness.oracle.parts import all_parts_held
 from harness.oracle.precision import eager_experts
-from harness.oracle.rows import as_rows, token_dim
-from harness.oracle.untraced import UntracedModel
-from harness.oracle.watch import CHOICE, Seeing, watching, window_of
+from harness.oracle.untraced import UntracedModel, all_parts_held
+from harness.oracle.watch import CHOICE, Seeing, as_rows, token_dim, watching, window_of
 
 _SAME_ROUNDINGS, _SAME, _LEAST_ROUNDINGS = 256, 1e-3, 4
 """Distance of a row within which rows of two requests are the same: they stand elsewhere in a product, so their last
@@ -141,14 +139,14 @@ def _token_dim(source: str, value: torch.Tensor, num_requests: int, num_tokens: 
 
 def _with_choices(hf: UntracedModel, seen: ForwardTrace) -> ForwardTrace:
     """Note how many tokens each choice among those so far takes, by the setting of the module that chooses."""
-    found = {}
+    choices = {}
     for source, item in seen.shown.items():
         if CHOICE in source and seen.num_scores.get(source) == seen.num_tokens:
             settings = vars(hf.module(source.partition(CHOICE)[0]))
             num = next((n for name, n in settings.items() if name.endswith("topk") and type(n) is int), None)
             if num is not None and item.rows.shape[1:] == (min(num, seen.num_tokens),):
-                found[source] = replace(item, num_chosen=num)
-    return replace(seen, shown=seen.shown | found)
+                choices[source] = replace(item, num_chosen=num)
+    return replace(seen, shown=seen.shown | choices)
 
 
 def _show_run(hf: UntracedModel, ids: torch.Tensor, sink: Callable[[str, torch.Tensor], None]) -> Seeing:
@@ -205,11 +203,11 @@ def _is_causal(rows: torch.Tensor, num_tokens: int, ahead: int = 0) -> bool:
         return True  # a choice between near scores may fall either way
     rounding = torch.finfo(rows.dtype).eps
     distance = max(min(_SAME, _SAME_ROUNDINGS * rounding), _LEAST_ROUNDINGS * rounding)
-    one, other = (rows[at : at + num_tokens - 1 - ahead].flatten(1).to(torch.float64) for at in (0, num_tokens))
-    if not torch.equal(one.isfinite(), other.isfinite()):
+    first, second = (rows[at : at + num_tokens - 1 - ahead].flatten(1).to(torch.float64) for at in (0, num_tokens))
+    if not torch.equal(first.isfinite(), second.isfinite()):
         return False
-    one, other = (x.where(x.isfinite(), 0) for x in (one, other))
-    return bool(((one - other).norm(dim=1) <= distance * other.norm(dim=1)).all())
+    first, second = (x.where(x.isfinite(), 0) for x in (first, second))
+    return bool(((first - second).norm(dim=1) <= distance * second.norm(dim=1)).all())
 
 
 def _is_mask(rows: torch.Tensor) -> bool:
@@ -224,11 +222,11 @@ def _bridged(shown: dict[str, Shown], kept: dict[str, Shown]) -> Iterator[tuple[
     """Yield the values that are kept; one computed from a value that is left out comes from what is behind that."""
 
     def whole(origin: Origin) -> Origin:
-        found = Origin((), origin.operations)
+        bridged = Origin((), origin.operations)
         for source in reversed(origin.sources):
             behind = Origin((source,)) if source in kept or source not in shown else whole(shown[source].origin)
-            found = behind | found
-        return found
+            bridged = behind | bridged
+        return bridged
 
     for source, item in kept.items():
         yield source, replace(item, origin=whole(item.origin))

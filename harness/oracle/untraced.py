@@ -1,23 +1,60 @@
-"""A HuggingFace model before its graph is known: its modules and its weights. What traces the graph is given this."""
+"""A HuggingFace model before its graph is known: its modules, its weights, and the errors of its own code.
+
+What traces the graph is given this. The weights of each part are there while the part runs, or all of them where memory
+is free.
+"""
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from harness.base.memory import available_bytes
+from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.quantised_source import QuantisedSource, read_quantised_source
-from harness.oracle.failures import hf_failures
+from harness.formats.checkpoint.converted import QuantisedSource, read_quantised_source
+from harness.oracle.mtp import MtpLayers
 from harness.oracle.weights import ResidentWeights, StreamedWeights
 
-if TYPE_CHECKING:
-    from harness.oracle.mtp import MtpLayers
+_PASSED_THROUGH = ("harness/oracle/watch.py", "harness/oracle/precision.py", "harness/oracle/flow.py", "/torch/")
+"""Files whose frames stand between HF's code and the operation that raises."""
+
+
+@contextmanager
+def hf_failures(folder: Path) -> Iterator[None]:
+    """Turn what HF's code raises in this block into an error that names it; other exceptions stay what they are.
+
+    Raises:
+        HarnessError: HF_FAILED.
+    """
+    try:
+        yield
+    except HarnessError:
+        raise
+    except Exception as error:
+        if not _is_hfs(error):
+            raise
+        message = " ".join(str(error).split())[:300]
+        raise HarnessError(
+            Code.HF_FAILED,
+            f"HF's own forward raised {type(error).__name__}: {message}",
+            where=folder,
+            expected="a model that transformers can run",
+            hint="run the model with transformers alone; try another --dtype, or another release of transformers",
+        ) from error
+
+
+def _is_hfs(error: Exception) -> bool:
+    files = [Path(frame.filename).as_posix() for frame in traceback.extract_tb(error.__traceback__)]
+    deciding = [file for file in files if not any(part in file for part in _PASSED_THROUGH)]
+    return bool(deciding) and "/transformers" in deciding[-1]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,7 +70,7 @@ class UntracedModel:
     weights: ResidentWeights | StreamedWeights = field(default_factory=ResidentWeights)
     has_images: bool = False
     """Whether requests have images: then what the first decoder layer is given is an operation of its own."""
-    mtp: "MtpLayers | None" = None
+    mtp: MtpLayers | None = None
     """The layers that predict further tokens, if they are run, too."""
     lora_hash: str | None = None
     """Digest of the LoRA adapter that was put into the model; None without one."""
@@ -91,8 +128,8 @@ class UntracedModel:
     @property
     def head_dim(self) -> int:
         """Size of one attention head; of a model without attention, that of its rows."""
-        own = getattr(self.config, "head_dim", None)
-        return int(own or self.config.hidden_size // getattr(self.config, "num_attention_heads", 1))
+        size = getattr(self.config, "head_dim", None)
+        return int(size or self.config.hidden_size // getattr(self.config, "num_attention_heads", 1))
 
     def run(self, **inputs: Any) -> Any:
         """Return what HF's forward returns.
@@ -129,13 +166,13 @@ class UntracedModel:
 def _parts(module: nn.Module, path: str) -> Iterator[str]:
     """Go through modules that hold a list of modules; everything else is one part."""
     for name, child in module.named_children():
-        own = f"{path}.{name}" if path else name
+        child_path = f"{path}.{name}" if path else name
         if isinstance(child, nn.ModuleList):
-            yield from (f"{own}.{index}" for index in range(len(child)))
+            yield from (f"{child_path}.{index}" for index in range(len(child)))
         elif any(isinstance(part, nn.ModuleList) and len(part) for part in child.modules()):
-            yield from _parts(child, own)
+            yield from _parts(child, child_path)
         else:
-            yield own
+            yield child_path
 
 
 def stretched_positions(rope: object, limit: int) -> int:
@@ -177,3 +214,45 @@ def _forget_lengths(model: nn.Module) -> None:
             if is_original and getattr(module, longest, 0) > getattr(module, "original_max_seq_len", 0):
                 getattr(module, f"{kind}inv_freq").copy_(original)
                 setattr(module, longest, module.original_max_seq_len)
+
+
+@contextmanager
+def all_parts_held(hf: UntracedModel) -> Iterator[None]:
+    """Read the weights of each part when it begins to run and drop them when it ends."""
+    with ExitStack() as stack:
+        for path in hf.parts:
+            running = ExitStack()
+            module = hf.module(path)
+            stack.enter_context(running)
+
+            def before(_module: nn.Module, _args: Any, path: str = path, running: ExitStack = running) -> None:
+                running.enter_context(hf.weights.held(path))
+
+            def after(_module: nn.Module, _args: Any, _output: Any, running: ExitStack = running) -> None:
+                running.close()
+
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            stack.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+@contextmanager
+def parts_kept(hf: UntracedModel) -> Iterator[None]:
+    """Keep the weights of all parts for a block that runs the model often, if they take at most half of what is free.
+
+    Else each forward reads them anew.
+    """
+    with ExitStack() as stack:
+        for path in hf.parts if keeps_parts(hf) else ():
+            stack.enter_context(hf.weights.held(path))
+        yield
+
+
+def keeps_parts(hf: UntracedModel) -> bool:
+    """Whether `parts_kept` keeps the weights of a model."""
+    num_bytes = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
+    return bool(2 * num_bytes <= _free_bytes(hf.device))
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()

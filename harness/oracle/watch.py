@@ -1,7 +1,8 @@
 """HF's model watched while it runs: modules' inputs and outputs, attention's interface, its latents, routers' choices.
 
 Nothing of the library is patched: hooks are removed, the registry entry and the model's attention setting are put
-back, also when the forward raises. A watcher may put another value in the place of each that it is shown.
+back, also when the forward raises. A watcher may put another value in the place of each that it is shown. Values become
+rows, one for each token, and tensors again.
 """
 
 import threading
@@ -18,8 +19,66 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.oracle.untraced import UntracedModel
+
+
+def token_dim(tensor: torch.Tensor, num_requests: int, num_tokens: int) -> int | None:
+    """Return which dimension counts the tokens: 1, 2 after heads, 0 if requests and tokens are one; None for none.
+
+    Args:
+        tensor: any of a forward's.
+        num_requests: size of the batch.
+        num_tokens: tokens of each request, padding included.
+    """
+    shape = tensor.shape
+    if sum(size == num_tokens for size in shape) > 1:  # probabilities of attention: one for each key
+        return None
+    if len(shape) >= 2 and shape[0] == num_requests:
+        if shape[1] == num_tokens:
+            return 1
+        if len(shape) >= 3 and shape[2] == num_tokens:
+            return 2
+    if len(shape) >= 2 and shape[0] and shape[0] % (num_requests * num_tokens) == 0:
+        return 0
+    return None
+
+
+def as_rows(tensor: torch.Tensor, dim: int, num_requests: int, num_tokens: int) -> torch.Tensor:
+    """Return [requests * tokens, ...] of a tensor whose dimension `dim` counts the tokens; a view if it can be."""
+    if dim == 2:
+        tensor = tensor.transpose(1, 2)
+    if dim == 0 and tensor.shape[0] == num_requests * num_tokens:
+        return tensor
+    rest = tensor.shape[2:] if dim else (-1,)
+    return tensor.reshape(num_requests * num_tokens, *rest)
+
+
+def chosen_positions(chosen: torch.Tensor, scores: torch.Tensor, width: int) -> torch.Tensor:
+    """Return which of the tokens so far were chosen, [..., width]: -1 for what is masked, and where there are too few.
+
+    Args:
+        chosen: [..., k] indices.
+        scores: [..., n] by which they were chosen.
+        width: what k is where there are enough tokens.
+    """
+    is_masked = scores.gather(-1, chosen) <= torch.finfo(scores.dtype).min / 2
+    return torch.nn.functional.pad(chosen.masked_fill(is_masked, -1), (0, width - chosen.shape[-1]), value=-1)
+
+
+def choice_of_positions(positions: torch.Tensor, like: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return positions [..., width] as indices of the shape of `like`: one of the row's own in the place of -1."""
+    rows = positions.sort(dim=-1, descending=True).values[..., : like.shape[-1]].reshape(like.shape)
+    return torch.where(rows < 0, rows[..., :1], rows).clamp(0, num_tokens - 1)
+
+
+def from_rows(rows: torch.Tensor, like: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return rows in the shape of the tensor that they were made of by `as_rows`."""
+    if dim != 2:
+        return rows.reshape(like.shape)
+    shape = (like.shape[0], like.shape[2], like.shape[1], *like.shape[3:])
+    return rows.reshape(shape).transpose(1, 2)
+
 
 CHOICE = ":topk"
 """End of a source: the indices that a router's `torch.topk` chose."""
@@ -144,14 +203,14 @@ class Watch:
         if key is None:
             return None
         value = args[key] if isinstance(key, int) else kwargs[key]
-        other = run.show(f"{path}:input", value)
-        fewer = run.narrowed(path, value if other is None else other)
-        other = other if fewer is None else fewer
-        if other is None:
+        replacement = run.show(f"{path}:input", value)
+        fewer = run.narrowed(path, value if replacement is None else replacement)
+        replacement = replacement if fewer is None else fewer
+        if replacement is None:
             return None
         if isinstance(key, int):
-            return (*args[:key], other, *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: other}
+            return (*args[:key], replacement, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: replacement}
 
     def _after(self, path: str, output: Any) -> Any:
         run = self._run
@@ -175,9 +234,9 @@ class Watch:
         query, key, value = run.show_parts(call.path, query=call.query, key=call.key, value=call.value)
         call = replace(call, query=query, key=key, value=value)
         context = run.watcher.attend(call, function)[0]
-        other = run.show(f"{call.path}:context", context)
+        replacement = run.show(f"{call.path}:context", context)
         # Without the weights, as sdpa does it: a row of them is as wide as the history.
-        return (context if other is None else other), None
+        return (context if replacement is None else replacement), None
 
     def _expand(self, path: str, function: Callable[..., Any], *latents: torch.Tensor) -> Any:
         run = self._run
@@ -227,9 +286,9 @@ class _Run:
 
     def show_parts(self, path: str, **parts: torch.Tensor) -> Iterator[torch.Tensor]:
         """Show what a module passes on by name, and yield what to go on with."""
-        for part, own in parts.items():
-            other = self.show(f"{path}:{part}", own)
-            yield own if other is None else other
+        for part, value in parts.items():
+            replacement = self.show(f"{path}:{part}", value)
+            yield value if replacement is None else replacement
 
     def show_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
         """Show what the module that is being run chose."""
@@ -260,8 +319,8 @@ class _Calls(TorchFunctionMode):
             chosen = self._run.show_choice(args[0], result.indices)
             return result if chosen is None else type(result)((args[0].gather(-1, chosen), chosen))
         if func is nn.functional.linear and self._run.is_own_weight(args[1] if len(args) > 1 else None):
-            other = self._run.show(f"{self._run.path}:linear", result)
-            return result if other is None else other
+            replacement = self._run.show(f"{self._run.path}:linear", result)
+            return result if replacement is None else replacement
         return result
 
 
@@ -282,8 +341,8 @@ def watching(hf: UntracedModel, *, attention: str | None = None) -> Iterator[Wat
                 for handle in _hooks(watch, path, module):
                     stack.callback(handle.remove)
                 if hasattr(module, "expand_kv"):
-                    own = partial(watch._expand, path, module.expand_kv)
-                    stack.enter_context(patch.object(module, "expand_kv", own))
+                    expand = partial(watch._expand, path, module.expand_kv)
+                    stack.enter_context(patch.object(module, "expand_kv", expand))
         yield watch
 
 
@@ -312,20 +371,20 @@ def _input_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | 
 
 
 class _NameOf(str):
-    """A name in HF's registry that HF's code takes for another, too: some families leave keys out for that one only."""
+    """A name in HF's registry that equals its alias, too: some families leave keys out for one name only."""
 
-    def __new__(cls, own: str, other: str) -> "_NameOf":
-        name = super().__new__(cls, own)
-        name.other = other
-        return name
+    def __new__(cls, name: str, alias: str) -> "_NameOf":
+        member = super().__new__(cls, name)
+        member.alias = alias
+        return member
 
-    other: str
+    alias: str
 
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) or self.other == other
+    def __eq__(self, value: object) -> bool:
+        return super().__eq__(value) or self.alias == value
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    def __ne__(self, value: object) -> bool:
+        return not self == value
 
     __hash__ = str.__hash__
 
@@ -380,10 +439,10 @@ def _attention_shown(hf: UntracedModel, watch: Watch, attention: str | None) -> 
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
-def _rename_attention(hf: UntracedModel, name: str, other: str) -> None:
+def _rename_attention(hf: UntracedModel, name: str, new_name: str) -> None:
     for module in hf.model.modules():
         if getattr(getattr(module, "config", None), "_attn_implementation", None) == name:
-            module.config._attn_implementation = other
+            module.config._attn_implementation = new_name
 
 
 def _set_attention(hf: UntracedModel, name: str) -> None:

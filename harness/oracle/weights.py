@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.shards import reading_shard
+from harness.formats.checkpoint.checkpoint import reading_shard
 from harness.formats.safetensors_header import TensorEntry
 
 Key = str
@@ -85,9 +85,9 @@ class StreamedWeights:
             if pattern is not None or self._loading.dtype_plan:
                 self._converted.add(name)
         for target, source in self._model.all_tied_weights_keys.items():
-            one, other = (target, source) if source in keys else (source, target)
-            if one not in keys and other in keys:
-                keys[one] = keys[other]
+            one, tied = (target, source) if source in keys else (source, target)
+            if one not in keys and tied in keys:
+                keys[one] = keys[tied]
         self._check_complete(keys)
         return keys
 
@@ -110,15 +110,15 @@ class StreamedWeights:
             HarnessError: TENSORS_CONTRADICT_CONFIG: a tensor has another shape than its parameter, or is not there.
         """
         module = self._model.get_submodule(part)
-        own = [f"{part}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
-        if not any(map(self._is_empty, own)):
+        names = [f"{part}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+        if not any(map(self._is_empty, names)):
             yield
             return
         with ExitStack() as stack:
-            stack.callback(self._release, [*own, *self._tied_to(own)])
-            self._load([*own, *(f"{part}.{name}" for name, _ in module.named_buffers())])
-            self._tie(own)
-            for name in filter(self._is_empty, own):
+            stack.callback(self._release, [*names, *self._tied_to(names)])
+            self._load([*names, *(f"{part}.{name}" for name, _ in module.named_buffers())])
+            self._tie(names)
+            for name in filter(self._is_empty, names):
                 raise self._contradiction(f"the checkpoint has no tensor for the parameter {name}")
             module.requires_grad_(False)
             yield
@@ -162,21 +162,19 @@ class StreamedWeights:
 
     def _tied_to(self, names: Sequence[str]) -> list[str]:
         """Return the parameters outside of a part that are one with its own, and are not held yet."""
-        pairs = [
-            pair for one, other in self._model.all_tied_weights_keys.items() for pair in ((one, other), (other, one))
-        ]
-        return [other for one, other in pairs if one in names and other not in names and self._is_empty(other)]
+        pairs = [pair for one, tied in self._model.all_tied_weights_keys.items() for pair in ((one, tied), (tied, one))]
+        return [tied for one, tied in pairs if one in names and tied not in names and self._is_empty(tied)]
 
     def _tie(self, names: Sequence[str]) -> None:
         """Give a tied parameter the tensor that was loaded for what it is tied to."""
         for target, source in self._model.all_tied_weights_keys.items():
-            for one, other in ((target, source), (source, target)):
-                if one in names and self._is_empty(one) and not self._is_empty(other):
-                    self._set(one, self._model.get_parameter(other))
+            for one, tied in ((target, source), (source, target)):
+                if one in names and self._is_empty(one) and not self._is_empty(tied):
+                    self._set(one, self._model.get_parameter(tied))
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
-        path, _, own = name.rpartition(".")
-        self._model.get_submodule(path)._parameters[own] = parameter
+        path, _, parameter_name = name.rpartition(".")
+        self._model.get_submodule(path)._parameters[parameter_name] = parameter
 
 
 class _Files:

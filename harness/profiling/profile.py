@@ -1,5 +1,9 @@
-"""A whole profile: the four passes over each phase of an engine, one after another, so that none distorts another."""
+"""A whole profile: the four passes over each phase of an engine run one after another, so that none distorts another.
 
+`keep_profile` keeps it in a folder: captures, `profile.json` and one page.
+"""
+
+import json
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -9,30 +13,41 @@ from pathlib import Path
 import torch
 
 from harness.base.environment import describe_environment
+from harness.base.files import write_text
 from harness.base.progress import Progress, no_progress
 from harness.base.threads import limit_threads
 from harness.engines.stepping import ClosableSession, open_session
 from harness.errors import Code, HarnessError
+from harness.formats.case import ProfileSection
 from harness.plan import Plan
-from harness.profiling.cost.formulas import Cost, kv_bytes, operation_costs
-from harness.profiling.cost.roofline import best_of, bound_by, fold, measure_ceilings, point
-from harness.profiling.estimate import ProfileProgress, plan_parts
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.formulas import Cost, kv_bytes, operation_costs
+from harness.profiling.gate.baseline import PROFILE_NAME
+from harness.profiling.load import (
+    CaptureSchedule,
+    PlannedStep,
+    ProfileRequests,
+    ProfileWorkload,
+    Window,
+    dry_run,
+    window,
+)
 from harness.profiling.memory.capture import MemoryCapture, capture_memory
-from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, PlannedStep, ProfileRequests, Window, dry_run, window
-from harness.profiling.passes.tables import PhaseTables, tables
-from harness.profiling.passes.timing import Latencies, measure, percentiles_ms
-from harness.profiling.passes.tracing import trace
-from harness.profiling.passes.workload import ProfileWorkload
-from harness.profiling.trace.nodes import read_events
+from harness.profiling.roofline import best_of, bound_by, fold, measure_ceilings, point
+from harness.profiling.timing import Latencies, ProfileProgress, measure, percentiles_ms, plan_parts
+from harness.profiling.trace.tables import PhaseTables, read_events, tables
+from harness.profiling.tracing import trace
+from harness.report.page.html import REPORT_NAME, report_html
+from harness.report.profile import profile_document
+from harness.results.check import CheckResult
 from harness.results.profile import Ceilings, Overhead, PhaseProfile, ProfileResult, RooflinePoint
 
 MIN_ATTRIBUTED_SHARE = 0.95
-"""Less than this of a trace inside of named operations means that the system took the thread away between two."""
+"""Below this share of a trace inside named operations, the system interrupted the thread between two operations."""
 BUSY_RATIO = 1.25
-"""Wall time over CPU time, or the slowest run over the fastest, from which a note says that the machine was busy."""
+"""From this ratio of wall time to CPU time, or of the slowest run to the fastest, a note says: the machine was busy."""
 _MAX_CAPTURES = 3
-"""Traces taken of a phase until one is attributed well enough."""
+"""The most traces of a phase until enough of one is attributed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +107,7 @@ class ProfileInterrupted(KeyboardInterrupt):
 
 
 class _Profile:
-    """The profile on its way."""
+    """A profile in progress."""
 
     def __init__(self, spec: ProfileSpec, session: ClosableSession, out: Path, report: Progress) -> None:
         self._spec, self._session, self._out, self._report = spec, session, out, report
@@ -108,7 +123,7 @@ class _Profile:
         }
 
     def run(self) -> ProfileResult:
-        """Take all passes.
+        """Run all passes.
 
         Raises:
             ProfileInterrupted: Ctrl-C, with what was finished.
@@ -116,7 +131,7 @@ class _Profile:
         spec = self._spec
         ceilings = measure_ceilings(getattr(torch, spec.plan.case.dtype), spec.plan.case.device)
         windows = self._windows()
-        # The latencies are of the main load, be it captured or not.
+        # Latencies are always those of the main load.
         seconds = {self._main_load(): max(self._seconds.values())} | self._seconds
         self._estimate.parts = plan_parts(windows, seconds, spec.num_runs)
         latencies = self._latencies(seconds)
@@ -130,7 +145,7 @@ class _Profile:
                 raise
             is_interrupted = True
         ceilings = best_of(ceilings, measure_ceilings(getattr(torch, spec.plan.case.dtype), spec.plan.case.device))
-        phases = [self._phase(found, latencies[found.window.load], ceilings) for found in passes]
+        phases = [self._phase(phase_pass, latencies[phase_pass.window.load], ceilings) for phase_pass in passes]
         result = self._result(latencies[self._main_load()], phases, passes, ceilings)
         if is_interrupted:
             left_out = ", ".join(window.phase for window in windows[len(passes) :])
@@ -138,18 +153,18 @@ class _Profile:
         return result
 
     def _latencies(self, seconds: Mapping[ProfileRequests, float]) -> dict[ProfileRequests, Latencies]:
-        """Run each load with nothing attached."""
-        found = {}
+        """Time each load without a profiler."""
+        latencies = {}
         for number, load in enumerate(seconds):
             self._estimate.begin(f"timing {number}")
-            found[load] = measure(
+            latencies[load] = measure(
                 self._session,
                 load,
                 num_runs=self._spec.num_runs,
                 device=self._spec.plan.case.device,
                 ran=lambda done: self._estimate.part_done(done / self._spec.num_runs),
             )
-        return found
+        return latencies
 
     def _main_load(self) -> ProfileRequests:
         return self._spec.workload.load(self._session.model.vocab_size)
@@ -184,7 +199,7 @@ class _Profile:
         worker = f"{spec.plan.case.engine}-{window.phase}-r0"
         (self._out / "trace").mkdir(exist_ok=True)
         self._estimate.begin(f"{window.phase}, trace")
-        paths, found = self._trace(window, worker)
+        paths, phase_tables = self._trace(window, worker)
         self._estimate.begin(f"{window.phase}, memory")
         memory = snapshot = None
         if self._session.shows_memory:
@@ -193,46 +208,46 @@ class _Profile:
             memory = capture_memory(self._session, window, snapshot, device=spec.plan.case.device)
         self._estimate.begin(f"{window.phase}, counters")
         counts = count(self._session, window, device=spec.plan.case.device)
-        return _Pass(window=window, paths=paths, tables=found, memory=memory, snapshot=snapshot, counts=counts)
+        return _Pass(window=window, paths=paths, tables=phase_tables, memory=memory, snapshot=snapshot, counts=counts)
 
     def _trace(self, window: Window, worker: str) -> tuple[tuple[Path, ...], PhaseTables]:
-        """Trace a window, again where the system took the thread away so that too little is attributed."""
+        """Trace a window, and again if the system interrupted the thread so that too little is attributed."""
         names = {name for step in window.steps for name in step.names}
         folder = self._out / "trace"
         about = {**self._about, "config": self._spec.plan.checkpoint.config}
         for attempt in range(_MAX_CAPTURES):
             paths = trace(self._session, window, folder, worker=worker, device=self._spec.plan.case.device, about=about)
-            found = tables(read_events(paths[-1]), names)
-            if found.attributed_share >= MIN_ATTRIBUTED_SHARE or attempt == _MAX_CAPTURES - 1:
+            phase_tables = tables(read_events(paths[-1]), names)
+            if phase_tables.attributed_share >= MIN_ATTRIBUTED_SHARE or attempt == _MAX_CAPTURES - 1:
                 break
             for path in paths:
                 path.unlink()
-        return paths, found
+        return paths, phase_tables
 
-    def _phase(self, found: _Pass, latencies: Latencies, ceilings: Ceilings) -> PhaseProfile:
-        window = found.window
+    def _phase(self, phase_pass: _Pass, latencies: Latencies, ceilings: Ceilings) -> PhaseProfile:
+        window = phase_pass.window
         wall_s, (fastest_s, slowest_s) = latencies.wall_s(window), latencies.wall_s_range(window)
         cpu_s, num_switches = latencies.cpu_s_median(window), latencies.switches_median(window)
-        # With several threads their CPU time says nothing of how long the work takes, and with a GPU neither.
+        # With several threads, or a GPU, CPU time does not tell how long the work takes.
         is_single = torch.get_num_threads() == 1 and torch.device(self._spec.plan.case.device).type == "cpu"
         times_s = (wall_s, fastest_s, slowest_s, *([cpu_s] if is_single and cpu_s else []))
         costs = operation_costs(self._session.model, window.shapes)
         whole = sum(costs.values(), Cost(site=window.phase))
-        timeline = None if found.memory is None else found.memory.timeline
+        timeline = None if phase_pass.memory is None else phase_pass.memory.timeline
         return PhaseProfile(
             name=window.phase,
             steps=window.shapes,
             wall_ms=wall_s * 1e3,
-            trace_wall_ms=found.tables.wall_us / 1e3,
-            attributed_share=found.tables.attributed_share,
-            flops_measured=found.counts.flops,
+            trace_wall_ms=phase_pass.tables.wall_us / 1e3,
+            attributed_share=phase_pass.tables.attributed_share,
+            flops_measured=phase_pass.counts.flops,
             flops_formula=whole.flops,
             bytes_formula=whole.bytes_moved,
-            kv_bytes_measured=found.counts.kv_bytes,
+            kv_bytes_measured=phase_pass.counts.kv_bytes,
             kv_bytes_formula=kv_bytes(self._session.model, window.shapes_so_far),
             peak_bytes=None if timeline is None else timeline.peak.allocated_bytes if timeline.peak else 0,
-            bytes_allocated=found.counts.bytes_allocated if timeline else None,
-            num_python_calls=found.counts.num_python_calls,
+            bytes_allocated=phase_pass.counts.bytes_allocated if timeline else None,
+            num_python_calls=phase_pass.counts.num_python_calls,
             mfu=whole.flops / wall_s / ceilings.matmul_flops_per_s,
             mbu=whole.bytes_moved / wall_s / ceilings.copy_bytes_per_s,
             bound_by=bound_by(whole.flops, whole.bytes_moved, wall_s, ceilings),
@@ -242,22 +257,22 @@ class _Profile:
             bound_by_within_noise=tuple(
                 dict.fromkeys(bound_by(whole.flops, whole.bytes_moved, time_s, ceilings) for time_s in times_s)
             ),
-            counts=found.counts.counts,
-            layers=found.tables.layers,
-            operations=found.tables.operations,
-            operators=found.tables.operators,
-            roofline=(point(window.phase, whole, wall_s * 1e6, ceilings), *_points(found.tables, costs, ceilings)),
+            counts=phase_pass.counts.counts,
+            layers=phase_pass.tables.layers,
+            operations=phase_pass.tables.operations,
+            operators=phase_pass.tables.operators,
+            roofline=(point(window.phase, whole, wall_s * 1e6, ceilings), *_points(phase_pass.tables, costs, ceilings)),
             memory=timeline,
-            traces=tuple(str(path.relative_to(self._out)) for path in found.paths),
-            snapshot=str(found.snapshot.relative_to(self._out)) if found.snapshot else None,
-            notes=_notes(found, wall_s, fastest_s, slowest_s, cpu_s if is_single else None),
+            traces=tuple(str(path.relative_to(self._out)) for path in phase_pass.paths),
+            snapshot=str(phase_pass.snapshot.relative_to(self._out)) if phase_pass.snapshot else None,
+            notes=_notes(phase_pass, wall_s, fastest_s, slowest_s, cpu_s if is_single else None),
         )
 
     def _result(
         self, latencies: Latencies, phases: list[PhaseProfile], passes: list[_Pass], ceilings: Ceilings
     ) -> ProfileResult:
         spec, plain_s = self._spec, sum(phase.wall_ms for phase in phases) / 1e3
-        memories = [found.memory for found in passes if found.memory is not None]
+        memories = [phase_pass.memory for phase_pass in passes if phase_pass.memory is not None]
         return ProfileResult(
             engine=spec.plan.case.engine,
             model=spec.plan.case.model,
@@ -273,9 +288,9 @@ class _Profile:
             tokens_per_second=latencies.tokens_per_second,
             phases=tuple(phases),
             overhead=Overhead(
-                trace=sum(found.tables.wall_us for found in passes) / 1e6 / plain_s,
+                trace=sum(phase_pass.tables.wall_us for phase_pass in passes) / 1e6 / plain_s,
                 memory=sum(memory.elapsed_s for memory in memories) / plain_s if memories else None,
-                counters=sum(found.counts.elapsed_s for found in passes) / plain_s,
+                counters=sum(phase_pass.counts.elapsed_s for phase_pass in passes) / plain_s,
             ),
             ceilings=ceilings,
             environment=tuple(self._about.items()),
@@ -283,18 +298,20 @@ class _Profile:
         )
 
 
-def _points(found: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -> list[RooflinePoint]:
-    folded = fold(costs, {row.name for row in found.operations})
-    # On a GPU an operation's own time is that of its launches, and what its kernels take is what the roofs limit.
-    times = {row.name: row.total_us if row.device_us is None else row.device_us for row in found.operations}
+def _points(phase_tables: PhaseTables, costs: Mapping[str, Cost], ceilings: Ceilings) -> list[RooflinePoint]:
+    folded = fold(costs, {row.name for row in phase_tables.operations})
+    # On a GPU the time of an operation is that of its launches; the roofs limit the time of its kernels.
+    times = {row.name: row.total_us if row.device_us is None else row.device_us for row in phase_tables.operations}
     return [point(name, cost, times[name], ceilings) for name, cost in folded.items() if times.get(name)]
 
 
-def _notes(found: _Pass, wall_s: float, fastest_s: float, slowest_s: float, cpu_s: float | None) -> tuple[str, ...]:
+def _notes(
+    phase_pass: _Pass, wall_s: float, fastest_s: float, slowest_s: float, cpu_s: float | None
+) -> tuple[str, ...]:
     notes = []
-    if found.tables.attributed_share < MIN_ATTRIBUTED_SHARE:
+    if phase_pass.tables.attributed_share < MIN_ATTRIBUTED_SHARE:
         notes.append(
-            f"{found.tables.attributed_share:.1%} of the trace is attributed, after {_MAX_CAPTURES} captures: "
+            f"{phase_pass.tables.attributed_share:.1%} of the trace is attributed, after {_MAX_CAPTURES} captures: "
             "the machine is busy with something else"
         )
     if cpu_s is not None and wall_s > BUSY_RATIO * cpu_s:
@@ -308,3 +325,37 @@ def _notes(found: _Pass, wall_s: float, fastest_s: float, slowest_s: float, cpu_
             "machine, or too few runs"
         )
     return tuple(notes)
+
+
+def planned_profile(plan: Plan) -> ProfileSpec:
+    """Return the profile of a plan's engine: of the case's own `[profile]`, or of the default workload."""
+    section = plan.case.profile or ProfileSection()
+    workload = ProfileWorkload(
+        batch_size=section.batch_size,
+        num_prompt_tokens=section.prompt_tokens,
+        max_new_tokens=section.max_new_tokens,
+    )
+    return ProfileSpec(plan=plan, workload=workload, phases=tuple(section.phases))
+
+
+def keep_profile(
+    spec: ProfileSpec, out: Path, *, check: CheckResult | None = None, progress: Progress | None = None
+) -> ProfileResult:
+    """Profile an engine into a folder that exists.
+
+    Raises:
+        HarnessError: as `run_profile`; what was captured before stays.
+        ProfileInterrupted: Ctrl-C; the phases that were finished are written.
+    """
+    try:
+        result = replace(run_profile(spec, out, progress), report=REPORT_NAME)
+    except ProfileInterrupted as interrupted:
+        _write(replace(interrupted.result, report=REPORT_NAME), out, check)
+        raise
+    _write(result, out, check)
+    return result
+
+
+def _write(result: ProfileResult, out: Path, check: CheckResult | None) -> None:
+    write_text(out / REPORT_NAME, report_html(check, result))
+    write_text(out / PROFILE_NAME, json.dumps(profile_document(result), allow_nan=False))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base.ci_guard import refuse_update
+from harness.base.environment import refuse_update
 from harness.errors import HarnessError
 from harness.pytest_plugin.failure import (
     pytest_configure_node,
@@ -100,7 +100,7 @@ def _is_declared(path: Path, config: pytest.Config) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what was updated. The texts travel in the reports, so that xdist's workers can send them."""
+    """Show the updates. The texts are in the reports, so that xdist's workers can send them."""
     for section in UPDATE_SECTIONS:
         texts = sorted(_texts(terminalreporter, section))
         if texts:

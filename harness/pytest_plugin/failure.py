@@ -23,14 +23,14 @@ class GateFailedError(Exception):
     def __init__(self, result: "GateResult", command: str) -> None:
         self.result = result
         self.command = command
-        """Makes what the engine needs now the baseline."""
+        """Command that accepts the profile as the baseline."""
         change = result.changes[0]
         place = " ".join(part for part in (change.phase, change.operation, change.measure) if part)
         super().__init__(f"{Code.PERFORMANCE_REGRESSION}: {place}: {change.before:,} before, {change.after:,} now")
 
 
 def summary(result: CheckResult) -> str:
-    """Return in one line what is wrong first, and under which schedule."""
+    """Return the first mistake and its schedule in one line."""
     from harness.report.check.sentences import divergence_place, printable
 
     divergence = result.first_divergence
@@ -83,7 +83,7 @@ class FailureText:
 
 
 def failure_text(error: BaseException, config: pytest.Config) -> FailureText | None:
-    """Return what to show for an error that is ours; None for any other, whose traceback is wanted."""
+    """Return the text of a HarnessError; None for other errors, whose traceback pytest shows."""
     if os.environ.get("HARNESS_TRACEBACK"):
         return None
     from harness.api import CheckFailedError
@@ -110,7 +110,7 @@ def terminal_width(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell an xdist worker, which has no terminal, how wide ours is."""
+    """Tell an xdist worker, which has no terminal, the width of ours."""
     node.workerinput["harness_width"] = terminal_width(node.config)
 
 

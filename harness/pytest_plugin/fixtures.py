@@ -22,16 +22,16 @@ def harness_check(request: pytest.FixtureRequest) -> "Callable[..., CheckReport]
     def check(engine: Any = "reference", **arguments: Any) -> "CheckReport":
         """Check an engine as `harness.check` does, assert the report, and return it."""
         __tracebackhide__ = True
-        from harness.report.check.junit import check_properties
+        from harness.report.check.json import check_properties
 
-        found = _checked(engine, arguments)
-        if isinstance(found, HarnessError):
-            if found.code is Code.NO_DEVICE:
-                pytest.skip(f"{found.code}: {found.what} ({found.actual})")
-            raise found  # what the engine itself raised stays its cause
-        request.node.user_properties += check_properties(found)
-        found.assert_ok()
-        return found
+        result = _checked(engine, arguments)
+        if isinstance(result, HarnessError):
+            if result.code is Code.NO_DEVICE:
+                pytest.skip(f"{result.code}: {result.what} ({result.actual})")
+            raise result  # the engine's own error stays the cause
+        request.node.user_properties += check_properties(result)
+        result.assert_ok()
+        return result
 
     return check
 

@@ -1,14 +1,16 @@
-"""Case files and cases as pytest sees them: a file with one item, named `check`."""
+"""Case files and cases as pytest sees them: a file with one item, named `check`; and the folders of their profiles."""
 
+import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.base.files import scratch_folder, writing
 from harness.errors import Code, HarnessError
-from harness.pytest_plugin.captures import captures_folder, making, settle
 from harness.pytest_plugin.failure import GateFailedError, failure_text
 
 if TYPE_CHECKING:
@@ -16,11 +18,58 @@ if TYPE_CHECKING:
     from harness.plan import Plan
     from harness.results.check import CheckResult
 
+
+_FOLDER = "captures"
+
+
+def captures_folder(path: Path, config: pytest.Config) -> Path | None:
+    """Return the folder of the captures of a case file; None if the session keeps none."""
+    chosen, junit = config.getoption("captures"), config.getoption("xmlpath", None)
+    if not chosen and not junit:
+        return None
+    # As pytest itself reads the path of the JUnit file.
+    junit_file = os.path.expandvars(os.path.expanduser(junit or ""))  # noqa: PTH111  # a variable may hold a `~`
+    folder = Path(chosen) if chosen else Path(junit_file).parent / _FOLDER
+    root = config.rootpath
+    name = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
+    return folder.absolute() / name.with_suffix("")
+
+
+@contextmanager
+def making(kept: Path | None) -> Iterator[Path]:
+    """Yield an empty folder to fill; it is gone afterwards, unless `settle` has moved it.
+
+    Raises:
+        HarnessError: CANNOT_WRITE.
+    """
+    if kept is not None:
+        with writing(kept):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(".captures-", kept and kept.parent) as parent:
+        folder = parent / "new"
+        folder.mkdir()
+        yield folder
+
+
+def settle(folder: Path, kept: Path | None) -> Path:
+    """Move a folder of `making` to its final place, instead of an older one, and return the place.
+
+    Raises:
+        HarnessError: CANNOT_WRITE.
+    """
+    if kept is None:
+        return folder
+    with writing(kept):
+        if kept.exists():
+            kept.rename(folder.with_name("old"))
+        return folder.rename(kept)
+
+
 UPDATE_SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE = "golden update", "baseline update"
-"""Keys of the report sections that say what --golden-update and --baseline-update did."""
+"""Keys of the report sections for the effects of --golden-update and --baseline-update."""
 
 _MARKS_OF_A_CASE = {"schema_version", "requests"}
-"""Keys that no case is without."""
+"""Keys that every case has."""
 
 
 class CaseFile(pytest.File):
@@ -29,7 +78,7 @@ class CaseFile(pytest.File):
     def __init__(self, *, is_declared: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.is_declared = is_declared
-        """Whether the configuration says that this is a case, rather than the name of its folder."""
+        """Whether the configuration names this file as a case, instead of the name of its folder."""
 
     def collect(self) -> Iterable["CaseItem"]:
         """Yield the case; nothing for a file in a folder `cases` that is not a case."""
@@ -45,11 +94,11 @@ class CaseFile(pytest.File):
 
 
 def _looks_like_a_case(path: Path) -> bool:
-    """Whether the file has a key that no case is without, or has its name in it somewhere and is no TOML."""
+    """Whether the file has a key that every case has, or contains the key's name and is no valid TOML."""
     try:
         content = path.read_bytes()
     except OSError:
-        return True  # loading it says what is wrong
+        return True  # loading it reports the error
     try:
         return not _MARKS_OF_A_CASE.isdisjoint(tomllib.loads(content.decode()))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError):
@@ -70,7 +119,7 @@ class CaseItem(pytest.Item):
         from harness.api import CheckReport
         from harness.judge.jobs.check import run_check
         from harness.plan import plan_case
-        from harness.report.check.junit import check_properties
+        from harness.report.check.json import check_properties
 
         try:
             plan = plan_case(self.case)
@@ -88,9 +137,9 @@ class CaseItem(pytest.Item):
             self._profile(plan, plan.case.profile, result)
 
     def _profile(self, plan: "Plan", section: "ProfileSection", result: "CheckResult") -> None:
-        """Profile the engine, keep the captures, and hold them to the case's baseline."""
-        from harness.profiling.job import keep_profile, planned_profile
-        from harness.report.check.junit import profile_properties
+        """Profile the engine, keep the captures, and compare them with the case's baseline."""
+        from harness.profiling.profile import keep_profile, planned_profile
+        from harness.report.check.json import profile_properties
 
         kept = captures_folder(self.path, self.config)
         with making(kept) as folder:
@@ -101,7 +150,7 @@ class CaseItem(pytest.Item):
                 self._gate(folder, self.path.parent / section.baseline)
 
     def _gate(self, profile: Path, baseline: Path) -> None:
-        from harness.profiling.gate.compare import run_gate
+        from harness.profiling.gate.baseline import run_gate
         from harness.report.gate import gate_text
         from harness.results.gate import GateVerdict
 
@@ -114,7 +163,7 @@ class CaseItem(pytest.Item):
             raise GateFailedError(result, command)
 
     def _check_sketch(self, plan: "Plan") -> None:
-        from harness.judge.jobs.golden import run_golden
+        from harness.judge.jobs.opened import run_golden
         from harness.oracle import sketch
 
         golden = run_golden(plan, keeps_values=False)
@@ -138,5 +187,5 @@ class CaseItem(pytest.Item):
 
     @property
     def where(self) -> str:
-        """Path of the case file as it is typed on the command line."""
+        """Path of the case file as on the command line."""
         return self.nodeid.removesuffix(f"::{self.name}")

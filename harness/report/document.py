@@ -10,7 +10,7 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 _KEYS = {"outcome": "verdict"}
-"""Keys of properties that are called otherwise."""
+"""Keys of properties whose names differ."""
 
 
 def document(result: object) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def document(result: object) -> dict[str, Any]:
 
 
 def files_document(results: Sequence[object]) -> dict[str, Any]:
-    """Return what was found in each of several files."""
+    """Return the results of several files."""
     return {"schema_version": SCHEMA_VERSION, "files": plain(results)}
 
 

@@ -55,7 +55,7 @@ def _row(change: GateChange, verdict: GateVerdict) -> list[str]:
 
 
 def _places(changes: Sequence[GateChange]) -> Iterator[str]:
-    """Yield where the operators that changed are called: an operation may be the neighbour of what has changed."""
+    """Yield the callers of the operators that changed: the named operation may be a neighbour of the change."""
     lines = [
         f"  {change.phase} {change.operation} {change.measure}: {', '.join(change.places[:MAX_PLACES])}"
         for change in changes
@@ -68,9 +68,9 @@ def _places(changes: Sequence[GateChange]) -> Iterator[str]:
 def _times(times: Mapping[str, PhaseTime]) -> str:
     """Return a row for each phase and clock; the one that decides comes last, with the verdict."""
     rows = []
-    for phase, found in times.items():
-        for clock in sorted(Clock, key=lambda clock: clock is found.clock):
-            ratio = found.cpu if clock is Clock.CPU else found.wall
+    for phase, time in times.items():
+        for clock in sorted(Clock, key=lambda clock: clock is time.clock):
+            ratio = time.cpu if clock is Clock.CPU else time.wall
             rows.append(
                 [
                     phase,
@@ -80,7 +80,7 @@ def _times(times: Mapping[str, PhaseTime]) -> str:
                     f"{ratio.noise.median:.3f}",
                     f"{ratio.noise.low:.3f} to {ratio.noise.high:.3f}",
                     str(ratio.num_blocks),
-                    found.verdict.value if clock is found.clock else "",
+                    time.verdict.value if clock is time.clock else "",
                 ]
             )
     header = ["phase", "clock", "now/then", "99 %", "A/A", "99 %", "blocks", "verdict"]
@@ -88,7 +88,7 @@ def _times(times: Mapping[str, PhaseTime]) -> str:
 
 
 def gate_json(result: GateResult) -> dict[str, Any]:
-    """Return everything."""
+    """Return the whole result."""
     return {
         "schema_version": SCHEMA_VERSION,
         "verdict": result.verdict,
@@ -96,5 +96,5 @@ def gate_json(result: GateResult) -> dict[str, Any]:
         "key": result.key,
         "changes": plain(result.changes),
         "not_measured": list(result.not_measured),
-        "times": {phase: plain(found.decisive) | plain(found) for phase, found in result.times.items()},
+        "times": {phase: plain(time.decisive) | plain(time) for phase, time in result.times.items()},
     }

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from harness.errors import printable
-from harness.report.fitted_table import fitted_table
+from harness.report.terminal import fitted_table
 from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
 
 _MOST_ROWS = 12
@@ -20,7 +20,7 @@ def memory_text(summaries: Sequence[MemorySummary], *, width: int | None = None)
 
 
 def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
-    """Return what each place holds more or less, now and at the peak."""
+    """Return the change of each place, now and at the peak."""
     parts = [f"before: {diff.before.file}\nafter:  {diff.after.file}"]
     for title, changes in (("in use", diff.now), ("at the peak", diff.at_peak)):
         parts.append(f"{title}: {_mib(sum(change.added_bytes for change in changes), signed=True)} MiB")
@@ -29,7 +29,7 @@ def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
 
 
 def device_name(device: DeviceMemory) -> str:
-    """Return what a device is called."""
+    """Return a device's name."""
     return "cpu" if device.device < 0 else f"device {device.device}"
 
 
@@ -61,7 +61,7 @@ def device_lines(device: DeviceMemory) -> list[str]:
 
 
 def places_by_title(device: DeviceMemory) -> dict[str, Sequence[MemoryPlace]]:
-    """Return the tables of places, those that hold anything."""
+    """Return the tables of places that hold anything."""
     tables = {"in use now": device.now}
     if device.peak_bytes is not None:
         tables = {"at the peak": device.at_peak, **tables, "allocated in the history, and kept": device.kept}
@@ -91,9 +91,9 @@ def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:
     return text
 
 
-def place_row(each: MemoryPlace) -> list[str]:
+def place_row(place: MemoryPlace) -> list[str]:
     """Return the cells of a place, under `PLACE_HEADERS`."""
-    return [each.place, each.operation or "-", each.category or "-", f"{each.num_blocks:,}", _mib(each.num_bytes)]
+    return [place.place, place.operation or "-", place.category or "-", f"{place.num_blocks:,}", _mib(place.num_bytes)]
 
 
 def _places(places: Sequence[MemoryPlace], width: int | None) -> str:

@@ -16,9 +16,9 @@ def settings_text(result: SettingsResult) -> str:
         for pair in result.pairs
     ]
     table = tabulate(rows, headers=["setting", result.engine, "HF", ""], disable_numparse=True)
-    found = [f"{Code.SETTING_DIFFERS}: {pair}" for pair in result.differing]
-    summary = f"{result.num_compared} settings compared, {len(found)} differ; -: not shown"
-    return printable("\n".join([table, "", *found, summary]))
+    differing = [f"{Code.SETTING_DIFFERS}: {pair}" for pair in result.differing]
+    summary = f"{result.num_compared} settings compared, {len(differing)} differ; -: not shown"
+    return printable("\n".join([table, "", *differing, summary]))
 
 
 def settings_json(result: SettingsResult) -> dict[str, Any]:

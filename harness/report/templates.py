@@ -1,4 +1,4 @@
-"""Templates of pages: whatever is put into one is text, never markup, and a name without a value is an error."""
+"""Templates of pages: every value is escaped, and a name without a value is an error."""
 
 from functools import cache
 from pathlib import Path

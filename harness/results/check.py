@@ -1,12 +1,12 @@
-"""Results of a check, as plain data for the reports and the pytest plugin. Nothing here imports torch.
+"""Results of a check, and what one would cost, as plain data for the reports and the pytest plugin.
 
-Numbers that could not be measured are None, never 0. NaN is a measurement: the engine produced it.
+Nothing here imports torch.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from harness.errors import Code
 from harness.results.merging import (
@@ -20,7 +20,64 @@ from harness.results.merging import (
     WORST,
     mergeable,
 )
-from harness.results.tap_source import TapSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """One phase of a check."""
+
+    name: str
+    seconds: float
+    read_bytes: int
+    """Bytes of weights, golden and recordings that are read from files; the system may cache some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCost:
+    """The estimated cost of a check."""
+
+    kind: ClassVar = "check-cost"
+    IN_DOCUMENT: ClassVar = ("kind", "seconds", "read_bytes")
+    model: str
+    dtype: str
+    num_requests: int
+    num_tokens: int
+    """Tokens of all requests: prompts and continuations."""
+    num_layers: int
+    num_measured: int
+    """The first layers of the model, which the measurement ran."""
+    has_golden: bool
+    """Whether the golden is in the cache."""
+    phases: tuple[PhaseCost, ...]
+    golden_bytes: int
+    """On disk, kept."""
+    recording_bytes: int
+    """On disk while a schedule is judged."""
+    peak_bytes: int | None
+    """Memory of the process beside mapped files; None where the system does not say."""
+    available_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of all phases; without the engine's own."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that all phases read."""
+        return sum(phase.read_bytes for phase in self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapSource:
+    """The tensor of an engine that is a tap."""
+
+    tensor: str
+    """For people: the module or operator that makes it, and which columns."""
+    code: str | None = None
+    """Line of the engine's code that makes it, `path/to/file.py:12`; None where that is not known."""
+    evidence: str = "named by the adapter"
+    """Why it was chosen as the tap."""
 
 
 class Verdict(StrEnum):
@@ -31,11 +88,11 @@ class Verdict(StrEnum):
     NOISE = "noise", "green"
     """As good as rounding permits."""
     CONVENTION = "convention", "cyan"
-    """Another legitimate order of rounding, held to its own floor."""
+    """Another legitimate order of rounding, compared with its own floor."""
     UNJUDGED = "unjudged", "dim"
     """Measured, but nothing recorded allows a judgement."""
     SYSTEMATIC = "systematic", "red", "wrong"
-    """Within bounds row by row, and off in one direction over all rows: rounding has none."""
+    """Within bounds row by row, but biased in one direction over all rows; rounding has no direction."""
     MISSING = "missing", "yellow", "missing"
     """Expected and not recorded."""
     BUG = "bug", "red", "wrong"
@@ -72,16 +129,16 @@ class Outcome(StrEnum):
 
     @classmethod
     def of_all(cls, outcomes: Iterable["Outcome"]) -> "Outcome":
-        """Return a mismatch if any is one, a pass only if all are and there is one."""
-        found = set(outcomes)
-        if cls.MISMATCH in found:
+        """Return a mismatch if any outcome is one, and a pass only if all are, with at least one."""
+        kinds = set(outcomes)
+        if cls.MISMATCH in kinds:
             return cls.MISMATCH
-        return cls.PASS if found == {cls.PASS} else cls.NOTHING
+        return cls.PASS if kinds == {cls.PASS} else cls.NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowId:
-    """One token of one request, and an element of the row if that is meant."""
+    """One token of one request, and optionally an element of its row."""
 
     request: int
     position: int
@@ -91,44 +148,44 @@ class RowId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Whose content one place of the KV cache holds, and how it came there."""
+    """The request whose content one place of the KV cache holds, and how it got there."""
 
     layer: int
     head: int | None
     """KV head that is furthest off; None if all are alike."""
     request: int
-    """Whose history the place belongs to."""
+    """The request whose history the place belongs to."""
     position: int
     block: int | None
     """Physical block, of the engine's own numbering; None if the engine did not say."""
     slot: int | None
     writer_request: int | None
-    """Request whose step wrote the slot last, as the recorded slot mappings tell; None if no step did."""
+    """Request whose step wrote the slot last, by the recorded slot mappings; None if no step did."""
     writer_step: int | None
     holds: str
-    """Whose content it is, found by matching it against all recorded keys and values."""
+    """The request whose content it is, by comparison with all recorded keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The way to get an operation wrong under which the engine's numbers come out."""
+    """The mistake that reproduces the engine's numbers."""
 
     cause: str
-    """The mistake that was made; says so if no known one fits."""
+    """The mistake in words; says so if no known mistake fits."""
     scope: str = ""
     """The wrong rows: `decode rows`, `request 1`, `every row`."""
     residual_before: float | None = None
-    """Median error of the wrong rows in roundings, against what they should be; None if none was measured."""
+    """Median error of the wrong rows in roundings, compared with the truth; None if none was measured."""
     residual_after: float | None = None
-    """The same against what they would be under the cause; None if no known cause fits."""
+    """Median error of the wrong rows compared with the rows under the cause; None if no known cause fits."""
     num_rows: int = 0
-    """Wrong rows that were looked at."""
+    """Wrong rows that were examined."""
     num_explained: int = 0
-    """Those whose error falls to the rounding floor."""
+    """Rows whose error falls to the rounding floor under the cause."""
     num_fitted: int = 0
     """Numbers that were fitted to these rows, over all of them."""
     is_cause: bool = True
-    """Whether a cause is asserted; False if only what was seen is said."""
+    """Whether a cause is asserted; False if only observations are reported."""
     detail: str = ""
     provenance: Provenance | None = None
 
@@ -152,7 +209,7 @@ class Effect:
     statistic: float
     """Size over its standard error, clustered by row and by channel."""
     num_rows: int
-    """Distinct rows it was seen in."""
+    """Distinct rows that show it."""
 
 
 @mergeable
@@ -162,7 +219,7 @@ class TapResult:
 
     name: Annotated[str, WORST]
     site: Annotated[str, WORST]
-    """Name without the layer."""
+    """The tap's name without the layer."""
     layer: Annotated[int | None, WORST]
     kind: Annotated[str, WORST]
     num_rows: Annotated[int, TOTAL]
@@ -199,7 +256,7 @@ class TapResult:
     effect: Annotated[Effect | None, WORST] = None
     """The effect that makes the verdict `systematic`."""
     through: Annotated[tuple[str, ...], WORST] = ()
-    """Taps that the engine did not record and that the replay computed on the way; an error may be in any of them."""
+    """Taps that the engine did not record and that the replay computed; an error may be in any of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +279,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong or that was not checked, in words."""
+    """One thing that is wrong or was not checked, in words."""
 
     code: Code
     message: str
@@ -255,13 +312,13 @@ class VerifiedStep:
     num_accepted: int
     """Drafts that the engine's own greedy choices accept."""
     truth_least: int
-    """Drafts that HF's logits accept, whatever rounding does."""
+    """Drafts that HF's logits accept under any rounding."""
     truth_most: int
-    """Those that they may accept, where rounding turns ties round."""
+    """Drafts that HF's logits may accept where rounding decides ties."""
 
     @property
     def differs(self) -> bool:
-        """Whether the engine accepts another number than rounding explains."""
+        """Whether the engine accepts a number that rounding does not explain."""
         return not self.truth_least <= self.num_accepted <= self.truth_most
 
 
@@ -291,11 +348,11 @@ class Coverage:
     triggers: Annotated[tuple[str, ...], UNION] = ()
     """Conditions the workload reached: decode, chunked_prefill, batch, block_boundary, ..."""
     only_through: Annotated[tuple[str, ...], UNION] = ()
-    """Sites, or single taps, that were judged only through what is computed from them."""
+    """Sites, or single taps, that were judged only through operations that use them."""
     not_judged: Annotated[tuple[str, ...], UNION] = ()
-    """Sites, or single taps, that were not judged at all: nothing that is computed from them was, either."""
+    """Sites, or single taps, that were not judged at all, nor through operations that use them."""
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
-    """Positions after which a state was read back and not judged: the truth would have run too many tokens."""
+    """Positions after which a state was read back and not judged: the truth would need to run too many tokens."""
     rows_left_out: Annotated[int, TOTAL] = 0
     """Rows at which products and attention were not judged, as a sample of rows was asked for."""
     least_rows_found: Annotated[int | None, LARGEST] = None
@@ -337,18 +394,18 @@ class RunResult:
     acceptance: tuple[VerifiedStep, ...] = ()
     """Steps that verify drafts."""
     bits: str | None = None
-    """Digest of all that the engine recorded: equal where every number is. None if a step has no digest."""
+    """Digest of the whole recording: equal if and only if every number is equal. None if a step has no digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextPlace:
-    """The next place to look after a check that failed."""
+    """The next step after a failed check."""
 
     tap: str | None
     cause: str | None
-    """None where none is asserted."""
+    """The cause; None if none is asserted."""
     command: str | None
-    """A narrower check, as a line for a shell; None where the shell cannot say it."""
+    """A narrower check, as a shell command; None where a shell cannot express it."""
     file: str | None = None
     """Of the engine's code that produced the tensor; None where it is not known."""
     line: int | None = None
@@ -370,7 +427,7 @@ class CheckResult:
     sources: Mapping[str, TapSource] = field(default_factory=dict)
     """The tensors that were taken for taps, where these were found and not declared."""
     schedules_not_run: tuple[str, ...] = ()
-    """Those that were asked for and that the budget of time did not reach."""
+    """Schedules that were requested and that the time budget did not reach."""
     next_place: NextPlace | None = None
     """None if nothing was found."""
 
@@ -384,3 +441,20 @@ class CheckResult:
     def first_divergence(self) -> Divergence | None:
         """The first divergence of the first run that has one."""
         return next((run.first_divergence for run in self.runs if run.first_divergence), None)
+
+
+class Memory(StrEnum):
+    """Memory that no live row may depend on."""
+
+    UNUSED = "unused cache", "blocks of no request, and places after a request's last token"
+    PADDING = "padded rows", "rows of a step that are no request's"
+    OTHERS = "another request", "keys, values and states of another request"
+    SCRATCH = "scratch", "what torch allocates without setting it"
+
+    help: str
+
+    def __new__(cls, word: str, text: str) -> "Memory":
+        """Make a member whose value is its name."""
+        member = str.__new__(cls, word)
+        member._value_, member.help = word, text
+        return member

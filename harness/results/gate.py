@@ -11,16 +11,16 @@ class GateVerdict(StrEnum):
 
     PASS = "pass"
     REGRESSION = "regression"
-    """Something needs more than it did."""
+    """Something needs more than the baseline."""
     IMPROVED = "improved"
-    """Something needs less, and nothing more: worth accepting, or what is won may be lost again unseen."""
+    """Something needs less, and nothing needs more: accept it, or a later loss stays unseen."""
     ACCEPTED = "accepted"
-    """The profile has become the baseline."""
+    """The profile is the new baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateChange:
-    """One figure that differs from the baseline by more than it may."""
+    """One figure that differs from the baseline by more than the tolerance."""
 
     IN_DOCUMENT: ClassVar = ("is_regression", "subject")
     phase: str
@@ -51,15 +51,15 @@ class TimeVerdict(StrEnum):
     # In the order in which the one of several phases stands for all.
     SLOWER = "slower"
     INCONCLUSIVE = "inconclusive"
-    """The machine was too restless to tell: the interval, or the noise, is wider than the tolerance."""
+    """The machine is too noisy to decide: the interval, or the noise, is wider than the tolerance."""
     SAME = "same"
-    """Neither by more than the tolerance."""
+    """Neither slower nor faster by more than the tolerance."""
     FASTER = "faster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A median of ratios, and where it lies with a confidence of 99 %."""
+    """A median of ratios with its interval of 99 % confidence."""
 
     median: float
     low: float
@@ -80,7 +80,7 @@ class PairedRatio:
 
     @property
     def verdict(self) -> TimeVerdict:
-        """Slower or faster only beyond the tolerance, and beyond doubt."""
+        """Slower or faster only if the whole interval is beyond the tolerance."""
         is_restless = abs(self.noise.median - 1) > self.tolerance
         if self.ratio.low > 1 + self.tolerance:  # however restless the machine is
             return TimeVerdict.SLOWER
@@ -97,9 +97,9 @@ class Clock(StrEnum):
     """The clock that a step's time is read from."""
 
     CPU = "cpu"
-    """CPU time of the process: what else runs on the core is not counted. For an engine of one thread."""
+    """CPU time of the process, without other programs on the core. For an engine of one thread."""
     WALL = "wall"
-    """For a GPU, and for several threads, which wait for each other."""
+    """Wall time: for a GPU, and for several threads, which wait for each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class PhaseTime:
     """One phase of an engine against the same phase of another version, by both clocks."""
 
     clock: Clock
-    """The one that decides."""
+    """The clock that decides."""
     cpu: PairedRatio
     wall: PairedRatio
 
@@ -145,11 +145,11 @@ class GateResult:
     times: Mapping[str, PhaseTime] = field(default_factory=dict)
     """By phase; empty if nothing was timed."""
     not_measured: tuple[str, ...] = ()
-    """Figures that the profile does not have, of an engine whose memory torch does not see."""
+    """Figures that the profile does not have because torch does not see the engine's memory."""
 
     @property
     def verdict(self) -> GateVerdict:
-        """Regression if anything needs more, or takes longer: what the exit status says, too.
+        """A regression if anything needs more or takes longer; the exit status follows it.
 
         An accepted profile may need more, but not take longer: no baseline holds a time.
         """
@@ -165,14 +165,14 @@ class GateResult:
     @property
     def subjects(self) -> dict[Quantity, GateVerdict | TimeVerdict]:
         """The verdicts on counts, on memory, and on time if it was taken."""
-        found: dict[Quantity, GateVerdict | TimeVerdict] = {}
+        verdicts: dict[Quantity, GateVerdict | TimeVerdict] = {}
         for subject in (Quantity.COUNTS, Quantity.MEMORY):
             changes = [change for change in self.changes if change.subject is subject]
             is_worse = any(change.is_regression for change in changes)
-            found[subject] = (
+            verdicts[subject] = (
                 GateVerdict.REGRESSION if is_worse else GateVerdict.IMPROVED if changes else GateVerdict.PASS
             )
         if self.times:
-            verdicts = [time.verdict for time in self.times.values()]
-            found[Quantity.TIME] = min(verdicts, key=list(TimeVerdict).index)
-        return found
+            time_verdicts = [time.verdict for time in self.times.values()]
+            verdicts[Quantity.TIME] = min(time_verdicts, key=list(TimeVerdict).index)
+        return verdicts

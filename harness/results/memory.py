@@ -24,7 +24,7 @@ class OutOfMemory:
 
     requested_bytes: int
     device_free_bytes: int | None
-    """Of the device, outside of the allocator; None where the snapshot does not say."""
+    """Free memory of the device outside the allocator; None where the snapshot does not say."""
     place: str
 
 
@@ -41,13 +41,13 @@ class StepGrowth:
 
     @property
     def added_bytes_per_step(self) -> float:
-        """More in use after each further step; 0 for a single one."""
+        """Increase per further step; 0 for a single step."""
         return (self.last_bytes - self.first_bytes) / max(1, self.num_steps - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """One device's memory: now, at its peak, and what came and stayed."""
+    """One device's memory: now, at its peak, and what stayed allocated."""
 
     IN_DOCUMENT: ClassVar = ("free_bytes",)
     device: int
@@ -59,9 +59,9 @@ class DeviceMemory:
     awaiting_free_bytes: int
     """Freed, and waiting for another stream."""
     requested_bytes: int
-    """Of `allocated_bytes`, what was asked for before rounding up."""
+    """Requested bytes of `allocated_bytes`, before rounding up."""
     largest_free_bytes: int
-    """The largest piece of a segment that is in no use."""
+    """The largest unused piece of a segment."""
     num_segments: int
     num_events: int
     """Of the history; 0 where none was recorded."""

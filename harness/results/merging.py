@@ -19,7 +19,7 @@ D = TypeVar("D", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one field is merged."""
+    """The rule by which one field is merged."""
 
     merge: Callable[[Sequence[Any], str], Any] | None
     """From the parts and the name of the field to the value of the whole; None: the value of the worst part."""
@@ -76,14 +76,14 @@ MEDIAN_COMPUTED = Rule(lambda parts, name: _median(_computed(parts), name))
 
 @cache
 def _rules(cls: type["DataclassInstance"]) -> Mapping[str, Rule]:
-    hints, found = get_type_hints(cls, include_extras=True), dict[str, Rule]()
+    hints, rules = get_type_hints(cls, include_extras=True), dict[str, Rule]()
     for field in fields(cls):
         named = [item for item in getattr(hints[field.name], "__metadata__", ()) if isinstance(item, Rule)]
         if len(named) != 1:
             what = f"{cls.__name__}.{field.name} names {len(named)} rules for merging, expected one"
             raise TypeError(f"{what}: write Annotated[TYPE, TOTAL], or another rule of {__name__}")
-        found[field.name] = named[0]
-    return found
+        rules[field.name] = named[0]
+    return rules
 
 
 def mergeable(cls: type[T]) -> type[T]:

@@ -33,7 +33,7 @@ class MemoryCategory(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Of one latency, over all of its samples."""
+    """Percentiles of one latency over all of its samples."""
 
     median: float
     p90: float
@@ -79,7 +79,7 @@ class OperatorCount:
     flops: int
     """Of matrix products and attention, a multiply-add counting as two; 0 for every other operator."""
     elementwise_flops: int
-    """One for each element that a pointwise operator or a reduction computes from."""
+    """One for each input element of a pointwise operator or a reduction."""
     bytes_moved: int
     """Bytes of its inputs and outputs; 0 for views."""
     bytes_allocated: int
@@ -114,7 +114,7 @@ class RooflinePoint:
     name: str
     flops: int
     bytes_moved: int
-    """The least that has to be read and written, by formula."""
+    """The least bytes to read and write, by formula."""
     time_us: float | None
     """For a phase the time without a profiler; for an operation that of the trace, of its kernels on a GPU."""
     intensity: float

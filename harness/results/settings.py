@@ -83,8 +83,8 @@ class SettingPair:
         """Return the values of the engine that HF does not have, and the reverse."""
         # Some engines count the token itself into a window, and some do not.
         slack = 1 if self.setting == "sliding_window" else 0
-        ours = [item for item in self.engine if not any(_is_close(item, other, slack) for other in self.hf)]
-        theirs = [item for item in self.hf if not any(_is_close(item, other, slack) for other in self.engine)]
+        ours = [item for item in self.engine if not any(_is_close(item, setting, slack) for setting in self.hf)]
+        theirs = [item for item in self.hf if not any(_is_close(item, setting, slack) for setting in self.engine)]
         if self.setting != "rope_frequencies":
             return ours, theirs
         lengths = {len(table) for table in ours} & {len(table) for table in theirs}  # of others nothing is known
@@ -103,9 +103,9 @@ class SettingsResult:
     @property
     def differing(self) -> list[SettingPair]:
         """Settings of which the engine has another value; another theta is not told a second time as frequencies."""
-        found = [pair for pair in self.pairs if pair.differs]
-        has_theta = any(pair.setting == "rope_theta" for pair in found)
-        return [pair for pair in found if not (has_theta and pair.setting == "rope_frequencies")]
+        differing = [pair for pair in self.pairs if pair.differs]
+        has_theta = any(pair.setting == "rope_theta" for pair in differing)
+        return [pair for pair in differing if not (has_theta and pair.setting == "rope_frequencies")]
 
     @property
     def num_compared(self) -> int:
@@ -122,11 +122,11 @@ def setting_pairs(engine: ModelSettings, hf: ModelSettings) -> tuple[SettingPair
 
 def distinct(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return values in their order, each once; numbers that differ by a rounding are one."""
-    found: list[Any] = []
+    values_shown: list[Any] = []
     for value in values:
-        if not any(_is_close(value, item) for item in found):
-            found.append(value)
-    return tuple(found)
+        if not any(_is_close(value, item) for item in values_shown):
+            values_shown.append(value)
+    return tuple(values_shown)
 
 
 def shown_values(values: Iterable[Any]) -> str:
@@ -152,11 +152,11 @@ def _frequencies_differ(engine: Frequencies, hf: Frequencies) -> str:
     )
 
 
-def _is_close(one: Any, other: Any, slack: int = 0) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_close, one, other))
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=_RELATIVE)
-    if slack and isinstance(one, int) and isinstance(other, int):
-        return abs(one - other) <= slack
-    return bool(one == other)
+def _is_close(first: Any, second: Any, slack: int = 0) -> bool:
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_is_close, first, second))
+    if isinstance(first, float) and isinstance(second, int | float):
+        return math.isclose(first, second, rel_tol=_RELATIVE)
+    if slack and isinstance(first, int) and isinstance(second, int):
+        return abs(first - second) <= slack
+    return bool(first == second)

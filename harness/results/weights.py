@@ -44,8 +44,8 @@ class WeightsResult:
     @property
     def different(self) -> tuple[TensorDifference, ...]:
         """The tensors that differ, the furthest apart first."""
-        found = [tensor for tensor in self.tensors if tensor.num_different]
-        return tuple(sorted(found, key=lambda tensor: -tensor.relative))
+        differing = [tensor for tensor in self.tensors if tensor.num_different]
+        return tuple(sorted(differing, key=lambda tensor: -tensor.relative))
 
     @property
     def outcome(self) -> Outcome:

@@ -1,4 +1,4 @@
-"""How often `harness audit` claims what is served, nothing, or something else.
+"""How often `harness server audit` claims what is served, nothing, or something else.
 
     python reports/cpu/audit_claims.py [--tokens 600] [--audits 20] [--dtype bfloat16] [--only NAME] [--without-logprobs]
 
@@ -22,11 +22,10 @@ import torch
 import uvicorn
 from safetensors.torch import load_file, save_file
 
+from harness.extensions.server.address import Address
 from harness.extensions.server.audit import run as audit
 from harness.extensions.server.audit.hypotheses import load_hypothesis, parse_hypotheses
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.sampler.ask import ask_draws
-from harness.extensions.server.sampler.settings import TOKENS, SamplerSetting
+from harness.extensions.server.sampler.requests import TOKENS, SamplerSetting, ask_draws
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import plan_engine
 from reference_engine import EngineConfig, LLMEngine
@@ -49,7 +48,7 @@ def served(folder, dtype, cache=None, **changes):
         store(self, layer, cache(k), cache(v), slots)
 
     def sample(logits, sequences):
-        return original(logits, [replace(each, params=replace(each.params, **changes)) for each in sequences])
+        return original(logits, [replace(sequence, params=replace(sequence.params, **changes)) for sequence in sequences])
 
     model_runner.sample = sample if changes else original
     KVCache.store = store if cache is None else coarse_store
@@ -72,8 +71,8 @@ def served(folder, dtype, cache=None, **changes):
 
 def written(name, plan, scratch):
     """Write the checkpoint that a hypothesis's weights are, in float32."""
-    (own,) = parse_hypotheses([name, "fp32" if name != "fp32" else "bf16"], SamplingSettings())[:1]
-    hf = load_hypothesis(own, plan, scratch, vocab_size=None)
+    (hypothesis,) = parse_hypotheses([name, "fp32" if name != "fp32" else "bf16"], SamplingSettings())[:1]
+    hf = load_hypothesis(hypothesis, plan, scratch, vocab_size=None)
     out = scratch / f"served-{name}"
     shutil.copytree(FOLDER, out)
     values = {key: value.float().contiguous().clone() for key, value in hf.model.state_dict().items()}
@@ -83,16 +82,16 @@ def written(name, plan, scratch):
 
 
 def sliced(view, rows):
-    """Return a view of some draws alone, numbered anew."""
-    own = audit.View(view.settings, len(rows), every=view.every)
-    own.most, own.own, own.noise = view.most[rows], view.own[rows], view.noise[rows]
-    own.tempered = view.tempered[:, rows]
-    own.whole = {at: view.whole[row] for at, row in enumerate(rows) if row in view.whole}
+    """Return a view of some draws alone, numbered again."""
+    part = audit.View(view.settings, len(rows), every=view.every)
+    part.most, part.own, part.noise = view.most[rows], view.own[rows], view.noise[rows]
+    part.tempered = view.tempered[:, rows]
+    part.whole = {at: view.whole[row] for at, row in enumerate(rows) if row in view.whole}
     for name, values in view.readings.items():
-        kept = own.readings.setdefault(name, type(values)())
+        kept = part.readings.setdefault(name, type(values)())
         kept.exact = {at: values.exact[row] for at, row in enumerate(rows)}
         kept.rounded = {at: values.rounded[row] for at, row in enumerate(rows)}
-    return own
+    return part
 
 
 def main() -> None:
@@ -106,46 +105,46 @@ def main() -> None:
     options = parser.parse_args()
     plan = plan_engine(model=str(FOLDER), dtype=options.dtype)
     base = {"float32": "fp32", "bfloat16": "bf16"}[options.dtype]
-    other = "bf16" if base == "fp32" else "fp32"
+    rival = "bf16" if base == "fp32" else "fp32"
     # In bfloat16 the edge of a set of tokens is within rounding, so that top-p and top-k are told in float32 alone.
     settings = [f"{base}+{name}={value}" for name, value in SETTINGS.items() if base == "fp32" or name == "temperature"]
-    names = [base, other, "fp8", "q8", "q4", f"{base}+kv=fp8", *settings]
+    names = [base, rival, "fp8", "q8", "q4", f"{base}+kv=fp8", *settings]
     totals = {"with": [0, 0, 0], "without": [0, 0, 0]}
     for truth in options.only or [base, "fp8", "q8", "q4", *names[5:], f"{base}+kv=fp8_e5m2", "q5_1"]:
         with TemporaryDirectory() as scratch:
             counts = campaign(truth, names, plan, options, Path(scratch))
         print(json.dumps({"served": truth, "dtype": options.dtype, "logprobs": not options.without_logprobs} | counts), flush=True)
         for kind, (right, none, wrong) in totals.items():
-            own = counts[kind]
-            totals[kind] = [right + own["right"], none + own["none"], wrong + sum(own["wrong"].values())]
-    print(json.dumps({kind: dict(zip(("right", "none", "wrong"), own)) for kind, own in totals.items()}))
+            count = counts[kind]
+            totals[kind] = [right + count["right"], none + count["none"], wrong + sum(count["wrong"].values())]
+    print(json.dumps({kind: dict(zip(("right", "none", "wrong"), shares)) for kind, shares in totals.items()}))
 
 
 def campaign(truth, names, plan, options, scratch):
     """Serve one truth, and count the claims of all audits."""
     weights, *parts = truth.split("+")
-    (own,) = parse_hypotheses([truth, "any"], SamplingSettings())[:1]
-    changes = {name: getattr(own.settings, name) for part in parts if (name := part.split("=")[0]) in SETTINGS}
+    (hypothesis,) = parse_hypotheses([truth, "any"], SamplingSettings())[:1]
+    changes = {name: getattr(hypothesis.settings, name) for part in parts if (name := part.split("=")[0]) in SETTINGS}
     folder = FOLDER if weights in ("fp32", "bf16") else written(weights, plan, scratch)
     setting, num_draws = SamplerSetting(name="audit", settings=SamplingSettings()), options.tokens * options.audits
-    with served(folder, options.dtype, own.cache, **changes) as address:
+    with served(folder, options.dtype, hypothesis.cache, **changes) as address:
         answers = ask_draws(
             plan, address, [setting], num_draws, seed=options.seed, num_again=0, progress=lambda *_: None
         )
     hf = answers.hf
     draws, failed = audit._draws(answers)
     assert not failed
-    given = [{} if options.without_logprobs else audit._given(answers, *own) for own in draws.values()]
+    values = [{} if options.without_logprobs else audit._given(answers, *draw) for draw in draws.values()]
     hypotheses = parse_hypotheses(names, SamplingSettings())
     every = max(1, ceil(len(draws) / 3000))
-    views = audit._views(plan, hypotheses, draws, given, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None)
+    views = audit._views(plan, hypotheses, draws, values, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None)
     counts = {kind: {"right": 0, "none": 0, "wrong": {}} for kind in ("with", "without")}
     needed = []
     per_audit = options.tokens // TOKENS
     for number in range(options.audits):
         rows = [at for at, (request, _) in enumerate(draws.values()) if request.number // per_audit == number]
         places = list(draws)
-        table = audit._table({places[row]: None for row in rows}, [given[row] for row in rows])
+        table = audit._table({places[row]: None for row in rows}, [values[row] for row in rows])
         for kind in counts:
             if kind == "without" or truth in names:
                 kept = [at for at, name in enumerate(names) if kind == "with" or name != truth]
@@ -157,19 +156,19 @@ def campaign(truth, names, plan, options, scratch):
                     false_claim=audit.FALSE_CLAIM, hypotheses=tuple(results),
                 )
                 claim = result.claim
-                own = counts[kind]
+                count = counts[kind]
                 if claim is None:
-                    own["none"] += 1
-                    own["left"] = own.get("left", {})
+                    count["none"] += 1
+                    count["left"] = count.get("left", {})
                     words = "+".join(result.remaining) or "(all excluded)"
-                    own["left"][words] = own["left"].get(words, 0) + 1
+                    count["left"][words] = count["left"].get(words, 0) + 1
                 elif claim == truth:
-                    own["right"] += 1
+                    count["right"] += 1
                 else:
-                    own["wrong"][claim] = own["wrong"].get(claim, 0) + 1
+                    count["wrong"][claim] = count["wrong"].get(claim, 0) + 1
                 if kind == "with" and truth in names:
                     at = names.index(truth)
-                    needed.append([results[at].needed, {each.name: each.excluded_after for each in results}])
+                    needed.append([results[at].needed, {result.name: result.excluded_after for result in results}])
     if needed:
         counts["needed"] = {name: needed[0][0][name] for name in needed[0][0]}
     return counts

@@ -1,4 +1,4 @@
-"""onnxruntime-genai's own sampler behind HTTP, one request at a time, so that `harness sampler --endpoint` can judge it.
+"""onnxruntime-genai's own sampler behind HTTP, one request at a time, so that `harness server sampler --endpoint` can judge it.
 
     python -m onnxruntime_genai.models.builder -i FOLDER -o EXPORT -p fp32 -e cpu
     python reports/cpu/genai_server.py EXPORT PORT
@@ -21,20 +21,20 @@ OPTIONS = {"temperature": float, "top_p": float, "top_k": int, "repetition_penal
 def complete(asked):
     """Return a completion."""
     prompt, params = asked["prompt"], og.GeneratorParams(model)
-    given = {name: kind(asked[name]) for name, kind in OPTIONS.items() if name in asked}
-    given["do_sample"] = given.get("temperature", 1.0) > 0
-    if not given["do_sample"]:
-        del given["temperature"]
+    options = {name: kind(asked[name]) for name, kind in OPTIONS.items() if name in asked}
+    options["do_sample"] = options.get("temperature", 1.0) > 0
+    if not options["do_sample"]:
+        del options["temperature"]
     if asked.get("seed") is not None:
-        given["random_seed"] = asked["seed"]
-    params.set_search_options(max_length=len(prompt) + asked.get("max_tokens", 16), **given)
+        options["random_seed"] = asked["seed"]
+    params.set_search_options(max_length=len(prompt) + asked.get("max_tokens", 16), **options)
     generator = og.Generator(model, params)
     generator.append_tokens(np.array([prompt], dtype=np.int32))
     ids, rows = [], []
     while not generator.is_done():
         generator.generate_next_token()
         ids.append(int(generator.get_next_tokens()[0]))
-    text = [tokenizer.decode([each]) for each in ids]
+    text = [tokenizer.decode([token_id]) for token_id in ids]
     choice = {"index": 0, "text": "".join(text), "finish_reason": "length", "token_ids": ids}
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
     return {"id": "0", "object": "text_completion", "model": "genai", "choices": [choice], "usage": usage}
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, {"error": {"message": f"not offered: {', '.join(refused) or 'this prompt'}"}})
         try:
             return self.answer(200, complete(asked))
-        except Exception as error:  # noqa: BLE001 - GenAI refuses an option
+        except Exception as error:
             return self.answer(400, {"error": {"message": str(error)}})
 
     def answer(self, status, body):

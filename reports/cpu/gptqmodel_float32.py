@@ -30,12 +30,12 @@ def main(folder: str) -> None:
     tensors = {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.layers[0].self_attn.q_proj
     x = torch.randn(21, module.in_features, generator=torch.Generator().manual_seed(0))
-    own = module(x).double()
+    actual = module(x).double()
     bias = tensors.get(f"{NAME}.bias")
     for dtype in (torch.float32, torch.float16):
         product = x.double() @ weight(tensors, dtype).double().T
         expected = product if bias is None else product + bias.to(dtype).double()
-        print(f"{type(module).__name__}, weight and bias in {dtype}: {float((own - expected).norm() / own.norm()):.2e}")
+        print(f"{type(module).__name__}, weight and bias in {dtype}: {float((actual - expected).norm() / actual.norm()):.2e}")
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ def main() -> None:
                 folder = Path(scratch) / family
                 hf = save(family, both | settings, folder)
                 convert(checkout, folder, Path(scratch) / "model.gguf").check_returncode()
-                own = last_logits(Path(scratch) / "model.gguf", IDS)
+                actual = last_logits(Path(scratch) / "model.gguf", IDS)
             said = ", ".join(f"{name}={value}" for name, value in settings.items()) or "as transformers writes it"
-            print(f"{family:14} {said:32} {float((own - hf).norm() / hf.norm()):.1e}", flush=True)
+            print(f"{family:14} {said:32} {float((actual - hf).norm() / hf.norm()):.1e}", flush=True)
 
 
 if __name__ == "__main__":

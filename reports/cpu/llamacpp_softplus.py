@@ -40,14 +40,14 @@ def main() -> None:
                 value.data = 0.3 * torch.randn(value.shape)
         with tempfile.TemporaryDirectory() as folder:
             write_mamba(model, Path(folder) / "mamba.gguf")
-            found = {"llama.cpp": last_logits(Path(folder) / "mamba.gguf", IDS)}
+            logits_by_name = {"llama.cpp": last_logits(Path(folder) / "mamba.gguf", IDS)}
         truth = of_hf(model, torch.float64)
-        found["HF in float32"] = of_hf(model, torch.float32)
+        logits_by_name["HF in float32"] = of_hf(model, torch.float32)
         functional.softplus = lambda x: torch.log(1 + torch.exp(x))
-        found["HF in float32, softplus as log(1 + exp(x))"] = of_hf(model, torch.float32)
+        logits_by_name["HF in float32, softplus as log(1 + exp(x))"] = of_hf(model, torch.float32)
         functional.softplus = softplus
         print(f"bias of the time step {bias}:")
-        for name, logits in found.items():
+        for name, logits in logits_by_name.items():
             print(f"  {name:44} {float((logits - truth).norm() / truth.norm()):.1e}")
 
 

@@ -30,8 +30,8 @@ def generated(model, prompts):
     batch = BatchGenerator(model, max_tokens=12)
     tokens = {uid: [] for uid in batch.insert(prompts)}
     while responses := batch.next_generated():
-        for each in responses:
-            tokens[each.uid].append(each.token)
+        for response in responses:
+            tokens[response.uid].append(response.token)
     batch.close()
     return list(tokens.values())
 

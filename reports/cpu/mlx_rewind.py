@@ -55,9 +55,9 @@ def main(folder):
         prompt = mx.array([3 + at % 100 for at in range(length)])
         plain = [int(token) for token, _ in generate_step(prompt, model, max_tokens=NUM_NEW)]
         steps = speculative_generate_step(prompt, model, draft, num_draft_tokens=3, max_tokens=NUM_NEW)
-        found = [(int(token), from_draft) for token, _, from_draft in steps]
-        same = next((at for at, (token, _) in enumerate(found) if token != plain[at]), NUM_NEW)
-        accepted = sum(from_draft for _, from_draft in found)
+        tokens = [(int(token), from_draft) for token, _, from_draft in steps]
+        same = next((at for at, (token, _) in enumerate(tokens) if token != plain[at]), NUM_NEW)
+        accepted = sum(from_draft for _, from_draft in tokens)
         print(
             f"prompt of {length}: speculation equals greedy in the first {same} of {NUM_NEW} tokens (position "
             f"{length + same}), {accepted} from the draft"

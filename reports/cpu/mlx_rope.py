@@ -33,15 +33,15 @@ def main(folder: Path) -> None:
     with torch.no_grad():
         truth = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([IDS])).logits[0].float().numpy()
     print("rope_parameters alone:               ", distance(folder, truth))
-    with tempfile.TemporaryDirectory() as other:
-        shutil.copytree(folder, other, dirs_exist_ok=True)
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
         config = json.loads((folder / "config.json").read_text())
         rope = dict(config["rope_parameters"])
         config |= {"rope_theta": rope.pop("rope_theta")}
         if rope.get("rope_type", "default") != "default":
             config["rope_scaling"] = rope
-        (Path(other) / "config.json").write_text(json.dumps(config))
-        print("rope_theta and rope_scaling beside it:", distance(Path(other), truth))
+        (Path(copy) / "config.json").write_text(json.dumps(config))
+        print("rope_theta and rope_scaling beside it:", distance(Path(copy), truth))
 
 
 if __name__ == "__main__":

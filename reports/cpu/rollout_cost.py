@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import harness
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
-
 KINDS = {"monitor, trainer at hand": True, "monitor, between": False, "monitor, log alone": False}
 
 
@@ -28,7 +27,7 @@ def sample(folder, prompts, num_tokens, seed):
         {
             "prompt_ids": prompt,
             "response_ids": list(output.token_ids),
-            "engine_logprobs": [each.logprob for each in output.logprobs],
+            "engine_logprobs": [token.logprob for token in output.logprobs],
         }
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
@@ -39,11 +38,11 @@ def gradients(module, rows):
     ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]] for row in rows])
     num_prompt = len(rows[0]["prompt_ids"])
     logprobs = module(input_ids=ids).logits[:, :-1].float().log_softmax(dim=-1)
-    own = logprobs.gather(2, ids[:, 1:, None])[:, num_prompt - 1 :, 0]
-    loss = -(torch.randn(len(rows), 1) * own).mean()
+    chosen = logprobs.gather(2, ids[:, 1:, None])[:, num_prompt - 1 :, 0]
+    loss = -(torch.randn(len(rows), 1) * chosen).mean()
     module.zero_grad()
     loss.backward()
-    return own.detach()
+    return chosen.detach()
 
 
 def main():
@@ -51,27 +50,27 @@ def main():
     parser = argparse.ArgumentParser()
     for name, value in (("steps", 6), ("rows", 32), ("tokens", 64), ("monitored", 4), ("hidden", 512), ("layers", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=given.hidden, intermediate_size=3 * given.hidden, num_hidden_layers=given.layers,
+        vocab_size=8192, hidden_size=arguments.hidden, intermediate_size=3 * arguments.hidden, num_hidden_layers=arguments.layers,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
     )  # fmt: skip
     module = LlamaForCausalLM(config).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
-    monitor = harness.RolloutMonitor(every=2, num_rows=given.monitored, dtype="bfloat16", raises=False)
-    print(json.dumps({"parameters": module.num_parameters(), **vars(given)}))
+    monitor = harness.RolloutMonitor(every=2, num_rows=arguments.monitored, dtype="bfloat16", raises=False)
+    print(json.dumps({"parameters": module.num_parameters(), **vars(arguments)}))
     with tempfile.TemporaryDirectory() as folder:
-        for step in range(given.steps):
+        for step in range(arguments.steps):
             module.save_pretrained(folder)
-            prompts = torch.randint(3, config.vocab_size, (given.rows, 32)).tolist()
+            prompts = torch.randint(3, config.vocab_size, (arguments.rows, 32)).tolist()
             seconds, begin = {}, time.process_time()
-            rows = sample(Path(folder), prompts, given.tokens, step)
+            rows = sample(Path(folder), prompts, arguments.tokens, step)
             seconds["rollout"] = time.process_time() - begin
             begin = time.process_time()
             columns = gradients(module, rows)
             seconds["training"] = time.process_time() - begin
-            logged = [row | {"trainer_logprobs": own.tolist()} for row, own in zip(rows, columns, strict=True)]
+            logged = [row | {"trainer_logprobs": column.tolist()} for row, column in zip(rows, columns, strict=True)]
             for at, (name, trainer) in enumerate(KINDS.items()):
                 begin = time.process_time()
                 report = monitor.step(100 * step + at, logged, model=module, trainer=module if trainer else None) or report

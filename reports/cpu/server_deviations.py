@@ -55,22 +55,22 @@ print("logprobs 5                     ", body["choices"][0].get("logprobs") if s
 print("top_k -1, then 3               ", text(top_k=-1), "|", text(top_k=3))
 print("seed 1, 1, 2 at temperature 5  ", [text(seed=seed, temperature=5.0) for seed in (1, 1, 2)])
 status, body = ask(logprobs=True, top_logprobs=3, max_tokens=3)
-given = (body["choices"][0].get("logprobs") or {}).get("content", []) if status == 200 else []
-if given:
+entries = (body["choices"][0].get("logprobs") or {}).get("content", []) if status == 200 else []
+if entries:
     print("text of three greedy tokens    ", repr(body["choices"][0]["text"]))
-    for entry in given:
-        best = max(entry["top_logprobs"], key=lambda each: each["logprob"])
+    for entry in entries:
+        best = max(entry["top_logprobs"], key=lambda candidate: candidate["logprob"])
         print(f"  entry is of {entry['token']!r} ({entry['logprob']:.3f}), the likeliest is {best['token']!r} ({best['logprob']:.3f})")
 print("seed 1, 1, 2 at temperature 2  ", [text(seed=seed, temperature=2.0) for seed in (1, 1, 2)])
 print("echo beside token ids          ", repr(text(echo=True, return_token_ids=True)[:20]))
 for echo in (False, True):
     status, body = ask(prompt="abc", echo=echo, logprobs=1, max_tokens=3)
-    given = (body["choices"][0].get("logprobs") or {}) if status == 200 else {}
-    print(f"abc and 3 tokens, echo {echo!s:5}    ", list(zip(given.get("tokens", []), given.get("token_logprobs", []))))
+    logprobs = (body["choices"][0].get("logprobs") or {}) if status == 200 else {}
+    print(f"abc and 3 tokens, echo {echo!s:5}    ", list(zip(logprobs.get("tokens", []), logprobs.get("token_logprobs", []))))
 draw = random.Random(1)
 prompts = ["".join(draw.choice("abcdfgjkmpq,Y-QmD") for _ in range(12)) for _ in range(60)]
-in_prompt = [each for each in prompts if text(prompt=each, max_tokens=1, repeat_penalty=1.0) in each]
-changed = [text(prompt=each, max_tokens=1, repeat_penalty=100.0) not in each for each in in_prompt]
+in_prompt = [prompt for prompt in prompts if text(prompt=prompt, max_tokens=1, repeat_penalty=1.0) in prompt]
+changed = [text(prompt=prompt, max_tokens=1, repeat_penalty=100.0) not in prompt for prompt in in_prompt]
 print("likeliest token in the prompt  ", len(in_prompt), "prompts; another one with repeat_penalty 100:", sum(changed))
 print("different of 9 with typical_p 0", len({text(temperature=2.0, typical_p=1e-6, max_tokens=1, seed=at) for at in range(9)}))
 for temperature in (1.0, 2.0):

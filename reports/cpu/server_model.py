@@ -23,13 +23,13 @@ BOS = SPECIAL[0] if sys.argv[2:] == ["ascii"] else None  # llama.cpp takes token
 
 letters = sorted(pre_tokenizers.ByteLevel.alphabet())
 if sys.argv[2:] == ["ascii"]:
-    letters = [each for each in letters if "!" <= each <= "~" or each in "ĠĊ"]
+    letters = [letter for letter in letters if "!" <= letter <= "~" or letter in "ĠĊ"]
 tokens = [*letters, *map("".join, MERGES)]
-tokenizer = Tokenizer(models.BPE(vocab={each: at for at, each in enumerate(tokens)}, merges=MERGES))
+tokenizer = Tokenizer(models.BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=MERGES))
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 tokenizer.decoder = decoders.ByteLevel()
-tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
-tokenizer.add_tokens([AddedToken(each, normalized=False) for each in ("<tool_call>", "</tool_call>")])
+tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<tool_call>", "</tool_call>")])
 fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0], bos_token=BOS)
 fast.chat_template = TEMPLATE.read_text()
 fast.save_pretrained(FOLDER)
@@ -54,5 +54,5 @@ model.generation_config.do_sample = False
 model.generation_config.eos_token_id = [last, first]
 model.save_pretrained(FOLDER)
 path = FOLDER / "config.json"  # older releases read the base of the rotary embedding at the top
-own = json.loads(path.read_text())
-path.write_text(json.dumps(own | {"rope_theta": own["rope_parameters"]["rope_theta"]}, indent=1))
+config = json.loads(path.read_text())
+path.write_text(json.dumps(config | {"rope_theta": config["rope_parameters"]["rope_theta"]}, indent=1))

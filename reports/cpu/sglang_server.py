@@ -1,13 +1,13 @@
 """SGLang's server on a CPU without its kernels: docs/adapters/sglang/cpu.py, then `sglang.launch_server`.
 
-    python reports/cpu/sglang_server.py --model-path FOLDER --port PORT
+python reports/cpu/sglang_server.py --model-path FOLDER --port PORT
 """
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "adapters" / "sglang"))
-import cpu  # noqa: E402, F401 - SGLang's processes import this file again
+import cpu  # noqa: F401 - SGLang's processes import this file again
 
 if __name__ == "__main__":
     from sglang.srt.entrypoints.http_server import launch_server

@@ -1,6 +1,6 @@
 """SGLang 0.5.23 alone: a tied Qwen3-MoE has no head. Prints 0.0, where the head should be the embedding.
 
-    PYTHONPATH=docs/adapters/sglang python reports/cpu/sglang_tied_head.py cases/checkpoints/qwen3-moe-tiny
+PYTHONPATH=docs/adapters/sglang python reports/cpu/sglang_tied_head.py cases/checkpoints/qwen3-moe-tiny
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Run `harness sampler` and `harness tokens` on sound servers of the reference engine, with seeds of each run's own.
+"""Run `harness server sampler` and `harness server chat` on sound servers of the reference engine, with seeds of each run's own.
 
     python reports/cpu/sound_runs.py --first-seed 7000 --seconds 600 [--only sampler,schema,conversations,text]
 
@@ -20,22 +20,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.client import Client
+from harness.extensions.server.address import Address
+from harness.extensions.server.chat import written
+from harness.extensions.server.chat.run import check_tokens
+from harness.extensions.server.client import Client
 from harness.extensions.server.sampler.run import check_sampler
-from harness.extensions.server.chat.tokens import run as tokens_run
-from harness.extensions.server.chat.tokens import written
 from harness.formats.checkpoint import Checkpoint
 from harness.plan import plan_engine
 from harness.results.check import Outcome
 from reference_engine import EngineConfig, LLMEngine
 from reference_engine.server.app import build_app
 from reference_engine.server.text import Text
-from tests.loopback import serving
-from tests.extensions.server.sampler.conftest import plan_of, served
-from tests.extensions.server.sampler.test_grammar import masked_first, masking
 from tests.extensions.server.chat.structured.conftest import write_json_tokenizer
 from tests.extensions.server.chat.tokens.conftest import write_tokenizer
+from tests.extensions.server.sampler.conftest import plan_of, served
+from tests.extensions.server.sampler.test_grammar import masked_first, masking
+from tests.loopback import serving
 
 WORDS = ["stone", "naïve", "日本", "42", "x_y", "Ωmega", "🦉", "to", "the", "\n", "--", "e\u0301", "{}", "end"]
 SPACINGS = ("any whitespace", "no whitespace")
@@ -75,8 +75,8 @@ def sampler(seed):
     dtype = ("float32", "bfloat16")[seed % 2]
     with served(dtype=dtype) as address:
         result = check_sampler(plan_of(dtype), address, num_draws=60, seed=seed)
-    alarms = [*result.findings, *(each for setting in result.settings for each in setting.findings)]
-    return result.outcome is not Outcome.PASS, [each.message for each in alarms]
+    alarms = [*result.findings, *(finding for setting in result.settings for finding in setting.findings)]
+    return result.outcome is not Outcome.PASS, [finding.message for finding in alarms]
 
 
 def schema(seed):
@@ -85,18 +85,18 @@ def schema(seed):
         plan = plan_engine(model=folder, dtype="float32")
         with masking(plan, patch, masked_first, SPACINGS[seed % 2]) as address:
             result = check_sampler(plan, address, num_draws=120, seed=seed, only=("json_schema",))
-    alarms = [*result.findings, *(each for setting in result.settings for each in setting.findings)]
-    return result.outcome is not Outcome.PASS, [each.message for each in alarms]
+    alarms = [*result.findings, *(finding for setting in result.settings for finding in setting.findings)]
+    return result.outcome is not Outcome.PASS, [finding.message for finding in alarms]
 
 
 def conversations(seed):
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         chat_model(Path(name), seed)
         address = serve_chat(stack, Path(name), ("float32", "bfloat16")[seed % 2])
-        result = tokens_run.check_tokens(
+        result = check_tokens(
             Checkpoint(Path(name)), address, model="chat", num_conversations=40, seed=seed
         )
-    said = [each.name for each in result.differences] + [each.message for each in result.findings]
+    said = [item.name for item in result.differences] + [item.message for item in result.findings]
     return result.outcome is not Outcome.PASS, said
 
 
@@ -115,7 +115,7 @@ def text(seed):
             return writing
 
         writing = asyncio.run(run())
-    return bool(writing.differences) or not writing.num_answers, [each.name for each in writing.differences]
+    return bool(writing.differences) or not writing.num_answers, [difference.name for difference in writing.differences]
 
 
 def main():

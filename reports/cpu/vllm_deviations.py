@@ -22,11 +22,11 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=GENERATOR)
 
 
-def told(name: str, actual: torch.Tensor, expected: torch.Tensor, other: torch.Tensor, what: str) -> None:
+def told(name: str, actual: torch.Tensor, expected: torch.Tensor, alternative: torch.Tensor, what: str) -> None:
     """Print how far vLLM is from HF, and how far from what it is said to compute instead."""
     size = expected.double().norm()
-    from_hf, from_other = ((actual.double() - each.double()).norm() / size for each in (expected, other))
-    print(f"{name:38} from HF {float(from_hf):.1e}   from {what}: {float(from_other):.1e}")
+    from_hf, from_alternative = ((actual.double() - reference.double()).norm() / size for reference in (expected, alternative))
+    print(f"{name:38} from HF {float(from_hf):.1e}   from {what}: {float(from_alternative):.1e}")
 
 
 def bloom_gelu() -> None:

@@ -36,8 +36,8 @@ for caches in (False, True):
                 (output,) = llm.generate(
                     [prompt], SamplingParams(max_tokens=4, temperature=0, detokenize=False), use_tqdm=False
                 )
-                found = list(output.outputs[0].token_ids)
+                outcome = list(output.outputs[0].token_ids)
             except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-            print(f"prefix caching {caches}, blocks of {block}, a prompt of {length} tokens: {found}")
+                outcome = f"{type(error).__name__}: {error}"
+            print(f"prefix caching {caches}, blocks of {block}, a prompt of {length} tokens: {outcome}")
         del llm

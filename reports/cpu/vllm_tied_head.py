@@ -1,4 +1,4 @@
-"""vLLM's Qwen3-Next leaves a tied head as it was allocated: its logits are of memory that nobody wrote.
+"""vLLM's Qwen3-Next leaves a tied head as it was allocated: its logits come from uninitialized memory.
 
     python reports/cpu/vllm_tied_head.py CHECKPOINT
 

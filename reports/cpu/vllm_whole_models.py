@@ -16,8 +16,17 @@ from typing import Any
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
-from transformers import Cohere2Config, Cohere2ForCausalLM, Gemma3nTextConfig, Gemma4ForCausalLM, Gemma4TextConfig
-from transformers import HrmTextConfig, HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM, Lfm2MoeConfig
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    HrmTextConfig,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    Lfm2MoeConfig,
+)
 from transformers.models.gemma3n import modeling_gemma3n as gemma3n
 from transformers.models.hrm_text import modeling_hrm_text as hrm
 from transformers.models.lfm2_moe import modeling_lfm2_moe as lfm2_moe
@@ -86,12 +95,12 @@ def rotated_row_by_row(model: Any) -> torch.Tensor:
 
     def wrong(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         tokens = q.shape[2]
-        rows = [each.transpose(1, 2).reshape(1, 1, -1, each.shape[-1]).clone() for each in (q, k)]
-        heads = [each[:, :, :tokens] for each in rows]
-        for each, turned in zip(heads, right(*(head.clone() for head in heads), cos, sin), strict=True):
-            each.copy_(turned)
+        rows = [x.transpose(1, 2).reshape(1, 1, -1, x.shape[-1]).clone() for x in (q, k)]
+        heads = [row[:, :, :tokens] for row in rows]
+        for head, turned in zip(heads, right(*(head.clone() for head in heads), cos, sin), strict=True):
+            head.copy_(turned)
         return tuple(
-            row.reshape(1, tokens, each.shape[1], -1).transpose(1, 2) for row, each in zip(rows, (q, k), strict=True)
+            row.reshape(1, tokens, x.shape[1], -1).transpose(1, 2) for row, x in zip(rows, (q, k), strict=True)
         )
 
     lfm2_moe.apply_rotary_pos_emb = wrong
@@ -137,20 +146,20 @@ def seen(engine: LLM, *ends: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return what modules are given and return while vLLM computes the prompt, [tokens, size] each, by their last names."""
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     modules = dict(worker.model_runner.get_model().named_modules())
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    outputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(end: str) -> Callable[..., None]:
-        def hook(_module: Any, given: Any, returned: Any) -> None:
+        def hook(_module: Any, inputs: Any, returned: Any) -> None:
             returned = returned[0] if isinstance(returned, tuple) else returned
             tokens = PROMPT.shape[1]
-            found[end] = given[0].reshape(tokens, -1).clone(), returned.reshape(tokens, -1).clone()
+            outputs[end] = inputs[0].reshape(tokens, -1).clone(), returned.reshape(tokens, -1).clone()
 
         return hook
 
     for end in ends:
         next(module for path, module in modules.items() if path.endswith(end)).register_forward_hook(keep(end))
     answer(engine)
-    return [found[end] for end in ends]
+    return [outputs[end] for end in ends]
 
 
 def told(name: str, actual: torch.Tensor, **expected: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from harness.base.metrics import rounding_unit
 from harness.engines import open_engine
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import Work
-from harness.engines.module.stepper import ModuleStepper
+from harness.engines.module.forward import ModuleStepper
 from tests.benchmarks.engines_by_content import llamacpp_by_content, rows_of
 from tests.families.quiet import quiet
 
@@ -154,10 +154,10 @@ def planted(folder: Path, name: str, out: Path) -> str | None:
     if name in SETTINGS:
         wrong = SETTINGS[name](model.config)
     else:
-        found = None if name == "none" else next(mistake for mistake in MISTAKES if mistake.name == name).plant(model)
-        if found is None and name != "none":
+        mistake = None if name == "none" else next(mistake for mistake in MISTAKES if mistake.name == name).plant(model)
+        if mistake is None and name != "none":
             return None
-        wrong = found or "none"
+        wrong = mistake or "none"
     model.save_pretrained(out)
     for path in folder.glob("tokenizer*"):
         (out / path.name).write_bytes(path.read_bytes())

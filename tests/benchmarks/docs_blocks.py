@@ -44,10 +44,7 @@ VALUES: dict[str, list[tuple[str, str]]] = {
         ("model.gguf", "{made}/model.gguf"),
         ("models/qwen", "{made}/qwen"),
     ],
-    "README": [
-        ("inspect PATH", "inspect {model}"), ("TAP --row 0:37", "model.layers.0.attention --row 0:12"),
-        ("NAME", "reference"), ("&& pytest", "&& pytest --collect-only -q"),
-    ],
+    "README": [("inspect PATH", "inspect {model}"), ("&& pytest", "&& pytest --collect-only -q")],
     "benchmarks": [("--engine yours", "--engine hf")],
     "endpoints": [
         ("{model}", "qwen3-tiny"), ("--dtype bfloat16", "--dtype float32"), ("served-model NAME", "served-model poems"),
@@ -112,16 +109,15 @@ SERVERS = {
     "sampler": ["--model", "{model}"],
     "tokens": ["--model", "{made}/chat"],
 }
-"""Options of the `harness serve` that a page's commands ask."""
+"""Options of the `reference-engine serve` that a page's commands ask."""
 
 EXPECTED = {
     ("check-onnxruntime", "harness check"): 1,
-    ("README", "--fault wrong-block"): 1,
-    ("faults", "--fault wrong-block"): 1,
+    ("faults", "--check wrong-block"): 1,
     ("fuzz", "--fault copy-on-write-forgotten"): 1,
-    ("fuzz", "--poison --engine hf"): 1,
+    ("fuzz", "poison --engine hf"): 1,
     ("gates", "--against"): 2,
-    ("rollouts", "harness weights"): 1,
+    ("rollouts", "harness inspect"): 1,
     ("test-your-attention", "my_attention:attend"): 2,
     ("test-your-attention", "my_engine:Engine"): 2,
     ("test-your-engine", "pytest"): 1,
@@ -195,10 +191,10 @@ def run(command: str, folder: Path, seconds: float) -> tuple[int, float, str]:
 def environment(folder: Path) -> dict[str, str]:
     """Return the variables of a reader in the environment of this interpreter."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    own = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "COLUMNS": "100"}
+    added = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "COLUMNS": "100"}
     if "fused_engine" in "".join(path.read_text() for path in folder.glob("block-*.py")):
-        own["PYTHONPATH"] = str(folder / "tests" / "examples")
-    return kept | own | {"HARNESS_CACHE": str(folder.parent / "cache")}
+        added["PYTHONPATH"] = str(folder / "tests" / "examples")
+    return kept | added | {"HARNESS_CACHE": str(folder.parent / "cache")}
 
 
 @contextmanager
@@ -206,7 +202,7 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
     """Serve until the end of the block, once the server answers."""
     with (folder.parent / "server.txt").open("w") as out:
         process = subprocess.Popen(
-            ["harness", "serve", "--port", str(PORT), *arguments],
+            ["reference-engine", "serve", "--port", str(PORT), *arguments],
             cwd=folder,
             env=environment(folder),
             stdout=out,
@@ -229,8 +225,8 @@ def server(arguments: list[str], folder: Path) -> Iterator[None]:
 
 def blocks(page: Path) -> list[re.Match[str]]:
     """Return the shell and Python blocks of a page."""
-    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
-    return [item for item in found if item["language"] in ("sh", "bash", "python", "cpp")]
+    matches = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [item for item in matches if item["language"] in ("sh", "bash", "python", "cpp")]
 
 
 def commands(text: str) -> list[str]:
@@ -247,6 +243,7 @@ def work_of(page: Path, options: argparse.Namespace) -> Iterator[tuple[int, str]
             yield from ((number, command) for command in commands(text))
             continue
         name = block["title"] or f"block-{number}.{block['language'].removesuffix('thon')}"
+        (options.clone / name).parent.mkdir(exist_ok=True)
         (options.clone / name).write_text(text, encoding="utf-8")
         shell = f"{'pytest -n0' if name.startswith('test_') else 'python'} {name}"
         yield number, program(page.stem, name, shell)
@@ -282,17 +279,17 @@ def ended(page: Path, options: argparse.Namespace) -> Iterator[Ended]:
 
 def one(page: str, number: int, command: str, running: ExitStack, options: argparse.Namespace) -> Ended:
     """Run one command of a page."""
-    expected = next((status for (own, part), status in EXPECTED.items() if own == page and part in command), 0)
-    for own, part, reason in NOT_RUN:
-        if own in ("", page) and (part in command if page != "models" else command.endswith(part)):
+    expected = next(
+        (status for (named_page, part), status in EXPECTED.items() if named_page == page and part in command), 0
+    )
+    for named_page, part, reason in NOT_RUN:
+        if named_page in ("", page) and (part in command if page != "models" else command.endswith(part)):
             return Ended(page, number, command, None, expected, 0.0, reason, "")
-    if command.startswith("harness serve"):
+    if command.startswith("reference-engine serve"):
         begin = time.monotonic()
         arguments = command.replace(f"--port {PORT}", "").split()[2:]
-        with server(arguments, options.clone) if page == "README" else ExitStack() as _:
-            if page != "README":
-                running.close()
-                running.enter_context(server(arguments, options.clone))
+        running.close()
+        running.enter_context(server(arguments, options.clone))
         return Ended(page, number, command, 0, 0, time.monotonic() - begin, "answered at /health", "")
     if command.startswith("tensorboard"):
         command = f"timeout --preserve-status -s INT 20 {command}"
@@ -361,17 +358,17 @@ def sampled(model: Path) -> Iterator[dict[str, object]]:
             yield {**row, "trainer_logprobs": row["engine_logprobs"]}
 
 
-def table(found: list[Ended]) -> str:
+def table(endings: list[Ended]) -> str:
     """Return a row for each page, and one for each command that ended otherwise than it should."""
     rows = []
-    for page, item in groupby(found, key=lambda own: own.page):
-        own = list(item)
-        ran = [one for one in own if one.status is not None]
+    for page, item in groupby(endings, key=lambda ending: ending.page):
+        entries = list(item)
+        ran = [one for one in entries if one.status is not None]
         good = sum(one.status == one.expected for one in ran)
-        reasons = dict.fromkeys(one.reason for one in own if one.status is None)
-        rows.append([page, len({one.block for one in own}), len(own), len(ran), good, "; ".join(reasons)])
+        reasons = dict.fromkeys(one.reason for one in entries if one.status is None)
+        rows.append([page, len({one.block for one in entries}), len(entries), len(ran), good, "; ".join(reasons)])
     shown = tabulate(rows, ["page", "blocks", "commands", "run", "as they should", "not run"], tablefmt="github")
-    wrong = [one for one in found if one.status not in (None, one.expected)]
+    wrong = [one for one in endings if one.status not in (None, one.expected)]
     lines = [f"- {one.page}, block {one.block}: `{one.what}` ended with {one.status}" for one in wrong]
     return "\n".join([shown, "", *lines])
 
@@ -389,17 +386,21 @@ def main() -> int:
     options.made = options.clone.parent / "made"
     if not options.made.is_dir():
         make(options.made, Path(options.model))
-    found = []
+    endings = []
     for page in [options.clone / "README.md", *sorted((options.clone / "docs").glob("*.md"))]:
         if options.only and page.stem not in options.only:
             continue
-        for own in ended(page, options):
-            found.append(own)
-            print(f"{own.page} {own.block} [{own.status}] {own.seconds:.0f} s  {own.what}", file=sys.stderr, flush=True)
+        for ending in ended(page, options):
+            endings.append(ending)
+            print(
+                f"{ending.page} {ending.block} [{ending.status}] {ending.seconds:.0f} s  {ending.what}",
+                file=sys.stderr,
+                flush=True,
+            )
             if options.json:
-                options.json.write_text(json.dumps([asdict(item) for item in found], indent=1))
-    print(table(found))
-    return 0 if all(own.status in (None, own.expected) for own in found) else 1
+                options.json.write_text(json.dumps([asdict(item) for item in endings], indent=1))
+    print(table(endings))
+    return 0 if all(ending.status in (None, ending.expected) for ending in endings) else 1
 
 
 if __name__ == "__main__":

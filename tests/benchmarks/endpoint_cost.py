@@ -2,8 +2,8 @@
 
     python tests/benchmarks/endpoint_cost.py [--model FOLDER] [--prompts 100] [--tokens 64] [--turns 3]
 
-Without --model: a Qwen3 of random weights (hidden 512, 8 layers, vocabulary 8192). The server is `harness serve` in a
-process of its own. All columns are seconds; `truth` runs beside the others, `own work` is what is left of it, loading
+Without --model: a Qwen3 of random weights (hidden 512, 8 layers, vocabulary 8192). The server is `reference-engine
+serve` in a separate process. All columns are seconds; `truth` runs beside the others, `own work` is the rest: loading
 and judging.
 """
 
@@ -20,9 +20,9 @@ import httpx
 import torch
 from tabulate import tabulate
 
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.result import EndpointResult
-from harness.extensions.server.endpoint.run import check_endpoint
+from harness.extensions.server.address import Address
+from harness.extensions.server.check.result import EndpointResult
+from harness.extensions.server.check.run import check_endpoint
 from harness.formats.case import RequestSpec
 from harness.plan import plan_request
 
@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or random_model(Path(scratch) / "model")
-        command = [sys.executable, "-c", "from harness.cli import main; main()", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "reference_engine", "serve", "--port", "0"]
         command += ["--model", str(folder), "--dtype", "float32", "--engine-option", "enable_prefix_caching=false"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

@@ -16,10 +16,9 @@ from statistics import median
 import torch
 
 from harness.extensions.bench import peer
-from harness.extensions.bench.peer import OURS, BenchConfig, Generation
+from harness.extensions.bench.peer import OURS, BenchConfig, Generation, even_workload
 from harness.extensions.bench.peers import PEERS
 from harness.extensions.bench.shape import build_checkpoint, find_shape
-from harness.extensions.bench.workload import even_workload
 
 
 class CPUClock:
@@ -60,17 +59,17 @@ def main() -> None:
             max_requests=options.batch_size, engine_options={},
         )  # fmt: skip
         engines = [PEERS[name](config) for name in (OURS, options.peer)]
-        found: dict[str, dict[str, list[float]]] = {}
+        times: dict[str, dict[str, list[float]]] = {}
         for repeat in range(options.repeats + 1):  # the first warms up
             for engine in engines if repeat % 2 else reversed(engines):
                 start = time.process_time()
                 run = engine.generate(workload)
                 run.start = start
                 for name, value in figures(run).items() if repeat else ():
-                    found.setdefault(name, {}).setdefault(engine.name, []).append(value)
+                    times.setdefault(name, {}).setdefault(engine.name, []).append(value)
     print(f"{options.shape}, {options.dtype}, batch {options.batch_size}, one thread,", end=" ")
     print(f"{torch.backends.cpu.get_cpu_capability()}, {options.repeats} repeats, ms of CPU time")
-    for name, samples in found.items():
+    for name, samples in times.items():
         ratios = [theirs / ours for ours, theirs in zip(samples[OURS], samples[options.peer], strict=True)]
         medians = ", ".join(f"{engine} {median(values):.2f}" for engine, values in samples.items())
         print(f"{name}: {medians}; {median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.engines_by_content nano_vllm [--model PATH] [--dtype float32] [--fault NAME]
 
-Prints a line for each dtype and fault, each of a process of its own: the taps that the table shows, those of them that
+Prints a line for each dtype and fault, each of a separate process: the taps that the table shows, those of them that
 the map shows, the taps whose rows are not the table's bit for bit (false matches), and the first divergence of both.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 import harness
 from harness.api.reports import CheckReport
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import Engine
 from harness.engines.by_content.columns import relative_error
 from harness.extensions.llamacpp.engine.options import parse_llamacpp_options
@@ -78,7 +78,7 @@ def norm(model: Any) -> None:
     model.norm.weight.data += 1
 
 
-def mended(_model: Any) -> None:
+def fixed(_model: Any) -> None:
     """Mend nano-vllm's norm, which in float32 writes into its own input and residual."""
     layernorm = importlib.import_module("nanovllm.layers.layernorm").RMSNorm
     for name in ("rms_forward", "add_rms_forward"):
@@ -88,10 +88,10 @@ def mended(_model: Any) -> None:
 
 def _on_copies(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
-    def copied(self: Any, *given: torch.Tensor) -> Any:
-        if given[0].dtype is not torch.float32:
-            return forward(self, *given)
-        made = forward(self, *(item.double() for item in given))
+    def copied(self: Any, *tensors: torch.Tensor) -> Any:
+        if tensors[0].dtype is not torch.float32:
+            return forward(self, *tensors)
+        made = forward(self, *(item.double() for item in tensors))
         return tuple(item.float() for item in made) if isinstance(made, tuple) else made.float()
 
     return copied
@@ -110,11 +110,11 @@ class Rows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
-    def begin_step(self, **given: Any) -> None:
+    def begin_step(self, **rows: Any) -> None:
         """Begin a step of the writer's."""
-        self._at = [*zip(given["request"], given["position"], strict=True)]
-        self._partial = given.get("partial_rows") or {}
-        self._writer.begin_step(**given)
+        self._at = [*zip(rows["request"], rows["position"], strict=True)]
+        self._partial = rows.get("partial_rows") or {}
+        self._writer.begin_step(**rows)
 
     def tap(self, name: str, value: torch.Tensor) -> None:
         """Write rows, and keep them."""
@@ -152,9 +152,9 @@ def plant_before_packing(plant: Callable[[Any], None]) -> None:
     loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
     pack = loader.process_weights_after_loading
 
-    def planted(model: Any, *given: Any) -> None:
+    def planted(model: Any, *arguments: Any) -> None:
         plant(model.model)
-        pack(model, *given)
+        pack(model, *arguments)
 
     loader.process_weights_after_loading = planted
 
@@ -168,7 +168,7 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
         content.Engine = built = cache(table.Engine)
         table.open_engine = lambda folder, *, dtype, **_given: built(folder, dtype)
     if engine == "nano_vllm" and dtype == "float32" and fault != "as it is":
-        mended(None)
+        fixed(None)
     plant = FAULTS.get(fault, lambda _model: None)
     if engine == "vllm":
         plant_before_packing(plant)
@@ -188,23 +188,25 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
         return with_fault
 
     setattr(content, ENGINES[engine], opened(getattr(content, ENGINES[engine])))
-    given = {"dtype": dtype, "device": "cpu", "options": IN_FLOAT32 if engine == "llamacpp" else {}}
-    known, other = rows_of(opened(table.open_engine)(folder, **given), folder, dtype)
-    found = llamacpp_by_content(folder, folder) if engine == "llamacpp" else content.open_engine(folder, **given)
-    live, report = rows_of(found, folder, dtype)
+    arguments = {"dtype": dtype, "device": "cpu", "options": IN_FLOAT32 if engine == "llamacpp" else {}}
+    known, by_table = rows_of(opened(table.open_engine)(folder, **arguments), folder, dtype)
+    by_content = (
+        llamacpp_by_content(folder, folder) if engine == "llamacpp" else content.open_engine(folder, **arguments)
+    )
+    live, report = rows_of(by_content, folder, dtype)
     shown, there = {tap for tap, *_ in live}, {tap for tap, *_ in known}
     false = {
         key[0] for key in live.keys() & known.keys() if relative_error(live[key], known[key]) > LIMITS.get(engine, 0)
     }
     lost = ", ".join(sorted(there - shown)) or "-"
-    same = "the same" if told(report) == told(other) else told(other)
+    same = "the same" if told(report) == told(by_table) else told(by_table)
     return (
         f"| {len(shown & there)} of {len(there)} | {lost} | {', '.join(sorted(false)) or 0} | {told(report)} | {same} |"
     )
 
 
 def main() -> None:
-    """Run one case, or every one in a process of its own."""
+    """Run one case, or every one in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--model", type=Path, default=ROOT / "cases" / "checkpoints" / "qwen3-tiny")

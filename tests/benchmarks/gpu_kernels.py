@@ -109,7 +109,7 @@ def row_products() -> None:
         torch_us = microseconds([partial(linear, x, weight) for weight in weights])
         timed = sorted((_row_product_us(x, weights, variant), variant) for variant in variants)
         print(name, f"torch {torch_us:.4g} us, {weights[0].nbytes / torch_us / 1e6:.4g} TB/s")
-        rows = [[us, weights[0].nbytes / us / 1e6, *own, "in use" if own == used else ""] for us, own in timed]
+        rows = [[us, weights[0].nbytes / us / 1e6, *shape, "in use" if shape == used else ""] for us, shape in timed]
         show("us, TB/s, outputs, inputs, warps, ", rows[:5] + [row for row in rows[5:] if row[-1]])
 
 
@@ -204,9 +204,9 @@ def _prefill_rows(num_heads: int, length: int) -> Iterator[list[object]]:
     for num_rows, keys, warps in ((128, 64, 8), (64, 64, 4), (128, 32, 8)):
         us = microseconds(calls(Tiling(rows=num_rows, keys=keys, padded_head_dim=128, num_warps=warps)))
         yield [name, f"{num_rows} x {keys}, {warps} warps", us, flops / us / 1e6]
-    heads, own = q.transpose(0, 1)[None], randn(1, 8, length, 128)
+    heads, kv = q.transpose(0, 1)[None], randn(1, 8, length, 128)
     with step_numerics():
-        us = microseconds([lambda: scaled_dot_product_attention(heads, own, own, is_causal=True, enable_gqa=True)])
+        us = microseconds([lambda: scaled_dot_product_attention(heads, kv, kv, is_causal=True, enable_gqa=True)])
     yield [name, "torch, FlashAttention", us, flops / us / 1e6]
 
 
@@ -224,12 +224,12 @@ def fused() -> None:
 def _small_operations(num_rows: int) -> Iterator[tuple[Call, Call]]:
     x, delta, weight = randn(num_rows, 4096), randn(num_rows, 4096), randn(4096)
     yield lambda: add_norm(x, delta, weight, 1e-6), lambda: RMSNorm(weight, 1e-6)(x + delta)
-    qkv, own = randn(num_rows, 6144), randn(128)
+    qkv, weight = randn(num_rows, 6144), randn(128)
     cos, sin = (randn(num_rows, 1, 64).repeat(1, 1, 2) for _ in range(2))
     q, k = qkv[:, :4096].view(num_rows, 32, 128), qkv[:, 4096:5120].view(num_rows, 8, 128)
-    norm = RMSNorm(own, 1e-6)
+    norm = RMSNorm(weight, 1e-6)
     yield (
-        lambda: norm_rotate(qkv, cos, sin, own, own, 1e-6, 32, 8),
+        lambda: norm_rotate(qkv, cos, sin, weight, weight, 1e-6, 32, 8),
         lambda: (apply_rotary(norm(q), cos, sin), apply_rotary(norm(k), cos, sin)),
     )
     gate_up = randn(num_rows, 24576)

@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3ForCausalLM
 
 import reference_engine.model_runner
+from harness.extensions.bench.peer import uneven_workload
 from harness.extensions.bench.shape import SHAPES
-from harness.extensions.bench.workload import uneven_workload
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
@@ -81,10 +81,12 @@ def step_seconds(engine: LLMEngine, batch_size: int, num_tokens: int = 64) -> tu
 
 def num_bytes(shape: str, batch_size: int, context_len: int) -> int:
     """Return what a decode step has to read: weights once, and the K and V of all requests."""
-    own = SHAPES[shape]
-    attention = own.hidden_size * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
-    weights = own.num_layers * (attention + 3 * own.hidden_size * own.ffn_size) + own.vocab_size * own.hidden_size
-    return 2 * (weights + batch_size * context_len * own.kv_elements_per_token)
+    sizes = SHAPES[shape]
+    attention = sizes.hidden_size * sizes.head_dim * 2 * (sizes.num_heads + sizes.num_kv_heads)
+    weights = (
+        sizes.num_layers * (attention + 3 * sizes.hidden_size * sizes.ffn_size) + sizes.vocab_size * sizes.hidden_size
+    )
+    return 2 * (weights + batch_size * context_len * sizes.kv_elements_per_token)
 
 
 def decode(shape: str, batch_sizes: list[int], **options: Any) -> None:
@@ -154,9 +156,9 @@ def host(shape: str, batch_size: int = 256, **options: Any) -> None:
 
 def workload(shape: str, num_requests: int | None = None, **options: Any) -> None:
     """Time the uneven workload of a shape, twice: the first time warms up."""
-    own = SHAPES[shape]
-    size = replace(own.uneven, num_requests=num_requests or own.uneven.num_requests)
-    work = uneven_workload(size, vocab_size=own.vocab_size, seed=0)
+    sizes = SHAPES[shape]
+    size = replace(sizes.uneven, num_requests=num_requests or sizes.uneven.num_requests)
+    work = uneven_workload(size, vocab_size=sizes.vocab_size, seed=0)
     requests = list(zip(work.prompts, work.output_lens, strict=True))
     num_blocks = 1 + len(requests) + sum(len(prompt) + length for prompt, length in requests) // 16
     with opened(shape, num_blocks=num_blocks, **options) as engine:

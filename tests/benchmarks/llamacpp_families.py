@@ -44,12 +44,12 @@ def case(checkout: Path, family: str, scratch: Path) -> str:
             "llamacpp", model=folder, dtype="float32", engine_options=IN_FLOAT32 | {"gguf": str(file)}, prompts=PROMPTS,
             max_new_tokens=5, schedules=["plain", "chunked:5"],
         )  # fmt: skip
-    found = next((item for note in report.notes for item in re.findall(r"(\d+) taps were found", note)), "?")
+    num_taps = next((item for note in report.notes for item in re.findall(r"(\d+) taps were found", note)), "?")
     lacking = {tap for run in report.runs for tap in run.coverage.not_offered}
     first = next((run.first_divergence for run in report.runs if run.first_divergence is not None), None)
     said = report.outcome.value if first is None else f"{first.tap}: {first.explanation.cause}"
     left = ", ".join(sorted(lacking)) or "-"
-    return f"| {family} | {found} | {left} | {said} |"
+    return f"| {family} | {num_taps} | {left} | {said} |"
 
 
 def _brief(text: str) -> str:
@@ -57,7 +57,7 @@ def _brief(text: str) -> str:
 
 
 def main() -> None:
-    """Run one family, or each in a process of its own: llama.cpp may end it."""
+    """Run one family, or each in a separate process: llama.cpp may end it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("families", nargs="*", default=FAMILIES)

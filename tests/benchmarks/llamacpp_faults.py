@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.extensions.llamacpp.gguf.types import PLAIN
-from harness.extensions.quant.padding import pad_checkpoint
+from harness.extensions.llamacpp.gguf.header import PLAIN
+from harness.extensions.quant.files import pad_checkpoint
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
@@ -53,16 +53,16 @@ def main() -> None:
     parser.add_argument("--types", default=TYPES)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--engine-option", action="append", default=[])
-    given = parser.parse_args()
-    options = {"repack": "off"} | dict(option.split("=", 1) for option in given.engine_option)
+    arguments = parser.parse_args()
+    options = {"repack": "off"} | dict(option.split("=", 1) for option in arguments.engine_option)
     draw, rows = random.Random(0), []
     prompts = [[draw.randrange(3, 250) for _ in range(size)] for size in SIZES]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        padded = pad_checkpoint(given.model, folder / "padded")
-        for word in given.types.split(","):
+        padded = pad_checkpoint(arguments.model, folder / "padded")
+        for word in arguments.types.split(","):
             sound = write_typed(padded, folder / f"{word}.gguf", word)
-            for fault in given.faults.split(","):
+            for fault in arguments.faults.split(","):
                 if word in PLAIN and "scales" in fault:
                     continue
                 begin = time.process_time()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from harness.extensions.quant.files import make_file
-from harness.extensions.quant.padding import pad_checkpoint
+from harness.extensions.quant.files import make_file, pad_checkpoint
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
@@ -47,19 +46,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--types", default=TYPES)
     parser.add_argument("--repack", default="off")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        padded = pad_checkpoint(given.model, folder / "padded")
+        padded = pad_checkpoint(arguments.model, folder / "padded")
         rows = [
             [
                 word,
                 *(
-                    cell(make_file(padded, word, folder), {**cache, "repack": given.repack})
+                    cell(make_file(padded, word, folder), {**cache, "repack": arguments.repack})
                     for cache in CACHES.values()
                 ),
             ]
-            for word in given.types.split(",")
+            for word in arguments.types.split(",")
         ]
     print(tabulate(rows, headers=["type", *CACHES], tablefmt="github", disable_numparse=True))
 

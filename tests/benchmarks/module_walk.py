@@ -14,7 +14,7 @@ import torch
 
 from harness.formats.case import load_case
 from harness.judge.jobs.check import run_check
-from harness.judge.jobs.engine_run import describe_run
+from harness.judge.jobs.opened import describe_run
 from harness.oracle.lora import load_adapted
 from harness.oracle.make_golden import cached_golden
 from harness.plan import Plan, plan_case
@@ -37,19 +37,19 @@ def opened() -> None:
 
 def modules_entered(work: Callable[[], object]) -> list[str]:
     work()  # what is cached on disk, and imported, is there
-    found: list[str] = []
+    modules: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and not frame.f_code.co_name.startswith("<") and path.is_relative_to(ROOT / "harness"):
-            found.append(str(path.relative_to(ROOT / "harness")))
+            modules.append(str(path.relative_to(ROOT / "harness")))
 
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
-    return found
+    return modules
 
 
 def tell(name: str, entered: Sequence[str]) -> None:

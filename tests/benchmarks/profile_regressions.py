@@ -25,9 +25,9 @@ import torch
 
 from harness.engines import open_engine
 from harness.engines.stepping import Session, open_session
-from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
-from harness.profiling.span_names import site_of
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.trace.tables import site_of
 from harness.results.profile import StepShape
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import MLP, Linear
@@ -99,20 +99,20 @@ def counts_of(session: Session) -> dict[str, PhaseCounts]:
 
 def changes(before: dict[str, PhaseCounts], after: dict[str, PhaseCounts]) -> list[str]:
     """Return the largest changes, by phase, operation and operator."""
-    found = []
+    lines = []
     for phase, counts in after.items():
         difference: Counter[tuple[str, str]] = Counter()
         for one in counts.counts:
             difference[one.operation, one.operator] += one.count
         for one in before[phase].counts:
             difference[one.operation, one.operator] -= one.count
-        found += [f"{phase} {operation} {operator} {change:+d}"
+        lines += [f"{phase} {operation} {operator} {change:+d}"
                   for (operation, operator), change in difference.most_common() if change]  # fmt: skip
         if counts.flops != before[phase].flops:
-            found.append(f"{phase} FLOPs x{counts.flops / before[phase].flops:.2f}")
+            lines.append(f"{phase} FLOPs x{counts.flops / before[phase].flops:.2f}")
         if counts.kv_bytes != before[phase].kv_bytes:
-            found.append(f"{phase} KV bytes {before[phase].kv_bytes} to {counts.kv_bytes}")
-    return found
+            lines.append(f"{phase} KV bytes {before[phase].kv_bytes} to {counts.kv_bytes}")
+    return lines
 
 
 def report_counts(folder: Path) -> None:
@@ -124,12 +124,12 @@ def report_counts(folder: Path) -> None:
         ("a synchronization with the host", RotaryEmbedding, "__call__", synchronizing),
     ):
         with patched(owner, method, make):
-            found = changes(before, counts_of(opened(folder)))
-        print(f"{name}: {len(found)} changes")
-        print(*(f"    {line}" for line in found[:4]), sep="\n")
-    found = changes(before, counts_of(opened(folder, attention_backend="recompute")))
-    print(f"attention without a cache: {len(found)} changes")
-    print(*(f"    {line}" for line in found if "FLOPs" in line or "KV" in line), sep="\n")
+            changed = changes(before, counts_of(opened(folder)))
+        print(f"{name}: {len(changed)} changes")
+        print(*(f"    {line}" for line in changed[:4]), sep="\n")
+    changed = changes(before, counts_of(opened(folder, attention_backend="recompute")))
+    print(f"attention without a cache: {len(changed)} changes")
+    print(*(f"    {line}" for line in changed if "FLOPs" in line or "KV" in line), sep="\n")
 
 
 class Boundaries:
@@ -199,12 +199,12 @@ def interval(samples: list[float], draw: random.Random) -> tuple[float, float]:
 
 def alarms(ratios: dict[str, list[float]], draw: random.Random) -> dict[str, tuple[float, float, float]]:
     """Return median and interval of each operation that is slower beyond doubt."""
-    found = {}
+    verdicts = {}
     for operation, samples in ratios.items():
         low, high = interval(samples, draw)
         if low > TOLERANCE:
-            found[operation] = (statistics.median(samples), low, high)
-    return found
+            verdicts[operation] = (statistics.median(samples), low, high)
+    return verdicts
 
 
 def report_times(folder: Path, num_quads: int, num_aa_runs: int) -> None:
@@ -217,10 +217,10 @@ def report_times(folder: Path, num_quads: int, num_aa_runs: int) -> None:
         session = opened(folder)
         quads(session, lambda _on: None, 4)
         ratios = quads(session, switch, num_quads)
-        found = alarms(ratios, draw)
-        print(f"mlp.down_proj 5 % slower: {json.dumps(found)}")
-        own = ratios["mlp.down_proj"]
-        print(f"    its ratio: median {statistics.median(own):.4f}, interval {interval(own, draw)}")
+        slower = alarms(ratios, draw)
+        print(f"mlp.down_proj 5 % slower: {json.dumps(slower)}")
+        down_ratios = ratios["mlp.down_proj"]
+        print(f"    its ratio: median {statistics.median(down_ratios):.4f}, interval {interval(down_ratios, draw)}")
         num_alarms, widths = 0, []
         for _ in range(num_aa_runs):
             ratios = quads(session, lambda _on: None, num_quads)

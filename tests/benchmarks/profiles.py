@@ -26,7 +26,7 @@ WORK = ("--prompt-tokens", "128", "--max-new-tokens", "32", "--batch-size", "4")
 
 
 def profile(model: Path, engine: str, dtype: str, device: str) -> dict[str, Any]:
-    """Run `harness profile` in a process of its own."""
+    """Run `harness profile` in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-c", "from harness.cli.main import main; main()", "profile", "--model", str(model),

@@ -35,7 +35,7 @@ from harness.properties.attention.suite import check_definition
 from harness.properties.blocks.suite import BlockManagerMachine
 from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError, Violation
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
 from harness.properties.reference.attention import PagedSubject
@@ -131,8 +131,8 @@ def suites(profile: str) -> Iterator[list[object]]:
     whole = time.perf_counter() - start
     assert done.returncode == 0, done.stdout
     seconds: defaultdict[str, float] = defaultdict(float)
-    for found in re.finditer(r"^([\d.]+)s \w+ +\S*/test_(\w+)\.py::", done.stdout, re.MULTILINE):
-        seconds[found[2]] += float(found[1])
+    for match in re.finditer(r"^([\d.]+)s \w+ +\S*/test_(\w+)\.py::", done.stdout, re.MULTILINE):
+        seconds[match[2]] += float(match[1])
     yield from ([name, f"{seconds[name]:.1f}"] for name in sorted(seconds))
     yield ["all, with the start of pytest", f"{whole:.1f}"]
 
@@ -201,7 +201,7 @@ def bugs() -> Iterator[Bug]:
         yield f"mutant: {mutant.name}", SchedulerMachine, SchedulerSubject, mutant.planted()
 
 
-def found(bug: Bug, num_seeds: int) -> list[object]:
+def bug_row(bug: Bug, num_seeds: int) -> list[object]:
     """Return one row: how soon a bug is found."""
     name, machine, factory, planted = bug
     chosen = settings(PROFILES["dev"].settings(), max_examples=MOST_EXAMPLES, derandomize=False)
@@ -220,9 +220,9 @@ def survivors() -> str:
     lines = []
     for module in (scheduler_mutants, model_mutants, *([kernel_mutants] if HAS_KERNELS else [])):
         source = Path(str(module.__file__)).read_text(encoding="utf-8").partition("\nSURVIVORS = [\n")[2]
-        for found in re.finditer(r"((?: +#.*\n)+) +[Mm]utant\(\s*\"([^\"]+)\"", source):
-            reason = " ".join(line.strip(" #") for line in found[1].splitlines())
-            lines.append(f"- {found[2]}: {reason}")
+        for match in re.finditer(r"((?: +#.*\n)+) +[Mm]utant\(\s*\"([^\"]+)\"", source):
+            reason = " ".join(line.strip(" #") for line in match[1].splitlines())
+            lines.append(f"- {match[2]}: {reason}")
     return "\n".join(lines)
 
 
@@ -239,7 +239,7 @@ def main() -> None:
     options = parser.parse_args()
     speed_rows = [*speeds(), *call_speeds()]
     suite_rows = [[dev[0], dev[1], ci[1]] for dev, ci in zip(suites("dev"), suites("ci"), strict=True)]
-    bug_rows = [found(bug, options.seeds) for bug in bugs()]
+    bug_rows = [bug_row(bug, options.seeds) for bug in bugs()]
     mutant_rows = [killed(mutant, options.engine_seeds) for mutant in model_mutants.MUTANTS]
     if HAS_KERNELS:
         for mutant in kernel_mutants.MUTANTS:

@@ -68,7 +68,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Check every shape in every dtype with every engine, each in a process of its own."""
+    """Check every shape in every dtype with every engine, each in a separate process."""
     options = parsed()
     rows = []
     for shape in options.shapes.split(";"):
@@ -97,7 +97,7 @@ def parsed() -> argparse.Namespace:
 
 
 def child(*arguments: str) -> Any:
-    """Run one part in a process of its own, and return what it printed."""
+    """Run one part in a separate process, and return what it printed."""
     command = [sys.executable, "-c", f"from {__spec__.name} import part; part({list(arguments)!r})"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
@@ -177,7 +177,7 @@ def check(dtype: str, folder: Path, engine: str) -> dict[str, Any]:
 def row(shape: str, dtype: str, engine: str, plain: float, measured: dict[str, Any]) -> list[str]:
     """Return one line of the table."""
     is_made = engine == "hf"
-    own = measured["golden"] + measured["compare"] if is_made else measured["compare"]
+    seconds = measured["golden"] + measured["compare"] if is_made else measured["compare"]
     return [
         shape,
         dtype,
@@ -189,7 +189,7 @@ def row(shape: str, dtype: str, engine: str, plain: float, measured: dict[str, A
         f"{measured['golden']:.1f}" if is_made else "as above",
         f"{measured['engine']:.1f}",
         f"{measured['compare']:.1f}",
-        f"{own / plain:.1f}",
+        f"{seconds / plain:.1f}",
         f"{measured['peak']:.2f}",
     ]
 

@@ -127,17 +127,17 @@ def main() -> None:
     parser.add_argument("--kill", choices=["node", "worker", "driver"])
     parser.add_argument("--at", type=int, default=100, help="cases that have ended when the kill comes")
     parser.add_argument("--sleep", type=float, default=0.0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        if given.sleep:
-            os.environ["SLEEPY_SECONDS"] = str(given.sleep)
+        if arguments.sleep:
+            os.environ["SLEEPY_SECONDS"] = str(arguments.sleep)
             install_engine(folder / "site")
-        run(given, folder, write_matrix(folder, given.cases, sleeps=bool(given.sleep)))
+        run(arguments, folder, write_matrix(folder, arguments.cases, sleeps=bool(arguments.sleep)))
 
 
-def run(given: argparse.Namespace, folder: Path, matrix: Path) -> None:
+def run(arguments: argparse.Namespace, folder: Path, matrix: Path) -> None:
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "object_store_memory": SMALL_STORE, "include_dashboard": False}
@@ -147,18 +147,18 @@ def run(given: argparse.Namespace, folder: Path, matrix: Path) -> None:
         cache = str(folder / f"cache-{time.time_ns()}")
         return cluster.add_node(num_cpus=1, object_store_memory=SMALL_STORE, env_vars={"HARNESS_CACHE": cache})
 
-    nodes = [add_node() for _ in range(given.nodes)]
+    nodes = [add_node() for _ in range(arguments.nodes)]
     command = [*HARNESS, "suite", "--matrix", str(matrix), "--ray", cluster.address, "--out", str(out)]
     begin = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    if given.kill:
-        wait_for(out, given.at, process)
-        print(f"{num_done(out)} cases had ended after {time.monotonic() - begin:.1f} s: the {given.kill} is killed")
-    if given.kill == "node":
+    if arguments.kill:
+        wait_for(out, arguments.at, process)
+        print(f"{num_done(out)} cases had ended after {time.monotonic() - begin:.1f} s: the {arguments.kill} is killed")
+    if arguments.kill == "node":
         kill_node(cluster, add_node, nodes, out, process)
-    elif given.kill == "worker":
+    elif arguments.kill == "worker":
         os.kill(busy_worker(nodes[-1]), signal.SIGKILL)
-    elif given.kill == "driver":
+    elif arguments.kill == "driver":
         process.kill()
         process.wait()
         done, again = num_done(out), time.monotonic()

@@ -88,7 +88,7 @@ def our_figures(trace: Path) -> dict[str, float]:
 
 
 def our_path(trace: Path, step: str, instance: int) -> dict[str, float]:
-    found = critical_path(read_trace(trace), str(trace), within=re.compile(re.escape(step)), instance=instance)
+    path = critical_path(read_trace(trace), str(trace), within=re.compile(re.escape(step)), instance=instance)
     sums = {
         "kernel and copy": (LinkKind.KERNEL, LinkKind.COPY, LinkKind.COMMUNICATION),
         "launch": (LinkKind.LAUNCH,),
@@ -96,7 +96,7 @@ def our_path(trace: Path, step: str, instance: int) -> dict[str, float]:
         "cpu": (LinkKind.OPERATOR, LinkKind.RUNTIME),
         "between operators": (LinkKind.HOST, LinkKind.UNKNOWN),
     }
-    return {name: sum(found.time_us(kind) for kind in kinds) for name, kinds in sums.items()}
+    return {name: sum(path.time_us(kind) for kind in kinds) for name, kinds in sums.items()}
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def main() -> None:
             theirs = peers["HTA"].get("path", {})
             for kind, value in our_path(trace, options.step, options.instance).items():
                 rows.append([label, f"critical path, {kind}, us", value, theirs.get(kind), None])
-        errors = {peer: found["error"] for peer, found in peers.items() if "error" in found}
+        errors = {peer: figures["error"] for peer, figures in peers.items() if "error" in figures}
         print(f"{label}: ours {own_seconds:.1f} s, both peers {seconds:.1f} s {errors or ''}", file=sys.stderr)
     header = ["trace", "figure", "ours", "HolisticTraceAnalysis", "TraceLens"]
     print(tabulate(rows, header, tablefmt="github", floatfmt=",.3f"))

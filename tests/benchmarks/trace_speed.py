@@ -3,7 +3,7 @@
     python tests/benchmarks/trace_speed.py [--megabytes 210] [--repeats 3] [--peers PYTHON] [--out FILE]
 
 The trace is a real one of the reference engine's decode steps, repeated and moved in time until the file is large
-enough. Each reader is a process of its own, in turn. `--peers` is a Python with pandas and HolisticTraceAnalysis;
+enough. Each reader is a separate process, in turn. `--peers` is a Python with pandas and HolisticTraceAnalysis;
 without it ours is timed alone.
 """
 
@@ -109,21 +109,23 @@ def main() -> None:
         if options.peers:
             readers["json + pandas"] = [options.peers, "-c", PANDAS, str(trace)]
             readers["HolisticTraceAnalysis"] = [options.peers, "-c", HTA, str(trace)]
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
+        runs_by_reader: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
         for _ in range(options.repeats):
             for name, command in readers.items():
-                found[name].append(run(command))
+                runs_by_reader[name].append(run(command))
         size = f"{trace.stat().st_size / 1e6:,.0f} MB plain, {packed.stat().st_size / 1e6:,.0f} MB gzipped"
-    options.out.write_text(report(found, num_events, size, options.repeats, options.peers), encoding="utf-8")
+    options.out.write_text(report(runs_by_reader, num_events, size, options.repeats, options.peers), encoding="utf-8")
 
 
-def report(found: dict[str, list[tuple[float, float]]], num_events: int, size: str, repeats: int, peers: str) -> str:
+def report(
+    runs_by_reader: dict[str, list[tuple[float, float]]], num_events: int, size: str, repeats: int, peers: str
+) -> str:
     """Return the report."""
-    ours = [seconds for seconds, _ in found["harness trace summary"]]
+    ours = [seconds for seconds, _ in runs_by_reader["harness trace summary"]]
     rows = []
-    for name, runs in found.items():
+    for name, runs in runs_by_reader.items():
         seconds, megabytes = zip(*runs, strict=True)
-        ratios = [own / base for own, base in zip(seconds, ours, strict=True)]
+        ratios = [duration / base for duration, base in zip(seconds, ours, strict=True)]
         rows.append([
             name, f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})",
             f"{max(megabytes):,.0f}", f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})",
@@ -135,7 +137,7 @@ def report(found: dict[str, list[tuple[float, float]]], num_events: int, size: s
         f"`python tests/benchmarks/trace_speed.py --repeats {repeats}{' --peers PYTHON' * bool(peers)}`, "
         f"{datetime.date.today()}. {machine.device}, {' '.join(machine.cpu_flags)}; "
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}.",
-        f"{num_events:,} events, {size}. Each reader in a process of its own, start included, in turn; median, least "
+        f"{num_events:,} events, {size}. Each reader in a separate process, start included, in turn; median, least "
         "and most. The ratio is to ours of the same repeat.",
         tabulate(rows, ["reader", "seconds", "peak MB", "times ours"], tablefmt="github", disable_numparse=True),
         "Each sums up its operators: the peers by total time, ours by phase and with self time too.",

@@ -2,7 +2,7 @@
 
     python -m tests.calibrations.benign_runs --out runs.jsonl --keep alarms/ [--passes 20] [--first 0]
 
-A pass checks every benign variant of the scoreboard once, in a process of its own, since the libraries read their
+A pass checks every benign variant of the scoreboard once, in a separate process, since the libraries read their
 instruction sets when they are loaded. Passes go through three instruction sets and one to four threads in turn; three
 passes share their prompts, and through the cache their goldens, which then come from other instructions than the
 engine.
@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import HarnessError
 from harness.extensions.faults.fault import Variant
 from harness.extensions.faults.trial import check_variant
@@ -42,16 +42,16 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first pass")
     parser.add_argument("--only", type=int, help="run this pass, in this process")
-    given = parser.parse_args()
-    if given.only is not None:
-        run_pass(given.only, given.out, given.keep)
+    arguments = parser.parse_args()
+    if arguments.only is not None:
+        run_pass(arguments.only, arguments.out, arguments.keep)
         return
-    for number in range(given.first, given.first + given.passes):
+    for number in range(arguments.first, arguments.first + arguments.passes):
         instructions, threads, _ = configuration(number)
         environment = {**os.environ, **INSTRUCTIONS[instructions], "OMP_NUM_THREADS": str(threads)}
-        command = [sys.executable, __file__, "--out", given.out, "--keep", given.keep, "--only", str(number)]
+        command = [sys.executable, __file__, "--out", arguments.out, "--keep", arguments.keep, "--only", str(number)]
         subprocess.run(command, env={**environment, "OMP_WAIT_POLICY": "passive"}, check=True)
-    print(summary(given.out))
+    print(summary(arguments.out))
 
 
 def configuration(number: int) -> tuple[str, int, int]:

@@ -101,14 +101,14 @@ def is_found(setting: FaultConfig, kind: str, size: float, *, bounds_only: bool)
     return result.outcome is not Outcome.PASS
 
 
-def limit(found: Callable[[float], bool]) -> float:
+def limit(is_found: Callable[[float], bool]) -> float:
     """Return the smallest gain found, to a factor of FACTOR; infinite if not even the largest is."""
-    if not found(LARGEST):
+    if not is_found(LARGEST):
         return math.inf
     above, below = LARGEST, SMALLEST
     while above / below > FACTOR:
         middle = math.sqrt(above * below)
-        above, below = (middle, below) if found(middle) else (above, middle)
+        above, below = (middle, below) if is_found(middle) else (above, middle)
     return above
 
 

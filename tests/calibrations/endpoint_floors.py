@@ -1,6 +1,6 @@
 """Measure how far the log probabilities of sound engines, and of wrong ones, are off, in units of HF's own noise.
 
-The bounds of `harness.extensions.server.endpoint.judge` were chosen from this table.
+The bounds of `harness.extensions.server.check.judge` were chosen from this table.
 Engines run in this process, without HTTP.
 
     python -m tests.calibrations.endpoint_floors [--stories ../shared/models/stories260k] [--out FILE]
@@ -22,10 +22,10 @@ import torch
 from tabulate import tabulate
 from transformers import AutoModelForCausalLM
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.base.threads import one_thread
-from harness.extensions.server.endpoint.judge import bounds
-from harness.extensions.server.endpoint.truth import TruthRow, Walk, walk_truth
+from harness.extensions.server.logprobs import bounds
+from harness.extensions.server.truth import TruthRow, Walk, walk_truth
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
@@ -45,8 +45,8 @@ def by_reference(folder: Path, dtype: str, prompts: Sequence[list[int]], **optio
         (
             list(output.token_ids),
             [
-                dict(own.top) | {token: own.logprob}
-                for token, own in zip(output.token_ids, output.logprobs, strict=True)
+                dict(token_logprobs.top) | {token: token_logprobs.logprob}
+                for token, token_logprobs in zip(output.token_ids, output.logprobs, strict=True)
             ],
         )
         for output in outputs
@@ -89,14 +89,14 @@ def engines(folder: Path, dtype: str, prompts: Sequence[list[int]]) -> Iterator[
 def with_rope(folder: Path, dtype: str, prompts: Sequence[list[int]], factor: float) -> Served:
     """Return what the reference engine answers with another rope base."""
     with scratch_folder("harness-") as scratch:
-        other = shutil.copytree(folder, scratch / "model")
-        config = json.loads((other / "config.json").read_text())
+        copy = shutil.copytree(folder, scratch / "model")
+        config = json.loads((copy / "config.json").read_text())
         place = config.get("rope_parameters") or config
         by_layer = [item for item in place.values() if isinstance(item, dict) and "rope_theta" in item]
         for item in by_layer or [place]:  # Gemma 3 has one for each type of layer
             item["rope_theta"] = item.get("rope_theta", 10_000.0) * factor
-        (other / "config.json").write_text(json.dumps(config))
-        return by_reference(other, dtype, prompts)
+        (copy / "config.json").write_text(json.dumps(config))
+        return by_reference(copy, dtype, prompts)
 
 
 def figures(folder: Path, dtype: str, prompts: Sequence[list[int]], served: Served) -> list[str]:
@@ -105,15 +105,15 @@ def figures(folder: Path, dtype: str, prompts: Sequence[list[int]], served: Serv
     walks = [
         Walk(
             token_ids=(*prompt, *tokens),
-            wanted={len(prompt) - 1 + at: frozenset(own) for at, own in enumerate(logprobs)},
+            wanted={len(prompt) - 1 + at: frozenset(row) for at, row in enumerate(logprobs)},
         )
         for prompt, (tokens, logprobs) in zip(prompts, served, strict=True)
     ]
     truth = walk_truth(hf, walks)
     pairs = [
-        errors(truth[walk][len(prompt) - 1 + at], own)
+        errors(truth[walk][len(prompt) - 1 + at], row)
         for walk, (prompt, (_, logprobs)) in enumerate(zip(prompts, served, strict=True))
-        for at, own in enumerate(logprobs)
+        for at, row in enumerate(logprobs)
     ]
     cells = [f"{rms(pairs):.2f}", f"{largest(pairs):.2f}"]
     beyond = [str(is_beyond(pairs))]
@@ -130,22 +130,22 @@ def is_beyond(pairs: Sequence[tuple[list[float], list[float]]]) -> bool:
     return rms(pairs) > rms_bound or largest(pairs) > max_bound
 
 
-def errors(row: TruthRow, own: dict[int, float]) -> tuple[list[float], list[float]]:
+def errors(row: TruthRow, logprobs: dict[int, float]) -> tuple[list[float], list[float]]:
     """Return errors and noise of a row, as the judge takes them."""
-    noise = [max(abs(row.control[token] - row.logprobs[token]), row.resolution) for token in own]
-    return [value - row.logprobs[token] for token, value in own.items()], noise
+    noise = [max(abs(row.control[token] - row.logprobs[token]), row.resolution) for token in logprobs]
+    return [value - row.logprobs[token] for token, value in logprobs.items()], noise
 
 
 def rms(pairs: Sequence[tuple[list[float], list[float]]]) -> float:
     """Return the ratio of root mean squares over some rows."""
-    own, noise = (torch.tensor([value for pair in pairs for value in pair[part]]) for part in (0, 1))
-    return float(own.double().square().mean().sqrt() / noise.double().square().mean().sqrt())
+    errors_of_server, noise = (torch.tensor([value for pair in pairs for value in pair[part]]) for part in (0, 1))
+    return float(errors_of_server.double().square().mean().sqrt() / noise.double().square().mean().sqrt())
 
 
 def largest(pairs: Sequence[tuple[list[float], list[float]]]) -> float:
     """Return the ratio of maxima over some rows."""
-    own, noise = (max(abs(value) for pair in pairs for value in pair[part]) for part in (0, 1))
-    return own / noise
+    error_of_server, noise = (max(abs(value) for pair in pairs for value in pair[part]) for part in (0, 1))
+    return error_of_server / noise
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""How soon `harness fuzz` finds the faults of the catalogue, and how small the workloads are that it reports.
+"""How soon `harness fuzz run` finds the faults of the catalogue, and how small the workloads are that it reports.
 
     python -m tests.calibrations.fuzz_faults [--category cache] [--seconds 60] > reports/cpu/fuzz.md
 
-Each fault is searched from a cold start: a process of its own, with an empty cache of goldens. Seconds are those a user
+Each fault is searched from a cold start: a separate process, with an empty cache of goldens. Seconds are those a user
 waits: from the start of the process, imports included, until the first workload failed.
 """
 
@@ -20,7 +20,7 @@ import torch
 import transformers
 from tabulate import tabulate
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.extensions.faults.catalogue import FAULTS, choose
 
 HEADERS = (
@@ -41,12 +41,12 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2)
-    given = parser.parse_args()
-    chosen = choose(given.only or None, given.category or ([] if given.only else ["cache"]))
+    arguments = parser.parse_args()
+    chosen = choose(arguments.only or None, arguments.category or ([] if arguments.only else ["cache"]))
     rows = []
     for fault in chosen:
-        for seed in range(given.seeds):
-            rows.append(searched(fault.id, seed, given.seconds))
+        for seed in range(arguments.seeds):
+            rows.append(searched(fault.id, seed, arguments.seconds))
             print(rows[-1], file=sys.stderr, flush=True)
     threads = os.environ.get("OMP_NUM_THREADS", "as many")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -60,7 +60,7 @@ def main() -> None:
 def searched(fault: str, seed: int, seconds: int) -> list[object]:
     command = [
         sys.executable, "-c", "from harness.cli import main; main()",
-        "fuzz", "--fault", fault, "--first", "--seconds", str(seconds), "--seed", str(seed), "--format", "json",
+        "fuzz", "run", "--fault", fault, "--first", "--seconds", str(seconds), "--seed", str(seed), "--format", "json",
     ]  # fmt: skip
     with scratch_folder("harness-") as cache:
         begin, cpu_begin = time.perf_counter(), _cpu_of_children()
@@ -73,11 +73,11 @@ def searched(fault: str, seed: int, seconds: int) -> list[object]:
         return [fault, seed, "no", "-", f"{cpu:.0f}", result["num_workloads"], "-", "-", "-", "-", "-", "-"]
     (finding,) = result["findings"]
     before = wall - result["timings_s"]["all"]
-    found = before + finding["found_s"]
+    elapsed = before + finding["found_s"]
     requests = finding["workload"]["requests"]
     limits = ", ".join(f"{name}={value}" for name, value in finding["workload"]["limits"].items())
     return [
-        fault, seed, "yes", f"{found:.0f}", f"{cpu * found / wall:.0f}", result["num_workloads"],
+        fault, seed, "yes", f"{elapsed:.0f}", f"{cpu * elapsed / wall:.0f}", result["num_workloads"],
         f"{finding['shrunk_s']:.0f}", len(requests), sum(len(request["token_ids"]) for request in requests),
         limits or "-", finding["signature"][:60], named(fault, finding),
     ]  # fmt: skip

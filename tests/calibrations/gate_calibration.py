@@ -19,11 +19,10 @@ import numpy as np
 from tabulate import tabulate
 
 from harness.base.environment import describe_machine
+from harness.base.files import scratch_folder
 from harness.base.progress import no_progress
-from harness.base.scratch import scratch_folder
 from harness.profiling.gate import against
-from harness.profiling.gate.against import BLOCKS_OF_A_ROUND, TimingLength
-from harness.profiling.gate.paired_timing import paired_ratio
+from harness.profiling.gate.against import BLOCKS_OF_A_ROUND, TimingLength, paired_ratio
 from harness.profiling.gate.versions import Version, installed_version
 from harness.results.gate import Clock
 
@@ -85,9 +84,9 @@ def verdicts(rounds: list[list[against._Block]], phase: str, clock: Clock, num_r
     draw = np.random.default_rng(0)
     said: Counter[str] = Counter()
     for _ in range(NUM_GATES):
-        own = [rounds[index] for index in draw.integers(0, len(rounds), num_rounds)]
-        blocks = [_seconds(block, phase, clock) for one in own for block in one]
-        groups = [index for index, one in enumerate(own) for _ in one]
+        drawn = [rounds[index] for index in draw.integers(0, len(rounds), num_rounds)]
+        blocks = [_seconds(block, phase, clock) for one in drawn for block in one]
+        groups = [index for index, one in enumerate(drawn) for _ in one]
         said[paired_ratio(blocks, tolerance=TOLERANCE, groups=groups).verdict.value] += 1
     return said
 
@@ -96,13 +95,15 @@ def table(rounds: list[list[against._Block]], num_rounds: int) -> str:
     rows = []
     for phase in rounds[0][0][0]:
         for clock in Clock:
-            blocks = [_seconds(block, phase, clock) for own in rounds for block in own]
-            groups = [index for index, own in enumerate(rounds) for _ in own]
+            blocks = [_seconds(block, phase, clock) for round_blocks in rounds for block in round_blocks]
+            groups = [index for index, round_blocks in enumerate(rounds) for _ in round_blocks]
             whole = paired_ratio(blocks, tolerance=TOLERANCE, groups=groups).ratio
             said = verdicts(rounds, phase, clock, num_rounds)
             medians = [
-                np.median([(b + c) / (a + d) for a, b, c, d in (_seconds(block, phase, clock) for block in own)])
-                for own in rounds
+                np.median(
+                    [(b + c) / (a + d) for a, b, c, d in (_seconds(block, phase, clock) for block in round_blocks)]
+                )
+                for round_blocks in rounds
             ]
             rows.append(
                 [phase, clock.value, f"{whole.median:.4f} ({whole.low:.4f} to {whole.high:.4f})",

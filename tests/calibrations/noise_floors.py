@@ -18,12 +18,12 @@ import torch
 from tabulate import tabulate
 
 from harness.base.environment import environment
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.formats.case import RequestSpec, load_case
 from harness.formats.recording import Recording
 from harness.judge.compare import Requirements, compare_run
 from harness.judge.compare.run import Comparison
-from harness.judge.jobs.engine_run import open_planned, record_run
+from harness.judge.jobs.opened import open_planned, record_run
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, plan_request
@@ -79,13 +79,13 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
     hf = load_model(plan.folder, dtype=getattr(torch, plan.case.dtype), device=plan.case.device)
     golden, num_runs = cached_golden(hf, plan.prompts), 0
     for label, (name, options) in ENGINES.items():
-        own = plan.changed(engine=name, engine_options=options)
-        with open_planned(own) as engine:
+        engine_plan = plan.changed(engine=name, engine_options=options)
+        with open_planned(engine_plan) as engine:
             for schedule in plan.schedules:
                 with scratch_folder("harness-") as folder:
-                    record_run(own, engine, schedule, golden.requests, folder / "run")
+                    record_run(engine_plan, engine, schedule, golden.requests, folder / "run")
                     with Recording.open(folder / "run", verify=False) as recording:
-                        found = compare_run(
+                        comparison = compare_run(
                             recording,
                             golden,
                             hf=hf,
@@ -93,8 +93,8 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
                                 wanted=engine.capabilities.wanted(hf.graph), require=schedule.requires
                             ),
                         )
-                collect(found, plan.case.dtype, hf, floors, label)
-                result = found.result
+                collect(comparison, plan.case.dtype, hf, floors, label)
+                result = comparison.result
                 ratio = max(tap.propagated_ratio_max or 0 for tap in result.taps)
                 floors[plan.case.dtype, label, "(propagated ratio)"].add(
                     torch.tensor([ratio]), torch.tensor([torch.nan]), None
@@ -106,15 +106,17 @@ def measure(plan: Plan, floors: dict[tuple[str, str, str], Floor], alarms: list[
     return num_runs
 
 
-def collect(found: Comparison, dtype: str, hf: HFModel, floors: dict[tuple[str, str, str], Floor], label: str) -> None:
+def collect(
+    comparison: Comparison, dtype: str, hf: HFModel, floors: dict[tuple[str, str, str], Floor], label: str
+) -> None:
     """Add the local errors of a recording to the floors of its engine, and what HF's own modules made of its inputs."""
-    for tap, errors in found.errors.items():
+    for tap, errors in comparison.errors.items():
         shares = torch.where(errors.roundings == 0, 0.0, errors.roundings / errors.bound)
         kind = hf.graph[tap].kind.value
         floors[dtype, label, kind].add(errors.roundings, shares, errors.convention)
         if errors.control is not None:
-            own = torch.where(errors.control == 0, 0.0, errors.control / errors.bound)
-            floors[dtype, "(control)", kind].add(errors.control, own, None)
+            share = torch.where(errors.control == 0, 0.0, errors.control / errors.bound)
+            floors[dtype, "(control)", kind].add(errors.control, share, None)
 
 
 def machine() -> str:

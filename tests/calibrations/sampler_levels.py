@@ -1,4 +1,4 @@
-"""How often a sound sampler alarms `harness sampler`, at levels so loose that alarms can be counted.
+"""How often a sound sampler alarms `harness server sampler`, at levels so loose that alarms can be counted.
 
     python -m tests.calibrations.sampler_levels [--runs 300] [--draws 80] [--noise 0.02]
 
@@ -25,7 +25,7 @@ from harness.extensions.server.sampler.judge import (
     judge_pooled,
     judge_setting,
 )
-from harness.extensions.server.sampler.settings import SETTINGS, TOKENS
+from harness.extensions.server.sampler.requests import SETTINGS, TOKENS
 from harness.oracle.sampling import Chain, Past
 
 LEVELS = (0.5, 0.1, FALSE_ALARM)
@@ -39,20 +39,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--draws", type=int, default=80, help="of each setting")
     parser.add_argument("--noise", type=float, default=0.02, help="of the logits")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     alarms = Counter[float]()
-    for seed in range(given.runs):
+    for seed in range(arguments.runs):
         evidence = {
-            name: sound_draws(name, at, seed, num=given.draws, noise=given.noise) for at, name in enumerate(NAMES)
+            name: sound_draws(name, at, seed, num=arguments.draws, noise=arguments.noise)
+            for at, name in enumerate(NAMES)
         }
         alarms.update(level for level in LEVELS if is_alarmed(evidence, level))
-    rows = [(level, alarms[level], given.runs, f"{alarms[level] / given.runs:.3f}") for level in LEVELS]
+    rows = [(level, alarms[level], arguments.runs, f"{alarms[level] / arguments.runs:.3f}") for level in LEVELS]
     print(tabulate(rows, headers=("level", "runs that alarm", "runs", "share")))
 
 
 def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> SamplerEvidence:
     """Return draws of one setting by the claimed chain; `at` numbers its requests apart from the others'."""
-    settings = next(own.settings for own in SETTINGS if own.name == name)
+    settings = next(setting.settings for setting in SETTINGS if setting.name == name)
     draw, generator = random.Random(f"{seed}/{name}"), torch.Generator().manual_seed(seed * len(NAMES) + at)
     evidence = SamplerEvidence(chain=Chain(), eos=(0,), seed=seed)
     for step in range(num):
@@ -64,18 +65,18 @@ def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> Sam
         p = Chain().probabilities(server, settings, past)
         token_id = draw.choices(range(VOCAB), p.tolist())[0]
         request = step // TOKENS * len(NAMES) + at
-        own = Draw(request=request, step=step % TOKENS, settings=settings, past=past, token_ids=(token_id,))
-        evidence.add(own, logits, control)
+        draw = Draw(request=request, step=step % TOKENS, settings=settings, past=past, token_ids=(token_id,))
+        evidence.add(draw, logits, control)
     return evidence
 
 
 def is_alarmed(evidence: dict[str, SamplerEvidence], level: float) -> bool:
     """Whether any test of the draws alarms where so many false alarms are allowed."""
     levels, totals = replace(Levels.of(evidence), false_alarm=level), all_totals(evidence)
-    own = {name: judge_setting(name, item, levels, totals) for name, item in evidence.items()}
-    follows = {name: item.follows for name, item in own.items()}
+    results = {name: judge_setting(name, item, levels, totals) for name, item in evidence.items()}
+    follows = {name: item.follows for name, item in results.items()}
     return (
-        any(item.findings for item in own.values())
+        any(item.findings for item in results.values())
         or bool(judge_pooled(evidence, levels, is_named=False).findings)
         or any(judge_independence(evidence, levels, follows))
     )

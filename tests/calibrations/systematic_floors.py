@@ -31,13 +31,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1000])
     parser.add_argument("--out", type=Path, default=ROOT / "reports" / "cpu" / "systematic.md")
     options = parser.parse_args()
-    found: defaultdict[Group, list[Effect]] = defaultdict(list)
+    effects_by_group: defaultdict[Group, list[Effect]] = defaultdict(list)
     original = Effects.strongest
 
     def strongest(effects: Effects) -> Effect | None:
         for effect in effects.all():
             group = str(effects.kind), str(effects.dtype).removeprefix("torch."), effect.kind
-            found[group].append(effect)
+            effects_by_group[group].append(effect)
         return original(effects)
 
     num_runs, alarms = 0, []
@@ -47,13 +47,13 @@ def main() -> None:
                 num_runs += 1
                 if try_variant(variant, seed=seed).is_alarm:
                     alarms.append(f"{variant.id}, seed {seed}")
-    options.out.write_text(report(found, num_runs, alarms, options.seeds), encoding="utf-8")
+    options.out.write_text(report(effects_by_group, num_runs, alarms, options.seeds), encoding="utf-8")
 
 
-def report(found: dict[Group, list[Effect]], num_runs: int, alarms: list[str], seeds: list[int]) -> str:
+def report(effects_by_group: dict[Group, list[Effect]], num_runs: int, alarms: list[str], seeds: list[int]) -> str:
     """Return the report."""
     rows = []
-    for (kind, dtype, what), effects in sorted(found.items()):
+    for (kind, dtype, what), effects in sorted(effects_by_group.items()):
         statistics = sorted(abs(effect.statistic) for effect in effects)
         beyond = [abs(effect.roundings) for effect in effects if abs(effect.statistic) >= THRESHOLD]
         largest = f"{max(beyond):.2g}" if beyond else "-"

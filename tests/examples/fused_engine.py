@@ -140,8 +140,8 @@ class FusedModel(nn.Module):
         self.layers = nn.ModuleList()
         for at in range(self.config["num_hidden_layers"]):
             prefix = f"model.layers.{at}."
-            own = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
-            self.layers.append(Layer(own, self.config, rotary, dtype))
+            layer_weights = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+            self.layers.append(Layer(layer_weights, self.config, rotary, dtype))
         self.norm = RMSNorm(weights["model.norm.weight"], self.config["rms_norm_eps"])
         self.head = Linear(weights.get("lm_head.weight", weights["model.embed_tokens.weight"]))
 
@@ -172,6 +172,6 @@ class FusedEngine:
             rows.append(list(range(len(ids), len(ids) + len(tokens))))
             ids, positions, slots = ids + tokens, [*positions, *range(first, len(table))], slots + table[first:]
             tables.append(list(table))
-        batch = {"rows": rows, "tables": tables, "sampled": [own[-1] for own in rows]}
+        batch = {"rows": rows, "tables": tables, "sampled": [request_rows[-1] for request_rows in rows]}
         batch |= {"positions": torch.tensor([*positions, 0]), "slots": torch.tensor([*slots, -1])}
         return self.model(torch.tensor([*ids, 0]), batch)

@@ -46,13 +46,13 @@ class Checked:
         assert isinstance(engine, Engine)
         record(engine, "plain", self.golden.requests, self.path, dtype=self.dtype)
         with Recording.open(self.path) as actual:
-            found = compare_run(
+            comparison = compare_run(
                 actual,
                 self.golden,
                 hf=self.hf,
                 requirements=Requirements(wanted=engine.capabilities.wanted(self.hf.graph)),
             )
-            return explain_run(found, actual, self.golden, self.hf)
+            return explain_run(comparison, actual, self.golden, self.hf)
 
 
 @pytest.fixture

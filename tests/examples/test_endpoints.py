@@ -28,7 +28,7 @@ def test_the_program_prints_what_stands_under_it(tmp_path):
 
 
 def test_every_way_of_sending_is_on_the_page():
-    from harness.extensions.server.endpoint.schedules import Way
+    from harness.extensions.server.check.requests import Way
 
     assert re.findall(r"^\| `(\w+)` \|", PAGE.text, flags=re.MULTILINE) == [
         Way.TOGETHER, Way.REPEATED, Way.ALONE, Way.REVERSED, Way.CONTINUED, Way.STREAMED, Way.PROMPT,

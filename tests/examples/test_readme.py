@@ -11,7 +11,7 @@ README = Page("README")
 
 
 def test_the_planted_bug_is_found_where_the_readme_says():
-    (command,) = [block.strip() for block in README.blocks("sh") if "--fault" in block]
+    (command,) = [block.strip() for block in README.blocks("sh") if "harness faults" in block]
     code = f"from harness.cli.main import run; run({command.split()[1:]!r})"
     environment = os.environ | {"COLUMNS": "100"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
@@ -27,8 +27,13 @@ def without_figures(text: str) -> str:
 
 def test_the_two_commands_stand_on_the_first_screen():
     first, second = (block.strip() for block in README.blocks("sh")[:2])
-    assert (first, second) == ("pip install -e . && harness check", "pip install -e '.[test]' && pytest")
-    assert README.text.index(second) < 400
+    assert first == "pip install -c constraints.txt -e . && harness check"
+    assert second == "pip install -c constraints.txt -e '.[test]' && pytest"
+    assert README.text.index(second) < 450
+
+
+def test_the_readme_is_short():
+    assert len(README.text.splitlines()) <= 150
 
 
 def test_ci_runs_the_test_command_word_for_word():

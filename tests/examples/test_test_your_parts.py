@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.properties.scheduler.capabilities import SchedulerCapabilities
+from harness.properties.scheduler.adapter import SchedulerCapabilities
 
 from ..documentation import Page, run_python
 
@@ -58,9 +58,9 @@ def test_the_command_finds_a_program_as_short_as_the_page_shows(project: Path, p
     heading = re.sub(r"request \d", r"request \\d", re.escape(FINDINGS[page][0].partition("from adapter")[0]))
     # which of several shortest programs Hypothesis ends with depends on how the harness is installed: it takes
     # constants out of the modules that are not in site-packages
-    found = re.search(rf"{heading}(from adapter.*?\nassert [^\n]*\n)", done.stdout, flags=re.DOTALL)
-    assert found is not None, done.stdout
-    assert_raises(project, found[1])
+    program = re.search(rf"{heading}(from adapter.*?\nassert [^\n]*\n)", done.stdout, flags=re.DOTALL)
+    assert program is not None, done.stdout
+    assert_raises(project, program[1])
 
 
 @pytest.mark.sampled(1)
@@ -119,7 +119,7 @@ def test_the_fixed_attention_passes(project: Path, page: str) -> None:
 def test_the_known_finding_is_accepted_and_written(project: Path, page: str) -> None:
     done = run(project, COMMANDS[page][1])
     assert done.returncode == 0, done.stdout
-    assert "(known, to be mended in May)" in done.stdout
+    assert "(known, to be fixed in May)" in done.stdout
     assert (project / "findings.json").exists()
     assert (project / "junit.xml").exists()
 

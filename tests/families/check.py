@@ -27,7 +27,7 @@ from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.jobs.check import planned_sample
-from harness.judge.jobs.engine_run import record_run
+from harness.judge.jobs.opened import record_run
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model

@@ -35,7 +35,7 @@ from harness.formats.schedule import parse_schedules
 from harness.judge.compare import compare_run
 from harness.judge.compare.coverage import Requirements
 from harness.judge.explain import explain_run
-from harness.judge.jobs.engine_run import record_run, with_duplicate_requests
+from harness.judge.jobs.opened import record_run, with_duplicate_requests
 from harness.oracle.images import DecoderInputs, decoder_inputs, handing
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model

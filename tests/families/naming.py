@@ -18,7 +18,7 @@ from harness.engines.hf import HFEngine
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.explain import explain_run
-from harness.judge.jobs.engine_run import record_run
+from harness.judge.jobs.opened import record_run
 from harness.results.check import Explanation
 
 from .architectures import architectures

@@ -55,7 +55,7 @@ STEPS = (
     Step(name="other-engines", usual_s=60, limit_s=190, is_timed=False, fills="checks.md", commands=(
         (*CHECK, "--dtype", "bfloat16", "--schedule", "tensor-parallel", *TRITON),
         *((*CHECK, "--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
-        (*HARNESS, "fuzz", "--invariance", *GPU, "--dtype", "bfloat16", "--seconds", "40", *TRITON),
+        (*HARNESS, "fuzz", "invariance", *GPU, "--dtype", "bfloat16", "--seconds", "40", *TRITON),
     )),
     Step(name="faults", usual_s=90, limit_s=190, is_timed=False, fills="checks.md", commands=(
         (*HARNESS, "faults", *GPU, "--category", "cache", "--format", "json"),

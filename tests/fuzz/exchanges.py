@@ -11,16 +11,13 @@ from typing import Any
 
 import httpx
 
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json
 from harness.errors import HarnessError
-from harness.extensions.server.endpoint.answer import Completion
-from harness.extensions.server.endpoint.case import JudgedCompletion, Promised
-from harness.extensions.server.endpoint.judge import judge
-from harness.extensions.server.endpoint.names import TokenNames
-from harness.extensions.server.endpoint.parse import read_answer
-from harness.extensions.server.endpoint.schedules import Sent, joined
-from harness.extensions.server.endpoint.truth import TruthRow
-from harness.extensions.server.endpoint.walks import walk_of
+from harness.extensions.server.check.judge import JudgedCompletion, Promised, judge
+from harness.extensions.server.check.requests import Sent, walk_of
+from harness.extensions.server.completion import Completion, joined, read_answer
+from harness.extensions.server.names import TokenNames
+from harness.extensions.server.truth import TruthRow
 from harness.formats.checkpoint import Checkpoint
 from harness.oracle.requests import Prompt
 from reference_engine import EngineConfig, LLMEngine

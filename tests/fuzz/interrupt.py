@@ -18,7 +18,7 @@ from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose threads have computed would wait for them
 
-from harness.base.scratch import MARK
+from harness.base.files import MARK
 from harness.cli.main import main
 from harness.command.interrupts import INTERRUPTED
 from harness.errors import HarnessError
@@ -31,9 +31,9 @@ MODEL = ("--model", str(CHECKPOINTS / "qwen2-tiny"))
 COMMANDS = {
     "golden": ("golden", *MODEL, *WORKLOAD, "--out", "out"),
     "cached golden": ("golden", *MODEL, *WORKLOAD),
-    "run": ("run", "--golden", "golden", "--out", "out"),
+    "record": ("record", "--golden", "golden", "--out", "out"),
     "check": ("check", *MODEL, *WORKLOAD, "--schedule", "plain,batched", "--out", "out"),
-    "fuzz": ("fuzz", *MODEL, "--seconds", "2", "--out", "out"),
+    "fuzz": ("fuzz", "run", *MODEL, "--seconds", "2", "--out", "out"),
     "profile": ("profile", *MODEL, "--prompt-tokens", "4", "--max-new-tokens", "2", "--runs", "1", "--out", "out"),
     "suite": ("suite", "run", "case.toml", "--jobs", "1", "--out", "out"),
     "rollout": ("rollout", "rollouts.jsonl", *MODEL),

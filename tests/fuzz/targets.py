@@ -29,7 +29,7 @@ class Templates:
         self.folder = folder
         shutil.copytree(CHECKPOINTS / "qwen2-tiny", folder / "model")
         self._run("golden", "--model", folder / "model", *WORKLOAD, "--out", folder / "golden")
-        self._run("run", "--golden", folder / "golden", "--schedule", "batched", "--out", folder / "recording")
+        self._run("record", "--golden", folder / "golden", "--schedule", "batched", "--out", folder / "recording")
         with cache_at(folder / "cache"):
             self._run("check", "--model", folder / "model", "--schedule", "plain", *WORKLOAD)
         self._run("profile", "--model", folder / "model", *_SMALL_PROFILE, "--out", folder / "profile")

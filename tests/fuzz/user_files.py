@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.extensions.suite.report.json import SUITE_NAME, suite_json
+from harness.extensions.suite.report import SUITE_NAME, suite_json
 from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 
 from ..extensions.llamacpp.gguf.bytes_of import gguf_bytes
@@ -63,14 +63,14 @@ def user_targets() -> list[Target]:
             "profile", "--model", at / "model", "--requests", at / "requests.jsonl", "--runs", "1", "--out",
             at / "out")),
         Target(name="snapshot", file="snapshot.pickle", mutations=[damaged], command=lambda at: (
-            "memory", "summary", at / "snapshot.pickle")),
+            "trace", "memory", at / "snapshot.pickle")),
         Target(name="GGUF", file="model.gguf", mutations=[damaged], command=lambda at: ("inspect", at / "model.gguf")),
         Target(name="runs of a suite", file=f"nights/one/{SUITE_NAME}", mutations=text, command=lambda at: (
             "suite", "history", at / "nights")),
         Target(name="config of an estimate", file="model/config.json", mutations=text, seconds=0.3, command=lambda at: (
             "estimate", "--model", at / "model")),
         Target(name="compared weights", file="talking/model-00001-of-00002.safetensors", mutations=header,
-               command=lambda at: ("weights", at / "model", at / "talking")),
+               command=lambda at: ("inspect", at / "model", "--against", at / "talking")),
         Target(name="tensor in figures", file="talking/model-00001-of-00002.safetensors", mutations=header,
                command=lambda at: ("inspect", at / "talking", "--tensor", "model.embed_tokens.weight")),
         Target(name="conversation", file="chat.json", mutations=text, seconds=1.0, command=_talk),
@@ -90,7 +90,17 @@ def user_targets() -> list[Target]:
 
 
 def _talk(at: Path) -> Sequence[object]:
-    return "golden", "--model", at / "talking", "--chat", at / "chat.json", "--max-new-tokens", "1", "--out", at / "out"
+    return (
+        "golden",
+        "--model",
+        at / "talking",
+        "--prompt-file",
+        at / "chat.json",
+        "--max-new-tokens",
+        "1",
+        "--out",
+        at / "out",
+    )
 
 
 def _judge_dump(at: Path) -> Sequence[object]:

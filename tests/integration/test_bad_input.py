@@ -14,7 +14,7 @@ import torch
 
 from harness.errors import Code
 
-from .conftest import ENGINE, rewrite
+from .commands import ENGINE, rewrite
 
 TOKENS = ["--token-ids", "1,4,5", "--max-new-tokens", "2", "--schedule", "plain"]
 TAP = "model.layers.1.mlp.up_proj"
@@ -362,7 +362,7 @@ def test_a_damaged_step(refused, golden, recording, llama, tmp_path, side, with_
 
 def test_recordings_of_different_prompts(refused, golden, llama, tmp_path):
     other = ["--token-ids", "1,4,5,6,7,9", "--token-ids", "1,9,10", "--max-new-tokens", "3"]
-    refused_nothing = ["run", "--model", llama, *other, "--out", tmp_path / "other"]
+    refused_nothing = ["record", "--model", llama, *other, "--out", tmp_path / "other"]
     assert cli_status(refused_nothing) == 0
     message = refused(Code.DIFFERENT_PROMPTS, "diff", golden, tmp_path / "other")
     assert "request 0 holds different tokens" in message
@@ -372,7 +372,7 @@ def test_recordings_of_different_prompts(refused, golden, llama, tmp_path):
 
 
 def test_recordings_of_different_requests(refused, golden, llama, tmp_path):
-    assert cli_status(["run", "--model", llama, *TOKENS[:4], "--out", tmp_path / "other"]) == 0
+    assert cli_status(["record", "--model", llama, *TOKENS[:4], "--out", tmp_path / "other"]) == 0
     message = refused(Code.DIFFERENT_PROMPTS, "diff", golden, tmp_path / "other")
     assert "requests [0, 1]" in message
     assert "requests [0]" in message
@@ -450,12 +450,12 @@ def test_an_unknown_trigger(refused, golden, recording):
 
 
 def test_a_golden_together_with_what_it_says(refused, golden, tmp_path):
-    arguments = ["run", "--golden", golden, "--dtype", "float16", "--out", tmp_path / "out"]
+    arguments = ["record", "--golden", golden, "--dtype", "float16", "--out", tmp_path / "out"]
     assert "--dtype" in refused(Code.BAD_OPTION, *arguments)
 
 
 def test_two_schedules_for_one_recording(refused, golden, tmp_path):
-    arguments = ["run", "--golden", golden, "--schedule", "plain,batched", "--out", tmp_path / "out"]
+    arguments = ["record", "--golden", golden, "--schedule", "plain,batched", "--out", tmp_path / "out"]
     assert "plain,batched" in refused(Code.BAD_OPTION, *arguments)
     assert not (tmp_path / "out").exists()
 
@@ -467,7 +467,7 @@ def test_two_schedules_for_one_recording(refused, golden, tmp_path):
 def writing_command(request, llama, golden) -> list[object]:
     """Return a command that writes to the folder that follows."""
     if request.param == "run":
-        return ["run", "--golden", golden, "--out"]
+        return ["record", "--golden", golden, "--out"]
     return [request.param, "--model", llama, *(TOKENS if request.param == "check" else TOKENS[:4]), "--out"]
 
 
@@ -537,7 +537,7 @@ FAILING = {
 def test_an_engine_that_fails(refused, install, llama, golden, tmp_path, old, new, words, command):
     engine = install(ENGINE.replace(old, new))
     out = tmp_path / "out"
-    start = ["check", "--model", llama, *TOKENS] if command == "check" else ["run", "--golden", golden]
+    start = ["check", "--model", llama, *TOKENS] if command == "check" else ["record", "--golden", golden]
     message = refused(Code.ENGINE_FAILED, *start, "--engine", engine, "--out", out)
     assert words in message
     assert not out.exists()

@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import Code
 
-from .conftest import ENGINE
+from .commands import ENGINE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "write-an-adapter.md").read_text(encoding="utf-8")
 HALF = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "attn_residual")
@@ -33,7 +33,8 @@ def check(harness, llama, workload):
         "plain",
         "--engine",
         engine,
-        "--no-isolate",
+        "--engine-timeout",
+        "0",
         "--format",
         "json",
         *options,

@@ -10,7 +10,7 @@ import pytest
 from harness.cli.main import run
 from harness.profiling import profile
 from harness.profiling.gate import against
-from harness.profiling.gate.paired_timing import paired_ratio
+from harness.profiling.gate.against import paired_ratio
 from harness.profiling.gate.versions import installed_version
 from harness.results.gate import Clock, PhaseTime
 

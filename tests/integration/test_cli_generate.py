@@ -16,7 +16,7 @@ from harness.errors import Code
 from reference_engine.server.text import Text
 
 from ..unit.lora_adapter import write_adapter
-from .conftest import listen_to_ctrl_c
+from .commands import listen_to_ctrl_c
 
 PROMPT = "shau zen shu zei da dan dei lou zo ge vau win to | shau zen"
 STATS = (

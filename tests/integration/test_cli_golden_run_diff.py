@@ -1,4 +1,4 @@
-"""`harness golden`, `harness run` and `harness diff`: the check in three steps, by hand."""
+"""`harness golden`, `harness record` and `harness diff`: the check in three steps, by hand."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from harness.formats.recording import Recording
 
 from ..recording_writer import new_writer, requests_of
 from ..unit.tiny_models import save, tiny_model
-from .conftest import rewrite
+from .commands import rewrite
 from .test_cli_check import DIVERGENCE_KEYS, KEYS, TAP_KEYS
 
 TAP = "model.layers.1.mlp.up_proj"
@@ -60,7 +60,7 @@ def test_a_golden_along_given_tokens(harness, llama, tmp_path):
     assert rows[0]["lm_head"].equal(rows[1]["lm_head"])
     assert rows[0]["lm_head"][0].allclose(rows[2]["lm_head"][0])
     assert not rows[0]["lm_head"][1].allclose(rows[2]["lm_head"][1], atol=1e-3)
-    assert harness("run", "--golden", other, "--out", tmp_path / "r").status == 0
+    assert harness("record", "--golden", other, "--out", tmp_path / "r").status == 0
     assert harness("diff", other, tmp_path / "r", "--model", llama).status == 0
 
 
@@ -81,7 +81,7 @@ def test_a_continuation_that_makes_no_sense(harness, llama, options, said):
 
 
 def test_run_records_what_a_golden_says(harness, golden, tmp_path):
-    ran = harness("run", "--golden", golden, "--engine", "hf", "--schedule", "batched", "--out", tmp_path / "r")
+    ran = harness("record", "--golden", golden, "--engine", "hf", "--schedule", "batched", "--out", tmp_path / "r")
     assert ran.status == 0
     assert ran.out.startswith(f"{tmp_path / 'r'}: ")
     with Recording.open(tmp_path / "r") as ours, Recording.open(golden) as theirs:
@@ -91,7 +91,7 @@ def test_run_records_what_a_golden_says(harness, golden, tmp_path):
 
 def test_run_without_a_golden_finds_the_tokens_itself(harness, golden, llama, workload, tmp_path):
     options = ["--schedule", "chunked:4", "--engine-option", "block_size=2", "--format", "json"]
-    ran = harness("run", "--model", llama, *workload, *options, "--out", tmp_path / "r")
+    ran = harness("record", "--model", llama, *workload, *options, "--out", tmp_path / "r")
     assert ran.status == 0
     summary = ran.json
     assert (summary["schedule"], summary["num_rows"], summary["engine"]) == ("chunked:4", 13, "reference")
@@ -114,7 +114,7 @@ def test_the_keys_of_diff(harness, golden, recording, llama):
 
 
 def test_the_keys_of_diff_for_other_numbers(harness, golden, llama, workload, tmp_path):
-    assert harness("run", "--model", llama, *workload, "--dtype", "bfloat16", "--out", tmp_path / "r").status == 0
+    assert harness("record", "--model", llama, *workload, "--dtype", "bfloat16", "--out", tmp_path / "r").status == 0
     manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
     (tmp_path / "r" / "manifest.json").write_text(json.dumps({**manifest, "dtype": "float32"}))
     ran = harness("diff", golden, tmp_path / "r", "--format", "json")
@@ -209,7 +209,7 @@ def test_an_engine_of_which_nobody_knows_whether_it_has_a_cache(harness, golden,
     """No slots, no block tables and no read-back: it passes, and the result says what was not seen."""
     recording = tmp_path / "r"
     arguments = ["--engine", "hf", "--out", recording]
-    assert harness("run", "--golden", golden, *arguments).status == 0
+    assert harness("record", "--golden", golden, *arguments).status == 0
     without_read_back(recording, keep_taps=False)
     ran = harness("diff", golden, recording, "--format", "json")
     assert ran.status == 0
@@ -249,7 +249,7 @@ def test_two_sound_engines_differ_by_rounding_alone(harness, tmp_path, model, dt
     ids = ",".join(str(3 + at * at % 190) for at in range(90))
     for backend in ("contiguous", "recompute"):
         asked = ["--model", model, "--dtype", dtype, "--token-ids", ids, "--max-new-tokens", 20]
-        ran = harness("run", *asked, "--engine-option", f"attention_backend={backend}", "--out", tmp_path / backend)
+        ran = harness("record", *asked, "--engine-option", f"attention_backend={backend}", "--out", tmp_path / backend)
         assert ran.status == 0
     lacking = ["--lacking", "k_cache", "--lacking", "v_cache"]
     ran = harness("diff", tmp_path / "contiguous", tmp_path / "recompute", *lacking)
@@ -262,7 +262,7 @@ def test_states_are_compared_without_a_model_where_they_were_read(harness, tmp_p
     model, first, other = tmp_path / "mamba", tmp_path / "first", tmp_path / "other"
     save(tiny_model("mamba"), model)
     ids = ["--model", model, "--engine", "hf", "--token-ids", "1,2,3,4", "--max-new-tokens", 2, "--dtype", "float32"]
-    assert harness("run", *ids, "--out", first).status == 0
+    assert harness("record", *ids, "--out", first).status == 0
     shutil.copytree(first, other)
     assert harness("diff", first, other).status == 0
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from .conftest import ENGINE
+from .commands import ENGINE
 
 OTHER_EPS = ENGINE.replace(
     "    def run(",

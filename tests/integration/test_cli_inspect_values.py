@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.errors import Code
-from harness.formats.inspect.values import read_values
+from harness.formats.values import read_values
 
 TAP = "model.layers.1.mlp.down_proj"
 WEIGHT = "model.layers.1.mlp.down_proj.weight"

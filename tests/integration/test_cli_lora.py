@@ -100,14 +100,9 @@ def test_the_neighbours_adapter_in_a_mixed_batch_is_named(check, harness, adapte
         add(neighbour, product, rows_T[half:], x_TI, y_TO)
 
     monkeypatch.setattr(lora.Adapter, "add", mixed)
-    ran = check("--schedule", "batched", "--other-lora", other)
+    ran = check("--schedule", "batched", "--lora", other)
     assert ran.status == 1
     assert ran.json["first_divergence"]["explanation"]["cause"] == f"the adapter is another one: {other}"
-
-
-def test_another_adapter_without_one_is_refused(harness, adapter):
-    ran = harness("check", *WORKLOAD, "--other-lora", adapter)
-    assert (ran.status, ran.err.splitlines()[0]) == (2, "H013: there are other adapters, and none that is checked")
 
 
 @pytest.mark.slow

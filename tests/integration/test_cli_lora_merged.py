@@ -28,7 +28,7 @@ def golden(harness, adapter, tmp_path):
 def judged(harness, golden, adapter, tmp_path):
     def judge(*options):
         out = tmp_path / "recording"
-        ran = harness("run", "--golden", golden, *options, "--out", out)
+        ran = harness("record", "--golden", golden, *options, "--out", out)
         assert ran.status == 0, ran.err
         return harness("diff", golden, out, "--model", FOLDER, "--lora", adapter, "--format", "json")
 

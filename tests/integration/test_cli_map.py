@@ -1,13 +1,13 @@
-"""`harness map`: which tensor of an engine is which tap."""
+"""`harness inspect --map`: which tensor of an engine is which tap."""
 
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from harness.cli.map import map_text
 
-from harness.results.tap_source import TapSource
+from harness.cli.tap_map import map_text
+from harness.results.check import TapSource
 
 TAP = {"tap": "model.norm", "tensor": "norm, columns 0 to 3", "code": None, "evidence": "it holds it"}
 
@@ -23,7 +23,7 @@ def test_a_line_for_each_tap_then_what_is_not_shown():
 
 
 def test_an_adapter_that_names_its_taps_says_nothing(harness):
-    run = harness("map", "--engine", "reference")
+    run = harness("inspect", "--map", "--engine", "reference")
     assert (run.status, run.out) == (5, "reference does not say where its taps are: its adapter names them\n")
 
 
@@ -32,14 +32,14 @@ def mapped(monkeypatch):
     """Return the taps that an engine is found to have; tests change them."""
     taps = {"model.norm": TapSource(tensor="norm"), "lm_head": TapSource(tensor="head")}
     wanted = SimpleNamespace(sources=taps, notes=(), all_unsupported_taps=lambda: ())
-    monkeypatch.setattr("harness.judge.jobs.engine_run.match_taps", lambda _plan, engine, _graph: None)
+    monkeypatch.setattr("harness.judge.jobs.opened.match_taps", lambda _plan, engine, _graph: None)
     opened = nullcontext(SimpleNamespace(capabilities=wanted))
-    monkeypatch.setattr("harness.judge.jobs.engine_run.open_planned", lambda _plan: opened)
+    monkeypatch.setattr("harness.judge.jobs.opened.open_planned", lambda _plan: opened)
     return taps
 
 
 def test_what_moved_since_a_map_that_was_kept(mapped, tmp_path, harness):
-    given = ("map", "--engine", "reference", "--model", "qwen3-tiny")
+    given = ("inspect", "--map", "--engine", "reference", "--model", "qwen3-tiny")
     kept = tmp_path / "kept.json"
     kept.write_text(harness(*given, "--format", "json").out)
     same = harness(*given, "--against", str(kept))
@@ -60,6 +60,6 @@ def test_what_moved_since_a_map_that_was_kept(mapped, tmp_path, harness):
 )
 def test_a_kept_map_that_is_none_is_bad_input(tmp_path, harness, content, words):
     (tmp_path / "kept.json").write_text(content)
-    run = harness("map", "--engine", "reference", "--against", str(tmp_path / "kept.json"))
+    run = harness("inspect", "--map", "--engine", "reference", "--against", str(tmp_path / "kept.json"))
     assert run.status == 2
     assert words in run.err

@@ -37,7 +37,7 @@ def test_a_fault_is_seen_between_two_recordings(harness, folder, tmp_path):
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
     for checkpoint, status in ((folder, 0), (wrong, 1)):
         recording = tmp_path / f"run-{status}"
-        assert harness("run", "--engine", "hf", *options(checkpoint), "--mtp", "--out", recording).status == 0
+        assert harness("record", "--engine", "hf", *options(checkpoint), "--mtp", "--out", recording).status == 0
         ran = harness("diff", golden, recording, "--model", folder)
         assert ran.status == status
     assert "model.layers.2.eh_proj" in ran.out
@@ -48,6 +48,6 @@ def test_a_checkpoint_or_an_engine_without_them_is_refused(harness, folder):
     assert ran.status == 2
     assert "transformers runs no layers that predict further tokens" in ran.err
     assert harness("check", "--engine", "reference", *options(folder), "--mtp").status == 2
-    ran = harness("check", "--engine", "hf", *options(folder), "--mtp", "--estimate")
+    ran = harness("check", "--engine", "hf", *options(folder), "--mtp", "--dry-run")
     assert ran.status == 2
     assert "leave --mtp out" in ran.err

@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import Code, HarnessError
 
-from .conftest import listen_to_ctrl_c
+from .commands import listen_to_ctrl_c
 
 HARNESS = [sys.executable, "-c", "from harness.cli import main; main()"]
 

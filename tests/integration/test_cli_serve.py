@@ -9,7 +9,7 @@ import pytest
 
 from harness.cli.serve import API_KEY, _listening
 
-from .conftest import listen_to_ctrl_c
+from .commands import listen_to_ctrl_c
 
 httpx = pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")

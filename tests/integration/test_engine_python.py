@@ -116,7 +116,7 @@ def test_a_python_without_numpy(harness, llama, tmp_path):
 
 
 def test_another_environment_is_another_process(harness, llama, install):
-    arguments = ["check", "--model", llama, "--token-ids", "1,2", "--engine", "elsewhere", "--no-isolate"]
+    arguments = ["check", "--model", llama, "--token-ids", "1,2", "--engine", "elsewhere", "--engine-timeout", "0"]
     ran = harness(*arguments, "--engine-python", install("pass"))
     assert (ran.status, ran.err.partition(":")[0]) == (2, Code.BAD_OPTION)
 

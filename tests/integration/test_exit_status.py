@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ENGINE
+from .commands import ENGINE
 from .processes import Commands
 from .test_isolated_engines import is_running, wait_until
 
@@ -39,8 +39,8 @@ COMMANDS = {
     "invariance": ["fuzz", "--invariance", "--seconds", "1"],
     "profile": ["profile", "--out", "kept", "--quick", "--prompt-tokens", "4", "--max-new-tokens", "3"],
     "generate": ["generate", "--prompt", "a", "--max-new-tokens", "3"],
-    "check": ["check", "--no-isolate", "--token-ids", "1,2,3"],
-    "run": ["run", "--no-isolate", "--token-ids", "1,2,3", "--out", "kept"],
+    "check": ["check", "--engine-timeout", "0", "--token-ids", "1,2,3"],
+    "run": ["record", "--engine-timeout", "0", "--token-ids", "1,2,3", "--out", "kept"],
 }
 AT_OPENING = ENGINE.replace("    return Engine(", "    {does}\n    return Engine(")
 
@@ -168,7 +168,7 @@ def test_the_command_ends_with_its_parent(commands, tmp_path, llama):
 
 
 def test_a_search_without_time_has_checked_nothing(harness, llama):
-    ran = harness("fuzz", "--model", llama, "--seconds", "0.001")
+    ran = harness("fuzz", "run", "--model", llama, "--seconds", "0.001")
     assert ran.status == 5
     assert ran.out.startswith("NOTHING CHECKED")
     assert "no workload reached decode" in " ".join(ran.out.split())

@@ -9,7 +9,7 @@ import pytest
 
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
-from harness.judge.jobs.golden import run_golden
+from harness.judge.jobs.opened import run_golden
 from harness.plan import plan_request
 from harness.results.check import Outcome
 

@@ -17,7 +17,7 @@ from harness.errors import Code, HarnessError
 from harness.profiling.gate.baseline import read_baseline
 
 from ..unit.lora_adapter import FOLDER, write_adapter
-from .conftest import ENGINE
+from .commands import ENGINE
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 HARNESS = [sys.executable, "-c", "from harness.cli import main; main()"]
@@ -90,7 +90,7 @@ def test_a_manifest_that_a_terminal_would_obey(refused, golden, recording, tmp_p
 
 def test_an_engine_whose_error_a_terminal_would_obey(refused, install, llama):
     name = install(ENGINE.replace("class Between:", f"raise RuntimeError({ESCAPE!r})\nclass Between:"))
-    refused(Code.ENGINE_FAILED, "check", "--model", llama, *TOKENS, "--engine", name, "--no-isolate")
+    refused(Code.ENGINE_FAILED, "check", "--model", llama, *TOKENS, "--engine", name, "--engine-timeout", "0")
 
 
 def test_an_error_keeps_its_lines_and_its_tabs():
@@ -292,7 +292,7 @@ def test_a_trace_larger_than_the_memory(refused, tmp_path):
 def test_an_output_folder_behind_a_link(harness, llama, golden, tmp_path, command):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    start = ["run", "--golden", golden] if command == "run" else [command, "--model", llama, *TOKENS[:4]]
+    start = ["record", "--golden", golden] if command == "run" else [command, "--model", llama, *TOKENS[:4]]
     ran = harness(*start, "--out", tmp_path / "link")
     assert ran.status == 0, ran.err
     assert (tmp_path / "link").is_symlink()

@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import Code
 
-from .conftest import ENGINE
+from .commands import ENGINE
 
 HARNESS = [sys.executable, "-c", "from harness.cli import main; main()"]
 RUN = "self.inner.run(workload, Between(writer))"
@@ -82,7 +82,7 @@ IN_PROCESS = [does for does in ENDS if does.startswith(("sys.exit", "raise", "re
 @pytest.mark.parametrize("does", [does for does in IN_PROCESS if "KeyboardInterrupt" not in does])
 def test_what_an_engine_raises_in_our_own_process_is_the_same_error(harness, install, llama, does):
     name = install(OPEN.format(does=does))
-    ran = harness("check", "--model", llama, "--token-ids", "1,2", "--engine", name, "--no-isolate")
+    ran = harness("check", "--model", llama, "--token-ids", "1,2", "--engine", name, "--engine-timeout", "0")
     assert (ran.status, ran.err.partition(":")[0]) == (2, Code.ENGINE_FAILED)
     assert ENDS[does] in ran.err
 
@@ -94,7 +94,7 @@ def test_an_engine_that_ends_the_process_in_a_run_leaves_no_recording(
 ):
     name = install(ENGINE.replace(RUN, f"{RUN}; import os; os._exit(0)"))
     start = ["check", "--model", llama, "--token-ids", "1,2,3", "--max-new-tokens", "2"]
-    start = start if command == "check" else ["run", "--golden", golden]
+    start = start if command == "check" else ["record", "--golden", golden]
     out = tmp_path / "out"
     ran = harness(*start, "--schedule", "plain", "--engine", name, "--out", out, "--format", "json")
     assert ran.status == 2
@@ -167,19 +167,14 @@ def listen_to_signals() -> None:
 def test_our_own_engine_in_a_process_of_its_own(harness, llama, workload, tmp_path):
     arguments = ["check", "--model", llama, *workload, "--schedule", "plain,batched", "--format", "json"]
     here = harness(*arguments)
-    there = harness(*arguments, "--isolate", "--out", tmp_path / "out")
+    there = harness(*arguments, "--engine-timeout", "600", "--out", tmp_path / "out")
     assert (here.status, there.status) == (0, 0), there.err
     taps = [[run["taps"] for run in ran.json["runs"]] for ran in (here, there)]
     assert taps[0] == taps[1]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["batched", "plain", "report.html"]
 
 
-def test_a_limit_needs_a_process(harness, llama, workload):
-    ran = harness("check", "--model", llama, *workload, "--no-isolate", "--engine-timeout", "5")
-    assert (ran.status, ran.err.partition(":")[0]) == (2, Code.BAD_OPTION)
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan"])
+@pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])
 def test_a_limit_that_is_none(harness, llama, workload, seconds):
     ran = harness("check", "--model", llama, *workload, "--engine-timeout", seconds)
     assert (ran.status, ran.err.partition(":")[0]) == (2, Code.BAD_OPTION)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from .conftest import ENGINE
+from .commands import ENGINE
 
 RUN = "self.inner.run(workload, Between(writer))"
 INNER = "self.inner, self.capabilities = inner, inner.capabilities"
@@ -149,7 +149,7 @@ LIES = {
 def test_a_lie_is_no_pass(harness, install, llama, lie):
     source, status, said = LIES[lie]
     ran = harness(
-        "check", "--no-isolate", "--model", llama, "--token-ids", "1,4,5,6", "--token-ids", "1,9,10",
+        "check", "--engine-timeout", "0", "--model", llama, "--token-ids", "1,4,5,6", "--token-ids", "1,9,10",
         "--max-new-tokens", "3", "--schedule", "plain", "--engine", install(source),
     )  # fmt: skip
     assert ran.status in (status if isinstance(status, tuple) else (status,)), (ran.out, ran.err)
@@ -159,7 +159,7 @@ def test_a_lie_is_no_pass(harness, install, llama, lie):
 
 def test_an_adapter_with_its_embedding_alone_is_told_why(harness, install, llama):
     ran = harness(
-        "check", "--no-isolate", "--model", llama, "--token-ids", "1,4,5,6", "--schedule", "plain", "--engine",
+        "check", "--engine-timeout", "0", "--model", llama, "--token-ids", "1,4,5,6", "--schedule", "plain", "--engine",
         install(keeps_only(EMBEDDING)), "--format", "json",
     )  # fmt: skip
     assert ran.status == 5
@@ -187,7 +187,7 @@ def test_weights_that_are_replaced_in_the_run_are_seen_though_their_time_is_put_
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
         {RUN}"""
     name = install(ENGINE.replace(RUN, does))
-    ran = harness("check", "--no-isolate", "--model", model, "--token-ids", "1,4,5", "--engine", name)
+    ran = harness("check", "--engine-timeout", "0", "--model", model, "--token-ids", "1,4,5", "--engine", name)
     assert ran.status == 2
     assert ran.err.startswith("H145: ")
 
@@ -195,7 +195,17 @@ def test_weights_that_are_replaced_in_the_run_are_seen_though_their_time_is_put_
 def test_a_recording_of_nothing_is_none(harness, install, llama, tmp_path):
     name = install(ENGINE.replace(RUN, "pass"))
     ran = harness(
-        "run", "--no-isolate", "--model", llama, "--token-ids", "1,4", "--engine", name, "--out", tmp_path / "o"
+        "record",
+        "--engine-timeout",
+        "0",
+        "--model",
+        llama,
+        "--token-ids",
+        "1,4",
+        "--engine",
+        name,
+        "--out",
+        tmp_path / "o",
     )
     assert ran.status == 5
 
@@ -223,7 +233,7 @@ def test_a_pass_of_what_the_engine_offers_names_the_rest(harness, install, llama
         "return getattr(self.writer, name)\n\n    def tap(self, name, tensor):\n"
         "        '_cache' in name or 'mlp.act' in name or self.writer.tap(name, tensor)",
     )
-    ran = harness(*WHOLE, "--model", llama, "--no-isolate", "--engine", install(source))
+    ran = harness(*WHOLE, "--model", llama, "--engine-timeout", "0", "--engine", install(source))
     assert ran.status == 0
     line = " ".join(ran.out.partition("  not judged")[2].split())
     assert line.startswith("k_cache, v_cache; only through what is computed from them: mlp.act timings")

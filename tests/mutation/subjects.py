@@ -29,15 +29,18 @@ _DEFAULT = {
     "explain": ("test_run.py", "core/test_rerun.py"),
 }
 _OTHERS = {
-    "compare/figures": ("test_figures.py", "test_run.py"),
-    "compare/granularity": ("test_granularity.py", "test_through.py"),
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
-    "compare/judged": ("test_judged.py", "test_run.py"),
-    "compare/local": ("test_local.py", "test_replay.py"),
-    "compare/local_judge": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
+    "compare/judged": ("test_judged.py", "test_figures.py", "test_findings.py", "test_divergence.py", "test_run.py"),
+    "compare/local": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_replay.py", "test_run.py"),
     "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),
-    "compare/row_judge": ("test_row_judge.py", "test_bounds.py", "test_conventions.py", "test_run.py"),
-    "compare/slot_history": ("test_slot_history.py", "test_sequences.py"),
+    "compare/row_judge": (
+        "test_row_judge.py",
+        "test_choices.py",
+        "test_bounds.py",
+        "test_conventions.py",
+        "test_run.py",
+    ),
+    "compare/sequences": ("test_sequences.py", "test_slot_history.py", "test_slots.py"),
     "compare/run": ("test_outcomes.py", "test_run.py"),
     "compare/systematic": ("test_effects.py", "test_systematic.py"),
     **{

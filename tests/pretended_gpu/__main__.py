@@ -12,7 +12,7 @@ if __name__ == "__main__":
     install()
     from harness.cli.main import run
     from harness.profiling import profile
-    from harness.profiling.cost.roofline import measure_ceilings
+    from harness.profiling.roofline import measure_ceilings
 
     # The roofs of a GPU are measured on tensors that a CPU takes minutes for.
     profile.measure_ceilings = partial(measure_ceilings, num_bytes=1 << 20, matrix_size=64)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang: docs/adapters/README.md")
 
 from harness.properties.blocks import search_block_manager
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.scheduler import search_scheduler
 
 pytestmark = pytest.mark.slow

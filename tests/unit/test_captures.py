@@ -6,7 +6,7 @@ import pytest
 
 from harness.base.files import write_text
 from harness.errors import Code, HarnessError
-from harness.pytest_plugin.captures import making, settle
+from harness.pytest_plugin.items import making, settle
 
 
 def test_new_captures_take_the_place_of_old_ones(tmp_path: Path) -> None:

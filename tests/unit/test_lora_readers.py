@@ -156,7 +156,7 @@ def test_what_is_not_understood_is_refused_by_both(read, field, value, tmp_path)
 
 def test_every_field_of_peft_is_known():
     """A version of PEFT with another field fails here: is it without effect, refused, or read?"""
-    from harness.oracle.lora_config import _WITHOUT_EFFECT, AdapterConfig
+    from harness.oracle.lora import _WITHOUT_EFFECT, AdapterConfig
     from reference_engine.lora import config as engine
 
     refused = {

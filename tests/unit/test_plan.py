@@ -10,7 +10,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import resolve
 from harness.formats.taps import Graph
-from harness.judge.jobs.engine_run import followed_schedules, match_taps, open_planned
+from harness.judge.jobs.opened import followed_schedules, match_taps, open_planned
 from harness.plan import plan_request
 
 REQUESTS = [RequestSpec(token_ids=[1, 4, 5, 6, 7, 8, 9, 10, 11])]

@@ -34,5 +34,5 @@ def test_what_a_script_imports_is_there(path):
 
 
 def test_a_name_that_is_gone_is_seen():
-    assert not is_there("harness.extensions.server.sampler.ask", "ask_sampler")
+    assert not is_there("harness.extensions.server.sampler.requests", "ask_sampler")
     assert is_there("harness.extensions.server.audit", "run")

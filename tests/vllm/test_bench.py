@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from harness.extensions.bench.measure import run_bench
+from harness.extensions.bench.run import run_bench
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from harness.errors import Code, HarnessError
-from harness.extensions.vllm.options import base_arguments
+from harness.extensions.vllm.opening import base_arguments
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request

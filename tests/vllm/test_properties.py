@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.request import Request
 
 from harness.properties.blocks import search_block_manager
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.scheduler import search_scheduler
 
 from .faults import wrapped

@@ -1,4 +1,4 @@
-"""`harness check --endpoint` against vLLM's OpenAI server, in processes of its own on the loopback address."""
+"""`harness server check` against vLLM's OpenAI server, in processes of its own on the loopback address."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def stop(process):
 
 def check(url, model, *options):
     options = [*WORKLOAD, "--dtype", "bfloat16", "--request-timeout", "120", *options, "--format", "json"]
-    return run(["check", "--endpoint", url, "--model", str(model), *options])
+    return run(["server", "check", "--endpoint", url, "--model", str(model), *options])
 
 
 def test_a_sound_server_passes(served, capsys):

@@ -32,8 +32,8 @@ class NanoVllm:
         self.blocks, self.sequences = BlockManager(NUM_BLOCKS, BLOCK), {}
         self.attention = [layer.self_attn.attn for layer in self.model.model.layers]
         shape = NUM_BLOCKS, BLOCK, config.num_key_value_heads, config.head_dim
-        for each in self.attention:
-            each.k_cache, each.v_cache = torch.zeros(2, *shape, dtype=dtype)
+        for attention in self.attention:
+            attention.k_cache, attention.v_cache = torch.zeros(2, *shape, dtype=dtype)
 
     def step(self, work):
         for request, tokens, first in work:
@@ -57,8 +57,8 @@ class NanoVllm:
 
     def cached(self, request):
         sequence = self.sequences[request]
-        caches = enumerate((each.k_cache, each.v_cache) for each in self.attention)
-        return {at: [each[sequence.block_table].flatten(0, 1)[: len(sequence)] for each in both] for at, both in caches}
+        caches = enumerate((attention.k_cache, attention.v_cache) for attention in self.attention)
+        return {at: [cache[sequence.block_table].flatten(0, 1)[: len(sequence)] for cache in both] for at, both in caches}
 
 
 def open_engine(folder, *, dtype, device, options):

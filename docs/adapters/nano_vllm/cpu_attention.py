@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 def attend(query, keys, values, scale):
     """Attend causally: [tokens, heads, size] queries are the last of [tokens, KV heads, size] keys."""
     seen = torch.ones(len(query), len(keys), dtype=torch.bool).tril(len(keys) - len(query))
-    heads = (each.transpose(0, 1) for each in (query, keys, values))
+    heads = (x.transpose(0, 1) for x in (query, keys, values))
     return scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
@@ -22,10 +22,10 @@ def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale
     out = torch.empty_like(q)
     for at, (start, stop) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q[1:].tolist(), strict=False)):
         first, last = cu_seqlens_k[at : at + 2].tolist()
-        own = slice(first, last) if block_table is None else slice(0, last - first)
+        context_rows = slice(first, last) if block_table is None else slice(0, last - first)
         blocks = None if block_table is None else block_table[at].clamp(min=0).long()
-        keys, values = (each if blocks is None else each[blocks].flatten(0, 1) for each in (k, v))
-        out[start:stop] = attend(q[start:stop], keys[own], values[own], softmax_scale)
+        keys, values = (cache if blocks is None else cache[blocks].flatten(0, 1) for cache in (k, v))
+        out[start:stop] = attend(q[start:stop], keys[context_rows], values[context_rows], softmax_scale)
     return out
 
 

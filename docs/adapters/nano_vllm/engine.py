@@ -26,13 +26,13 @@ BLOCK = 16
 class Watcher(StepWatcher):
     step = ()
 
-    def read_batch(self, given):
+    def read_batch(self, inputs):
         lengths = [sequence.num_scheduled_tokens for sequence in self.step]
         return ForwardBatch(
             requests=[sequence.request_id for sequence in self.step],
             starts=torch.tensor([0, *lengths]).cumsum(0).tolist(),
-            positions=given["positions"].tolist(),
-            num_padded_rows=len(given["input_ids"]),
+            positions=inputs["positions"].tolist(),
+            num_padded_rows=len(inputs["input_ids"]),
             slot_mapping=get_context().slot_mapping,
             block_tables={"": {sequence.request_id: sequence.block_table for sequence in self.step}},
         )

@@ -25,7 +25,7 @@ RESERVE = 4
 class Watcher(StepWatcher):
     step = None
 
-    def read_batch(self, given):
+    def read_batch(self, inputs):
         step, table = self.step, self.step.req_to_token_pool.req_to_token
         lengths = step.extend_lens if step.forward_mode.is_extend() else [1] * len(step.reqs)
         requests = [int(request.rid) for request in step.reqs]
@@ -33,8 +33,8 @@ class Watcher(StepWatcher):
         return ForwardBatch(
             requests=requests,
             starts=torch.tensor([0, *lengths]).cumsum(0).tolist(),
-            positions=given["positions"].tolist(),
-            num_padded_rows=len(given["input_ids"]),
+            positions=inputs["positions"].tolist(),
+            num_padded_rows=len(inputs["input_ids"]),
             slot_mapping=step.out_cache_loc,
             block_tables={"": {request: table[row, :length].tolist() for request, row, length in rows}},
         )

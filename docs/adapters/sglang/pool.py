@@ -25,11 +25,11 @@ class Pool:
 
     def make_pool(self, num_blocks, block_size, max_num_requests, max_length):
         self.size = block_size
-        given = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
+        options = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
         if block_size == 1:
-            self.allocator = TokenToKVPoolAllocator(num_blocks, **given)
+            self.allocator = TokenToKVPoolAllocator(num_blocks, **options)
         else:
-            self.allocator = PagedTokenToKVPoolAllocator(num_blocks * block_size, block_size, **given)
+            self.allocator = PagedTokenToKVPoolAllocator(num_blocks * block_size, block_size, **options)
         self.rows = ReqToTokenPool(max_num_requests, max_length + block_size, "cpu", False)
         parameters = CacheInitParams(False, self.rows, self.allocator, block_size, tree_components=(ComponentType.FULL,))
         self.tree = self.tree_class(parameters)
@@ -51,11 +51,11 @@ class Pool:
         return (self.allocator.available_size() + self.tree.evictable_size()) // self.size
 
     def cached_blocks(self):
-        found, nodes = {}, [((), self.tree.root_node)]
+        prefixes, nodes = {}, [((), self.tree.root_node)]
         while nodes:
             before, node = nodes.pop()
             tokens = (*before, *node.key.token_ids)
             pages = [int(slot) // self.size for slot in node.value[:: self.size]]
-            found |= {page: tokens[: len(before) + (at + 1) * self.size] for at, page in enumerate(pages)}
+            prefixes |= {page: tokens[: len(before) + (at + 1) * self.size] for at, page in enumerate(pages)}
             nodes += [(tokens, child) for child in node.children.values()]
-        return found
+        return prefixes

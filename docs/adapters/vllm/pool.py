@@ -47,8 +47,8 @@ class Pool:
     def all_tokens(self, digest):
         tokens = ()
         while digest in self.hashed:
-            digest, own, _keys = self.hashed[digest]
-            tokens = (*own, *tokens)
+            digest, block_tokens, _keys = self.hashed[digest]
+            tokens = (*block_tokens, *tokens)
         return tokens
 
     @staticmethod

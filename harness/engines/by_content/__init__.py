@@ -1,4 +1,4 @@
-"""Engines without an adapter: what a tensor is, is found by what it holds."""
+"""Engines without an adapter: the content of a tensor says which of HF's values it is."""
 
 from harness.engines.by_content.step_engine import StepEngine
 from harness.engines.by_content.steps import module_paths

@@ -1,25 +1,91 @@
 """Finds the taps of a step among tensors: of a live engine, or dumped.
 
-HF computes the same tokens and goes on with the engine's tensor wherever one was found, so that each value is looked
-for as it follows from the engine's own values. A value that is wrong is found by names, or as that from which HF
-computes what the engine computed next.
+HF computes the same tokens and goes on with the engine's tensor wherever one was found, so each value is looked for as
+it follows from the engine's own values. A wrong value is found by the names of tensors, or because HF computes from it
+what the engine computed next.
 """
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import combinations, islice, product
 from math import prod
 
 import torch
 
-from harness.engines.by_content.columns import Columns, Fit, limit_of_same, relative_error
+from harness.engines.by_content.columns import Columns, Fit, Table, TableIndex, limit_of_same, relative_error
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
-from harness.engines.by_content.names import TapNames, elsewhere
-from harness.engines.by_content.tables import Table, TableIndex
 from harness.engines.by_content.tap_map import TapEvidence
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import HFModel
+
+_INPUT = "input"
+
+
+class TapNames:
+    """Names of tensors, held against the names of taps."""
+
+    def __init__(self, graph: Graph, names: Collection[str]) -> None:
+        """Take the names."""
+        modules = (op for op in graph if op.source and ":" not in op.source and "@" not in op.source)
+        self._paths = {f" {_words(op.source)} ": op.tap for op in modules}
+        self._taps = {name: self._tap(name) for name in names}
+        self._numbers = {name: {int(number) for number in re.findall(r"\d+", name)} for name in names}
+
+    def likeness(self, name: str, operation: Operation) -> int:
+        """Return 2 for a name like the tap's, 1 for one with the number of its layer, 0 for any other."""
+        if self._taps.get(name) == operation.tap:
+            return 2
+        return int(operation.layer is not None and operation.layer in self._numbers.get(name, ()))
+
+    def like(self, operation: Operation) -> list[str]:
+        """Return the names like the tap's."""
+        return [name for name, tap in self._taps.items() if tap == operation.tap]
+
+    def _tap(self, name: str) -> str | None:
+        """Return the tap whose path is the longest in a name; none for the input of a module."""
+        words = f" {_words(name)} "
+        path = max((path for path in self._paths if path in words), key=len, default=None)
+        return None if path is None or _INPUT in words.rpartition(path)[2].split() else self._paths[path]
+
+
+def elsewhere(known: Mapping[int, str], layer: int) -> Iterator[str]:
+    """Yield the names that a tensor of one layer may have by those of other layers.
+
+    Numbers in a name may grow from layer to layer: the layer's own, a call's, a place in the run.
+    """
+    for (low, first), (high, second) in combinations(sorted(known.items()), 2):
+        if (name := _on_line(low, first, high, second, layer)) is not None:
+            yield name
+    for known_layer, name in known.items():
+        for number in re.finditer(r"\d+", name):
+            if int(number[0]) == known_layer:
+                yield name[: number.start()] + str(layer).zfill(_width(number[0])) + name[number.end() :]
+
+
+def _on_line(low: int, first: str, high: int, second: str, layer: int) -> str | None:
+    """Return the name whose numbers lie on the line through those of two layers; None if the names differ otherwise."""
+    parts, others = re.split(r"(\d+)", first), re.split(r"(\d+)", second)
+    if parts[::2] != others[::2]:
+        return None
+    for at in range(1, len(parts), 2):
+        grown, rest = divmod((int(others[at]) - int(parts[at])) * (layer - low), high - low)
+        number = int(parts[at]) + grown
+        if rest or number < 0:
+            return None
+        parts[at] = str(number).zfill(_width(parts[at]))
+    return "".join(parts)
+
+
+def _width(number: str) -> int:
+    """Return to how many digits numbers are filled with zeros."""
+    return len(number) if number.startswith("0") else 1
+
+
+def _words(name: str) -> str:
+    return " ".join(re.findall(r"[a-z]+|\d+", name.lower()))
+
 
 _LEAST_SHARP, _SHARP_ROUNDINGS = 2e-5, 6
 """Relative error up to which a tensor is what HF computes, and not only near to it."""
@@ -87,7 +153,7 @@ class TapFinder:
         """By site, the order of columns that most layers have."""
         self._near: dict[str, list[Fit]] = {}
         self._num_trials = 0
-        self.found: dict[str, FoundTensor] = {}
+        self.chosen: dict[str, FoundTensor] = {}
 
     def find(self) -> None:
         """Find the taps by what the tensors hold; then those with other values, by names and by what follows.
@@ -96,24 +162,24 @@ class TapFinder:
         wrong value is, or not at all.
         """
         self._find()
-        first, self._orders = self.found, self._orders_of_most()
-        others = {tap for tap, found in first.items() if not self._may_have(self._hf.graph[tap], found.columns)}
+        first, self._orders = self.chosen, self._orders_of_most()
+        others = {tap for tap, tensor in first.items() if not self._may_have(self._hf.graph[tap], tensor.columns)}
         if others:
             self._find()
-            if not first.keys() - others <= self.found.keys():
-                self.found, self._orders = first, {}
+            if not first.keys() - others <= self.chosen.keys():
+                self.chosen, self._orders = first, {}
 
     def _orders_of_most(self) -> dict[str, tuple[int, ...] | None]:
         """Return by site the order of columns that more than half of the layers have, and two of them at least."""
         orders: dict[str, list[tuple[int, ...] | None]] = defaultdict(list)
-        for tap in self.found.keys() & self._permutable:
-            orders[self._hf.graph[tap].site].append(self.found[tap].columns.own_order)
-        most = {site: Counter(found).most_common(1)[0] for site, found in orders.items()}
+        for tap in self.chosen.keys() & self._permutable:
+            orders[self._hf.graph[tap].site].append(self.chosen[tap].columns.own_order)
+        most = {site: Counter(orders_of_site).most_common(1)[0] for site, orders_of_site in orders.items()}
         return {site: order for site, (order, num) in most.items() if num > 1 and 2 * num > len(orders[site])}
 
     def _find(self) -> None:
         self._num_trials = 0
-        self.found = self._walk({})
+        self.chosen = self._walk({})
         tried = set[tuple[str, bool]]()
         while self._find_by_names() or self._find_by_what_follows(tried):
             pass
@@ -121,22 +187,22 @@ class TapFinder:
 
     def rows(self, tap: str) -> torch.Tensor:
         """Return the rows of a tap that was found, [T, W]; or [1, W] of the last token's row."""
-        return self._rows(self.found[tap])
+        return self._rows(self.chosen[tap])
 
     def name(self, tap: str) -> str:
         """Return the name of the tensor that was found for a tap."""
-        found = self.found[tap]
-        return (self.last_rows if found.is_last_row else self.tables)[found.table].name
+        tensor = self.chosen[tap]
+        return (self.last_rows if tensor.is_last_row else self.tables)[tensor.table].name
 
     def holding(self, tap: str) -> list[Fit]:
         """Return all tables that hold what was found for a tap."""
-        found = self.found[tap]
-        operation, own = self._hf.graph[tap], Fit(index=found.table, columns=found.columns, error=found.error)
-        fits = self._index.find(self._rows(found), exactly=True)
-        return [fit for fit in fits if self._may_have(operation, fit.columns)] or [own]
+        chosen = self.chosen[tap]
+        operation, chosen_fit = self._hf.graph[tap], Fit(index=chosen.table, columns=chosen.columns, error=chosen.error)
+        fits = self._index.find(self._rows(chosen), exactly=True)
+        return [fit for fit in fits if self._may_have(operation, fit.columns)] or [chosen_fit]
 
-    def _rows(self, found: FoundTensor) -> torch.Tensor:
-        return found.columns.of((self.last_rows if found.is_last_row else self.tables)[found.table].rows)
+    def _rows(self, tensor: FoundTensor) -> torch.Tensor:
+        return tensor.columns.of((self.last_rows if tensor.is_last_row else self.tables)[tensor.table].rows)
 
     def _walk(self, assumed: Mapping[str, FoundTensor], *, until: int | None = None) -> dict[str, FoundTensor]:
         """Run HF over the engine's values, and return the tensors that hold what follows.
@@ -145,7 +211,7 @@ class TapFinder:
             assumed: tensors to take where no tensor holds HF's value.
             until: place of the operation after which to end.
         """
-        found: dict[str, FoundTensor] = {}
+        by_tap: dict[str, FoundTensor] = {}
         first = min((self._place[tap] for tap in assumed), default=0)
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
@@ -155,16 +221,16 @@ class TapFinder:
             if operation.kind is Kind.CHOICE:
                 return None
             if place < first:  # does not depend on what is assumed
-                chosen = self.found.get(operation.tap)
+                chosen = self.chosen.get(operation.tap)
             else:
                 chosen = self._holding(operation, value, exactly=until is not None) or assumed.get(operation.tap)
             if chosen is None:
                 return None
-            found[operation.tap] = chosen
+            by_tap[operation.tap] = chosen
             return _in_place_of(value, self._rows(chosen))
 
         run_hf(self._hf, self._ids, look)
-        return found
+        return by_tap
 
     def _holding(self, operation: Operation, value: torch.Tensor, *, exactly: bool) -> FoundTensor | None:
         """Return the tensor that holds a value to rounding: of several that do, the one whose name is like it."""
@@ -210,66 +276,68 @@ class TapFinder:
 
     def _find_by_names(self) -> bool:
         """Take tensors by their names for values after which nothing was found; return whether more was found."""
-        learned = {op.tap: found for op in self._lost() if (found := self._learned(op)) is not None}
-        named = {op.tap: found for op in self._lost() if (found := self._named_like(op)) is not None}
+        learned = {op.tap: tensor for op in self._lost() if (tensor := self._learned(op)) is not None}
+        named = {op.tap: tensor for op in self._lost() if (tensor := self._named_like(op)) is not None}
         if not learned and not named:
             return False
-        before = {tap: found for tap, found in self.found.items() if found.evidence is not TapEvidence.CONTENT}
+        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
         trial = self._walk({**before, **named, **learned})
         names_tell, kept = self._do_names_tell(), {}
-        for tap, found in trial.items():
-            if found.evidence is not TapEvidence.CONTENT:
+        for tap, tensor in trial.items():
+            if tensor.evidence is not TapEvidence.CONTENT:
                 if self._leads_on(tap, trial):
-                    kept[tap] = replace(found, evidence=TapEvidence.CONSUMERS)
-                elif tap in before or (names_tell if tap in learned else not self._index.can_tell(found.table)):
-                    kept[tap] = replace(found, evidence=TapEvidence.NAME)
+                    kept[tap] = replace(tensor, evidence=TapEvidence.CONSUMERS)
+                elif tap in before or (names_tell if tap in learned else not self._index.can_tell(tensor.table)):
+                    kept[tap] = replace(tensor, evidence=TapEvidence.NAME)
         return self._take(self._walk(kept)) if kept else False
 
-    def _take(self, found: dict[str, FoundTensor]) -> bool:
+    def _take(self, findings: dict[str, FoundTensor]) -> bool:
         """Go on from other findings if they are more, and lose nothing."""
-        before, now = (self._sharp(item) for item in (self.found, found))
-        is_more = len(now) > len(before) or len(found) > len(self.found)
-        if not is_more or not (found.keys() >= self.found.keys() and now >= before):
+        before, now = (self._sharp(item) for item in (self.chosen, findings))
+        is_more = len(now) > len(before) or len(findings) > len(self.chosen)
+        if not is_more or not (findings.keys() >= self.chosen.keys() and now >= before):
             return False
-        self.found = found
+        self.chosen = findings
         return True
 
     def _learned(self, operation: Operation) -> FoundTensor | None:
         """Return the tensor that is to the operation's layer what others are to theirs."""
         known = self._of_site(operation)
         for name in self._predicted(operation, known):
-            for columns in {found.columns.start: found.columns for found in known.values()}.values():
-                found = self._named(name, columns)
-                if found is not None and not any(self._is_copy(found, other) for other in known.values()):
-                    return found
+            for columns in {tensor.columns.start: tensor.columns for tensor in known.values()}.values():
+                tensor = self._named(name, columns)
+                if tensor is not None and not any(
+                    self._is_copy(tensor, known_tensor) for known_tensor in known.values()
+                ):
+                    return tensor
         return None
 
-    def _is_copy(self, found: FoundTensor, other: FoundTensor) -> bool:
+    def _is_copy(self, tensor: FoundTensor, original: FoundTensor) -> bool:
         """Whether a tensor is another layer's: a module of all layers may be dumped by each name with its last call."""
-        rows, others = self._rows(found), self._rows(other)
+        rows, others = self._rows(tensor), self._rows(original)
         return rows.shape == others.shape and torch.equal(rows, others)
 
     def _of_site(self, operation: Operation) -> dict[int, FoundTensor]:
         """Return what was found for the operation's like in other layers."""
-        others = {tap: self._hf.graph[tap] for tap in self.found if not self.found[tap].is_last_row}
+        others = {tap: self._hf.graph[tap] for tap in self.chosen if not self.chosen[tap].is_last_row}
         return {
-            other.layer: self.found[tap]
-            for tap, other in others.items()
-            if other.site == operation.site and other.layer not in (None, operation.layer)
+            operation_elsewhere.layer: self.chosen[tap]
+            for tap, operation_elsewhere in others.items()
+            if operation_elsewhere.site == operation.site and operation_elsewhere.layer not in (None, operation.layer)
         }
 
     def _predicted(self, operation: Operation, known: Mapping[int, FoundTensor]) -> Iterator[str]:
         if operation.layer is not None:
-            names = {layer: self.tables[found.table].name for layer, found in known.items()}
+            names = {layer: self.tables[tensor.table].name for layer, tensor in known.items()}
             yield from elsewhere(names, operation.layer)
 
     def _do_names_tell(self) -> bool:
         """Whether the names of tensors follow from those of other layers: not where they are arbitrary numbers."""
         hits = [
-            self.tables[found.table].name in self._predicted(self._hf.graph[tap], known)
-            for tap, found in self.found.items()
-            if found.evidence is TapEvidence.CONTENT
-            and not found.is_last_row
+            self.tables[tensor.table].name in self._predicted(self._hf.graph[tap], known)
+            for tap, tensor in self.chosen.items()
+            if tensor.evidence is TapEvidence.CONTENT
+            and not tensor.is_last_row
             and (known := self._of_site(self._hf.graph[tap]))
         ]
         return sum(hits) >= _SHARE_OF_NAMES * max(1, len(hits))
@@ -278,7 +346,7 @@ class TapFinder:
         """Return the tensor with a name like the tap's."""
         columns = Columns(start=0, stop=prod(operation.shape))
         named = (self._named(name, columns, is_whole=True) for name in self._names.like(operation))
-        return next((found for found in named if found is not None), None)
+        return next((tensor for tensor in named if tensor is not None), None)
 
     def _named(self, name: str, columns: Columns, *, is_whole: bool = False) -> FoundTensor | None:
         """Return the columns of the tensor of that name, if it has them and they are no other tap's."""
@@ -292,11 +360,11 @@ class TapFinder:
     def _is_claimed(self, table: int, columns: Columns) -> bool:
         """Whether columns of a table hold a tap's value."""
         return any(
-            found.table == table
-            and not found.is_last_row
-            and found.columns.start < columns.stop
-            and columns.start < found.columns.stop
-            for found in self.found.values()
+            tensor.table == table
+            and not tensor.is_last_row
+            and tensor.columns.start < columns.stop
+            and columns.start < tensor.columns.stop
+            for tensor in self.chosen.values()
         )
 
     def _lost(self) -> list[Operation]:
@@ -304,7 +372,7 @@ class TapFinder:
         graph, lost = self._hf.graph, set[str]()
         ends = {graph.logits, *graph.drafted_from.values()}
         for op in reversed(graph.operations):
-            if op.tap in self.found:
+            if op.tap in self.chosen:
                 continue
             readers = self._readers[op.tap]
             if any(tap in lost or self._is_blurred(tap) for tap in readers) or op.tap in ends:
@@ -313,23 +381,23 @@ class TapFinder:
 
     def _is_blurred(self, tap: str) -> bool:
         """Whether a tap was found and is not what HF computes, or is so only in the rough."""
-        return tap in self.found and not self._is_sharp(self.found[tap])
+        return tap in self.chosen and not self._is_sharp(self.chosen[tap])
 
-    def _is_sharp(self, found: FoundTensor) -> bool:
+    def _is_sharp(self, tensor: FoundTensor) -> bool:
         """Whether a tensor holds HF's value to a few roundings: a little more is a value before it that is wrong."""
         limit = min(self._index.fine, max(_LEAST_SHARP, _SHARP_ROUNDINGS * self._rounding))
-        return found.evidence is TapEvidence.CONTENT and found.error <= limit
+        return tensor.evidence is TapEvidence.CONTENT and tensor.error <= limit
 
-    def _sharp(self, found: Mapping[str, FoundTensor]) -> set[str]:
-        return {tap for tap, item in found.items() if self._is_sharp(item)}
+    def _sharp(self, by_tap: Mapping[str, FoundTensor]) -> set[str]:
+        return {tap for tap, item in by_tap.items() if self._is_sharp(item)}
 
-    def _leads_on(self, tap: str, found: Mapping[str, FoundTensor]) -> bool:
+    def _leads_on(self, tap: str, by_tap: Mapping[str, FoundTensor]) -> bool:
         """Whether a tensor holds what HF computes from a tap, through values that were not found."""
         ahead, seen = [tap], {tap}
         while ahead:
             for reader in self._readers[ahead.pop()]:
-                if reader in found:
-                    if self._is_sharp(found[reader]):
+                if reader in by_tap:
+                    if self._is_sharp(by_tap[reader]):
                         return True
                 elif reader not in seen:
                     seen.add(reader)
@@ -343,7 +411,7 @@ class TapFinder:
         """
         lost = {op.tap: op for op in self._lost()}
         end = min(map(self._place.__getitem__, lost), default=0) + _WINDOW
-        wrong = {self._hf.graph[tap].site for tap in self.found if self._is_blurred(tap)}
+        wrong = {self._hf.graph[tap].site for tap in self.chosen if self._is_blurred(tap)}
         ahead = sorted((op for tap, op in lost.items() if self._place[tap] < end), key=lambda op: op.site not in wrong)
         lost = {op.tap: op for op in ahead}  # what is wrong in one layer is likely to be in others
         for is_near, tap in product((True, False), lost):
@@ -358,7 +426,7 @@ class TapFinder:
 
     def _try(self, operations: Sequence[Operation], *, is_near: bool) -> bool:
         """Try tensors for operations together; return whether there are some from which HF goes on as the engine."""
-        before = {tap: found for tap, found in self.found.items() if found.evidence is not TapEvidence.CONTENT}
+        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
         last = self._place[operations[-1].tap] + _WINDOW
         most, best = 0, dict[str, FoundTensor]()
         candidates = [list(islice(self._candidates(op, is_near=is_near), _MOST_CANDIDATES)) for op in operations]
@@ -366,9 +434,9 @@ class TapFinder:
             if self._num_trials >= _MOST_TRIALS or most >= _ENOUGH:
                 break
             self._num_trials += 1
-            taken = {op.tap: found for op, found in zip(operations, chosen, strict=True)}
+            taken = {op.tap: tensor for op, tensor in zip(operations, chosen, strict=True)}
             trial = self._walk({**before, **taken}, until=last)
-            new = len(self._sharp(trial) - self._sharp(self.found))
+            new = len(self._sharp(trial) - self._sharp(self.chosen))
             if new > most and all(self._leads_on(op.tap, trial) for op in operations):
                 most, best = new, taken
         if not best or not self._take(self._walk({**before, **best})):
@@ -382,22 +450,22 @@ class TapFinder:
         places = [(fit.index, fit.columns) for fit in self._near.get(operation.tap, ())]
         if not is_near:
             whole = Columns(start=0, stop=width)
-            read = [self.found[tap].table for tap in operation.inputs if tap in self.found]
+            read = [self.chosen[tap].table for tap in operation.inputs if tap in self.chosen]
             begin = max(read, default=-1) + 1  # in the order of a run it comes after what it is computed from
             order = (*range(begin, len(self.tables)), *range(begin))
             places = [(at, whole) for at in order if self.tables[at].rows.shape[1] == width]
         seen: list[torch.Tensor] = []
         for at, columns in places:
-            found = FoundTensor(table=at, columns=columns, evidence=TapEvidence.CONSUMERS)
-            rows = self._rows(found)
-            if not self._is_claimed(at, columns) and not any(torch.equal(rows, other) for other in seen):
+            candidate = FoundTensor(table=at, columns=columns, evidence=TapEvidence.CONSUMERS)
+            rows = self._rows(candidate)
+            if not self._is_claimed(at, columns) and not any(torch.equal(rows, earlier) for earlier in seen):
                 seen.append(rows)
-                yield found
+                yield candidate
 
     def _find_logits(self) -> None:
         """Take the tensor with as many columns as the vocabulary for logits of another value, if there is but one."""
         logits = self._hf.graph[self._hf.graph.logits]
-        if logits.tap in self.found:
+        if logits.tap in self.chosen:
             return
         columns = Columns(start=0, stop=prod(logits.shape))
         wide = [
@@ -408,25 +476,29 @@ class TapFinder:
         ]
         named = [item for item in wide if self._names.likeness(item[0], logits) == 2] or wide
         if len(named) == 1:
-            self.found[logits.tap] = named[0][1]
+            self.chosen[logits.tap] = named[0][1]
 
 
-def _in_place_of(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _in_place_of(value: torch.Tensor, engine_rows: torch.Tensor) -> torch.Tensor:
     """Return HF's rows with the engine's in their place, as far as it has them and they are finite."""
-    rows = torch.cat([value[: -len(own)].to(own), own]) if len(own) < len(value) else own
+    rows = (
+        torch.cat([value[: -len(engine_rows)].to(engine_rows), engine_rows])
+        if len(engine_rows) < len(value)
+        else engine_rows
+    )
     return rows if bool(rows.isfinite().all()) else torch.where(rows.isfinite(), rows.to(value), value)
 
 
 def _before_attention(graph: Graph) -> set[str]:
     """Return the taps that only queries and keys follow from."""
-    found = {tap for op in graph if op.kind is Kind.ATTENTION for tap in op.inputs[:2]}
+    before = {tap for op in graph if op.kind is Kind.ATTENTION for tap in op.inputs[:2]}
     values = {op.inputs[2] for op in graph if op.kind is Kind.ATTENTION}
     readers: dict[str, set[str]] = {}
     for op in graph:
         for tap in op.inputs:
             readers.setdefault(tap, set()).add(op.tap)
     for op in reversed(graph.operations):
-        own = {tap for tap in readers.get(op.tap, set()) if not graph[tap].is_kept}
-        if own and own <= found and op.tap not in values:
-            found.add(op.tap)
-    return found - values
+        readers_of_op = {tap for tap in readers.get(op.tap, set()) if not graph[tap].is_kept}
+        if readers_of_op and readers_of_op <= before and op.tap not in values:
+            before.add(op.tap)
+    return before - values

@@ -6,8 +6,7 @@ import torch
 
 from harness.formats.taps import Operation
 from harness.oracle.model import HFModel
-from harness.oracle.rows import as_rows, from_rows
-from harness.oracle.watch import AttentionCall, run_attention, watching
+from harness.oracle.watch import AttentionCall, as_rows, from_rows, run_attention, watching
 
 Choose = Callable[[Operation, torch.Tensor], torch.Tensor | None]
 """Is given an operation and its value [rows, W]; returns what to go on with in its place, [rows, W] or None."""
@@ -35,10 +34,10 @@ class _Choosing:
         if operation is None:
             return None
         rows = as_rows(value.detach(), operation.token_dim, *self._shape)
-        other = self._choose(operation, rows.reshape(len(rows), -1).cpu())
-        if other is None:
+        replacement = self._choose(operation, rows.reshape(len(rows), -1).cpu())
+        if replacement is None:
             return None
-        return from_rows(other.to(value).reshape(rows.shape), value, operation.token_dim)
+        return from_rows(replacement.to(value).reshape(rows.shape), value, operation.token_dim)
 
     def attend(self, call: AttentionCall, function: Callable[..., object]) -> object:
         return run_attention(call, function)

@@ -1,18 +1,15 @@
-"""Learns an engine's map: which of its tensors are which of HF's values, from a few small steps."""
+"""Learns the map of an engine from a few small steps: which of its tensors are which of HF's values."""
 
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.engines.by_content.columns import relative_error
-from harness.engines.by_content.first_step import find_first
+from harness.engines.by_content.columns import RowOrder, relative_error
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
-from harness.engines.by_content.later_steps import LaterSteps
-from harness.engines.by_content.sites import Site
-from harness.engines.by_content.steps import Stepper, one_token_steps, recomputes, tokens_ahead, watched_step
-from harness.engines.by_content.tables import RowOrder
+from harness.engines.by_content.steps import Site, Stepper, one_token_steps, recomputes, tokens_ahead, watched_step
 from harness.engines.by_content.tap_map import MappedTap, TapMap
+from harness.engines.by_content.tap_sites import LaterSteps, find_first
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Operation
 from harness.oracle.declared_inputs import has_declared_inputs, inputs_as_declared
@@ -32,11 +29,11 @@ def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Ite
     Raises:
         HarnessError: DIFFERENT_DTYPES: most products of the engine are in 16 bits, and `dtype` is another one.
     """
-    found = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=0)]
+    maps = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=0)]
     for draw in range(_DRAWS_OF_QUANTISED if has_declared_inputs(hf) else 0):
         with inputs_as_declared(hf, torch.float32):
-            found.append(_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=draw))
-    return max(found, key=lambda each: len(each.taps))
+            maps.append(_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=draw))
+    return max(maps, key=lambda tap_map: len(tap_map.taps))
 
 
 def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int], draw: int) -> TapMap:

@@ -10,11 +10,11 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.engines.adapter import Capabilities, Part, Workload
-from harness.engines.by_content.kept import KeptCache
-from harness.engines.by_content.kept_states import KeptStates, Places, find_places
+from harness.engines.by_content.columns import RowOrder
+from harness.engines.by_content.kept import KeptCache, KeptStates, Places, find_places
 from harness.engines.by_content.learn import learn_map
-from harness.engines.by_content.sites import Site
 from harness.engines.by_content.steps import (
+    Site,
     Stepper,
     Work,
     module_paths,
@@ -23,7 +23,6 @@ from harness.engines.by_content.steps import (
     watched_run,
     with_following,
 )
-from harness.engines.by_content.tables import RowOrder
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison
@@ -32,8 +31,8 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind
 from harness.oracle.model import load_model
+from harness.results.check import TapSource
 from harness.results.settings import ModelSettings
-from harness.results.tap_source import TapSource
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 _WITH_DRAFTS = ("rewound", "speculative")
@@ -57,7 +56,7 @@ class StepEngine:
     Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
     what it holds from there on. One that runs layers that predict further tokens (`--mtp`) has an attribute
     `tokens_ahead`, the number of these layers: each entry of `work` then ends with a list of the tokens that follow in
-    the request, as many as there are layers and tokens. `fill_unused` and `fill_states` let `harness fuzz --poison`
+    the request, as many as there are layers and tokens. `fill_unused` and `fill_states` let `harness fuzz poison`
     into its memory: see `harness.engines.poison`.
     """
 
@@ -142,9 +141,9 @@ class StepEngine:
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: those that the engine shows itself, or else what its torch modules show."""
         stepper = self._first
-        own: Callable[[], ModelSettings] | None = getattr(stepper, "resolved_settings", None)
-        if own is not None:
-            return own()
+        show_settings: Callable[[], ModelSettings] | None = getattr(stepper, "resolved_settings", None)
+        if show_settings is not None:
+            return show_settings()
         return settings_of_modules({path: module for module, path in module_paths(stepper).items()})
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
@@ -228,18 +227,18 @@ class _Run:
             self._poison.before_step(self._stepper, victim)
         for item, length in zip(work, lengths, strict=True):
             self._num_computed[self._number(item[0][0])] += length
-        given = [(self._number(item[0][0]), _tokens(item), item[0][1].start) for item in work]
-        spans = [range(start, start + len(tokens)) for _, tokens, start in given]
+        engine_work = [(self._number(item[0][0]), _tokens(item), item[0][1].start) for item in work]
+        spans = [range(start, start + len(tokens)) for _, tokens, start in engine_work]
         following = [item[-1][0].token_ids[item[-1][1].stop :] for item in work]
-        shown, logits, num_computed = self._watched(given, sampled if verifies else None, spans, following)
+        shown, logits, num_computed = self._watched(engine_work, sampled if verifies else None, spans, following)
         num_sampled = num_computed, len(logits)  # the logits themselves are fewer where the engine returned more
         for tap, value in self._map.read(shown, spans=spans, num_sampled=num_sampled).items():
-            own = value.reshape(-1, *self._graph[tap].shape)
+            tap_rows = value.reshape(-1, *self._graph[tap].shape)
             if tap not in self._lasting:
-                self._writer.tap(tap, own)
+                self._writer.tap(tap, tap_rows)
             elif sampled:
-                is_few = self._map.taps[tap].is_sampled_only and len(own) < len(rows)
-                self._writer.tap(tap, own[chosen if is_few else sampled])
+                is_few = self._map.taps[tap].is_sampled_only and len(tap_rows) < len(rows)
+                self._writer.tap(tap, tap_rows[chosen if is_few else sampled])
         self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
         for item in work:
             self._write_states(*item[-1])
@@ -349,12 +348,12 @@ def _notes(learned: TapMap) -> Iterator[str]:
 def _sources(learned: TapMap, stepper: Stepper) -> dict[str, TapSource]:
     """Return where each tap is, with the line of code: of a module's result, that of its forward."""
     modules = {path: module for module, path in module_paths(stepper).items()}
-    found = {}
+    sources = {}
     for tap, mapped in learned.taps.items():
         source = mapped.sources[0]
         forward = getattr(type(modules.get(source.site.path)), "forward", None)
         code = getattr(forward, "__code__", None)
         line = None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         tensor = f"{source.site}, {source.columns}"
-        found[tap] = TapSource(tensor=tensor, code=source.site.line or line, evidence=mapped.evidence.help)
-    return found
+        sources[tap] = TapSource(tensor=tensor, code=source.site.line or line, evidence=mapped.evidence.help)
+    return sources

@@ -1,4 +1,4 @@
-"""Which sites of an engine show which taps: what was learned, and reading it in a step."""
+"""The map of an engine: which places of its run show which taps, and how to read them in a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,9 +6,8 @@ from enum import StrEnum
 
 import torch
 
-from harness.engines.by_content.columns import Columns
-from harness.engines.by_content.sites import Site
-from harness.engines.by_content.tables import RowLayout, RowOrder
+from harness.engines.by_content.columns import Columns, RowLayout, RowOrder
+from harness.engines.by_content.steps import Site
 
 
 class TapEvidence(StrEnum):
@@ -53,7 +52,9 @@ class ShownSite:
         if rows is None or rows.shape[1] < self.columns.stop:
             return None
         if self.is_of_context:
-            rows = torch.cat([own[span.start :] for own, span in zip(rows.split(lengths), spans, strict=True)])
+            rows = torch.cat(
+                [request_rows[span.start :] for request_rows, span in zip(rows.split(lengths), spans, strict=True)]
+            )
         return self.columns.of(rows)
 
 
@@ -104,8 +105,8 @@ class TapMap:
         for tap, mapped in self.taps.items():
             ways = few if mapped.is_sampled_only else whole
             there = [source for source in mapped.sources if source.site in shown]
-            found = (source.read_all(shown[source.site], *way) for way in ways for source in there)
-            rows = next((item for item in found if item is not None), None)
+            reads = (source.read_all(shown[source.site], *way) for way in ways for source in there)
+            rows = next((item for item in reads if item is not None), None)
             if rows is not None:
                 taps[tap] = rows
         return taps

@@ -1,24 +1,294 @@
-"""Somebody's `nn.Module` as an engine: one request at a time, its taps found by the paths of its modules."""
+"""A user's `nn.Module` as an engine: one request at a time.
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+One run over a few tokens finds its taps by the paths of its modules, or by names that the user gives for HF's paths.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from harness.engines.adapter import Capabilities, Workload
-from harness.engines.module.forward import Forward
-from harness.engines.module.names import ModuleNames, operation_of
-from harness.engines.module.taps import ModuleTaps, Place, unmatched_hint, unmistakable_length
-from harness.engines.module.values import evaluating, showing_values
+from harness.engines.module.forward import INPUT, Forward, evaluating, showing_values
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.read_back import write_states
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
-from harness.formats.taps import Graph
+from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.caches import held_states
+from harness.oracle.watch import as_rows, token_dim
 from harness.results.settings import ModelSettings
+
+_ANY = "*"
+"""Stands for one component of a path, the number of a layer for example."""
+
+
+class ModuleNames:
+    """Translates the names of a module's values into HF's.
+
+    A name is a module's path for its output, `PATH:1` for a second output, `PATH:input` for its input: as in
+    `Operation.source`. What no entry of the mapping is about is called as HF calls it.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """Take a mapping from paths of the module's to HF's; an entry holds for all that is in the module, too.
+
+        Raises:
+            HarnessError: BAD_OPTION: an entry is no pair of names, or has more `*` on one side than on the other.
+        """
+        self._entries = [_Entry.of(theirs, ours) for theirs, ours in names.items()]
+
+    def translate(self, name: str) -> str:
+        """Return HF's name; of several entries the most specific one counts."""
+        path, _, part = name.partition(":")
+        translations = [
+            (entry, translated) for entry in self._entries if (translated := entry.translated(path, part)) is not None
+        ]
+        return max(translations, key=lambda ranked: ranked[0].rank)[1] if translations else name
+
+    def check(self, module: str, paths: Collection[str], graph: Graph) -> None:
+        """Refuse entries that are about no module, lead to nothing of HF's, or lead two modules to one place.
+
+        Raises:
+            HarnessError: BAD_OPTION.
+        """
+        known, taken = _known_names(graph), dict[str, str]()
+        for entry in self._entries:
+            matching = [path for path in paths if len(_components(path)) == len(entry.path) and entry.fits(path)]
+            if not matching:
+                _refuse(f"{module} has no module {entry.theirs!r}", entry, _nearest(entry.theirs, paths))
+            for path in matching:
+                ours = entry.translated(path, entry.part) or ""
+                if ours and ours not in known:
+                    _refuse(f"HF's model has nothing called {ours!r}", entry, _nearest(ours, known))
+                taken_by = taken.setdefault(ours, path)
+                if taken_by != path:
+                    _refuse(f"{taken_by!r} and {path!r} are both called {ours!r}", entry, ["one name for each module"])
+
+
+def operation_of(graph: Graph, name: str) -> Operation | None:
+    """Return the operation whose tap HF shows under a name; None if that is no tap."""
+    return graph.by_source.get(name) or graph.by_tap.get(graph.canonical(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One entry of the mapping."""
+
+    theirs: str
+    """As the user wrote it."""
+    path: tuple[str, ...]
+    part: str
+    """`input` or the number of an output; empty for a module and all that is in it."""
+    ours: tuple[str, ...]
+
+    @classmethod
+    def of(cls, theirs: object, ours: object) -> "_Entry":
+        if not isinstance(theirs, str) or not isinstance(ours, str):
+            raise HarnessError(
+                Code.BAD_OPTION,
+                "names must map paths to paths",
+                where="names=",
+                expected='{"blocks.*.attn.wq": "model.layers.*.self_attn.q_proj"}',
+                actual={theirs: ours},
+            )
+        path, _, part = theirs.partition(":")
+        entry = cls(theirs=theirs, path=_components(path), part=part, ours=_components(ours))
+        if entry.path.count(_ANY) != entry.ours.count(_ANY):
+            _refuse(f"{theirs!r} and {ours!r} have another number of {_ANY}", entry, ["as many on both sides"])
+        return entry
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """The higher, the more specific."""
+        return bool(self.part), len(self.path), -self.path.count(_ANY)
+
+    def fits(self, path: str) -> bool:
+        """Whether the entry is about a module, or about one that it is in."""
+        components = _components(path)
+        pairs = zip(self.path, components, strict=False)
+        return len(components) >= len(self.path) and all(wanted in (_ANY, component) for wanted, component in pairs)
+
+    def translated(self, path: str, part: str) -> str | None:
+        """Return HF's name of a value; None if the entry is not about it."""
+        components = _components(path)
+        if not self.fits(path) or (self.part and (self.part != part or len(components) > len(self.path))):
+            return None
+        numbers = iter(component for wanted, component in zip(self.path, components, strict=False) if wanted == _ANY)
+        ours = [next(numbers) if our == _ANY else our for our in self.ours]
+        name = ".".join([*ours, *components[len(self.path) :]])
+        return f"{name}:{part}" if part and not self.part else name
+
+
+def _components(path: str) -> tuple[str, ...]:
+    return tuple(path.split(".")) if path else ()
+
+
+def _known_names(graph: Graph) -> set[str]:
+    """Return the names of all taps, and of all modules that one is in."""
+    names = {name for op in graph for name in (op.tap, op.source)} | set(graph.aliases) - {""}
+    return names | {above for name in names for above in _above(name.partition(":")[0])}
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _nearest(name: str, names: Iterable[str]) -> Sequence[str]:
+    candidates = sorted(item for item in names if item and ":" not in item)
+    return get_close_matches(name, candidates, n=3, cutoff=0.3) or candidates[:3]
+
+
+def _refuse(what: str, entry: _Entry, expected: Sequence[str]) -> NoReturn:
+    raise HarnessError(
+        Code.BAD_OPTION,
+        what,
+        where="names=",
+        expected=", ".join(expected),
+        actual={entry.theirs: ".".join(entry.ours)},
+        hint="names={path in your module: path in HF's model}",
+    )
+
+
+_LENGTHS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The place of a tap in the module."""
+
+    operation: Operation
+    source: str
+    """HF's name of the value."""
+    shown: str
+    """The module's own name of it."""
+    index: int
+    """Its index among the tensors that are shown."""
+    has_batch: bool
+    """Whether the first dimension counts requests, of which there is one."""
+    token_dim: int
+    """1 or 2, counted with the batch."""
+
+    def rows(self, tensors: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor | None:
+        """Return [tokens, ...]; None if the value has another shape than in the run it was found in."""
+        if len(tensors) <= self.index:
+            return None
+        tensor = tensors[self.index] if self.has_batch else tensors[self.index][None]
+        if tensor.numel() != num_tokens * prod(self.operation.shape) or tensor.dim() <= self.token_dim:
+            return None
+        return as_rows(tensor, self.token_dim, 1, num_tokens) if tensor.shape[self.token_dim] == num_tokens else None
+
+
+@dataclass(slots=True)
+class ModuleTaps:
+    """The taps that a module shows."""
+
+    names: ModuleNames
+    graph: Graph
+    num_tokens: int
+    """Of the run that they are looked for in."""
+    by_tap: dict[str, Place] = field(default_factory=dict)
+    misshapen: dict[str, list[list[int]]] = field(default_factory=dict)
+    """By the module's own name: shapes of values that are called as a tap is, of which none has its rows."""
+
+    def see(self, shown: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Take in what the run shows; of several places of a tap the first one counts.
+
+        Raises:
+            HarnessError: BAD_OPTION: two modules are called the same.
+        """
+        for source, only in self._sources(shown, len(tensors)):
+            operation = operation_of(self.graph, source)
+            if operation is None or operation.tap == self.graph.logits:
+                continue
+            place = _place(operation, source, shown, tensors, only, self.num_tokens)
+            before = self.by_tap.get(operation.tap)
+            if before is not None and before.source == source and before.shown != shown:
+                _refuse_twice(before, shown)
+            if before is None and place is not None:
+                self.by_tap[operation.tap] = place
+            if place is None:
+                self.misshapen[shown] = [list(tensor.shape) for tensor in tensors]
+
+    def _sources(self, shown: str, num_tensors: int) -> Iterator[tuple[str, int | None]]:
+        """Yield HF's names of the tensors, and which one alone has the name."""
+        name, at, number = shown.partition("@")
+        yield self.names.translate(name) + at + number, None
+        if not name.endswith(f":{INPUT}"):
+            for index in range(num_tensors):
+                yield self.names.translate(f"{name}:{index}") + at + number, index
+
+
+def unmistakable_length(module: nn.Module, graph: Graph) -> int:
+    """Return a number of tokens that no dimension of the model's has."""
+    sizes = {size for parameter in module.parameters() for size in parameter.shape}
+    sizes |= {size for operation in graph for size in operation.shape}
+    return next((length for length in _LENGTHS if length not in sizes), _LENGTHS[-1])
+
+
+def unmatched_hint(paths: Collection[str], graph: Graph) -> str:
+    """Return what to try where no module is called as HF calls it."""
+    sources = {operation.module for operation in graph if operation.source}
+    for path in paths:
+        longer = next((source for source in sorted(sources) if source.endswith(f".{path}")), None)
+        if longer is not None:
+            prefix = longer.removesuffix(f".{path}")
+            return f'names={{"": "{prefix}"}}, since {path!r} may be {longer!r}'
+        shorter = next((source for source in sorted(sources) if path.endswith(f".{source}")), None)
+        if shorter is not None:
+            return f'names={{"{path.removesuffix(f".{shorter}")}": ""}}, since {path!r} may be {shorter!r}'
+    return 'names={"blocks.*.attn.wq": "model.layers.*.self_attn.q_proj", ...}; names={} compares the logits alone'
+
+
+def _place(
+    operation: Operation,
+    source: str,
+    shown: str,
+    tensors: Sequence[torch.Tensor],
+    only: int | None,
+    num_tokens: int,
+) -> Place | None:
+    """Return the tensor that fits a tap; None if none does, or several do.
+
+    A norm returns the sum that it normed beside its result; of anything else two tensors of one shape may be anything.
+    """
+    fitting = [(index, _token_dim(tensor, num_tokens, operation)) for index, tensor in enumerate(tensors)]
+    places = [(index, dim) for index, dim in fitting if dim and only in (None, index)]
+    is_norm = operation.kind is Kind.NORM and not shown.partition("@")[0].endswith(f":{INPUT}")
+    if not places or (len(places) > 1 and not is_norm):
+        return None
+    index, dim = places[0]
+    has_batch = _has_batch(tensors[index])
+    return Place(operation=operation, source=source, shown=shown, index=index, has_batch=has_batch, token_dim=dim)
+
+
+def _token_dim(tensor: torch.Tensor, num_tokens: int, operation: Operation) -> int | None:
+    """Return which dimension, counted with the batch, counts the tokens, where the rest is a row of the operation."""
+    if tensor.numel() != num_tokens * prod(operation.shape):
+        return None
+    return token_dim(tensor if _has_batch(tensor) else tensor[None], 1, num_tokens)
+
+
+def _has_batch(tensor: torch.Tensor) -> bool:
+    return tensor.shape[0] == 1
+
+
+def _refuse_twice(before: Place, shown: str) -> None:
+    raise HarnessError(
+        Code.BAD_OPTION,
+        "two modules are called the same",
+        where="names=",
+        expected="one module for each of HF's",
+        actual=f"{before.shown!r} and {shown!r} are both {before.source!r}",
+        hint="give the one that is another thing a name of its own",
+    )
+
 
 _PADDED = "if it pads its input, cut the rows out with an adapter: StepRows(kept=...), docs/check-your-torch-engine.md"
 _NOT_CALLED = "call the module itself, module(x): hooks see neither module.forward(x) nor a use of its weight"

@@ -1,14 +1,87 @@
-"""The call of a user's module: token ids and positions in, logits and perhaps a cache out."""
+"""The call of a user's module: token ids and positions in, logits and perhaps a cache out.
+
+Hooks show the inputs and outputs of the modules in it. `ModuleStepper` makes an engine of steps of it, one request at a
+time, with the cache that its forward returns.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from harness.engines.adapter import engine_refusals
+from harness.engines.by_content.steps import Work
 from harness.errors import Code, HarnessError
+from harness.oracle.caches import held_states
+
+INPUT = "input"
+
+Sink = Callable[[str, tuple[torch.Tensor, ...]], None]
+
+
+@contextmanager
+def showing_values(module: nn.Module, paths: Collection[str], sink: Sink) -> Iterator[None]:
+    """Show what the modules at some paths are called with and return.
+
+    Args:
+        module: what is run in the block.
+        paths: of modules in it.
+        sink: called with `PATH:input` or `PATH` and all tensors of floating-point numbers that there are; the second
+            time in one block that a module is called, with `PATH:input@2` and `PATH@2`. It must copy what it keeps.
+    """
+    num_calls = Counter[str]()
+
+    def show(name: str, values: Any) -> None:
+        num_calls[name] += 1
+        number = num_calls[name]
+        sink(name if number == 1 else f"{name}@{number}", tuple(_tensors(values)))
+
+    with ExitStack() as stack:
+        for path in paths:
+            submodule = module.get_submodule(path)
+            stack.callback(submodule.register_forward_pre_hook(_before(path, show), with_kwargs=True).remove)
+            stack.callback(submodule.register_forward_hook(_after(path, show)).remove)
+        yield
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Run a module as in inference, without dropout, and put the mode of each part of it back."""
+    modes = [(item, item.training) for item in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for item, mode in modes:
+            item.training = mode
+
+
+def _before(path: str, show: Callable[[str, Any], None]) -> Callable[..., None]:
+    return lambda _module, args, kwargs: show(f"{path}:{INPUT}", (*args, *kwargs.values()))
+
+
+def _after(path: str, show: Callable[[str, Any], None]) -> Callable[..., None]:
+    return lambda _module, _args, output: show(path, output)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Go through the tensors of floating-point numbers in what a module takes or returns."""
+    if isinstance(values, torch.Tensor):
+        if values.is_floating_point():
+            yield values.detach()
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value)
+
 
 _IDS = "input_ids"
 CACHES = ("past_key_values", "kv_cache", "cache")
@@ -85,11 +158,11 @@ class Forward:
             HarnessError: ENGINE_CANNOT_SERVE: it returned no logits.
         """
         positions = range(start, start + len(ids))
-        given = torch.tensor([list(ids)], device=self._device)
+        token_ids = torch.tensor([list(ids)], device=self._device)
         options = {name: fill(positions, self._device) for name, fill in self._fills.items()}
         if self._cache is not None:
             options[self._cache] = cache
-        output = self._module(**{self._ids: given}, **options) if self._ids else self._module(given, **options)
+        output = self._module(**{self._ids: token_ids}, **options) if self._ids else self._module(token_ids, **options)
         logits = _logits(output)
         if logits is None or not logits.is_floating_point():
             raise self._error(
@@ -157,8 +230,8 @@ class Forward:
             return None
         if isinstance(output, tuple | list):
             return output[1] if len(output) > 1 else None
-        found = output.get(self._cache) if isinstance(output, Mapping) else getattr(output, self._cache, None)
-        return None if isinstance(output, torch.Tensor) else found
+        cache = output.get(self._cache) if isinstance(output, Mapping) else getattr(output, self._cache, None)
+        return None if isinstance(output, torch.Tensor) else cache
 
     def _error(self, what: str, *, expected: object, actual: object, hint: str | None = None) -> HarnessError:
         return HarnessError(
@@ -189,3 +262,58 @@ def _described(output: Any) -> str:
     if isinstance(output, tuple | list):
         return f"{type(output).__name__} of {', '.join(map(_described, output)) or 'nothing'}"
     return type(output).__name__
+
+
+class ModuleStepper:
+    """Feeds a module each token once if it takes and returns a cache, and else all tokens again in each step."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Look at the module's forward.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: the forward cannot be called.
+        """
+        self.module = module
+        self._forward = Forward(module, device)
+        self._tokens: dict[int, list[int]] = {}
+        self._caches: dict[int, Any] = {}
+        with evaluating(module):
+            self._forward.leave_out_what_it_refuses([0, 0])
+            cache = self._forward([0], 0).cache
+        self.recomputes = cache is None
+        self.rewinds = hasattr(cache, "crop")
+        """Whether the cache is one of transformers', which can be cut off at its end."""
+        if held_states(cache):
+            self.states = self._held
+
+    def step(self, work: Work) -> torch.Tensor:
+        """See `Stepper.step`.
+
+        Raises:
+            HarnessError: ENGINE_CANNOT_SERVE: the forward returned no logits, or the cache cannot go back.
+            ValueError: the work is of several requests.
+        """
+        ((request, tokens, first),) = work
+        known = self._tokens.setdefault(request, [])
+        if num_given_up := len(known) - first:
+            del known[first:]
+            with engine_refusals(type(self.module).__name__, "--schedule"):
+                self._caches[request].crop(-num_given_up)
+        known += tokens
+        start = 0 if self.recomputes else first
+        with evaluating(self.module):
+            answer = self._forward(known[start:], start, self._caches.get(request))
+        self._caches[request] = answer.cache
+        return answer.logits[-len(tokens) :]
+
+    def _held(self, request: int) -> dict[int, dict[str, torch.Tensor]]:
+        """Return the states that a request's cache holds, by layer and name."""
+        states: dict[int, dict[str, torch.Tensor]] = {}
+        for (layer, name), state in held_states(self._caches[request]).items():
+            states.setdefault(layer, {})[name] = state[0]
+        return states
+
+    def finish(self, request: int) -> None:
+        """Forget a request."""
+        self._tokens.pop(request, None)
+        self._caches.pop(request, None)

@@ -8,14 +8,10 @@ For an engine that runs its own loop, `StepWatcher` records each forward and the
 finds the table of engines with vLLM's kinds of modules, from what `watched_calls` saw them return.
 """
 
-from harness.engines.torch_modules.cache_layout import CacheLayout
-from harness.engines.torch_modules.calls import Calls, watched_calls
-from harness.engines.torch_modules.paged_cache import PagedCache
-from harness.engines.torch_modules.parallel_layers import find_table
-from harness.engines.torch_modules.recorder import ModuleRecorder, StepRows
-from harness.engines.torch_modules.step_watcher import ForwardBatch, StepWatcher
-from harness.engines.torch_modules.table import Entry
-from harness.engines.torch_modules.values import Attribute, Fields, PackedHeads, Split
+from harness.engines.torch_modules.paged_cache import CacheLayout, PagedCache
+from harness.engines.torch_modules.parallel_layers import Calls, find_table, watched_calls
+from harness.engines.torch_modules.recorder import ForwardBatch, ModuleRecorder, StepRows, StepWatcher
+from harness.engines.torch_modules.table import Attribute, Entry, Fields, PackedHeads, Split
 
 __all__ = [
     "Attribute",

@@ -3,17 +3,131 @@
 These engines share names: of modules, which they name after the checkpoint as HF does, and of the classes of their
 layers (`QKVParallelLinear`, `RMSNorm`, `VocabParallelEmbedding`, ...). So no table is written for any family: every
 module is asked for the names that its kind can show, and those that HF's graph knows are recorded.
+
+A class's name does not say all: a norm returns its result, or that and the residual that it has updated; a module is
+there for its weights and is never called. One forward shows how the modules are called. Only shapes are kept, and
+whether a field is handed through: no value is compared with HF's, so no wrong value can take a tap out of a check. A
+value that is not shown flows through HF's own modules, and is judged at the next tap after it.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Self
 
+import torch
 from torch import nn
 
-from harness.engines.torch_modules.calls import Calls, Shape
-from harness.engines.torch_modules.table import Entry
-from harness.engines.torch_modules.values import Attribute, Fields, Split, Value
+from harness.engines.torch_modules.table import Attribute, Entry, Fields, Split, Value
 from harness.formats.taps import Graph, Kind, layer_of, prefix_of, site_of
+
+Shape = tuple[int, ...] | None
+"""Of a tensor; None for what is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """Shapes of what a module was given and returned."""
+
+    places: tuple[Shape, ...]
+    """Arguments by place."""
+    names: Mapping[str, Shape]
+    """All arguments by name."""
+    outputs: tuple[Shape, ...]
+    """What it returned: the fields of a tuple, or the one value. None, too, for a field after the first that is an
+    argument as it was given: a residual that is handed through, and has not been added."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it returned one tensor of its own."""
+        return all(shape is None for shape in self.outputs[1:])
+
+    def argument(self, place: int | str) -> Shape:
+        """Return the shape of an argument; None if there is none."""
+        if isinstance(place, str):
+            return self.names.get(place)
+        return self.places[place] if place < len(self.places) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of a forward's modules."""
+
+    num_rows: int
+    """Tokens of the forward."""
+    by_path: Mapping[str, ModuleCall]
+    """Of modules that were called once."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the calls as what JSON can hold, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the calls of `to_json`."""
+        return cls(data["num_rows"], {path: ModuleCall(**call) for path, call in data["by_path"].items()})
+
+    def holds(self, shape: Shape, row: tuple[int, ...]) -> bool:
+        """Whether a tensor has a row of that shape, in any layout of its elements, for each token of the forward."""
+        if shape is None or not shape:
+            return False
+        num_elements = self.num_rows * torch.Size(row).numel()
+        rows_first = shape[0] % self.num_rows == 0 or tuple(shape[:2]) == (1, self.num_rows)
+        return rows_first and torch.Size(shape).numel() == num_elements
+
+
+@contextmanager
+def watched_calls(model: nn.Module, *, num_rows: int) -> Iterator[list[Calls]]:
+    """Watch the one forward of so many tokens that the block runs; the list gets its calls at the block's end."""
+    seen: dict[str, list[ModuleCall]] = {}
+    watched: list[Calls] = []
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            arguments: list[torch.Tensor] = []
+            before, after = partial(_keep, arguments), partial(_note, seen.setdefault(path, []), arguments)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        yield watched
+    watched.append(Calls(num_rows, {path: calls[0] for path, calls in seen.items() if len(calls) == 1}))
+
+
+def _keep(kept: list[torch.Tensor], _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Keep a module's arguments as they are before the call, which may change them in place."""
+    kept[:] = [value.clone() for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+
+
+def _note(
+    calls: list[ModuleCall],
+    arguments: list[torch.Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+) -> None:
+    first, *others = output if isinstance(output, tuple | list) and output else (output,)
+    others = [None if any(_is_same(value, item) for item in arguments) else value for value in others]
+    by_place = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
+    calls.append(
+        ModuleCall(
+            places=tuple(map(_shape, args)),
+            names={name: _shape(value) for name, value in {**by_place, **kwargs}.items()},
+            outputs=tuple(map(_shape, (first, *others))),
+        )
+    )
+    arguments.clear()
+
+
+def _is_same(value: Any, argument: torch.Tensor) -> bool:
+    """Whether a value is what was given; zeros do not tell, since zeros may have been added."""
+    is_tensor = isinstance(value, torch.Tensor) and value.dtype == argument.dtype
+    return is_tensor and bool(value.any()) and torch.equal(value, argument)
+
+
+def _shape(value: Any) -> Shape:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """HF's names of the parts of a fused module, if the model does not say them."""
@@ -56,7 +170,7 @@ class _Table:
         the first layer may look as if it returned it whole (Mamba-2's hands the embedding through beside it).
         Then layers: the residual stream begins in the first, whatever is done to the embedding before.
         """
-        for path, module in sorted(self._modules.items(), key=lambda each: self._rank(*each)):
+        for path, module in sorted(self._modules.items(), key=lambda item: self._rank(*item)):
             if self._calls is not None and path not in self._calls.by_path:
                 continue  # it is there for its weights, or is called several times in a step
             entry = self._layer(path) if _is_layer(path) else self._entry(path, module, _kinds(module))
@@ -149,7 +263,7 @@ class _Table:
     def _given(self, path: str, place: int | str, name: str) -> dict[int | str, Value]:
         """Return the tap of an argument by its place, if it has the shape of one."""
         call = None if self._calls is None else self._calls.by_path[path]
-        tap = self._tap(name, None if call is None else (call.given(place),))
+        tap = self._tap(name, None if call is None else (call.argument(place),))
         return {} if tap is None else {place: tap}
 
     def _returned(self, path: str, name: str, *, field: int = 0) -> str | None:

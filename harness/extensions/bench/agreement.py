@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.extensions.bench.peer import OURS
-from harness.extensions.bench.workload import BenchWorkload
+from harness.extensions.bench.peer import OURS, BenchWorkload
 
 TIE_STDS = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.05}
 """Largest distance from the likeliest token, in standard deviations of the row's logits, that rounding may hide."""

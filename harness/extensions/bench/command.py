@@ -14,7 +14,7 @@ from harness.command.strict import StrictCommand
 from harness.errors import Code, ExitStatus, HarnessError
 
 BENCH = Forms(
-    human="harness.extensions.bench.table:bench_text", json="harness.extensions.bench.results:BenchResult.json"
+    human="harness.extensions.bench.report:bench_text", json="harness.extensions.bench.report:BenchResult.json"
 )
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Time an engine against its peers.")
@@ -60,7 +60,7 @@ def bench_engine(
     if out is not None and out.exists():
         raise HarnessError(Code.OUTPUT_EXISTS, "the file is there already", where=out, hint="choose another --out")
     with progress_bar() as report:
-        from harness.extensions.bench.measure import run_bench
+        from harness.extensions.bench.run import run_bench
         from harness.formats.checkpoint import Checkpoint, resolve
         from harness.plan import check_device
 

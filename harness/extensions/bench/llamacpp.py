@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import Code, HarnessError
-from harness.extensions.bench.peer import BenchConfig, Generation, PeerMissingError
-from harness.extensions.bench.workload import BenchWorkload
-from harness.extensions.llamacpp.engine.batch import LlamaBatch
-from harness.extensions.llamacpp.engine.context import Model
+from harness.extensions.bench.peer import BenchConfig, BenchWorkload, Generation, PeerMissingError
+from harness.extensions.llamacpp.engine.context import LlamaBatch, Model
 from harness.extensions.llamacpp.engine.tensor import llama
-from harness.extensions.llamacpp.gguf.types import PLAIN
+from harness.extensions.llamacpp.gguf.header import PLAIN
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 
 BATCH_TOKENS = 2048

@@ -1,22 +1,103 @@
-"""The engines that are timed: their names, and how they are opened."""
+"""The engines that are timed: their names, how they are opened, and the memory that they take."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
-from harness.engines import engine_names, installed_engine_names
+from harness.engines import engine_names, installed_engine_names, open_engine
+from harness.engines.reference_backend import choose_backend
+from harness.engines.reference_errors import reference_errors
+from harness.engines.reference_options import parse_reference_options
+from harness.engines.stepping import Continuation
 from harness.errors import Code, HarnessError
-from harness.extensions.bench.memory import ResidentMemory
-from harness.extensions.bench.peer import OURS, BenchConfig, Peer, PeerMissingError
+from harness.extensions.bench.peer import OURS, BenchConfig, BenchWorkload, Generation, Peer, PeerMissingError
+from reference_engine import EngineConfig
+
+STATM = Path("/proc/self/statm")
+PAGE_BYTES = 4096
+
+
+class ResidentMemory:
+    """Adds up by how much the process grew while it worked for each peer.
+
+    Pages that a peer gives back and another one takes are counted for the first; what a peer keeps in a process of its
+    own is not seen.
+    """
+
+    def __init__(self) -> None:
+        self.grown_bytes: Counter[str] = Counter()
+        """By peer; empty if the system does not tell (not Linux)."""
+
+    @contextmanager
+    def of(self, peer: str) -> Iterator[None]:
+        """Count what the process grows by in this block."""
+        before = _resident_bytes()
+        yield
+        after = _resident_bytes()
+        if before is not None and after is not None:
+            self.grown_bytes[peer] += max(0, after - before)
+
+
+def _resident_bytes() -> int | None:
+    try:
+        return int(STATM.read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+    except OSError:
+        return None
+
+
+STEP_TOKENS = EngineConfig().max_num_batched_tokens
+"""Tokens of a step, for every engine that lets us choose."""
+
+
+class EnginePeer:
+    """An engine with steps, or with `generate`."""
+
+    def __init__(self, name: str, setting: BenchConfig) -> None:
+        """Open the engine.
+
+        Raises:
+            HarnessError: as `open_engine`; ENGINE_LACKS_METHOD.
+        """
+        options = setting.options_of(name)
+        if name == OURS:
+            options = choose_backend(options, folder=setting.folder, device=setting.device).options
+            options = {**_reference_sizes(setting, options), **options}
+        engine = open_engine(name, setting.folder, dtype=setting.dtype, device=setting.device, options=options)
+        self.name = name
+        self._continuation = Continuation(engine, max_num_tokens=STEP_TOKENS, max_num_seqs=setting.max_requests)
+        self.shows_steps = self._continuation.shows_steps
+
+    def generate(self, workload: BenchWorkload) -> Generation:
+        """See `Peer.generate`."""
+        generation = Generation(token_ids=[[] for _ in workload.prompts])
+        for new_tokens in self._continuation.steps(workload.prompts, workload.output_lens):
+            for prompt, token in new_tokens:
+                generation.token_ids[prompt].append(token)
+            generation.end_step()
+        return generation
+
+    def close(self) -> None:
+        """See `Peer.close`."""
+        self._continuation.close()
+
+
+def _reference_sizes(setting: BenchConfig, options: Mapping[str, str]) -> dict[str, str]:
+    """Return options by which all requests fit into the reference engine's cache at once."""
+    with reference_errors("EngineConfig"):
+        block_size = int(parse_reference_options(options).get("block_size", EngineConfig().block_size))
+    # The last block of a request is filled in part only, and no request can have block 0.
+    num_blocks = 1 + setting.max_requests + setting.max_total_len // max(1, block_size)
+    return {"max_model_len": str(setting.max_request_len), "num_blocks": str(num_blocks)}
 
 
 def _engine(name: str, setting: BenchConfig) -> Peer:
-    from harness.extensions.bench.engine_peer import EnginePeer
 
     return EnginePeer(name, setting)
 

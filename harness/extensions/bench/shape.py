@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from harness.errors import Code, HarnessError
-from harness.extensions.bench.workload import UnevenSize
+from harness.extensions.bench.peer import UnevenSize
 from harness.extensions.estimate.meta_model import read_config
 from harness.formats.checkpoint import Checkpoint
 

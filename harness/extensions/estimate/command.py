@@ -18,7 +18,7 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "floa
 
 
 def _dtype(name: str) -> str:
-    from harness.extensions.estimate.estimate import ITEMSIZES
+    from harness.extensions.estimate.run import ITEMSIZES
 
     name = _SHORT.get(name, name)
     if name in ITEMSIZES:
@@ -49,8 +49,8 @@ def estimate(
     format: Annotated[str, ESTIMATE.option()] = "human",
 ) -> int:
     """Estimate memory, arithmetic and the best possible speed of a model on GPUs, by their data sheets."""
-    from harness.base.quiet import quiet_transformers
-    from harness.extensions.estimate.estimate import estimate as estimated
+    from harness.base.progress import quiet_transformers
+    from harness.extensions.estimate.run import estimate as estimated
 
     with quiet_transformers():
         result = estimated(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.names import embedded_folder
+from harness.formats.checkpoint.locate import embedded_folder
 from harness.oracle.caches import caches_of
 
 _DTYPE = torch.bfloat16

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from harness.extensions.exports.packed import EMBEDDING, PackedWeight, halves, refuse
-from harness.extensions.llamacpp.gguf.weights import missing_package
+from harness.extensions.llamacpp.gguf.model import missing_package
 
 GRAPH_NAME, SETTINGS_NAME = "model.onnx", "genai_config.json"
 _PRODUCT, _EMBEDDING = "MatMulNBits", "GatherBlockQuantized"

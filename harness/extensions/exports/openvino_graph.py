@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from harness.extensions.exports.packed import PackedWeight, halves, refuse
-from harness.extensions.llamacpp.gguf.weights import missing_package
+from harness.extensions.llamacpp.gguf.model import missing_package
 
 GRAPH_NAME = "openvino_model.xml"
 _BITS = {"u4": 4, "i4": 4, "u8": 8, "i8": 8}

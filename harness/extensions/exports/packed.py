@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.formats.checkpoint.checkpoint import Checkpoint, read_shard
 from harness.formats.checkpoint.converted import write_settings, write_shards
-from harness.formats.checkpoint.shards import read_shard
 
 _FUSED = "qkv_proj"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"

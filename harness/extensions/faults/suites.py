@@ -16,7 +16,7 @@ def block_manager() -> None:
 
 def sampling() -> None:
     """Hold the sampler to its properties."""
-    from harness.properties.ops.sampling import check_sampling
+    from harness.properties.ops.tokens import check_sampling
     from harness.properties.reference.ops import Ops
 
     check_sampling(Ops, _settings())
@@ -24,13 +24,13 @@ def sampling() -> None:
 
 def stopping() -> None:
     """Hold the ends of requests to their property."""
-    from harness.properties.ops.stopping import check_stopping
+    from harness.properties.ops.tokens import check_stopping
     from harness.properties.reference.ops import Ops
 
     check_stopping(Ops, _settings())
 
 
 def _settings() -> "settings":
-    from harness.properties.core.profiles import PROFILES
+    from harness.properties.core.search import PROFILES
 
     return PROFILES["dev"].settings()

@@ -9,8 +9,8 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
-from harness.base.scratch import scratch_folder
 from harness.engines import Workload
 from harness.errors import Code, HarnessError
 from harness.extensions.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Fault, FaultConfig, Variant
@@ -21,8 +21,7 @@ from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import embedded_cases
 from harness.formats.recording import Recording, RecordingWriter
 from harness.judge.jobs.check import run_check
-from harness.judge.jobs.engine_run import with_duplicate_requests
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import planned_model, with_duplicate_requests
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.plan import Plan, plan_request

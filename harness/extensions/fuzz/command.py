@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.base.packages import require_hypothesis
+from harness.base.plugins import require_hypothesis
 from harness.command import options as opt
 from harness.command.forms import DOCUMENT, Forms
 from harness.command.grouped import grouped
@@ -21,16 +21,14 @@ from harness.errors import Code, HarnessError
 from harness.results.check import Outcome
 
 if TYPE_CHECKING:
-    from harness.extensions.fuzz.invariance_result import InvarianceResult
-    from harness.extensions.fuzz.poison_result import PoisonResult
-    from harness.extensions.fuzz.result import FuzzResult
+    from harness.extensions.fuzz.files import WorkloadFile
+    from harness.extensions.fuzz.result import FuzzResult, InvarianceResult, PoisonResult
     from harness.extensions.fuzz.run import FuzzOptions
-    from harness.extensions.fuzz.workload_file import WorkloadFile
     from harness.plan import Plan
 
 FUZZ = Forms(human="harness.extensions.fuzz.report:fuzz_text", json="harness.extensions.fuzz.report:fuzz_json")
-INVARIANCE = Forms(human="harness.extensions.fuzz.invariance_report:invariance_text", json=DOCUMENT)
-POISON = Forms(human="harness.extensions.fuzz.poison_report:poison_text", json=DOCUMENT)
+INVARIANCE = Forms(human="harness.extensions.fuzz.report:invariance_text", json=DOCUMENT)
+POISON = Forms(human="harness.extensions.fuzz.report:poison_text", json=DOCUMENT)
 
 
 app = typer.Typer(
@@ -73,9 +71,9 @@ def run(
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
+        from harness.extensions.fuzz.files import load_workload
         from harness.extensions.fuzz.run import run_again, search_workloads
-        from harness.extensions.fuzz.workload_file import load_workload
-        from harness.judge.jobs.output_folder import new_output_dir
+        from harness.judge.jobs.opened import new_output_dir
 
         if replay is not None:
             file = load_workload(replay)

@@ -1,4 +1,4 @@
-"""`harness fuzz --poison`: memory that no live row may depend on is filled, and a row whose bits change is traced.
+"""`harness fuzz poison`: memory that no live row may depend on is filled, and a row whose bits change is traced.
 
 The run with poison is compared with the same run without, step by step and bit by bit. The first value that differs, in
 the order of the run, is what let the poison in: all before it is the same.
@@ -13,25 +13,25 @@ from pathlib import Path
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.metrics import rounding_unit, row_errors
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.engines import Engine
 from harness.engines.poison import VALUES, Poison, scratch_filled
 from harness.engines.record import RunDescription, open_writer
 from harness.errors import Code, HarnessError
-from harness.extensions.fuzz.changes import draw_prompts
+from harness.extensions.fuzz.invariance import draw_prompts
 from harness.extensions.fuzz.judge import timed
-from harness.extensions.fuzz.poison_result import FailedRun, Leak, PoisonedMemory
-from harness.extensions.fuzz.pool import SequencePool
+from harness.extensions.fuzz.result import FailedRun, Leak, PoisonedMemory
+from harness.extensions.fuzz.workload import SequencePool
 from harness.formats.recording import Recording, RequestInfo, Step
 from harness.formats.schedule import Schedule, parse_schedule
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.bits import rows_differ
 from harness.judge.compare.shapes import engine_dtype
-from harness.judge.jobs.engine_run import describe_run
+from harness.judge.jobs.opened import describe_run
 from harness.plan import Plan
-from harness.results.memory_kinds import Memory
+from harness.results.check import Memory
 
 MOST_ROUNDINGS = 128.0
 """Above the largest error that attention was seen to have in float32, 89 roundings (reports/cpu/noise-floors.md)."""

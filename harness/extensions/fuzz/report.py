@@ -1,15 +1,27 @@
-"""A search of workloads: what was found, with its smallest workload, and what was reached."""
+"""Findings of `harness fuzz` for people at a terminal, and the JSON of a search."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness.extensions.fuzz.result import FuzzFinding, FuzzResult, SentRequest, SentWorkload
+from harness.extensions.fuzz.result import (
+    FuzzFinding,
+    FuzzResult,
+    Invariance,
+    InvarianceResult,
+    Leak,
+    PoisonedMemory,
+    PoisonResult,
+    ScheduleChange,
+    SentRequest,
+    SentWorkload,
+)
 from harness.report.check.json import run_json
 from harness.report.check.sentences import divergence_lines, model_name, number, printable
 from harness.report.check.table import count
 from harness.report.document import document, plain
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
-from harness.results.check import Outcome
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
+from harness.results.check import Memory, Outcome
 
 INDENT = 18
 
@@ -19,10 +31,10 @@ def fuzz_text(result: FuzzResult, *, width: int) -> str:
     width = max(width, MIN_WIDTH)
     findings = (_finding(at, finding, width) for at, finding in enumerate(result.findings, start=1))
     facts = fact_lines(_facts(result), width, indent=13)
-    return blocks_text([[_headline(result)], *findings, _coverage(result), facts])
+    return blocks_text([[_headline_of_search(result)], *findings, _coverage(result), facts])
 
 
-def _headline(result: FuzzResult) -> str:
+def _headline_of_search(result: FuzzResult) -> str:
     words = {Outcome.PASS: "NOTHING FOUND", Outcome.MISMATCH: "FOUND", Outcome.NOTHING: "NOTHING CHECKED"}
     found = [count(len(result.findings), "finding")] if result.findings else []
     counts = [*found, count(result.num_workloads, "workload"), count(result.num_rows, "row")]
@@ -46,7 +58,7 @@ def _finding(at: int, finding: FuzzFinding, width: int) -> Iterator[str]:
             yield from wrapped("", f"{item.code}: {printable(item.message)}", width, indent=3)
     yield from wrapped("           Found:", _history(finding), width, indent=INDENT)
     if finding.workload_file:
-        yield f"{'          Repeat:':{INDENT}}harness fuzz --replay {printable(finding.workload_file)}"
+        yield f"{'          Repeat:':{INDENT}}harness fuzz run --replay {printable(finding.workload_file)}"
     if finding.case_file:
         yield f"{'':{INDENT}}harness check --case {printable(finding.case_file)}"
 
@@ -130,3 +142,139 @@ def _finding_document(finding: FuzzFinding) -> dict[str, Any]:
     document["run"] = None if finding.run is None else run_json(finding.run)
     document["first_divergence"] = None if finding.run is None else plain(finding.run.first_divergence)
     return document
+
+
+_INVARIANCE_HEADLINES = {Outcome.MISMATCH: "BEYOND ROUNDING", Outcome.NOTHING: "NOTHING CHECKED"}
+_CELLS = {Invariance.SAME: "same", Invariance.NOISE: "noise", Invariance.BEYOND: "BEYOND", Invariance.UNKNOWN: "-"}
+
+
+def invariance_text(result: InvarianceResult) -> str:
+    """Return the changes that were tried, and what each did to every operation."""
+    return blocks_text(
+        [[_headline_of_invariance(result)], _changes(result), _operations(result), _notes_on_invariance(result)]
+    )
+
+
+def _headline_of_invariance(result: InvarianceResult) -> str:
+    states = {change.state for change in result.changes}
+    word = _INVARIANCE_HEADLINES.get(result.outcome, "WITHIN ROUNDING" if Invariance.NOISE in states else "INVARIANT")
+    sets = f"{count(result.num_rounds, 'set')} of prompts"
+    return headline(word, result.engine, model_name(result.model), result.dtype, result.device, sets)
+
+
+def _changes(result: InvarianceResult) -> list[str]:
+    rows = [(change.name, change.before, change.after, *_first(change)) for change in result.changes]
+    headers = ("change", "before", "after", "first operation whose bits change", "roundings")
+    return table_lines(rows, headers)
+
+
+def _first(change: ScheduleChange) -> tuple[str, str]:
+    if not change.is_offered:
+        return "(the engine does not follow it)", ""
+    if change.refusal is not None:
+        return printable(f"(not served: {_shortened(change.refusal)})"), ""
+    if change.error is not None:
+        return printable(f"(the run failed: {_shortened(change.error)})"), ""
+    if change.first is None:
+        return ("none" if change.state is Invariance.SAME else "(nothing could be compared)"), ""
+    first = change.first
+    return f"{printable(first.tap)}, request {first.request}, position {first.position}", number(first.roundings)
+
+
+def _shortened(message: str) -> str:
+    """Return the first line of a message, cut to the width of the column."""
+    return textwrap.shorten(message.splitlines()[0], 60, placeholder=" ...")
+
+
+def _operations(result: InvarianceResult) -> list[str]:
+    offered = [
+        change for change in result.changes if change.is_offered and change.error is None and change.refusal is None
+    ]
+    table = result.by_site
+    if not offered or not table:
+        return []
+    rows = [
+        (printable(site), *(_CELLS[states.get(change.name, Invariance.UNKNOWN)] for change in offered))
+        for site, states in table.items()
+    ]
+    headers = ("operation", *(change.name.replace(" ", "\n") for change in offered))
+    return table_lines(rows, headers)
+
+
+def _notes_on_invariance(result: InvarianceResult) -> Iterator[str]:
+    yield "same: not a bit changed where the inputs were the same. noise: bits changed, and every row is still within"
+    yield "its bound. BEYOND: bits changed, and the check finds the operation wrong in one of the two runs. -: not"
+    yield "recorded, or the inputs had changed already in every row."
+    yield from (printable(note) for note in result.notes)
+    yield f"  timings    all {number(result.elapsed_s)} s, seed {result.seed}"
+    if result.was_interrupted:
+        yield "  interrupted: the last set of prompts was not finished"
+
+
+_POISON_HEADLINES = {
+    Outcome.MISMATCH: "POISON LET IN",
+    Outcome.NOTHING: "NOTHING CHECKED",
+    Outcome.PASS: "NOTHING LET IN",
+}
+
+
+def poison_text(result: PoisonResult) -> str:
+    """Return what was filled, and which operations let it in."""
+    leaks = (_leak(at, leak) for at, leak in enumerate(result.leaks, start=1))
+    return blocks_text(
+        [[_headline_of_poison(result)], _memories(result), *leaks, _failures(result), _notes_on_poison(result)]
+    )
+
+
+def _headline_of_poison(result: PoisonResult) -> str:
+    sets = f"{count(result.num_rounds, 'set')} of prompts"
+    return headline(
+        _POISON_HEADLINES[result.outcome], result.engine, model_name(result.model), result.dtype, result.device, sets
+    )
+
+
+def _memories(result: PoisonResult) -> list[str]:
+    let_in = {leak.memory for leak in result.leaks}
+    rows = [(str(memory.memory), *_cells(memory, memory.memory in let_in)) for memory in result.memories]
+    headers = ("memory", "elements filled", "rows compared", "let in", "schedules")
+    return table_lines(rows, headers)
+
+
+def _cells(each: PoisonedMemory, is_let_in: bool) -> tuple[str, str, str, str]:
+    if not each.num_filled:
+        return "-", "-", "-", "(the engine has none, or shows none)"
+    return f"{each.num_filled:,}", f"{each.num_rows:,}", "YES" if is_let_in else "no", ", ".join(each.schedules)
+
+
+def _leak(at: int, leak: Leak) -> Iterator[str]:
+    whose = "" if leak.poisoned_request is None else f" ({leak.poisoned_request})"
+    yield f"{at}. {leak.code}: {printable(leak.tap)} lets in {leak.memory}{whose}: {leak.memory.help}"
+    yield f"   request {leak.request}, position {leak.position}, step {leak.step} ({leak.phase}), {leak.schedule}"
+    yield f"   the first value that changes where the memory is filled with {', '.join(leak.values)}"
+    if leak.has_weight:
+        yield "   a finite value changes it, too: the memory is read, and what is read counts"
+    else:
+        yield "   a finite value changes nothing: as where what is read is multiplied by zero, since 0 * NaN is NaN"
+    if leak.unrecorded:
+        names = printable(", ".join(leak.unrecorded))
+        yield f"   it may be an operation before it: the engine does not record {names}"
+
+
+def _failures(result: PoisonResult) -> Iterator[str]:
+    for failure in result.failures:
+        what = printable(failure.error.splitlines()[0])
+        yield f"{failure.memory} filled with {failure.value}, schedule {failure.schedule}: the run failed: {what}"
+
+
+def _notes_on_poison(result: PoisonResult) -> Iterator[str]:
+    if result.outcome is Outcome.NOTHING and not result.was_interrupted:
+        yield f"no more than {Memory.SCRATCH} could be filled:"
+        yield "give the engine fill_unused and fill_states (docs/fuzz.md)"
+    if num_rounded := sum(memory.num_rounded for memory in result.memories):
+        yield f"in {count(num_rounded, 'run')} bits of live rows changed by no more than rounding: another order of"
+        yield "sums, and nothing that was let in (harness fuzz --invariance shows where)"
+    yield from (printable(f"not served: {refusal}") for refusal in result.refusals)
+    yield from (printable(note) for note in result.notes)
+    yield f"  timings    all {number(result.elapsed_s)} s, seed {result.seed}"
+    if result.was_interrupted:
+        yield "  interrupted: the last set of prompts was not finished"

@@ -13,19 +13,15 @@ from harness.engines import Capabilities, Engine
 from harness.errors import Code, HarnessError
 from harness.extensions.fuzz.files import write_findings
 from harness.extensions.fuzz.invariance import Comparer
-from harness.extensions.fuzz.invariance_result import InvarianceResult
 from harness.extensions.fuzz.judge import WorkloadJudge
 from harness.extensions.fuzz.poison import Poisoner
-from harness.extensions.fuzz.poison_result import PoisonResult
-from harness.extensions.fuzz.pool import SequencePool, make_pool
-from harness.extensions.fuzz.result import FuzzResult, SentWorkload
+from harness.extensions.fuzz.result import FuzzResult, InvarianceResult, PoisonResult, SentWorkload
 from harness.extensions.fuzz.search import Search
 from harness.extensions.fuzz.strategies import SEARCHED, searched_schedules
-from harness.extensions.fuzz.workload import Translator
+from harness.extensions.fuzz.workload import SequencePool, Translator, make_pool
 from harness.formats.schedule import ScheduleKind
 from harness.judge.compare.triggers import Traits
-from harness.judge.jobs.engine_run import match_taps
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import match_taps, planned_model
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from harness.engines import Capabilities
-from harness.extensions.fuzz.pool import SEGMENT
-from harness.extensions.fuzz.workload import Searched, SearchedRequest, Translator
+from harness.extensions.fuzz.workload import SEGMENT, Searched, SearchedRequest, Translator
 from harness.formats.schedule import DEFAULT_CHUNK_SIZE, ScheduleKind
 
 MOST_REQUESTS = 6

@@ -23,8 +23,7 @@ from mlx_lm.utils import load_model
 
 from harness.engines.adapter import engine_refusals, refuse_unknown_options
 from harness.engines.by_content import StepEngine
-from harness.engines.by_content.sites import MODULE, RETURNED, See, Site
-from harness.engines.by_content.steps import Work
+from harness.engines.by_content.steps import MODULE, RETURNED, See, Site, Work
 from harness.engines.poison import in_range
 from harness.errors import Code, HarnessError
 from harness.results.settings import ModelSettings

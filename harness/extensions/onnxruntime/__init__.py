@@ -11,13 +11,12 @@ import onnx
 import onnxruntime_genai as genai
 import torch
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
-from harness.engines.by_content.sites import See, Site
-from harness.engines.by_content.steps import Work
+from harness.engines.by_content.steps import See, Site, Work
 from harness.errors import Code, HarnessError
-from harness.extensions.exports.engine import NodeOutputs, export_folder
+from harness.extensions.exports.export import NodeOutputs, export_folder
 from harness.extensions.exports.onnx_graph import GRAPH_NAME
 
 

@@ -13,10 +13,9 @@ import torch
 
 from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
-from harness.engines.by_content.sites import See, Site
-from harness.engines.by_content.steps import Work
+from harness.engines.by_content.steps import See, Site, Work
 from harness.errors import Code, HarnessError
-from harness.extensions.exports.engine import NodeOutputs, export_folder
+from harness.extensions.exports.export import NodeOutputs, export_folder
 from harness.extensions.exports.openvino_graph import GRAPH_NAME
 
 _SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}

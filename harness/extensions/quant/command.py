@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.base.files import read_text, write_text
-from harness.base.scratch import scratch_folder
+from harness.base.files import read_text, scratch_folder, write_text
 from harness.command import options as opt
 from harness.command.forms import DOCUMENT, Forms
 from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
-    from harness.extensions.quant.text import Sequences
+    from harness.extensions.quant.forward import Sequences
     from harness.oracle.model import HFModel
 
 QUANT = Forms(
@@ -92,11 +91,10 @@ def quant(
 
         from harness.extensions.llamacpp.engine.options import parse_llamacpp_options
         from harness.extensions.llamacpp.engine.tensor import llama
-        from harness.extensions.llamacpp.gguf.types import PLAIN
+        from harness.extensions.llamacpp.gguf.header import PLAIN
         from harness.extensions.quant.caches import check_cache
-        from harness.extensions.quant.files import check_type
-        from harness.extensions.quant.hf.types import HF_TYPES, check_package
-        from harness.extensions.quant.padding import pad_checkpoint
+        from harness.extensions.quant.files import check_type, pad_checkpoint
+        from harness.extensions.quant.hf_types import HF_TYPES, check_package
         from harness.extensions.quant.parts import check_splits
         from harness.extensions.quant.report import quant_html, quant_text
         from harness.extensions.quant.run import measure_types
@@ -153,7 +151,7 @@ def _sequences(
     hf: "HFModel", text_file: Path | None, num_sequences: int, num_tokens: int, seed: int
 ) -> "tuple[Sequences, str]":
     """Return the tokens, and where they come from."""
-    from harness.extensions.quant.text import sample_text, split_text
+    from harness.extensions.quant.forward import sample_text, split_text
     from harness.plan import tokenize
 
     if text_file is None:

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from harness.errors import Code, HarnessError
-from harness.extensions.quant.forward import log_probabilities
-from harness.extensions.quant.measure import kl
+from harness.extensions.quant.forward import Sequences, kl, log_probabilities
 from harness.extensions.quant.result import PartCost
-from harness.extensions.quant.text import Sequences
-from harness.formats.taps.names import layer_of, prefix_of, site_of
+from harness.formats.taps import layer_of, prefix_of, site_of
 from harness.oracle.model import HFModel
 
 

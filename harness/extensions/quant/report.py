@@ -7,12 +7,11 @@ from tabulate import tabulate
 
 from harness.errors import printable
 from harness.extensions.quant.result import PartCost, QuantResult, QuantRow
-from harness.formats.taps.names import site_of
+from harness.formats.taps import site_of
 from harness.report.check.markdown import escaped
-from harness.report.page.growth import power
+from harness.report.page.check_view import power
 from harness.report.page.html import page_of
-from harness.report.page.plot import Dot, Line, Plot, polyline
-from harness.report.page.scale import Scale, Tick, linear_scale, log_scale
+from harness.report.page.plot import Dot, Line, Plot, Scale, Tick, linear_scale, log_scale, polyline
 
 _TEMPLATES = Path(__file__).parent / "template"
 _HEADERS = (

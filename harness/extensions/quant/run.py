@@ -7,28 +7,31 @@ from pathlib import Path
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.engines.quantised_form import quantising, served_model
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import is_export
 from harness.extensions.llamacpp.engine.options import LlamaCppOptions
 from harness.extensions.llamacpp.engine.tensor import is_installed
 from harness.extensions.llamacpp.gguf import checkpoint_of_gguf, is_gguf, open_gguf
-from harness.extensions.quant.caches import run_cache
-from harness.extensions.quant.engine_cache import run_engine_cache
-from harness.extensions.quant.files import make_file, note_on
-from harness.extensions.quant.forward import hf_distributions, llamacpp_distributions
-from harness.extensions.quant.hf.run import run_hf_type
-from harness.extensions.quant.hf.types import HF_TYPES
-from harness.extensions.quant.importance import Importance, importance_of
-from harness.extensions.quant.measure import distance, perplexity
+from harness.extensions.quant.caches import run_cache, run_engine_cache
+from harness.extensions.quant.files import Importance, importance_of, make_file, note_on
+from harness.extensions.quant.forward import (
+    Sequences,
+    TypeRun,
+    distance,
+    hf_distributions,
+    llamacpp_distributions,
+    perplexity,
+    sample_text,
+    shares,
+)
+from harness.extensions.quant.hf_types import HF_TYPES, run_hf_type
 from harness.extensions.quant.parts import part_costs
 from harness.extensions.quant.result import ENGINE_FIGURES, PartCost, PhaseDivergence, QuantResult, QuantRow
-from harness.extensions.quant.text import Sequences, sample_text
-from harness.extensions.quant.type_run import TypeRun, shares
 from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
-from harness.formats.checkpoint.quantised_source import read_quantised_source, served_folder
+from harness.formats.checkpoint.converted import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
 

@@ -17,13 +17,12 @@ import torch
 from harness.base.memory import available_bytes
 from harness.errors import Code, HarnessError
 from harness.extensions.quantised.codes import Codes
-from harness.extensions.quantised.config import Schemes, read_schemes
+from harness.extensions.quantised.config import Scheme, Schemes, misfit, read_schemes, refuse
 from harness.extensions.quantised.formats import FORMATS, Format, Part, Sizes, shape_of, shapes_of
-from harness.extensions.quantised.scheme import Scheme, misfit, refuse
-from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.shards import read_shard
+from harness.extensions.quantised.inputs import input_roundings
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, read_shard
 from harness.formats.safetensors_header import DTYPE_BITS, TensorEntry
-from harness.formats.taps.names import prefix_of
+from harness.formats.taps import prefix_of
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _BYTES_PER_WEIGHT = 24
@@ -290,8 +289,6 @@ class QuantisedCheckpoint:
 
     def rounded_inputs(self, module: str, x: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """See `OpenedQuantised`."""
-        from harness.extensions.quantised.inputs import input_roundings
-
         weight = self.weights.get(f"{module}.weight")
         if weight is not None:
             for way in input_roundings(self, weight, x.shape[1], dtype):

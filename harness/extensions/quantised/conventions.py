@@ -1,7 +1,7 @@
 """Products of a quantised checkpoint: inputs quantised as it declares, weights that are not rounded after dequantising.
 
 A checkpoint such as W8A8 says how the inputs of each product are quantised. An engine may do that, or multiply the
-dequantised weight with the inputs as they are: both are right, and what it does otherwise is neither.
+dequantised weight with the inputs as they are. Both are right; anything else is an error.
 
 `R` rows, `I` inputs, `O` outputs.
 """
@@ -13,8 +13,9 @@ from functools import partial
 import torch
 
 from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, QuantisedWeight
-from harness.extensions.quantised.inputs import by_rows, input_roundings, quantised_checkpoint, ways_to_round
-from harness.extensions.quantised.scheme import InputScheme
+from harness.extensions.quantised.config import InputScheme
+from harness.extensions.quantised.folder import open_source
+from harness.extensions.quantised.inputs import by_rows, input_roundings, ways_to_round
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 from harness.judge.compare.conventions.experts import experts_with
@@ -22,12 +23,25 @@ from harness.judge.compare.conventions.linear import (
     ADDED_AFTER,
     MODEL,
     product,
+    product_of_integers,
     product_then_bias,
     weight_and_bias,
 )
-from harness.judge.compare.conventions.quantised import product_of_integers
 from harness.oracle.experts import num_experts, reads_slots
 from harness.oracle.model import HFModel
+
+
+def quantised_checkpoint(hf: HFModel) -> QuantisedCheckpoint | None:
+    """Return the quantised checkpoint that a model's weights come from; None of any other model."""
+    source = hf.quantised_source
+    return None if source is None else open_source(source)
+
+
+def quantised_weight(hf: HFModel, module: str) -> QuantisedWeight | None:
+    """Return where a module's weight lies in the quantised checkpoint; None if it is not quantised."""
+    checkpoint = quantised_checkpoint(hf)
+    return None if checkpoint is None else checkpoint.weights.get(f"{module}.weight")
+
 
 EXACT_WEIGHT = "the dequantised weight not rounded to {}"
 ROUNDED_SCALES = "the scales of the weight rounded to {}"
@@ -103,11 +117,11 @@ CONVENTIONS = (
     Convention(
         name="inputs of a product quantised as a quantised checkpoint declares, or its weights not rounded",
         kinds=(Kind.LINEAR,),
-        roundings=_as_declared,
+        alternatives=_as_declared,
     ),
     Convention(
         name="inputs of experts quantised as a quantised checkpoint declares",
         kinds=(Kind.OTHER,),
-        roundings=_experts_as_declared,
+        alternatives=_experts_as_declared,
     ),
 )

@@ -7,27 +7,29 @@ checkpoint itself, and the judge, which knows its declared arithmetic, find it t
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, check_disk
+from harness.extensions.quantised.config import misfit
+from harness.formats.checkpoint.against_config import against_config
+from harness.formats.checkpoint.cache import cache_dir
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.converted import (
     QUANTISED_INFO,
+    QuantisedSource,
     folder_name,
     made_once,
     write_settings,
     write_shards,
 )
-from harness.formats.checkpoint.quantised_source import QuantisedSource
-
-if TYPE_CHECKING:
-    from harness.extensions.quantised.checkpoint import QuantisedCheckpoint
+from harness.formats.checkpoint.locate import Reader
 
 VERSION = 1
 """Part of a folder's name: raise it with every change of what is written."""
 
 
-def open_source(source: QuantisedSource) -> "QuantisedCheckpoint":
+def open_source(source: QuantisedSource) -> QuantisedCheckpoint:
     """Return the quantised checkpoint that a folder was made of, opened once in a process.
 
     Raises:
@@ -44,9 +46,7 @@ def open_source(source: QuantisedSource) -> "QuantisedCheckpoint":
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, _made: str) -> "QuantisedCheckpoint":
-    from harness.extensions.quantised.checkpoint import QuantisedCheckpoint
-
+def _opened(path: Path, _made: str) -> QuantisedCheckpoint:
     return QuantisedCheckpoint(path)
 
 
@@ -72,8 +72,6 @@ def _identity(folder: Path) -> str:
 
 
 def _write(folder: Path, made: Path) -> dict[str, Any]:
-    from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, check_disk
-
     source = QuantisedCheckpoint(folder)
     config = {name: value for name, value in source.checkpoint.config.items() if name != "quantization_config"}
     write_settings(made, config, folder)
@@ -88,11 +86,8 @@ def _write(folder: Path, made: Path) -> dict[str, Any]:
     }
 
 
-def _check_shapes(source: "QuantisedCheckpoint", made: Path, config: dict[str, Any]) -> None:
+def _check_shapes(source: QuantisedCheckpoint, made: Path, config: dict[str, Any]) -> None:
     """Refuse weights of another shape than HF's architecture has, by the headers alone."""
-    from harness.extensions.quantised.scheme import misfit
-    from harness.formats.checkpoint.against_config import against_config
-
     against = against_config(made, config, source.entries)
     for wrong in against.get("misshapen", ()):
         misfit(
@@ -101,3 +96,22 @@ def _check_shapes(source: "QuantisedCheckpoint", made: Path, config: dict[str, A
             expected=wrong["expected"],
             actual=wrong["actual"],
         )
+
+
+class QuantisedReader(Reader):
+    """Reads a checkpoint whose config has a `quantization_config`."""
+
+    def reads(self, path: Path) -> bool:
+        """See `Reader.reads`; raises HarnessError (BAD_CONFIG) as `Checkpoint.config`."""
+        return (path / CONFIG_NAME).is_file() and is_quantised(path)
+
+    def convert(self, path: Path, origin: Checkpoint | None = None) -> Path:
+        """See `Reader.convert`; raises HarnessError as `checkpoint_of_quantised`."""
+        return checkpoint_of_quantised(path, cache_dir() / "dequantised")
+
+    def open_source(self, source: QuantisedSource) -> QuantisedCheckpoint:
+        """Return the quantised checkpoint that a folder was made of; raises HarnessError as `folder.open_source`."""
+        return open_source(source)
+
+
+READER = QuantisedReader()

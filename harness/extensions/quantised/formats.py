@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from harness.extensions.quantised.codes import Codes, Words, float4, powers_of_two, unpacked
-from harness.extensions.quantised.scheme import Scheme, misfit
+from harness.extensions.quantised.config import Scheme, misfit
 from harness.formats.safetensors_header import TensorEntry
 
 Sizes = dict[str, int]

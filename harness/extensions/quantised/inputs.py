@@ -5,13 +5,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, QuantisedWeight
-from harness.extensions.quantised.folder import open_source
-from harness.extensions.quantised.scheme import InputScheme
-from harness.oracle.model import HFModel
+from harness.extensions.quantised.config import InputScheme
+
+if TYPE_CHECKING:
+    from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, QuantisedWeight
 
 _HALF = (torch.bfloat16, torch.float16)
 _INT8, _FLOAT8 = 127.0, 448.0
@@ -60,20 +61,8 @@ class InputRounding:
         return (scaled.round() * step).to(self.dtype if self.dtype in _HALF else torch.float64).to(torch.float64)
 
 
-def quantised_checkpoint(hf: HFModel) -> QuantisedCheckpoint | None:
-    """Return the quantised checkpoint that a model's weights come from; None of any other model."""
-    source = hf.quantised_source
-    return None if source is None else open_source(source)
-
-
-def quantised_weight(hf: HFModel, module: str) -> QuantisedWeight | None:
-    """Return where a module's weight lies in the quantised checkpoint; None if it is not quantised."""
-    checkpoint = quantised_checkpoint(hf)
-    return None if checkpoint is None else checkpoint.weights.get(f"{module}.weight")
-
-
 def input_roundings(
-    checkpoint: QuantisedCheckpoint, weight: QuantisedWeight, width: int, dtype: torch.dtype
+    checkpoint: "QuantisedCheckpoint", weight: "QuantisedWeight", width: int, dtype: torch.dtype
 ) -> Iterator[InputRounding]:
     """Yield the ways to quantise the inputs of a product as its checkpoint declares, in the engine's dtype."""
     scheme = weight.scheme.inputs

@@ -14,8 +14,9 @@ import torch
 
 from harness.extensions.quantised.checkpoint import QuantisedCheckpoint
 from harness.extensions.quantised.codes import Codes
-from harness.extensions.quantised.inputs import quantised_checkpoint, quantised_weight, ways_to_round
-from harness.extensions.quantised.scheme import InputScheme, Scheme
+from harness.extensions.quantised.config import InputScheme, Scheme
+from harness.extensions.quantised.conventions import quantised_checkpoint, quantised_weight
+from harness.extensions.quantised.inputs import ways_to_round
 from harness.judge.compare.conventions.linear import product
 from harness.judge.explain.core.formats import float8, int8, name_of
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation

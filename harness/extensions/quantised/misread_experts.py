@@ -9,10 +9,10 @@ import torch
 
 from harness.extensions.quantised.checkpoint import QuantisedCheckpoint
 from harness.extensions.quantised.codes import Codes
-from harness.extensions.quantised.conventions import input_scheme
-from harness.extensions.quantised.inputs import by_rows, quantised_checkpoint, ways_to_round
+from harness.extensions.quantised.config import InputScheme
+from harness.extensions.quantised.conventions import input_scheme, quantised_checkpoint
+from harness.extensions.quantised.inputs import by_rows, ways_to_round
 from harness.extensions.quantised.misread import MISREADINGS
-from harness.extensions.quantised.scheme import InputScheme
 from harness.judge.compare.conventions.experts import QuantisedInputs
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.experts.mixture import Mixture, changed, exactly, mixture_of

@@ -5,8 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.api.arguments import Dtype, Model, checkpoint, engine_option_texts, named_as_arguments
-from harness.api.subject import choose
+from harness.api.arguments import Dtype, Model, checkpoint, choose, engine_option_texts, named_as_arguments
 from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
 from harness.extensions.rollout.report import rollout_text
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from harness.api.subject import Subject
+    from harness.api.arguments import Subject
     from harness.extensions.rollout.format import Rollouts
-    from harness.extensions.rollout.request import Request
+    from harness.extensions.rollout.sides import Request
     from harness.plan import Plan
 
 _HEADS = ("float32", "bfloat16", "float16")
@@ -114,8 +113,8 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
 
     from harness.extensions.rollout.format import Rollouts, read_rollouts
     from harness.extensions.rollout.live import LAYOUTS
-    from harness.extensions.rollout.request import Request
     from harness.extensions.rollout.run import compare_rollouts
+    from harness.extensions.rollout.sides import Request
 
     _check_choice("--layout", given["layout"], LAYOUTS)
     _check_choice("--head", given["head"], (None, *_HEADS))

@@ -89,8 +89,8 @@ def rollout(
 
 def _show_history(file: Path, given: Mapping[str, Any]) -> int:
     """Show a history; options of a comparison are refused beside it."""
-    from harness.extensions.rollout.format.history import read_history
-    from harness.extensions.rollout.page import gap_html
+    from harness.extensions.rollout.monitor import read_history
+    from harness.extensions.rollout.report import gap_html
 
     defaults = {name: parameter.default for name, parameter in signature(rollout).parameters.items()}
     for name in [name for name in given if name not in _OF_HISTORY and given[name] != defaults[name]]:

@@ -6,20 +6,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import engine_errors
-from harness.engines.module.values import evaluating
+from harness.engines.module.forward import evaluating
 from harness.errors import Code, HarnessError
-from harness.extensions.rollout.alter import Altered
-from harness.extensions.rollout.forward import grouped
+from harness.extensions.rollout.forward import Altered, grouped
 from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes, packs
 from harness.extensions.rollout.setting import PutBack, Setting
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.schedule import parse_schedules
-from harness.judge.jobs.engine_run import match_taps, open_planned, record_run
+from harness.judge.jobs.opened import match_taps, open_planned, record_run
 from harness.judge.weights.sources import is_sharded, plain_name
-from harness.oracle.batching import batch_tokens
 from harness.oracle.model import HFModel
+from harness.oracle.requests import batch_tokens
 from harness.oracle.watch import watching
 from harness.plan import Plan
 

@@ -1,4 +1,7 @@
-"""The gap between trainer and engine in a training run: read at every step, explained every few steps, stopped at."""
+"""The gap between trainer and engine in a training run: read at every step, explained every few steps, stopped at.
+
+The history is a JSON line for each comparison.
+"""
 
 import json
 import math
@@ -9,15 +12,61 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from harness.api.arguments import Model, named_as_arguments
-from harness.base.files import writing
+from harness.base.files import read_text, writing
 from harness.errors import Code, HarnessError
 from harness.extensions.rollout.api import RolloutReport, rollout
+from harness.extensions.rollout.result import GapHistory, GapStep
 from harness.report.document import plain
 from harness.results.check import Outcome
 
 if TYPE_CHECKING:
     import torch
+
+
+_STEP = TypeAdapter(GapStep)
+_BEGIN = '{"step":'
+"""What each line begins with: a line that is no JSON and begins so was cut off."""
+
+
+def read_history(path: Path) -> GapHistory:
+    """Read a history; lines that a kill ended in the middle are counted, and the others taken.
+
+    Raises:
+        HarnessError: BAD_ROLLOUT_FILE.
+    """
+    try:
+        lines = read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(path, f"it cannot be read: {error}") from error
+    steps: dict[int, GapStep] = {}
+    num_cut = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            step = _STEP.validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            is_cut = first["type"] == "json_invalid" and line.startswith(_BEGIN[: len(line)])
+            if line and not is_cut:
+                place = ".".join(map(str, first["loc"]))
+                raise _bad(f"{path}: line {number}", f"{place}: {first['msg']}".removeprefix(": ")) from error
+            num_cut += bool(line)
+        else:
+            steps[step.step] = step
+    return GapHistory(file=path.name, steps=tuple(steps[at] for at in sorted(steps)), num_cut=num_cut)
+
+
+def _bad(where: object, what: str) -> HarnessError:
+    return HarnessError(
+        Code.BAD_ROLLOUT_FILE,
+        f"this is no history of a training run: {what}",
+        where=where,
+        expected="JSON lines that harness.RolloutMonitor(history=FILE) wrote",
+        hint="name the monitor's file; without --history, the file is read as rollouts",
+    )
+
 
 _LEAST_Z = 3.0
 """Standard errors by which a gap must be above what it may grow to."""

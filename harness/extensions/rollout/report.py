@@ -1,11 +1,15 @@
-"""A comparison of a trainer with a rollout engine for people at a terminal: the gap, its terms, what was not judged."""
+"""A comparison of a trainer with a rollout engine as text, and the page of a training run's gap over the steps."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from harness.extensions.rollout.result import GapFigures, GapHistory, GapStep, GapTerm, RolloutResult, SideFigures
 from harness.report.check.sentences import model_name, number, printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines
+from harness.report.page.check_view import power
+from harness.report.page.html import page_of
+from harness.report.page.plot import Dot, Line, Plot, Scale, log_scale, polyline
+from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines
 
 _HEADERS = ("term", "side", "mean", "abs mean", "rms", "floor", "explains", "verdict")
 STEP_HEADERS = ("step", "verdict", "gap", "k3", "effective", "outside of their floor", "seconds", "share")
@@ -107,3 +111,71 @@ def history_notes(history: GapHistory) -> Iterator[str]:
     if history.num_cut:
         verb = "ends" if history.num_cut == 1 else "end"
         yield f"{count(history.num_cut, 'line')} of the file {verb} in the middle (the run was killed): left out"
+
+
+_NUM_STYLES = 8
+
+
+def styles_of(steps: Sequence[GapStep]) -> dict[str, str]:
+    """Return the style of each term by its name, in the order in which they come."""
+    names = dict.fromkeys(_name(term) for step in steps for term in step.terms)
+    return {name: f"part-{at % _NUM_STYLES}" for at, name in enumerate(names)}
+
+
+def gap_plots(steps: Sequence[GapStep], styles: Mapping[str, str]) -> Iterator[Plot]:
+    """Yield the plots, which share their styles: nats, and multiples of floors; none if no step compared anything."""
+    gaps = [(step.step, step.gap.mean_abs) for step in steps if step.gap is not None]
+    if gaps:
+        yield _plot(
+            steps, styles, lambda term: term.mean_abs, "mean absolute value, nats: the gap, and its terms", gaps
+        )
+        floor = [(step, 1.0) for step, _ in gaps]
+        yield _plot(steps, styles, _multiple, "RMS of each term, as a multiple of its floor", floor)
+
+
+def _plot(
+    steps: Sequence[GapStep],
+    styles: Mapping[str, str],
+    value: Callable[[GapTerm], float],
+    label: str,
+    whole: Sequence[tuple[int, float]],
+) -> Plot:
+    """Return the plot of a value of each term; `whole` is a line of its own, a value for each step."""
+    x = Scale(whole[0][0], max(whole[-1][0], whole[0][0] + 1))
+    y = log_scale([*(item for _, item in whole), *(value(term) for step in steps for term in step.terms)])
+    lines, dots = [Line(path=polyline((x.at(at), y.at(item)) for at, item in whole), style="total")], []
+    for name, style in styles.items():
+        own = [(step.step, term) for step in steps for term in step.terms if _name(term) == name]
+        points = [(x.at(at), y.at(value(term))) for at, term in own]
+        lines.append(Line(path=polyline(points), style=style, title=name))
+        dots += [_dot(*item, *point, style) for item, point in zip(own, points, strict=True)]
+    ticks = x.ticks(lambda step: f"{step:g}"), y.ticks(power)
+    return Plot(x_ticks=ticks[0], y_ticks=ticks[1], x_label="step", y_label=label, lines=tuple(lines), dots=tuple(dots))
+
+
+def _dot(step: int, term: GapTerm, x: float, y: float, style: str) -> Dot:
+    title = f"step {step} · {_name(term)} · {number(term.mean_abs)} nats, {number(_multiple(term))} times its floor"
+    title += "" if term.is_rounding else f" · {term.detail}"
+    return Dot(x=x, y=y, style=style if term.is_rounding else f"{style} wrong", title=printable(title))
+
+
+def _name(term: GapTerm) -> str:
+    return printable(f"{term.kind} ({term.side})")
+
+
+def _multiple(term: GapTerm) -> float:
+    return term.rms / term.floor_rms if term.floor_rms else 0.0
+
+
+_TEMPLATES = Path(__file__).parent / "template"
+
+
+def gap_html(history: GapHistory) -> str:
+    """Return the page of a training run's gap: its terms over the steps, and a table of the steps."""
+    styles = styles_of(history.steps)
+    rows = [(step.verdict, step_row(step)) for step in history.steps]
+    plots, notes = list(gap_plots(history.steps, styles)), list(history_notes(history))
+    return page_of(
+        _TEMPLATES, "gap.html.j2", styles=styles, rows=rows, plots=plots, notes=notes, headers=STEP_HEADERS,
+        title=printable(history.file), verdict=history.outcome,
+    )  # fmt: skip

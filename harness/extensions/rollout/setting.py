@@ -1,12 +1,14 @@
-"""What a side may have computed with: the truth is run with it, and the difference is a term of the gap."""
+"""What a side may have computed with, and the known causes of a gap, each a change to that setting."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 
-from harness.extensions.rollout.format import Sampling
+from harness.extensions.rollout.format import Rollout, Sampling
+from harness.oracle.model import HFModel
 
 
 class TermKind(StrEnum):
@@ -134,3 +136,158 @@ def _left(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sequence[Samplin
     kept[:, 0] = True
     left = torch.zeros_like(kept).scatter(1, order, kept)
     return left.scatter(1, tokens[:, None], True)
+
+
+_TEMPERATURES = tuple(round(0.05 * step, 2) for step in range(2, 41))
+"""What people sample with; a temperature that a row names is tried besides."""
+_CACHES = {"fp8 (e4m3)": torch.float8_e4m3fn, "fp8 (e5m2)": torch.float8_e5m2, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapCause:
+    """One known cause."""
+
+    kind: TermKind
+    detail: str
+    """What the side did, as a predicate: `no begin-of-text token`."""
+    remedy: str
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the setting with the cause."""
+    is_fitted: bool = False
+    """Whether it has a number that was chosen among many."""
+
+    def added_to(self, setting: Setting) -> Setting:
+        """Return the setting with this cause, too; tensors of two causes are both replaced."""
+        change = dict(self.change)
+        new, old = change.get("weights"), setting.weights
+        if new is not None and old is not None:
+            change["weights"] = OtherWeights(f"{old.name}, {new.name}", {**old.tensors, **new.tensors})
+        return replace(setting, **change)
+
+
+def weights_cause(hf: HFModel, tensors: Mapping[str, torch.Tensor], name: str) -> GapCause:
+    """Return the cause that these tensors are in the place of the model's."""
+    own = dict(hf.model.named_parameters())
+    off = {tensor: _off(own[tensor], tensors[tensor]) for tensor in list(tensors)[:3]}
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    shown = ", ".join(f"{key} ({share:.2g} % off)" for key, share in off.items()) + more
+    return GapCause(
+        kind=TermKind.WEIGHTS,
+        detail=f"{name}: {shown}",
+        remedy=f"send these tensors again: {', '.join(off)}{more}",
+        change={"weights": OtherWeights(name, tensors)},
+    )
+
+
+def _off(own: torch.Tensor, other: torch.Tensor) -> float:
+    """Return by how much a tensor differs, as percents of its norm."""
+    x = own.detach().float()
+    return 100 * float((other.to(x.device, x.dtype) - x).norm() / x.norm().clamp(min=1e-30))
+
+
+def routing_cause(experts: ForcedExperts | None) -> GapCause:
+    """Return the cause that a side chose these experts; None: it chose by itself, and what is not known."""
+    return GapCause(
+        kind=TermKind.ROUTING,
+        detail=f"experts: {'its own, not those of the log' if experts is None else experts.name}",
+        remedy="replay the engine's experts in the trainer",
+        change={"experts": experts},
+    )
+
+
+def all_causes(
+    hf: HFModel, rows: list[Rollout], stale: Mapping[str, torch.Tensor], *, is_wide_head: bool
+) -> Iterator[GapCause]:
+    """Yield the causes that can be tried for these rows, but for meanings.
+
+    Args:
+        hf: the named model.
+        rows: the rollouts.
+        stale: tensors of earlier weights that differ from the model's.
+        is_wide_head: whether both sides mean to compute their head in float32.
+    """
+    yield from _tokens(hf, rows)
+    if len(rows) > 1:
+        for restarts in (False, True):
+            where = "restart, attention does not" if restarts else "do not restart"
+            yield GapCause(
+                kind=TermKind.POSITIONS,
+                detail=f"rows of a packed batch see the rows before them: positions {where}",
+                remedy="restart position ids at each row of a pack, and keep rows apart in attention (position_ids or "
+                "cu_seqlens, no cache)",
+                change={"is_packed": True, "restarts": restarts},
+            )
+    yield from _stale(hf, stale)
+    for name, dtype in _CACHES.items():
+        if torch.finfo(dtype).eps <= torch.finfo(hf.dtype).eps:
+            continue
+        ways = [("", True, False), (", read by the response alone", False, False)]
+        ways += [(", rounded towards zero", True, True)] if dtype.itemsize == 1 else []
+        for how, reads, truncates in ways:
+            yield GapCause(
+                kind=TermKind.CACHE,
+                detail=f"keys and values in {name}{how}",
+                remedy="keep the cache in the model's dtype (kv_cache_dtype auto)",
+                change={"cache": dtype, "caches_prompt": reads, "truncates": truncates},
+            )
+    if is_wide_head or hf.dtype == torch.float32:
+        yield GapCause(
+            kind=TermKind.HEAD,
+            detail="logits in bfloat16",
+            remedy="compute the head in float32",
+            change={"head": torch.bfloat16},
+        )
+
+
+def alignment_causes() -> Iterator[GapCause]:
+    """Yield columns that stand one token too late or too early."""
+    for shift, name in ((1, "late"), (-1, "early")):
+        yield GapCause(
+            kind=TermKind.ALIGNMENT,
+            detail=f"the column stands one token too {name}",
+            remedy="log each token's own value: logits of a position belong to the next token",
+            change={"shift": shift},
+        )
+
+
+def meaning_causes(rows: list[Rollout]) -> Iterator[GapCause]:
+    """Yield the distributions that log probabilities may be of."""
+    is_truncated = any(row.sampling.is_truncated for row in rows)
+    own = {row.sampling.temperature for row in rows}
+    for temperature in (None, 1.0, *_TEMPERATURES):
+        for truncated in (False, True) if is_truncated else (False,):
+            if temperature is not None and {temperature} == own:
+                continue
+            meaning = Meaning(temperature=temperature, is_truncated=truncated)
+            yield GapCause(
+                kind=TermKind.MEANING,
+                detail=f"log probabilities are {meaning}",
+                remedy="log the same distribution on both sides: the same temperature, and a truncated distribution "
+                "renormalised on both or on neither",
+                change={"meaning": meaning},
+                is_fitted=temperature not in (None, 1.0),
+            )
+
+
+def _tokens(hf: HFModel, rows: list[Rollout]) -> Iterator[GapCause]:
+    bos = getattr(hf.config, "bos_token_id", None)
+    remedy = "send token ids and not text, or add the begin-of-text token once on both sides"
+    if all(row.tokens[0] == bos and len(row.tokens) > 2 for row in rows):
+        yield GapCause(
+            kind=TermKind.TOKENS, detail="no begin-of-text token", remedy=remedy, change={"drops_first": True}
+        )
+    if isinstance(bos, int):
+        yield GapCause(
+            kind=TermKind.TOKENS, detail="one more begin-of-text token", remedy=remedy, change={"added_first": bos}
+        )
+
+
+def _stale(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[GapCause]:
+    """Yield earlier weights as a whole, and part by part."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(hf.part_of(name), {})[name] = tensor
+    if len(parts) > 1:
+        yield weights_cause(hf, tensors, "all weights are the earlier ones")
+    for part, own in parts.items():
+        yield weights_cause(hf, own, f"{part} is the earlier one")

@@ -12,9 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from harness.extensions.rollout.causes import GapCause
 from harness.extensions.rollout.forward import Arithmetic, Forwards
-from harness.extensions.rollout.setting import PutBack, Setting, TermKind
+from harness.extensions.rollout.setting import GapCause, PutBack, Setting, TermKind
 
 _MOST_CAUSES = 4
 _LEAST_SHARE, _LEAST_SHARE_INSIDE = 0.8, 0.5

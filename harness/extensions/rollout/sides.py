@@ -1,18 +1,141 @@
-"""Both sides as they are given: columns of the log, values of a module or an engine, and what needs no search."""
+"""Both sides as they are given: columns of the log, values of a module or an engine, and what needs no search.
+
+A trainer is built anew from HF's and PEFT's own classes with its tensors, because they round as a sound trainer does:
+PEFT rounds the product with the weights, and then its sum with the adapter's product; autocast rounds the inputs of
+each product. HF's model with merged weights does neither.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from harness.errors import Code, HarnessError
-from harness.extensions.rollout.causes import routing_cause, weights_cause
 from harness.extensions.rollout.format import Rollouts
 from harness.extensions.rollout.forward import Forwards, chosen_experts
 from harness.extensions.rollout.live import engine_values, trainer_values
-from harness.extensions.rollout.replica import replica
-from harness.extensions.rollout.request import Request
-from harness.extensions.rollout.setting import ForcedExperts, PutBack, Setting
+from harness.extensions.rollout.setting import ForcedExperts, PutBack, Setting, routing_cause, weights_cause
 from harness.extensions.rollout.side import Side, gain, resolution
-from harness.extensions.rollout.tensors import load_tensors, misfit, named_tensors, other_tensors
-from harness.oracle.model import HFModel
+from harness.formats.checkpoint import Checkpoint
+from harness.judge.weights.sources import gathered, merged, plain_name
+from harness.oracle.model import HFModel, load_model
+from harness.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is compared, and what is at hand besides the log."""
+
+    model: str
+    """As the user named it."""
+    checkpoint: Checkpoint
+    dtype: str
+    device: str = "cpu"
+    truth: str = "auto"
+    head: str | None = None
+    """Dtype that both sides mean to compute their head in; None for the model's."""
+    trainer: nn.Module | None = None
+    module: nn.Module | None = None
+    """What --model was given as, if it is no checkpoint: its adapters may be beside its weights on both sides."""
+    layout: str = "right"
+    autocast: torch.dtype | None = None
+    """Dtype of the autocast that the trainer is run under; None for none."""
+    engine: Plan | None = None
+    engine_weights: Path | None = None
+    previous: Path | None = None
+    """Earlier weights, of which some may be in use still."""
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's parameters, whole and with its adapters merged, by their names without wrappers."""
+    whole = merged(module, where="--trainer")
+    return {plain_name(name): gathered(tensor) for name, tensor in whole.named_parameters()}
+
+
+def load_tensors(folder: Path, hf: HFModel, where: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of another checkpoint of the model, in its dtype.
+
+    Raises:
+        HarnessError: BAD_OPTION: it is a checkpoint of another model; or it cannot be read.
+    """
+    tensors = named_tensors(load_model(folder, dtype=hf.dtype, stays=True).model)
+    odd = misfit(hf, tensors)
+    if odd is None:
+        return tensors
+    raise HarnessError(
+        Code.BAD_OPTION,
+        "the checkpoint is one of another model",
+        where=where,
+        expected=f"the tensors of {hf.folder}, names and shapes",
+        actual=f"{odd} differs",
+        hint="name another version of the weights of --model",
+    )
+
+
+def misfit(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of a tensor that only one side has, or that has another shape; None if there is none."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    own = {name: tensor.shape for name, tensor in hf.model.named_parameters()}
+    return next((name for name in {**own, **shapes} if own.get(name) != shapes.get(name)), None)
+
+
+def other_tensors(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return those tensors that differ from the model's, in its dtype."""
+    own = dict(hf.model.named_parameters())
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in own and tensor.shape == own[name].shape
+        and not torch.equal(tensor.to(own[name].device, own[name].dtype), own[name])
+    }  # fmt: skip
+
+
+_ADAPTER_STATE = ("scaling", "merged_adapters", "_active_adapter", "_disable_adapters")
+"""What a layer of PEFT's holds besides its tensors."""
+
+
+def replica(module: nn.Module, hf: HFModel) -> HFModel:
+    """Return HF's model with a module's own tensors, in their dtypes, and with its adapters as they are.
+
+    What was changed in the module's code or hooked to it is not in it. Tensors are shared with the module.
+
+    Args:
+        module: of the same parameters as the model's, with PEFT's adapters or without.
+        hf: the named model.
+    """
+    shared = {id(item): nn.Parameter(item.detach(), requires_grad=False) for item in hf.model.parameters()}
+    model = copy.deepcopy(hf.model, shared)
+    own: Any = module
+    if getattr(own, "peft_config", None):
+        own = own.get_base_model()  # which has the adapters in it
+        _add_adapters(model, module, own)
+    tensors = {plain_name(name): gathered(tensor) for name, tensor in own.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data = tensors[name].to(parameter.device)
+    attention = getattr(getattr(own, "config", None), "_attn_implementation", None)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    built = HFModel(model=model.eval(), checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
+    built.graph = hf.graph
+    return built
+
+
+def _add_adapters(model: Any, module: Any, own: nn.Module) -> None:
+    from peft import get_peft_model
+
+    (first, config), *others = copy.deepcopy(module.peft_config).items()
+    with warnings.catch_warnings(action="ignore"):  # of adapters that are not initialised: their values come later
+        wrapped = get_peft_model(model, config, first)
+        for name, config in others:
+            wrapped.add_adapter(name, config)
+    for path, layer in own.named_modules():
+        state = {name: value for name, value in vars(layer).items() if name in _ADAPTER_STATE}
+        vars(model.get_submodule(plain_name(path))).update(copy.deepcopy(state))
 
 
 def make_sides(

@@ -5,7 +5,7 @@ import typer
 from harness.command.strict import StrictCommand
 from harness.extensions.server.audit.command import audit
 from harness.extensions.server.chat.command import chat
-from harness.extensions.server.endpoint.command import check
+from harness.extensions.server.check.command import check
 from harness.extensions.server.load.command import load
 from harness.extensions.server.sampler.command import sampler
 

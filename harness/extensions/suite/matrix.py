@@ -1,13 +1,16 @@
-"""A matrix: one TOML file with the models, engines, dtypes, schedules and prompts that cases are multiplied by."""
+"""A matrix multiplies cases: a TOML file with models, engines, dtypes, schedules, prompts."""
 
-from pathlib import Path
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.task import Environment
-from harness.formats.case import RequestSpec, read_case_file
+from harness.extensions.suite.task import DEFAULT_TIME_LIMIT_S, Environment, Resources, SuiteCase
+from harness.formats.case import Case, RequestSpec, load_case, read_case_file
 from harness.formats.schedule import parse_schedules
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -118,3 +121,160 @@ def _refuse_unknown_environments(matrix: Matrix, path: Path) -> None:
                 expected=", ".join(matrix.environments) or "an [environments.NAME] table",
                 actual=rule.environment,
             )
+
+
+_AXES = ("model", "engine", "dtype", "schedule", "prompts")
+
+
+def expand(files: Sequence[Path], matrix: Matrix | None = None, *, where: object = None) -> list[SuiteCase]:
+    """Return the cases of a suite.
+
+    Without any case files, the matrix has models and prompts; `where` is its file, for errors.
+
+    Raises:
+        HarnessError: BAD_SUITE: there is no case, two have one name, or the matrix names what no case has; BAD_CASE.
+    """
+    matrix = matrix or Matrix()
+    found: list[tuple[Path | None, Case]] = [(path, load_case(path)) for path in _case_files(files)]
+    cases: list[SuiteCase] = []
+    sources: dict[str, tuple[object, str]] = {}
+    """By name of a case: its file, and its model."""
+    for path, case in found or [(None, _from_matrix(matrix, where))]:
+        for expanded in _multiplied(path, case, matrix):
+            source = path or where, expanded.case.model
+            if expanded.name in sources:
+                raise _duplicate(expanded.name, sources[expanded.name], source)
+            sources[expanded.name] = source
+            cases.append(expanded)
+    _refuse_unknown_labels(matrix, cases, where)
+    kept = [_ruled(case, matrix.rules) for case in cases if not _is_any(case, matrix.exclude)]
+    if not kept:
+        raise HarnessError(Code.BAD_SUITE, "the suite has no case", where=where, hint="see `exclude` in the matrix")
+    return kept
+
+
+def _case_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield each file once, those of a folder by name."""
+    seen = set()
+    for path in paths:
+        files = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+        if not files:
+            raise HarnessError(Code.BAD_SUITE, "the folder has no case", where=path, expected="files *.toml")
+        for file in files:
+            if file.absolute() not in seen:
+                seen.add(file.absolute())
+                yield file
+
+
+def _from_matrix(matrix: Matrix, where: object) -> Case:
+    """Return the case that a matrix by itself multiplies: every field that matters is in it."""
+    if not (matrix.model and matrix.prompts):
+        raise HarnessError(
+            Code.BAD_SUITE,
+            "there is nothing to check",
+            where=where,
+            expected="case files, or a matrix with `model` and `prompts`",
+            hint="harness suite cases/ --matrix FILE",
+        )
+    requests = next(iter(matrix.prompts.values())).requests
+    return Case(schema_version=1, model=matrix.model[0].path, requests=requests)
+
+
+def _multiplied(path: Path | None, case: Case, matrix: Matrix) -> Iterator[SuiteCase]:
+    stem = "matrix" if path is None else path.stem
+    for chosen in product(*_axes(matrix)):
+        changed = case.replaced(**{name: value for item in chosen for name, value in item.changes.items()})
+        labels = {"case": stem, **_own_labels(changed)} | {item.axis: item.label for item in chosen}
+        name = f"{stem}[{','.join(item.label for item in chosen)}]" if chosen else stem
+        yield SuiteCase(name=name, case=changed, labels=labels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """One value of an axis."""
+
+    axis: str
+    label: str
+    changes: Mapping[str, Any]
+    """The arguments of `Case.replaced`."""
+
+
+def _axes(matrix: Matrix) -> list[list[_Value]]:
+    """Return the axes that the matrix has."""
+    axes = [
+        [_Value("model", item.name, {"model": item.path}) for item in matrix.model],
+        [_Value("engine", item.name, _engine_changes(item)) for item in matrix.engine],
+        [_Value("dtype", item, {"dtype": item}) for item in matrix.dtype],
+        [
+            _Value("schedule", item, {"schedules": [name.strip() for name in item.split(",")]})
+            for item in matrix.schedule
+        ],
+        [
+            _Value("prompts", name, {"requests": prompt.requests, "max_new_tokens": prompt.max_new_tokens})
+            for name, prompt in matrix.prompts.items()
+        ],
+    ]
+    return [axis for axis in axes if axis]
+
+
+def _engine_changes(value: EngineValue) -> dict[str, Any]:
+    options = {name: str(option) for name, option in value.options.items()}
+    return {"engine": value.engine, "engine_options": options, "only": value.only}
+
+
+def _own_labels(case: Case) -> dict[str, str]:
+    return {
+        "model": PurePath(case.model).name,
+        "engine": case.engine,
+        "dtype": case.dtype,
+        "schedule": ",".join(case.schedules) or "default",
+        "prompts": "own",
+    }
+
+
+def _ruled(case: SuiteCase, rules: Sequence[CaseRule]) -> SuiteCase:
+    given: dict[str, Any] = {}
+    for rule in rules:
+        if _has(case, rule.where):
+            given |= rule.model_dump(exclude={"where"}, exclude_none=True)
+    resources = Resources(**{name: given[name] for name in ("cpus", "memory_gib", "gpus") if name in given})
+    limit = given.get("time_limit_s", DEFAULT_TIME_LIMIT_S)
+    update = {"resources": resources, "environment": given.get("environment"), "time_limit_s": limit}
+    return case.model_copy(update=update)
+
+
+def _has(case: SuiteCase, labels: Mapping[str, str]) -> bool:
+    return all(case.labels.get(axis) == value for axis, value in labels.items())
+
+
+def _is_any(case: SuiteCase, selections: Sequence[Mapping[str, str]]) -> bool:
+    return any(_has(case, labels) for labels in selections)
+
+
+def _refuse_unknown_labels(matrix: Matrix, cases: Sequence[SuiteCase], where: object) -> None:
+    """Refuse a selection by what no case has: it would select nothing, in silence."""
+    known = {axis: sorted({case.labels[axis] for case in cases}) for axis in ("case", *_AXES)}
+    selections = [("rules", rule.where) for rule in matrix.rules] + [("exclude", labels) for labels in matrix.exclude]
+    for field, labels in selections:
+        for axis, value in labels.items():
+            if value not in known.get(axis, ()):
+                raise HarnessError(
+                    Code.BAD_SUITE,
+                    f"{field}: no case has the {axis} {value!r}",
+                    where=where,
+                    expected=", ".join(known.get(axis, known)),
+                    actual=f"{axis} = {value!r}",
+                )
+
+
+def _duplicate(name: str, first: tuple[object, str], second: tuple[object, str]) -> HarnessError:
+    """Say what has the same name: two files, or two models of one file; else two values of an axis."""
+    differing = [f"{one} and {other}" for one, other in zip(first, second, strict=True) if one != other]
+    return HarnessError(
+        Code.BAD_SUITE,
+        "two cases have one name",
+        where=name,
+        expected="a name for each case",
+        actual=differing[0] if differing else "two values of one axis",
+        hint='rename a file, or give the value of the matrix a name: {name = "...", path = "..."}',
+    )

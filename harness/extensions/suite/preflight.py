@@ -1,14 +1,104 @@
-"""Mistakes that can be found before the first task: names of nothing that exists."""
+"""What a suite needs before its first task: versions, engines, environments, models, and their digests.
+
+A check's numbers depend on the versions, so they must be equal on all machines. `--resume` keeps a result only while
+the content that it was checked with is the same.
+"""
 
 import os
+import platform
+import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.util import find_spec
+from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
+
+from harness.base.files import json_digest
+from harness.engines.adapter import engine_module, engine_names
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.fingerprint import Installation, installation
 from harness.extensions.suite.task import Environment, SuiteCase
 from harness.formats.checkpoint import Checkpoint, resolve
+from harness.formats.checkpoint.cache import folder_digest
+from harness.version import __version__
+
+_PACKAGES = ("torch", "transformers", "safetensors")
+_NOT_INSTALLED = "not installed"
+
+
+class Installation(BaseModel):
+    """The versions and engines of an interpreter."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    versions: dict[str, str]
+    """See `fingerprint`."""
+    engines: list[str]
+    """Names of the engines that are installed."""
+    digest: str = ""
+    """Tells the interpreter and the versions of all that is installed in it from any other."""
+
+    @property
+    def missing_packages(self) -> list[str]:
+        """Return the packages without which it can check nothing."""
+        return [name for name, found in self.versions.items() if found == _NOT_INSTALLED]
+
+
+def installation() -> Installation:
+    """Return what this interpreter has."""
+    return Installation(versions=fingerprint(), engines=engine_names(), digest=installed_digest())
+
+
+def installed_digest() -> str:
+    """Return a digest of this interpreter, of all packages in it with their versions, and of the engines' code.
+
+    All packages, since an adapter does not say which of them its engine is; the code, since a package that is installed
+    in editable form keeps its version. Nothing is imported for it.
+    """
+    packages = sorted(
+        {(distribution.metadata["Name"] or "", distribution.version or "") for distribution in distributions()}
+    )
+    engines = {name: _code_digest(name) for name in engine_names()}
+    told = [sys.executable, sys.version, packages, engines]
+    return json_digest(told)
+
+
+def _code_digest(engine: str) -> str:
+    """Return a digest of the package that opens an engine, or why there is none."""
+    try:
+        spec = find_spec(engine_module(engine).partition(".")[0])
+        if spec is None or spec.origin is None:
+            return "no file"
+        file = Path(spec.origin)
+        return folder_digest(file.parent if file.name == "__init__.py" else file, (".py", ".so"))
+    except (HarnessError, ImportError, OSError, ValueError) as error:
+        return str(error)
+
+
+def fingerprint() -> dict[str, str]:
+    """Return name and version of what is installed here; nothing is imported for it."""
+    versions = {"harness": __version__, "python": ".".join(map(str, sys.version_info[:2]))}
+    return versions | {name: _version(name) for name in _PACKAGES}
+
+
+def node_name() -> str:
+    """Return this machine's name."""
+    return platform.node() or "localhost"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return _NOT_INSTALLED if find_spec(name) is None else "unknown"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(installation().model_dump_json())
+
 
 _LOOK_LIMIT_S = 60.0
 """Longest time for an interpreter to say what it has."""
@@ -95,10 +185,63 @@ def check_environments(environments: Mapping[str, Environment]) -> dict[str, Ins
 
 def installed_in(environment: Environment) -> Installation | None:
     """Return what an environment has; None if it has no harness, or no interpreter."""
-    command = [environment.python or sys.executable, "-m", "harness.extensions.suite.fingerprint"]
+    command = [environment.python or sys.executable, "-m", "harness.extensions.suite.preflight"]
     variables = {**os.environ, **environment.variables}
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=_LOOK_LIMIT_S, env=variables)
         return Installation.model_validate_json(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def with_inputs(
+    cases: Sequence[SuiteCase],
+    environments: Mapping[str, Environment],
+    installed: Mapping[str, Installation],
+    *,
+    local_files_only: bool,
+) -> list[SuiteCase]:
+    """Return the cases with digests of what they name: the model, the files of their options, the interpreter.
+
+    What this machine does not have (another machine's model or environment) has a digest that no other run gives: its
+    cases are run again. `installed` is what some of the environments have, as far as it was looked for.
+    """
+    models = {(case.case.model, case.case.hf) for case in cases}
+    contents = {named: _model_digest(*named, local_files_only) for named in models}
+    found = {name: installed.get(name) or installed_in(place) for name, place in environments.items()}
+    places: dict[str | None, str] = {name: place.digest if place else _unknown() for name, place in found.items()}
+    places[None] = installed_digest()
+
+    def changed(case: SuiteCase) -> SuiteCase:
+        model, files = contents[case.case.model, case.case.hf], _files_of_options(case)
+        told = [model, files, places.get(case.environment) or _unknown()]
+        return case.model_copy(update={"model_digest": model, "inputs": json_digest(told)})
+
+    return [changed(case) for case in cases]
+
+
+def _model_digest(model: str, hf: str | None, local_files_only: bool) -> str:
+    """Return a digest of all that lies in a model's folder: weights, config, tokenizer, how it generates."""
+    try:
+        folder = resolve(model, local_files_only=local_files_only, hf=hf)
+        origin = resolve(hf, local_files_only=local_files_only) if hf else None
+        return json_digest([folder_digest(folder), origin and folder_digest(origin)])
+    except (HarnessError, OSError):
+        return _unknown()
+
+
+def _files_of_options(case: SuiteCase) -> list[tuple[str, str]]:
+    """Return digests of the files and folders that options of the engine name, alone or in a list."""
+    found = []
+    for value in case.case.engine_options.values():
+        for text in dict.fromkeys([str(value), *re.split(r"[,=;]", str(value))]):
+            try:
+                if text and Path(text).exists():
+                    found.append((text, folder_digest(Path(text))))
+            except (OSError, ValueError):
+                found.append((text, _unknown()))
+    return found
+
+
+def _unknown() -> str:
+    return uuid.uuid4().hex

@@ -7,13 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.fingerprint import fingerprint
-from harness.extensions.suite.node_checks import connected, refuse_differences, refuse_missing, refuse_store
-from harness.extensions.suite.node_task import Look, look, run_on_node
-from harness.extensions.suite.pool import Ended
-from harness.extensions.suite.process import START_LIMIT_S
+from harness.extensions.suite.nodes import (
+    Look,
+    connected,
+    look,
+    refuse_differences,
+    refuse_missing,
+    refuse_store,
+    run_on_node,
+)
+from harness.extensions.suite.pool import START_LIMIT_S, Ended
+from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.store import Store
 from harness.extensions.suite.task import FOUND, GIB, Environment, Loss, Resources, SuiteCase, Task
 

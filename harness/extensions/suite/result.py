@@ -179,28 +179,3 @@ class SuiteHistory:
     def label_of(self, run: int) -> str:
         """Return what a run is called: its label, else when it began, else its number."""
         return self.runs[run].label or self.runs[run].begun_at or f"run {run + 1}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Revision:
-    """One commit of a bisection."""
-
-    commit: str
-    subject: str
-    verdict: str
-    """`pass`, `mismatch`, `error`, or `unbuilt`."""
-    code: str | None = None
-    schedule: str | None = None
-    """The first that failed."""
-    what: str | None = None
-    """First divergence, or why it could not be checked."""
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bisection:
-    """The commit that broke an engine."""
-
-    first_bad: Revision
-    revisions: tuple[Revision, ...]
-    """All that were tested, in this order."""

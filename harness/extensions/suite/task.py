@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from harness.base.json_text import json_digest
+from harness.base.files import json_digest
 from harness.formats.case import Case
 
 GIB = 1 << 30
@@ -58,7 +58,7 @@ class SuiteCase(BaseModel):
     """Name of the environment; None for the harness's own."""
     time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = DEFAULT_TIME_LIMIT_S
     model_digest: str = ""
-    """Of the model's files; see `harness.extensions.suite.inputs`."""
+    """Of the model's files; see `harness.extensions.suite.preflight`."""
     inputs: str = ""
     """Digest of all files and packages that it is checked with."""
 

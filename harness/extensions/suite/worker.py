@@ -12,12 +12,11 @@ from typing import Any
 
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.fingerprint import fingerprint
-from harness.extensions.suite.shared_golden import fetch_goldens, share_golden
-from harness.extensions.suite.store import DamagedBlobError, Store
+from harness.extensions.suite.preflight import fingerprint
+from harness.extensions.suite.store import DamagedBlobError, Store, fetch_goldens, share_golden
 from harness.extensions.suite.task import FOUND, Found, Loss, Task, TaskResult
 from harness.report.check.json import check_json_text
-from harness.report.check.merge import merge_taps, sum_tokens
+from harness.report.check.table import merge_taps, sum_tokens
 from harness.report.document import plain
 from harness.report.page.html import REPORT_NAME, report_html
 from harness.results.check import CheckResult, Divergence, Outcome
@@ -35,7 +34,7 @@ def main() -> None:
 def answer(message: Mapping[str, Any]) -> dict[str, Any]:
     """Do what a message asks: import what tasks need, or do a task."""
     if "task" not in message:
-        from harness.judge.jobs import check, golden  # noqa: F401  seconds to import, once a process
+        from harness.judge.jobs import opened  # noqa: F401  seconds to import, once a process
 
         return {"versions": fingerprint()}
     return {"found": FOUND.dump_python(run_task(Task.model_validate(message["task"])), mode="json")}
@@ -62,17 +61,16 @@ def run_task(task: Task) -> Found:
 
 def _make_goldens(task: Task, store: Store | None) -> TaskResult:
     from harness.formats.schedule import Schedule
-    from harness.judge.jobs.engine_run import with_duplicate_requests
-    from harness.judge.jobs.model import planned_model
+    from harness.judge.jobs.opened import planned_model, with_duplicate_requests
     from harness.oracle.make_golden import cached_golden
     from harness.plan import plan_case
 
     plan = plan_case(task.case.case)
     hf = planned_model(plan)
-    golden = cached_golden(hf, plan.prompts, truth=plan.case.truth)
-    folders = [golden.recording.path]
+    opened = cached_golden(hf, plan.prompts, truth=plan.case.truth)
+    folders = [opened.recording.path]
     if task.is_forked:
-        larger, _ = with_duplicate_requests(plan, golden, Schedule.of("forked"), hf)
+        larger, _ = with_duplicate_requests(plan, opened, Schedule.of("forked"), hf)
         folders.append(larger.recording.path)
     shared = () if store is None else tuple(share_golden(folder, store) for folder in folders)
     return TaskResult(verdict="pass", goldens=shared)

@@ -69,8 +69,7 @@ def diff(
     format: Annotated[str, forms.TRACE_DIFF.option()] = "human",
 ) -> int:
     """Show what runs more or less often in B than in A, and what takes another time."""
-    from harness.profiling.trace.diff import diff_traces
-    from harness.profiling.trace.summary import summarize
+    from harness.profiling.trace.summary import diff_traces, summarize
 
     pattern = _compiled(phase_pattern)
     found = diff_traces(summarize(before, pattern), summarize(after, pattern))
@@ -89,7 +88,7 @@ def critical_path(
     format: Annotated[str, forms.CRITICAL_PATHS.option()] = "human",
 ) -> int:
     """Show what a duration is made of: the chain of operators, launches and kernels that its end has waited for."""
-    from harness.base.garbage import collecting_no_garbage
+    from harness.base.memory import collecting_no_garbage
     from harness.profiling.trace.critical_path import critical_path
     from harness.profiling.trace.file import read_trace, trace_files
 
@@ -108,8 +107,8 @@ def flame(
     out: Annotated[Path, typer.Option(metavar="HTML", help="New file for the page.")],
 ) -> int:
     """Write a flame graph of the CPU's stacks as one page for a browser; stacks are deep with `with_stack=True`."""
-    from harness.profiling.trace.flame import flame
-    from harness.report.trace.flame_html import flame_html
+    from harness.profiling.trace.nesting import flame
+    from harness.report.trace import flame_html
 
     refuse_existing(out)
     write_text(out, flame_html(flame(file)))

@@ -4,9 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness.engines.adapter import Engine
+from harness.engines.adapter import Engine, parse_flag
 from harness.engines.installed import EnginePackage
-from harness.engines.option_values import parse_flag
 
 PACKAGE = EnginePackage(
     name="vLLM",
@@ -38,7 +37,7 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
         os.environ.setdefault(name, value)
     PACKAGE.load()
     from harness.extensions.vllm.engine import VllmEngine
-    from harness.extensions.vllm.options import parse_options
+    from harness.extensions.vllm.opening import parse_options
 
     is_in_process = not parse_flag("multiprocessing", options.pop("multiprocessing", "false"))
     return VllmEngine(folder=folder, dtype=dtype, options=parse_options(options), is_in_process=is_in_process)

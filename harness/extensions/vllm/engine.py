@@ -12,11 +12,17 @@ from harness.engines.adapter import Capabilities, Workload, engine_refusals
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.torch_modules import watched_calls
 from harness.errors import Code, HarnessError
-from harness.extensions.vllm.opening import add_request, model_runner, opened_engine
-from harness.extensions.vllm.options import SCHEDULES, base_arguments, schedule_limits, settings
-from harness.extensions.vllm.ranks import recorded_workers
+from harness.extensions.vllm.opening import (
+    SCHEDULES,
+    add_request,
+    base_arguments,
+    model_runner,
+    opened_engine,
+    schedule_limits,
+    settings,
+)
 from harness.extensions.vllm.session import VllmSession
-from harness.extensions.vllm.steps import VllmWatcher, declared_numerics, keeps_readable_cache
+from harness.extensions.vllm.steps import VllmWatcher, declared_numerics, keeps_readable_cache, recorded_workers
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph
 from harness.results.settings import ModelSettings

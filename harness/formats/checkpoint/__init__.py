@@ -1,9 +1,8 @@
 """Checkpoints on disk: found by their names, opened once, and handed on as one object."""
 
-from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.locations import cache_dir, embedded_cases
-from harness.formats.checkpoint.names import resolve
-from harness.formats.checkpoint.shards import INDEX_NAME, WEIGHTS_NAME
+from harness.formats.checkpoint.cache import cache_dir, embedded_cases
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, Checkpoint
+from harness.formats.checkpoint.locate import resolve
 from harness.formats.checkpoint.tokenizer import HFTokenizer
 
 __all__ = [

@@ -1,15 +1,22 @@
-"""The tensors that a model's config asks for, against those that are there.
+"""Compare the tensors of a checkpoint with those that its config asks for.
 
-What the config asks for is found by building HF's own module on the meta device, which takes no memory, so that every
-architecture that transformers knows is covered without a table of names here.
+HF's own module, built on the meta device, which takes no memory, says which tensors those are: every architecture that
+transformers knows is covered without a table of names here. To import transformers and to build the module takes
+seconds, so the names and shapes are kept in the harness's cache, by the content of the config and the versions of
+transformers and torch.
 """
 
+import json
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from harness.base.files import json_digest, read_bytes, write_text
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint import CONFIG_NAME
+from harness.formats.checkpoint import CONFIG_NAME, cache_dir
 from harness.formats.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 4096
 """Layers of the deepest model that is built on the meta device; more is a mistake in the config."""
+_CACHE_VERSION = 1
+"""Part of the key of what is kept: raise it with every change of `_expected_tensors`."""
 
 
 def against_config(folder: Path, config: Mapping[str, Any], actual: Mapping[str, TensorEntry]) -> dict[str, Any]:
@@ -27,15 +36,14 @@ def against_config(folder: Path, config: Mapping[str, Any], actual: Mapping[str,
     """
     if "quantization_config" in config:
         return {"compared": False, "reason": "the tensors are packed as quantization_config says"}
-    model = _meta_model(folder, config)
-    if _is_converted(model):
-        return {"compared": False, "reason": "transformers renames or merges this model's tensors as it loads them"}
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    tied = _tied(model)
+    asked_for = _cached_expected_tensors(folder, config)
+    if "reason" in asked_for:
+        return {"compared": False, "reason": asked_for["reason"]}
+    expected, tied = asked_for["shapes"], asked_for["tied"]
     misshapen = [
-        {"name": name, "expected": list(expected[name]), "actual": list(entry.shape)}
+        {"name": name, "expected": expected[name], "actual": list(entry.shape)}
         for name, entry in sorted(actual.items())
-        if name in expected and entry.shape != expected[name]
+        if name in expected and list(entry.shape) != expected[name]
     ]
     return {
         "compared": True,
@@ -44,6 +52,57 @@ def against_config(folder: Path, config: Mapping[str, Any], actual: Mapping[str,
         "misshapen": misshapen,
         "tied": sorted(tied),
     }
+
+
+def _cached_expected_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `_expected_tensors` returns, from the cache where it is known.
+
+    A process that had imported transformers before may have patched it, so it only reads the cache.
+    """
+    file = _cache_file(config)
+    if file is not None and (known := _read_cached(file)) is not None:
+        return known
+    may_be_patched = _transformers_is_imported()
+    asked_for = _expected_tensors(_meta_model(folder, config))
+    if file is not None and not may_be_patched:
+        with suppress(HarnessError):  # a cache that cannot be written costs time, not correctness
+            write_text(file, json.dumps({"digest": json_digest(asked_for), "tensors": asked_for}))
+    return asked_for
+
+
+def _cache_file(config: Mapping[str, Any]) -> Path | None:
+    """Return where the expected tensors of a config are kept; None where no key tells two answers apart.
+
+    A package built from a repository changes while its version stays; a config may name other files of configs.
+    """
+    try:
+        versions = [version(package) for package in ("transformers", "torch")]
+    except PackageNotFoundError:
+        return None
+    if any("dev" in item for item in versions) or "configuration_files" in config:
+        return None
+    return cache_dir() / "expected-tensors" / f"{json_digest([_CACHE_VERSION, versions, dict(config)])}.json"
+
+
+def _read_cached(file: Path) -> dict[str, Any] | None:
+    """Return what a file of the cache holds; None if it is absent or damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(read_bytes(file))
+        asked_for: dict[str, Any] = kept["tensors"]
+        if kept["digest"] == json_digest(asked_for):
+            return asked_for
+    return None
+
+
+def _transformers_is_imported() -> bool:
+    return "transformers" in sys.modules
+
+
+def _expected_tensors(model: "PreTrainedModel") -> dict[str, Any]:
+    """Return `shapes` of a model's tensors and its `tied` names, or the `reason` not to compare them."""
+    if _is_converted(model):
+        return {"reason": "transformers renames or merges this model's tensors as it loads them"}
+    return {"shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()}, "tied": _tied(model)}
 
 
 def _meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":

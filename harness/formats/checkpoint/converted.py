@@ -1,21 +1,26 @@
-"""Folders of the cache that hold weights of another form as a checkpoint in HuggingFace's layout, each made once."""
+"""Folders of the cache that hold weights of another form as a checkpoint in HuggingFace's layout, each made once.
+
+A folder says what it was made from. Of a quantised checkpoint, the extension that reads it writes the folder; the core
+runs on the folder, and asks the extension for what the checkpoint declares besides its weights.
+"""
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from harness.base.json_text import json_digest
-from harness.base.scratch import scratch_folder
+from harness.base import plugins
+from harness.base.files import json_digest, scratch_folder
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.checkpoint import CONFIG_NAME
-from harness.formats.checkpoint.digest import FileStamp
-from harness.formats.checkpoint.shards import INDEX_NAME
+from harness.formats.checkpoint.cache import FileStamp
+from harness.formats.checkpoint.checkpoint import CONFIG_NAME, INDEX_NAME
 
 if TYPE_CHECKING:
     import torch
+
 
 _SHARD_BYTES = 1 << 30
 _SUFFIXES = (".json", ".model", ".txt", ".jinja")
@@ -107,3 +112,83 @@ def write_shards(folder: Path, tensors: "Iterable[tuple[str, torch.Tensor]]") ->
         flush()
     table = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / INDEX_NAME).write_text(json.dumps(table), encoding="utf-8")
+
+
+READER = "quantised"
+"""Name of the reader that opens such checkpoints."""
+
+
+class OpenedQuantised(Protocol):
+    """A quantised checkpoint as the core needs it."""
+
+    @property
+    def cache_scales(self) -> dict[str, tuple[float, ...]]:
+        """Scales of a quantised KV cache, by tap."""
+
+    @property
+    def has_declared_inputs(self) -> bool:
+        """Whether inputs of products are declared to be quantised."""
+
+    def rounded_inputs(self, module: str, x: "torch.Tensor", dtype: "torch.dtype") -> "Iterator[torch.Tensor]":
+        """Yield inputs [R, I] of a module's product, float64, in each way to quantise them that the checkpoint allows.
+
+        The likeliest way is first; none for a product whose inputs stay as they are. `dtype` is the engine's.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedSource:
+    """The quantised checkpoint that a folder was made of."""
+
+    path: Path
+    formats: tuple[str, ...]
+    """Titles of the formats that were read."""
+    modules: tuple[str, ...]
+    """Modules whose weights were quantised, by HF's names."""
+    made: str
+    """Name of the folder, which changes when the checkpoint does."""
+
+    def open(self) -> OpenedQuantised:
+        """Return the quantised checkpoint, opened once in a process.
+
+        Raises:
+            HarnessError: CHECKPOINT_CHANGED: it is not that which the folder was made of; as the reader.
+        """
+        return cast(OpenedQuantised, plugins.load(plugins.READERS, READER).open_source(self))
+
+    def __str__(self) -> str:
+        """Say what was read, for the head of a verdict."""
+        if not self.modules:
+            return "the checkpoint is quantised in its KV cache alone: the weights are its own"
+        named = ", ".join(self.modules[:3]) + (f" and {len(self.modules) - 3} more" if len(self.modules) > 3 else "")
+        return (
+            f"the weights are those of a quantised checkpoint, dequantised to float32: {' and '.join(self.formats)} in "
+            f"{len(self.modules)} modules ({named})"
+        )
+
+
+def read_quantised_source(folder: Path) -> QuantisedSource | None:
+    """Return what a folder was made of; None for one that was not made of a quantised checkpoint."""
+    info = read_info(folder, QUANTISED_INFO)
+    try:
+        return QuantisedSource(
+            path=Path(info["source"]), formats=tuple(info["formats"]), modules=tuple(info["modules"]), made=folder.name
+        )
+    except (KeyError, TypeError):
+        return None
+
+
+def served_folder(folder: Path) -> Path:
+    """Return what an engine that serves quantised checkpoints is to open in place of a folder of the cache."""
+    source = read_quantised_source(folder)
+    return folder if source is None else source.path
+
+
+def cache_scales(folder: Path) -> dict[str, tuple[float, ...]]:
+    """Return the scales that a quantised checkpoint, or what was made of one, has for a quantised KV cache.
+
+    Raises:
+        HarnessError: as `QuantisedSource.open`.
+    """
+    source = read_quantised_source(folder)
+    return source.open().cache_scales if source is not None else {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.formats.recording.format import SCHEMA_VERSION
 
 if TYPE_CHECKING:
+    from harness.formats.recording.arguments import RankInfo, RunInfo
     from harness.formats.recording.manifest import (
         Concat,
         Manifest,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         TapEntry,
     )
     from harness.formats.recording.reader import Recording, Step
-    from harness.formats.recording.run_info import RankInfo, RunInfo
     from harness.formats.recording.writer import RecordingWriter
 
 __all__ = [
@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Recording": "reader", "Step": "reader", "RecordingWriter": "writer", "RankInfo": "run_info", "RunInfo": "run_info"
+    "Recording": "reader", "Step": "reader", "RecordingWriter": "writer",
+    "RankInfo": "arguments", "RunInfo": "arguments",
 }  # fmt: skip
 """Modules of those that are not the manifest's."""
 

@@ -1,24 +1,93 @@
-"""The engine's arguments to the recorder, checked before anything is written.
+"""What an engine tells the recorder of its run and of its rows, checked before anything is written.
 
 An engine under test may be wrong in every way, and a recording that its reader would refuse is useless: a call that
 contradicts the recording's own description is BAD_RECORDER_CALL, with the values, at the call that passed it.
+
+A row is a request and a position, and must name a token of the recording. Like the writer, this needs neither torch nor
+pydantic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
+from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
 from harness.formats.recording.format import PHASES
-from harness.formats.recording.rows import RequestLengths, first_invalid_index
 
 if TYPE_CHECKING:
     import torch
+
+    from harness.formats.recording.manifest import ModelInfo, Producer, RequestInfo, Scalar, Shard
+
+
+class RequestLengths:
+    """The number of tokens of each request, for checks of whole columns of rows: arrays, or tensors on the CPU."""
+
+    def __init__(self, requests: Iterable[RequestInfo]) -> None:
+        counts = sorted((request.id, len(request.token_ids)) for request in requests)
+        self._ids = np.array([identity for identity, _ in counts])
+        self._counts = np.array([count for _, count in counts])
+
+    def first_unknown(self, request: Any) -> int | None:
+        """Return the index of the first request id that the recording does not list."""
+        return _first(self._ids[self._places(request)] != np.asarray(request))
+
+    def first_outside(self, request: Any, position: Any) -> int | None:
+        """Return the index of the first row whose position is not one of its (known) request's tokens."""
+        positions = np.asarray(position)
+        return _first((positions < 0) | (positions >= self.of(request)))
+
+    def of(self, request: Any) -> Any:
+        """Return the number of tokens of each (known) request."""
+        return self._counts[self._places(request)]
+
+    def _places(self, request: Any) -> Any:
+        return np.searchsorted(self._ids, np.asarray(request)).clip(max=len(self._ids) - 1)
+
+
+def first_invalid_index(indices: Any, num_rows: int) -> int | None:
+    """Return the place of the first entry that is no index into `num_rows` rows, or that repeats an earlier one."""
+    values = np.asarray(indices)
+    outside = _first((values < 0) | (values >= num_rows))
+    if outside is not None:
+        return outside
+    order = np.argsort(values, kind="stable")
+    repeats = np.diff(values[order]) == 0
+    return int(order[1:][repeats].min()) if repeats.any() else None
+
+
+def _first(mask: Any) -> int | None:
+    return int(mask.argmax()) if mask.any() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Who ran which model, where and how: the fields of the manifest of the same names."""
+
+    producer: Producer
+    model: ModelInfo
+    dtype: str
+    device: str
+    environment: Mapping[str, Scalar] = field(default_factory=dict)
+    schedule: str | None = None
+    numerics: Numerics | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """The part of a sharded engine that a recording is of: the whole, if nothing is said."""
+
+    rank: int = 0
+    world_size: int = 1
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    """By tap, the way in which the ranks' parts make up the whole."""
+
 
 Ints: TypeAlias = "Sequence[int] | torch.Tensor | np.ndarray[Any, Any]"
 """Integers as callers hold them: a list, a range, or a one-dimensional tensor on any device."""
@@ -78,37 +147,37 @@ def known_phase(where: str, phase: str) -> str:
 def column(where: str, values: Ints, length: int | None = None, *, at_least: int | None = None) -> Array:
     """Return integers as int64[length] on the CPU."""
     try:
-        found = _as_array(values)
+        array = _as_array(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         refuse(f"the values are not integers: {str(error).splitlines()[0]}", where=where)
-    if found.ndim != 1 or (len(found) and not _is_integral(found)):
-        refuse("the values are not a list of integers", where=where, actual=f"{found.dtype} {list(found.shape)}")
-    if length is not None and len(found) != length:
-        refuse("the number of values is wrong", where=where, expected=length, actual=len(found))
-    found = found.astype(np.int64)
-    if at_least is not None and len(found) and int(found.min()) < at_least:
-        refuse("a value is too small", where=where, expected=f"at least {at_least}", actual=int(found.min()))
-    return found
+    if array.ndim != 1 or (len(array) and not _is_integral(array)):
+        refuse("the values are not a list of integers", where=where, actual=f"{array.dtype} {list(array.shape)}")
+    if length is not None and len(array) != length:
+        refuse("the number of values is wrong", where=where, expected=length, actual=len(array))
+    array = array.astype(np.int64)
+    if at_least is not None and len(array) and int(array.min()) < at_least:
+        refuse("a value is too small", where=where, expected=f"at least {at_least}", actual=int(array.min()))
+    return array
 
 
 def _as_array(values: Ints) -> Array:
     if isinstance(values, np.ndarray):
         return values
     on_cpu = getattr(values, "cpu", None)  # a torch tensor, on any device
-    found = np.asarray(list(values) if on_cpu is None else on_cpu())
-    if found.dtype.kind not in "iufcb":
-        raise TypeError(f"some are of another type, or too large ({found.dtype})")
-    return found
+    array = np.asarray(list(values) if on_cpu is None else on_cpu())
+    if array.dtype.kind not in "iufcb":
+        raise TypeError(f"some are of another type, or too large ({array.dtype})")
+    return array
 
 
 def indices(where: str, values: Ints, num_rows: int) -> Array:
     """Return different indices into `num_rows` rows as int64."""
-    found = column(where, values)
-    place = first_invalid_index(found, num_rows)
+    array = column(where, values)
+    place = first_invalid_index(array, num_rows)
     if place is not None:
         expected = f"different indices from 0 to {num_rows - 1}"
-        refuse("an index names no row, or one twice", where=where, expected=expected, actual=int(found[place]))
-    return found
+        refuse("an index names no row, or one twice", where=where, expected=expected, actual=int(array[place]))
+    return array
 
 
 def rows(where: str, tokens: RequestLengths, request: Ints, position: Ints) -> tuple[Array, Array]:

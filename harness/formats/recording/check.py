@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 
 from harness.errors import Code, HarnessError
+from harness.formats.recording.arguments import RequestLengths, first_invalid_index
 from harness.formats.recording.manifest import Manifest, StepEntry
-from harness.formats.recording.rows import RequestLengths, first_invalid_index
 from harness.formats.safetensors_header import TensorEntry
 
 PARTIAL = "rows.of."
@@ -85,17 +85,17 @@ class StepRules:
 
 def _index_layout(name: str, num_rows: int, tensors: Mapping[str, TensorEntry]) -> tuple[str, tuple[int, ...]] | None:
     """Return the dtype and shape of an index tensor; None if the name is not one of an index tensor."""
-    own = tensors[name].shape
+    shape = tensors[name].shape
     if name in ("rows.request", "rows.position"):
         return "I32", (num_rows,)
     if name in ("rows.sampled", "kv.slot_mapping"):
         return "I64", (num_rows,)
     if name == "kv.requests":
-        return "I32", (own[0] if own else 0,)
+        return "I32", (shape[0] if shape else 0,)
     if name == "kv.block_table":
-        return "I32", (tensors["kv.requests"].num_elements, own[1] if len(own) == 2 else 0)
+        return "I32", (tensors["kv.requests"].num_elements, shape[1] if len(shape) == 2 else 0)
     if name.startswith(PARTIAL):
-        return "I64", (own[0] if own else 0,)
+        return "I64", (shape[0] if shape else 0,)
     return None
 
 

@@ -56,13 +56,13 @@ def _merged(tap: str, parts: Sequence[torch.Tensor], graph: Graph, step: int) ->
     """Return a tap of all ranks: [rows, ...]."""
     where, known = f"{tap}, step {step}", graph.canonical(tap)
     size = prod(graph[known].shape) if known in graph else 0
-    own = prod(parts[0].shape[1:])
-    if own * len(parts) == size:
+    part_size = prod(parts[0].shape[1:])
+    if part_size * len(parts) == size:
         return torch.cat(list(parts), dim=1)
-    if size and own != size:
+    if size and part_size != size:
         what = "a rank's part of a tap is neither all of it nor its share"
         raise HarnessError(
-            Code.ENGINE_FAILED, what, where=where, expected=f"{size} or {size // len(parts)} elements", actual=own
+            Code.ENGINE_FAILED, what, where=where, expected=f"{size} or {size // len(parts)} elements", actual=part_size
         )
     for rank, part in enumerate(parts):
         if not torch.equal(part.contiguous().view(torch.uint8), parts[0].contiguous().view(torch.uint8)):

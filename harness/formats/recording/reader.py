@@ -353,10 +353,10 @@ def _unreadable(path: Path, error: Exception) -> HarnessError:
 
 def _manifest_path(folder: Path) -> Path:
     try:
-        found = stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)
+        is_file = stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)
     except (OSError, ValueError):
-        found = False
-    if found:
+        is_file = False
+    if is_file:
         return folder / MANIFEST_NAME
     raise HarnessError(
         Code.NOT_A_RECORDING,

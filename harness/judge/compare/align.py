@@ -1,4 +1,9 @@
-"""The place of each row: rows of recordings are found by (request, position), never by step or call order."""
+"""The place of each row. Rows of recordings are found by (request, position), never by step or call order.
+
+Rows are also found by content: what a row holds follows from its *prefix*, the tokens up to and including its own,
+whichever request computed it. An engine that finds the beginning of a prompt in its cache, or forks a request, does not
+compute these rows again; they are those of another request with the same prefix.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,8 +141,8 @@ class Locator:
         parts: dict[str, list[str]] = {}
         for step in self.recording.steps:
             for tap in step.tap_names:
-                own = f":{tap}" if step.rows_of(tap) is not None else ""
-                parts.setdefault(tap, []).append(f"{step.index}{own}")
+                suffix = f":{tap}" if step.rows_of(tap) is not None else ""
+                parts.setdefault(tap, []).append(f"{step.index}{suffix}")
         return {tap: tuple(signature) for tap, signature in parts.items()}
 
     @cached_property
@@ -161,9 +166,9 @@ class Locator:
         """Return [rows, 3] int64: step, row within the tap, running number over all steps; -1 where there is none."""
         table, request = self._table(tap), self._originals(rows.request)
         is_known = torch.isin(request, self.request_ids) & (rows.position < table.shape[1])  # a golden has no drafts
-        found = torch.full((len(rows), 3), -1, dtype=torch.int64)
-        found[is_known] = table[self._dense(request[is_known]), rows.position[is_known]]
-        return found
+        entries = torch.full((len(rows), 3), -1, dtype=torch.int64)
+        entries[is_known] = table[self._dense(request[is_known]), rows.position[is_known]]
+        return entries
 
     def _table(self, tap: str) -> torch.Tensor:
         """Return what `find` returns, of every request and position: [requests, positions, 3]."""
@@ -184,9 +189,9 @@ class Locator:
         """Return [requests, positions] bool: where the tap was recorded."""
         return self._table(tap)[..., 0] >= 0
 
-    def gather(self, tap: str, found: torch.Tensor) -> torch.Tensor:
+    def gather(self, tap: str, entries: torch.Tensor) -> torch.Tensor:
         """Return the rows that `find` found (none of them -1), without copying where they lie side by side."""
-        steps, rows = found[:, 0], found[:, 1]
+        steps, rows = entries[:, 0], entries[:, 1]
         first = int(steps[0])
         if bool((steps == first).all()):
             tensor, start = self.recording.steps[first].tap(tap), int(rows[0])
@@ -211,8 +216,10 @@ def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = Fa
     theirs = {request.id: request for request in expected.manifest.requests}
     ours = {request.id: request for request in actual.manifest.requests}
     where = f"{actual.path} against {expected.path}"
-    additional = [own for own in ours.values() if own.draft_of is None and (is_pool or own.id not in theirs)]
-    aliases = {own.id: _original(own, theirs.values()) for own in additional}
+    additional = [
+        request for request in ours.values() if request.draft_of is None and (is_pool or request.id not in theirs)
+    ]
+    aliases = {request.id: _original(request, theirs.values()) for request in additional}
     if not (is_pool or theirs.keys() <= ours.keys()) or None in aliases.values():
         raise HarnessError(
             Code.DIFFERENT_PROMPTS,
@@ -224,13 +231,13 @@ def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = Fa
         )
     for request_id, request in sorted(theirs.items() if not is_pool else ()):
         _check_same_request(request, ours[request_id], where)
-    return {own: original for own, original in aliases.items() if original is not None}
+    return {alias: original for alias, original in aliases.items() if original is not None}
 
 
 def _original(request: RequestInfo, candidates: Iterable[RequestInfo]) -> int | None:
     tokens = list(request.token_ids)
-    same = (other for other in candidates if other.inputs == request.inputs)
-    return next((other.id for other in same if list(other.token_ids[: len(tokens)]) == tokens), None)
+    same = (candidate for candidate in candidates if candidate.inputs == request.inputs)
+    return next((candidate.id for candidate in same if list(candidate.token_ids[: len(tokens)]) == tokens), None)
 
 
 def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) -> None:
@@ -253,3 +260,35 @@ def _check_same_request(expected: RequestInfo, actual: RequestInfo, where: str) 
         actual=values[1],
         hint="feed the engine the golden's tokens (forced tokens), so that rows align",
     )
+
+
+class Prefixes:
+    """Numbers the distinct token prefixes of some requests, 0 and up."""
+
+    def __init__(self, requests: Sequence[RequestInfo]) -> None:
+        ordered = sorted(requests, key=lambda request: request.id)
+        self._request_ids = torch.tensor([request.id for request in ordered], dtype=torch.int64)
+        length = max((len(request.token_ids) for request in ordered), default=0)
+        self.table = torch.full((len(ordered), length), -1, dtype=torch.int64)
+        """[requests in ascending order of id, positions] int64: the number of each prefix; -1 past the end."""
+        numbers: dict[tuple[int, int], int] = {}
+        images = list(dict.fromkeys([None, *(request.inputs for request in ordered)]))
+        for row, request in enumerate(ordered):
+            parent, chain = -1 - images.index(request.inputs), []
+            for token in request.token_ids:
+                parent = numbers.setdefault((parent, token), len(numbers))
+                chain.append(parent)
+            self.table[row, : len(chain)] = torch.tensor(chain, dtype=torch.int64)
+        self.count = len(numbers)
+
+    def of(self, rows: Rows) -> torch.Tensor:
+        """Return [rows] int64: the number of each row's prefix."""
+        return self.table[torch.searchsorted(self._request_ids, rows.request), rows.position]
+
+    def up_to(self, request: int, end: int) -> torch.Tensor:
+        """Return [end] int64: the numbers of a request's prefixes at the positions below `end`."""
+        return self.table[int(torch.searchsorted(self._request_ids, request)), :end]
+
+    def at(self, request: int, position: int) -> int:
+        """Return the number of a request's prefix up to and including a position."""
+        return int(self.up_to(request, position + 1)[-1])

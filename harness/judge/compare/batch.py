@@ -1,15 +1,128 @@
-"""Some sequences of an engine's rows, padded to one length, and the recorded rows of any tap in them."""
+"""Sequences of an engine's rows, padded to one length, and the positions at which they are judged.
 
+Products and attention may be judged in a sample of the positions. A sample states how many wrong rows it may miss.
+"""
+
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from random import Random
 
 import torch
 
 from harness.formats.recording import Recording
 from harness.judge.compare.align import Rows, joined
-from harness.judge.compare.row_sample import RowSample
+from harness.judge.compare.propagated import Propagation
 from harness.judge.compare.sequences import NOWHERE, RowSequence
+
+CONFIDENCE = 0.95
+"""Probability of a wrong row in the sample, for as many wrong rows as are said to be found."""
+_SHARE_STANDING_OUT = 4
+"""One row that stands out against the golden for so many that are drawn."""
+_REQUEST = 1 << 32
+"""Above every position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSample:
+    """A sample of the positions of each request.
+
+    Of every stretch of so many positions one is drawn at random. Besides, both borders of what a step computed are in
+    it, and the rows that stand out most against the golden.
+    """
+
+    num_rows: int
+    """Positions that are drawn."""
+    seed: int = 0
+    standing_out: Rows | None = None
+    """The rows that differ most from the golden, for their tap, first; None if nothing was compared with it."""
+
+    def positions(self, group: Sequence[RowSequence], index: int) -> torch.Tensor | None:
+        """Return the positions, [n] int64 and ascending, for requests that run side by side; None for all.
+
+        Args:
+            group: their sequences.
+            index: number of the group: each draws its own.
+        """
+        length = max(map(len, group))
+        if length <= self.num_rows:
+            return None
+        generator = Random(f"{self.seed}:{index}")
+        edges = pairwise(at * length // self.num_rows for at in range(self.num_rows + 1))
+        drawn = [generator.randrange(begin, end) for begin, end in edges]
+        borders = sorted({position for sequence in group for position in _borders(sequence)})
+        chosen = {*drawn, *spread(borders, self.num_rows), *borders[-1:], *self._standing_out(group)}
+        return None if len(chosen) == length else torch.tensor(sorted(chosen))
+
+    def _standing_out(self, group: Sequence[RowSequence]) -> list[int]:
+        if self.standing_out is None:
+            return []
+        is_of_group = torch.isin(self.standing_out.request, torch.tensor([sequence.request.id for sequence in group]))
+        position = self.standing_out.position[is_of_group]
+        inside = position < max(map(len, group))
+        return position[inside][: max(1, self.num_rows // _SHARE_STANDING_OUT)].tolist()
+
+    def least_found(self, length: int) -> int:
+        """Return from how many wrong rows of one operation on, of so many rows, one is drawn as likely as `CONFIDENCE`.
+
+        Of k wrong rows among the s of a stretch none is drawn with 1 - k / s. That of all stretches is largest where
+        each has as many as every other, and all are as long as the longest.
+        """
+        stretch = math.ceil(length / self.num_rows)
+        return next(k for k in range(1, stretch * self.num_rows + 1) if self._missed(k, stretch) <= 1 - CONFIDENCE)
+
+    def _missed(self, num_wrong: int, stretch: int) -> float:
+        """Return the probability that none of some wrong rows is drawn, wherever they are."""
+        per_stretch, more = divmod(num_wrong, self.num_rows)
+        return float((1 - (per_stretch + 1) / stretch) ** more * (1 - per_stretch / stretch) ** (self.num_rows - more))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRows:
+    """How many rows a sample left out."""
+
+    judged: int = 0
+    """Rows at which products and attention were judged."""
+    left_out: int = 0
+    """Rows at which they were not."""
+    least_found: int | None = None
+    """See `RowSample.least_found`: the most of all groups; None if nothing was left out."""
+
+
+def _borders(sequence: RowSequence) -> Iterator[int]:
+    """Yield the first and the last position that each step computed."""
+    step = torch.where(sequence.is_own, sequence.step, -1)
+    changes = step.diff(prepend=step.new_tensor([-2]), append=step.new_tensor([-2])) != 0
+    is_border = (changes[:-1] | changes[1:]) & sequence.is_own
+    yield from is_border.nonzero()[:, 0].tolist()
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """Return at most so many of the items, the first among them, spread over all."""
+    if len(items) <= count:
+        return list(items)
+    return [items[at * len(items) // count] for at in range(count)]
+
+
+def rows_standing_out(propagation: Propagation) -> Rows | None:
+    """Return all rows that were compared with the golden: first the one that is farthest off for its tap.
+
+    Errors are taken over their tap's median: one row that is wrong stands out in its own tap and in those after it.
+    """
+    keys, sizes = [], []
+    for errors in propagation.errors.values():
+        finite = errors.ratio[errors.ratio.isfinite()]
+        typical = max(float(finite.median()) if len(finite) else 0.0, torch.finfo(torch.float64).tiny)
+        keys.append(errors.rows.request * _REQUEST + errors.rows.position)
+        sizes.append((errors.ratio / typical).nan_to_num(nan=math.inf, posinf=math.inf))
+    if not keys:
+        return None
+    rows, which = torch.cat(keys).unique(return_inverse=True)
+    largest = torch.zeros(len(rows), dtype=torch.float64).scatter_reduce(0, which, torch.cat(sizes), "amax")
+    rows = rows[largest.argsort(descending=True, stable=True)]
+    return Rows(request=rows // _REQUEST, position=rows % _REQUEST, step=torch.full_like(rows, NOWHERE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +214,7 @@ class PaddedBatch:
         order = self._step[there].argsort(stable=True)
         steps, counts = self._step[there][order].unique_consecutive(return_counts=True)
         places = there[order].split(counts.tolist())
-        return [(step, own, _as_slice(self._row[own])) for step, own in zip(steps.tolist(), places, strict=True)]
+        return [(step, at, _as_slice(self._row[at])) for step, at in zip(steps.tolist(), places, strict=True)]
 
     def recorded(self, tap: str) -> RecordedRows | None:
         """Return the rows of a tap that were recorded; None if there are none."""
@@ -112,9 +225,9 @@ class PaddedBatch:
 
     def _parts(self, tap: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for index, places, rows in self._by_step:
-            there, found = self._covered(index, places, rows, tap)
+            there, recorded = self._covered(index, places, rows, tap)
             if len(there):
-                yield there, self.recording.steps[index].tap(tap)[found]
+                yield there, self.recording.steps[index].tap(tap)[recorded]
 
     def _covered(
         self, index: int, places: torch.Tensor, rows: torch.Tensor | slice, tap: str
@@ -128,8 +241,8 @@ class PaddedBatch:
             return places, rows
         where = torch.full((len(step.request),), NOWHERE, dtype=torch.int64)
         where[covered] = torch.arange(len(covered))
-        found = where[rows]
-        return places[found >= 0], found[found >= 0]
+        recorded = where[rows]
+        return places[recorded >= 0], recorded[recorded >= 0]
 
 
 def _tokens(sequence: RowSequence, ahead: int) -> list[int]:
@@ -151,10 +264,10 @@ def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int
     """[tokens] bool: its own rows, and cached ones of a request of another length, whose keys may not fit this one."""
     if not lengths:
         return sequence.is_own
-    is_judged, own = sequence.is_own.clone(), lengths[sequence.request.id]
+    is_judged, length = sequence.is_own.clone(), lengths[sequence.request.id]
     for position in (sequence.step >= 0).nonzero()[:, 0].tolist():
         writer = int(recording.steps[int(sequence.step[position])].request[sequence.row[position]])
-        is_judged[position] |= lengths[writer] != own
+        is_judged[position] |= lengths[writer] != length
     return is_judged
 
 

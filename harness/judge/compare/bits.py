@@ -43,10 +43,10 @@ def compare_bits(before: Recording, after: Recording, graph: Graph) -> Iterator[
     known = {tuple(item.request.token_ids): item for item in sequences(before)}
     unit = rounding_unit(engine_dtype(before))
     for sequence in sequences(after):
-        other = known.get(tuple(sequence.request.token_ids))
-        if other is not None:
+        earlier = known.get(tuple(sequence.request.token_ids))
+        if earlier is not None:
             yield from _compare_sequence(
-                PaddedBatch(before, [other]), PaddedBatch(after, [sequence]), sequence, graph, unit
+                PaddedBatch(before, [earlier]), PaddedBatch(after, [sequence]), sequence, graph, unit
             )
 
 
@@ -97,11 +97,11 @@ def _intersection(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor
 
 def _inputs_are_same(operation: Operation, same: Mapping[str, torch.Tensor], num_tokens: int) -> torch.Tensor:
     """[tokens] bool: rows whose inputs are the same; of an operation that may look back, those of all rows before."""
-    found = torch.ones(num_tokens, dtype=torch.bool)
+    is_same = torch.ones(num_tokens, dtype=torch.bool)
     for tap in operation.inputs:
-        found &= same.get(tap, torch.zeros_like(found))
+        is_same &= same.get(tap, torch.zeros_like(is_same))
     looks_back = operation.kind is Kind.ATTENTION or KINDS[operation.kind].error_model is None
-    return found.int().cummin(dim=0).values.bool() if looks_back else found
+    return is_same.int().cummin(dim=0).values.bool() if looks_back else is_same
 
 
 def rows_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def first_changed(compared: Iterable[ComparedRows], graph: Graph) -> ComparedRow
     """Return the first row that changed, by itself: in the lowest position the first operation of the run."""
     order = {operation.tap: at for at, operation in enumerate(graph)}
     best: tuple[int, int] | None = None
-    found: ComparedRows | None = None
+    first: ComparedRows | None = None
     for rows in compared:
         places = rows.is_changed.nonzero()[:, 0]
         if not len(places):
@@ -129,11 +129,11 @@ def first_changed(compared: Iterable[ComparedRows], graph: Graph) -> ComparedRow
         key = int(rows.position[at]), order[rows.operation.tap]
         if best is None or key < best:
             best = key
-            found = ComparedRows(
+            first = ComparedRows(
                 operation=rows.operation,
                 request=rows.request,
                 position=rows.position[at : at + 1],
                 is_changed=rows.is_changed[at : at + 1],
                 roundings=rows.roundings[at : at + 1],
             )
-    return found
+    return first

@@ -85,8 +85,8 @@ def control_bound(
         model: of the operation itself, where it has one: its floor.
     """
     fine = rounding_unit(torch.float32) / rounding_unit(dtype)
-    own = model or _ONE_OPERATION
-    floor = own.roundings * largest_rounding(dtype) + own.accumulation * fine
+    floor_model = model or _ONE_OPERATION
+    floor = floor_model.roundings * largest_rounding(dtype) + floor_model.accumulation * fine
     known = control[control.isfinite()]
     # A row where HF happened to be exact says nothing of what rounding may do: the median is the least.
     typical = float(known.median()) if len(known) else 0.0

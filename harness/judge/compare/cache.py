@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,13 +10,12 @@ import torch
 from harness.base.metrics import RowMetrics, rounding_unit, row_metrics
 from harness.formats.recording import Step
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
-from harness.judge.compare.align import Locator, Rows, is_readback, step_rows
+from harness.judge.compare.align import Locator, Prefixes, Rows, is_readback, step_rows
 from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.propagated import RATIO_BOUND
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.shapes import cache_format, engine_dtype
-from harness.oracle.sketch.rows import estimated_metrics
+from harness.oracle.sketch_rows import estimated_metrics
 
 KEPT_AS_DECLARED = "kept in {}, as declared"
 _KEYS = "k_cache"
@@ -45,8 +44,8 @@ def cache_errors(
             parts = [*_read_back(operation, writes)] if operation.inputs[0] in usable else []
             if expected is not None:
                 metrics = estimated_metrics if operation.inputs[0] in sketched else row_metrics
-                own_noise = _Noise.of(locator, graph, operation, noise or {})
-                parts += _found_there(operation, writes, expected, own_noise, metrics)
+                rounding = _Noise.of(locator, graph, operation, noise or {})
+                parts += _compared_with_golden(operation, writes, expected, rounding, metrics)
             if parts:
                 yield operation, _joined(parts, writes.declared(operation))
 
@@ -58,7 +57,7 @@ class _Writes:
         self.locator = locator
         self.prefixes = Prefixes(locator.recording.manifest.requests)
         self._formats: dict[str, CacheFormat | None] = {}
-        self._found: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}
+        self._writes: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}
 
     def declared(self, operation: Operation) -> CacheFormat | None:
         """Return the declared format of the keys or the values."""
@@ -91,9 +90,9 @@ class _Writes:
     def before(self, step: Step, rows: Rows, tap: str) -> torch.Tensor:
         """Return [rows, 2] int64: the step and the row within `tap` of each row's latest write; -1 for none."""
         signature = self.locator.signature(tap)
-        if signature not in self._found:
-            self._found[signature] = self._tables(tap)
-        return self._found[signature][step.index][self.prefixes.of(rows)]
+        if signature not in self._writes:
+            self._writes[signature] = self._tables(tap)
+        return self._writes[signature][step.index][self.prefixes.of(rows)]
 
     def _tables(self, tap: str) -> dict[int, torch.Tensor]:
         """Return, per read-back step, a table of all prefixes."""
@@ -123,12 +122,9 @@ class _Writes:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Errors of the rows of one step; tensors [rows]."""
+    """The rows of one step."""
 
-    rows: Rows
-    roundings: torch.Tensor
-    bound: torch.Tensor
-    bad: torch.Tensor
+    errors: LocalErrors
     clipped: torch.Tensor | None = None
     """[K] numbers of these rows beyond the largest of the declared format; None of a format without scales."""
     num_numbers: int = 0
@@ -138,21 +134,22 @@ class _Part:
 def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
     """Compare the rows with a known writer."""
     source = operation.inputs[0]
-    for step, own, read in _read(operation, writes):
-        found = writes.before(step, own, source)
-        present = found[:, 0] >= 0
+    for step, rows, read in _read(operation, writes):
+        latest = writes.before(step, rows, source)
+        present = latest[:, 0] >= 0
         if not bool(present.any()):
             continue
-        own, read = own.select(present), read[present]
-        written = writes.locator.gather(source, found[present]).flatten(1)
+        rows, read = rows.select(present), read[present]
+        written = writes.locator.gather(source, latest[present]).flatten(1)
         bad = writes.differs(read, written, operation)
         if bool(bad.any()):  # of several who computed the same tokens, the cache may keep any
-            bad[bad.clone()] = ~writes.is_kept(step, own.select(bad), read[bad], operation)
-        errors = row_metrics(read, writes.stored(read, written, operation)).relative_l2 / rounding_unit(read.dtype)
-        roundings = torch.where(bad, torch.where(errors > 0, errors, torch.inf), 0.0)
+            bad[bad.clone()] = ~writes.is_kept(step, rows.select(bad), read[bad], operation)
+        distance = row_metrics(read, writes.stored(read, written, operation)).relative_l2 / rounding_unit(read.dtype)
+        roundings = torch.where(bad, torch.where(distance > 0, distance, torch.inf), 0.0)
         declared = writes.declared(operation)
         clipped = declared.num_clipped(written) if declared is not None and declared.has_scale else None
-        yield _Part(own, roundings, torch.zeros_like(roundings), bad, clipped, written.numel())
+        errors = LocalErrors(rows=rows, roundings=roundings, bound=torch.zeros_like(roundings))
+        yield _Part(errors, clipped, written.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +175,7 @@ class _Noise:
         return self.rows[running].to(torch.float64).clamp(min=self.least)
 
 
-def _found_there(
+def _compared_with_golden(
     operation: Operation,
     writes: _Writes,
     expected: Locator,
@@ -187,16 +184,16 @@ def _found_there(
 ) -> Iterator[_Part]:
     """Compare the rows whose writing was not recorded with the golden's."""
     source = operation.inputs[0]
-    for step, own, read in _read(operation, writes):
-        theirs = expected.find(source, own)
-        wanted = (writes.before(step, own, source)[:, 0] < 0) & (theirs[:, 0] >= 0)
+    for step, rows, read in _read(operation, writes):
+        theirs = expected.find(source, rows)
+        wanted = (writes.before(step, rows, source)[:, 0] < 0) & (theirs[:, 0] >= 0)
         if not bool(wanted.any()):
             continue
         metrics = metrics_of(read[wanted], expected.gather(source, theirs[wanted]).flatten(1))
         unit = rounding_unit(read.dtype)
         roundings = torch.where(metrics.is_finite, metrics.relative_l2 / unit, torch.inf)
         bound = RATIO_BOUND * noise.at(theirs[wanted][:, 2]) / unit
-        yield _Part(own.select(wanted), roundings, bound, roundings > bound)
+        yield _Part(LocalErrors(rows=rows.select(wanted), roundings=roundings, bound=bound))
 
 
 def _read(operation: Operation, writes: _Writes) -> Iterator[tuple[Step, Rows, torch.Tensor]]:
@@ -207,15 +204,8 @@ def _read(operation: Operation, writes: _Writes) -> Iterator[tuple[Step, Rows, t
 
 
 def _joined(parts: Sequence[_Part], declared: CacheFormat | None) -> LocalErrors:
-    bad, roundings = torch.cat([part.bad for part in parts]), torch.cat([part.roundings for part in parts])
-    return LocalErrors(
-        rows=Rows.concat([part.rows for part in parts]),
-        roundings=roundings,
-        bound=torch.cat([part.bound for part in parts]),
-        bad=bad,
-        exact=declared is None and not bool((roundings != 0).any()),
-        convention=None if declared is None else KEPT_AS_DECLARED.format(declared.title) + _clips(parts),
-    )
+    convention = None if declared is None else KEPT_AS_DECLARED.format(declared.title) + _clips(parts)
+    return replace(LocalErrors.concat([part.errors for part in parts]), convention=convention)
 
 
 def _clips(parts: Sequence[_Part]) -> str:

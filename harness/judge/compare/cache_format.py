@@ -1,26 +1,272 @@
-"""The format of a KV cache: another dtype, numbers in few bits with a scale, or blocks of integers with a scale.
+"""The format of a KV cache: another dtype, numbers in few bits with scales, or blocks of integers with a scale.
 
-`R` rows, `W` elements of a row.
+`R` rows, `W` elements of a row, `K` KV heads, `H` head size, `B` blocks, `S` elements of a block.
+
+- Blocks of 32 integers with a scale, as ggml keeps keys and values, in float32 as there. Formulas: ggml's
+  `quantize_row_q8_0` and `quantize_row_q8_1` (x86), `quantize_row_q4_0_ref`, `quantize_row_q4_1_ref`,
+  `quantize_row_iq4_nl_ref`, and their like for 5 bits.
+- Numbers in few bits with a scale for a cache, a KV head, a token, a head of a token, or 16 of its numbers. Source:
+  what vLLM's `reshape_and_cache` and its per-token-head kernels store; for the two formats in blocks SGLang's
+  `KVFP4QuantizeUtil` and NVIDIA's NVFP4.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
 
 from harness.base.numerics import Numerics
-from harness.judge.compare.cache_blocks import FORMATS, Stored, quantised
-from harness.judge.compare.cache_grids import (
-    BLOCKS,
-    GRIDS,
-    grid,
-    in_blocks,
-    on_grid,
-    scale_of_blocks,
-    scale_of_largest,
-)
+
+_BLOCK = 32
+_LEVELS = {"Q4_0": 8, "Q5_0": 16}
+"""Formats whose value of the largest magnitude becomes minus this many steps."""
+_STEPS = {"Q4_1": 15, "Q5_1": 31}
+"""Formats with so many steps from the least value, which is kept, to the largest."""
+_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Of IQ4_NL."""
+FORMATS = ("Q8_0", *_LEVELS, *_STEPS, "IQ4_NL")
+_TIE = 5 * 2.0**-24
+"""Distance from the middle of two integers, as a share of the number, within which float32 may round either way: ours
+is the product with one quotient (two roundings), another's with the inverse of a quotient (three)."""
+_TIE_ROTATED = 2e-4
+"""The distance itself, of values that were turned, by sums in any order."""
+_NEAR = 1e-6
+"""Relative error of the scale of a block of turned values: on a tie of float16 it may round either way."""
+_NEAR_SUMS = 4e-6
+"""The same where the scale is a quotient of sums over the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The content of a cache; tensors [..., W], in the order and the basis of the cache."""
+
+    values: torch.Tensor
+    """float64."""
+    slack: torch.Tensor
+    """float64: by how much an element on a rounding tie may differ; 0 for all others."""
+    minima: torch.Tensor | None = None
+    """[..., W/S] float64: what is added to all elements of a block; None for formats without."""
+
+
+def quantised(x: torch.Tensor, name: str, *, is_exact: bool = True) -> Stored:
+    """Quantise [..., W] in blocks of 32.
+
+    Args:
+        x: values as the engine has them.
+        name: one of `FORMATS`.
+        is_exact: whether they are the engine's own bits; else they are near them.
+    """
+    blocks = x.to(torch.float32).unflatten(-1, (-1, _BLOCK))
+    if name in _STEPS:
+        return _from_minimum(blocks, _STEPS[name], is_exact)
+    if name == "IQ4_NL":
+        return _in_codebook(blocks, is_exact)
+    if name == "Q8_0":
+        largest = blocks.abs().amax(dim=-1, keepdim=True)
+        scale, inverse = largest / 127, 127 / largest
+        scaled = torch.where(largest > 0, blocks * inverse, 0.0)
+        size, integers = scaled.abs(), scaled.round()
+    else:
+        levels = _LEVELS[name]
+        scale = _largest(blocks) / -levels
+        scaled = torch.where(scale != 0, blocks * (1 / scale), 0.0)
+        shifted = scaled + (levels + 0.5)
+        size, integers = scaled.abs().maximum(shifted), shifted.floor().clamp(max=2 * levels - 1) - levels
+    step = _float16(scale)
+    slack = torch.where(_is_tie(scaled, size, is_exact), step.abs(), 0.0)
+    if not is_exact:
+        slack = slack + integers.abs() * _allowance(scale, _NEAR)
+    return Stored((integers * step).flatten(-2), slack.flatten(-2))
+
+
+def _from_minimum(blocks: torch.Tensor, num_steps: int, is_exact: bool) -> Stored:
+    """Count steps from the least value of a block. Step and least value are kept in float16."""
+    least, largest = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
+    scale = (largest - least) / num_steps
+    scaled = torch.where(scale != 0, (blocks - least) * (1 / scale), 0.0)
+    shifted = scaled + 0.5
+    integers, step, minimum = shifted.floor().clamp(max=num_steps), _float16(scale), _float16(least)
+    slack = torch.where(_is_tie(scaled, shifted, is_exact), step, 0.0)
+    if not is_exact:
+        extent = blocks.abs().amax(dim=-1, keepdim=True)  # of which the errors of turning are a share
+        slack = slack + integers * _allowance(scale, _NEAR, extent / num_steps) + _allowance(least, _NEAR, extent)
+    return Stored((integers * step + minimum).flatten(-2), slack.flatten(-2), minimum.squeeze(-1))
+
+
+def _in_codebook(blocks: torch.Tensor, is_exact: bool) -> Stored:
+    """Take the nearest of 16 levels for each value, then the scale that fits them best, by the values' squares."""
+    levels = torch.tensor(_CODEBOOK, dtype=torch.float64, device=blocks.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    first = _largest(blocks) / _CODEBOOK[0]
+    scaled = torch.where(first != 0, blocks * (1 / first), 0.0)
+    at = torch.bucketize(scaled.to(torch.float64), middles, right=True)
+    chosen, wide = levels[at], blocks.to(torch.float64)
+    weight = wide.square()
+    total = (weight * chosen.square()).sum(dim=-1, keepdim=True)
+    scale = torch.where(total > 0, (weight * chosen * wide).sum(dim=-1, keepdim=True) / total, 0.0)
+    scale = scale.to(torch.float32)  # of a block of almost nothing float16 makes 0, as ggml does before
+    step = _float16(scale)
+    to_tie, nearest = (scaled.to(torch.float64)[..., None] - middles).abs().min(dim=-1)
+    is_tie = to_tie <= _TIE * scaled.abs() if is_exact else to_tie < _TIE_ROTATED
+    to_neighbour = torch.where(is_tie, (levels[1:] - levels[:-1])[nearest], 0.0)
+    # Another level for one value changes the scale of all: d' - d = -d w q (q' - q) / sum w q², to first order.
+    moved = (weight * chosen.abs() * to_neighbour).sum(dim=-1, keepdim=True) / total * step.abs()
+    moved = torch.where(moved > 0, 2 * moved + _allowance(scale, 2.0**-11), 0.0)
+    slack = to_neighbour * step.abs() + chosen.abs() * (moved + _allowance(scale, _NEAR_SUMS))
+    return Stored((chosen * step).flatten(-2), slack.flatten(-2))
+
+
+def rounded_sums(x: torch.Tensor, *, is_exact: bool) -> torch.Tensor:
+    """Return how far Q8_1's sums of blocks, which it keeps in float16, are from those of its values.
+
+    Args:
+        x: [..., W].
+        is_exact: as in `quantised`.
+
+    Returns:
+        [..., W/S] float64.
+    """
+    held = quantised(x, "Q8_0", is_exact=is_exact).values.unflatten(-1, (-1, _BLOCK)).sum(dim=-1)
+    blocks = x.to(torch.float32).unflatten(-1, (-1, _BLOCK))
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    integers = torch.where(largest > 0, blocks * (127 / largest), 0.0).round().sum(dim=-1)
+    difference: torch.Tensor = _float16(largest[..., 0] / 127 * integers) - held
+    return difference
+
+
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the value of the largest magnitude of each block, with its sign."""
+    return blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
+
+
+def _float16(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float16).to(torch.float64)
+
+
+def _is_tie(scaled: torch.Tensor, size: torch.Tensor, is_exact: bool) -> torch.Tensor:
+    to_tie = (scaled.to(torch.float64) % 1 - 0.5).abs()
+    return to_tie <= _TIE * size if is_exact else to_tie < _TIE_ROTATED
+
+
+def _allowance(value: torch.Tensor, share: float, extent: torch.Tensor | None = None) -> torch.Tensor:
+    """Return how far apart float16 may round a value that is off by a share of itself, or of `extent`."""
+    off = share * (value.abs() if extent is None else extent)
+    return (_float16(value + off) - _float16(value - off)).abs()
+
+
+_QUOTIENT = 2.0**-21
+"""Relative error of a quotient in float32, of its scale too: near a tie it may be rounded either way."""
+
+
+def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the nearest number of a dtype of few bits, float64."""
+    return x.to(torch.float32).to(dtype).to(torch.float64)
+
+
+GRIDS: Mapping[str, tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "int8": (127.0, torch.round),
+    "int4": (7.0, torch.round),
+    **{
+        str(dtype).removeprefix("torch."): (torch.finfo(dtype).max, partial(in_dtype, dtype=dtype))
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    },
+}
+"""Formats of few bits: the largest number, and the nearest one to a number within."""
+SHARES: Mapping[str, tuple[int, ...]] = {"token": (1, -1), "head": (-1,)}
+"""Dimensions of [R, K, ..., H] over which numbers share a scale that follows their largest."""
+
+
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+"""Magnitudes of four bits, E2M1."""
+BLOCK_SIZE = 16
+_E4M3 = torch.float8_e4m3fn
+
+
+def nearest_of_four_bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the nearest number of E2M1, float64; on a tie the larger."""
+    return _of_levels(x, (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2)
+
+
+def four_bits_cut_off(x: torch.Tensor) -> torch.Tensor:
+    """Return the next number of E2M1 towards zero, float64."""
+    return _of_levels(x, _MAGNITUDES[1:])
+
+
+def _of_levels(x: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    size = x.abs().to(torch.float64).contiguous()
+    return _MAGNITUDES.to(x.device)[torch.bucketize(size, bounds.to(x.device), right=True)].copysign(x)
+
+
+def _power_of_two(share: torch.Tensor, _still: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(torch.log2(share.clamp(min=1e-10)).ceil())
+
+
+def _in_e4m3(share: torch.Tensor, still: torch.Tensor) -> torch.Tensor:
+    return in_dtype((share / still).clamp(max=torch.finfo(_E4M3).max), _E4M3) * still
+
+
+BLOCKS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mxfp4": _power_of_two, "nvfp4": _in_e4m3,
+}  # fmt: skip
+"""Formats of four bits: from a sixth of a block's largest number, and a scale that stands still, to the block's scale.
+`nvfp4` has both, and the block's is a number of E4M3; that of `mxfp4` is a power of two, and nothing else."""
+FOUR_BITS = (6.0, nearest_of_four_bits)
+"""Of the formats in `BLOCKS`, what `GRIDS` has of others."""
+
+
+def blocks_of(x: torch.Tensor) -> torch.Tensor:
+    """Return [..., H/16, 16] of [..., H]; raises RuntimeError where 16 does not divide the head size."""
+    blocks: torch.Tensor = x.unflatten(-1, (-1, BLOCK_SIZE))
+    return blocks
+
+
+def scale_of_blocks(x: torch.Tensor, name: str, still: torch.Tensor, off: float = 0.0) -> torch.Tensor:
+    """Return the scale of each of [R, K, ..., H], float64: of its block, the largest of which is off by a share."""
+    share = blocks_of(x.to(torch.float64)).abs().amax(dim=-1, keepdim=True) * (1 + off) / FOUR_BITS[0]
+    scale = BLOCKS[name](share, still[..., None])
+    of_each: torch.Tensor = torch.where(scale > 0, scale, 1.0).expand(*scale.shape[:-1], BLOCK_SIZE).flatten(-2)
+    return of_each
+
+
+def in_blocks(x: torch.Tensor, name: str, still: torch.Tensor) -> Stored:
+    """Return what is stored of [R, K, ..., H] in blocks, with a scale that stands still and can be broadcast to it.
+
+    The scale of a block near a tie may be either of two, and so may a number near one.
+    """
+    held = [
+        on_grid(x, name, scale_of_blocks(x, name, still, off)) for off in (0.0, -_QUOTIENT, _QUOTIENT)
+    ]  # fmt: skip
+    values = torch.stack([item.values for item in held])
+    return Stored(values[0], torch.stack([item.slack for item in held]).amax(0) + values.amax(0) - values.amin(0))
+
+
+def grid(name: str) -> tuple[float, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the largest number of a format, and what gives the nearest one; raises KeyError for others."""
+    return FOUR_BITS if name in BLOCKS else GRIDS[name]
+
+
+def clipped(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Cut scaled numbers at the ends of a format; integers have one more below."""
+    top = grid(name)[0]
+    return x.clamp(-top - (name.startswith("int")), top)
+
+
+def on_grid(x: torch.Tensor, name: str, scale: torch.Tensor) -> Stored:
+    """Return what is stored of [R, K, ..., H] with a scale that can be broadcast to it."""
+    nearest = grid(name)[1]
+    scaled = x.to(torch.float64) / scale
+    low, here, high = (nearest(clipped(scaled * (1 + off), name)) for off in (-_QUOTIENT, 0, _QUOTIENT))
+    return Stored(here * scale, (high - low).abs() * scale)
+
+
+def scale_of_largest(x: torch.Tensor, name: str, share: str) -> torch.Tensor:
+    """Return the scale, float64, under which the largest of those that share it becomes the largest of the format."""
+    largest = x.to(torch.float32).abs().amax(dim=SHARES[share], keepdim=True)
+    scale: torch.Tensor = (torch.where(largest > 0, largest, 1.0) / GRIDS[name][0]).to(torch.float64)
+    return scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,33 +1,266 @@
 """Local judgement: every operation by itself, in one forward of HF's with the engine's own rows put back.
 
 At every tap the engine's row is compared with what HF's code gives from the engine's rows before it, and HF goes on
-with the engine's row. So a wrong operation is wrong once, and what follows is judged on what it was given. What was not
+with the engine's row. So a wrong operation is wrong once, and what follows is judged on its own inputs. What was not
 recorded flows through HF's code, in the truth and in the control alike.
 """
 
-from collections.abc import Callable
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from harness.base.numerics import Numerics
 from harness.base.progress import Progress
-from harness.base.workers import Workers, num_spare_threads
+from harness.base.threads import Workers, num_spare_threads
 from harness.formats.recording import Recording
-from harness.judge.compare.batch import PaddedBatch, make_batches
-from harness.judge.compare.local_judge import LocalJudge, LocalJudgement, Measured
-from harness.judge.compare.replay import DecidedError, Replay
-from harness.judge.compare.row_sample import RowSample, SampledRows
+from harness.formats.taps import Kind, Operation
+from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
+from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartInputs, histories, merged
+from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
+from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
 from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
-from harness.oracle.batching import batch_tokens
+from harness.judge.compare.systematic import Effects, beyond_control
+from harness.oracle.attention import score_slope
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
-from harness.oracle.precision import truth_dtype
-from harness.oracle.softplus import SoftplusByLog
+from harness.oracle.precision import SoftplusByLog, truth_dtype
+from harness.oracle.requests import batch_tokens
+from harness.results.check import Effect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalJudgement:
+    """The result of forced replay."""
+
+    errors: Mapping[str, LocalErrors]
+    """By tap, in the order of the run."""
+    evidence: Mapping[str, Evidence]
+    """Of taps with wrong rows."""
+    is_partial: bool = False
+    """Whether the model was left at the first part with a wrong operation: what lies after it was not judged."""
+    sampled: SampledRows = field(default_factory=SampledRows)
+
+
+@dataclass(slots=True)
+class _TapTotals:
+    """What has been judged of one operation so far; the lists have an entry for each batch."""
+
+    errors: list[LocalErrors] = field(default_factory=list)
+    effects: Effects | None = None
+    control_effects: Effects | None = None
+    evidence: list[Evidence] = field(default_factory=list)
+
+    def direction(self, errors: Sequence[LocalErrors]) -> Effect | None:
+        """Return the direction of all rows so far that rounding does not have, under the conventions of some errors."""
+        allowance = max((part.allowance for part in errors), default=0.0)
+        return beyond_control(self.effects, self.control_effects, allowance=allowance)
+
+
+_Measured = tuple[TapRows, LocalErrors, torch.Tensor]
+"""Rows of one operation, their errors, and [R] bool which of them are wrong: those out of bounds; or all of them, where
+only together they have a direction that rounding does not have."""
+
+
+class LocalJudge(Judge):
+    """Judges the rows of every operation and sums them up.
+
+    `add` and `settle` run on the thread of the truth. `add` leaves the measuring (`_measure`) to the workers, while the
+    model goes on; `settle` takes what they measured into the totals (`_take`), in the order of the run. A worker
+    changes nothing but the effects of its operation, whose batches are measured one after the other.
+    """
+
+    def __init__(
+        self,
+        hf: HFModel,
+        dtype: torch.dtype,
+        usable: set[str],
+        *,
+        is_alone: bool,
+        declared: Numerics | None = None,
+        may_truncate: bool = False,
+        stops_early: bool = False,
+        workers: Workers[_Measured] | None = None,
+    ) -> None:
+        super().__init__(hf.graph, usable)
+        self.unrecorded_before = unrecorded_before(hf.graph, usable)
+        self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
+        self._is_alone, self._may_truncate = is_alone, may_truncate
+        self._workers = Workers[_Measured]() if workers is None else workers
+        self._totals: dict[str, _TapTotals] = {}
+        self._num_kept = Counter[str]()
+        self._stops_early, self._has_bad = stops_early, False
+
+    def add(self, rows: TapRows) -> None:
+        """See `Judge.add`."""
+        totals = self._totals.setdefault(rows.operation.tap, _TapTotals())
+        if rows.operation.kind is not Kind.CHOICE:
+            self._workers.submit(partial(self._measure, rows, totals))
+            return
+        distances = choice_errors(rows)
+        errors = LocalErrors(rows=rows.rows, roundings=distances, bound=torch.ones_like(distances))
+        totals.errors.append(errors)
+        if errors.num_bad:
+            self._keep_evidence(rows, totals, errors, errors.bad)
+
+    def settle(self) -> None:
+        """See `Judge.settle`."""
+        for rows, errors, wrong in self._workers.finished():
+            self._take(rows, errors, wrong, self._totals[rows.operation.tap])
+
+    @property
+    def is_decided(self) -> bool:
+        """See `Judge.is_decided`: where it stops early, whether an operation that was judged by itself is wrong."""
+        return self._stops_early and self._has_bad
+
+    def _measure(self, rows: TapRows, totals: _TapTotals) -> _Measured:
+        """Measure some rows: their errors, their bounds, and what direction the errors have."""
+        errors = self._rows.judge(rows, dtype=totals.errors[-1].dtype if totals.errors else None)
+        if totals.effects is None:
+            totals.effects, totals.control_effects = (self._new_effects(rows, errors) for _ in range(2))
+        before = None if self._is_alone else copy.deepcopy(totals.effects)
+        self._add_effects(rows, totals, errors)
+        has_direction = not rows.unrecorded and totals.direction([*totals.errors, errors]) is not None
+        if has_direction and errors.convention is None:
+            totals.effects, errors = self._without_direction(rows, totals.effects, before, errors)
+            has_direction = errors.convention is None
+        wrong = errors.bad
+        if has_direction and not bool(wrong.any()):  # any row is as good as another
+            wrong = errors.roundings.isfinite()
+        return rows, errors, wrong
+
+    def _take(self, rows: TapRows, errors: LocalErrors, wrong: torch.Tensor, totals: _TapTotals) -> None:
+        """Take what was measured into the totals."""
+        totals.errors.append(replace(errors, expected=None))
+        if rows.unrecorded and not self._is_within_part(rows):
+            return  # what would have to be run again for a cause reaches over several parts of the model
+        self._has_bad |= bool(errors.bad.any()) and not rows.unrecorded
+        if bool(wrong.any()):
+            self._keep_evidence(rows, totals, errors, wrong)
+
+    def _is_within_part(self, rows: TapRows) -> bool:
+        """Whether the unrecorded taps before the operation all stand in its part of the model."""
+        if rows.part is None:
+            return False
+        part = f"{rows.part.path}."
+        return all(f"{self.graph[tap].module}.".startswith(part) for tap in rows.unrecorded)
+
+    def _new_effects(self, rows: TapRows, errors: LocalErrors) -> Effects:
+        assert errors.dtype is not None
+        shape = rows.value.rows.shape
+        num_heads = shape[1] if len(shape) == 3 else 1
+        return Effects(rows.operation.kind, errors.dtype, num_heads=num_heads, may_truncate=self._may_truncate)
+
+    def _add_effects(self, rows: TapRows, totals: _TapTotals, errors: LocalErrors) -> None:
+        """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
+        assert totals.effects is not None
+        assert totals.control_effects is not None
+        slope = _slope(rows, errors)
+        judged = _add(totals.effects, rows, errors, slope)
+        if rows.control is None or errors.control is None:
+            return
+        if not self._is_alone or totals.effects.strongest() is not None:
+            position = rows.places % rows.batch.num_tokens
+            finite = judged & errors.control.isfinite()
+            totals.control_effects.add(position, rows.control, rows.expected, finite, slope)
+
+    def _without_direction(
+        self, rows: TapRows, effects: Effects, before: Effects | None, errors: LocalErrors
+    ) -> tuple[Effects, LocalErrors]:
+        """Return effects and errors under a convention that the direction of the errors comes of; else as they are."""
+        best = self._rows.under_best_convention(rows, errors)
+        if best is None or best.num_bad > errors.num_bad or best.typical >= errors.typical:
+            return effects, errors
+        under_best = before or self._new_effects(rows, errors)
+        _add(under_best, rows, best, _slope(rows, best))
+        return (effects, errors) if beyond_control(under_best, None, allowance=best.allowance) else (under_best, best)
+
+    def _keep_evidence(self, rows: TapRows, totals: _TapTotals, errors: LocalErrors, bad: torch.Tensor) -> None:
+        """Keep wrong rows; of choices, with the scores that they were to be made by in the place of their inputs."""
+        operation, is_choice = rows.operation, rows.operation.kind is Kind.CHOICE
+        if not self._is_kept(operation, totals):
+            return
+        if operation.kind is Kind.ATTENTION and rows.value.call is not None:
+            contexts, kept = histories(rows.batch, rows.value.call, rows.places[bad])
+            where = {place: at for at, place in enumerate(rows.places.tolist())}
+            chosen = torch.tensor([where[place] for place in kept.tolist()])
+            inputs = list[torch.Tensor]()
+        else:
+            wrong = bad.nonzero()[:, 0]
+            contexts, chosen = (), wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
+            inputs = [_scores(rows, rows.places[chosen])] if is_choice else rows.inputs(rows.places[chosen])
+        totals.evidence.append(
+            Evidence(
+                operation=operation,
+                rows=rows.batch.rows(rows.places[chosen]),
+                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64).flatten(1),
+                inputs=[_kept_input(x) for x in inputs],
+                roundings=errors.roundings[chosen],
+                bound=errors.bound[chosen],
+                dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
+                histories=contexts,
+                unrecorded=() if is_choice else rows.unrecorded,
+                part_inputs=None if is_choice or rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
+            )
+        )
+
+    def _is_kept(self, operation: Operation, totals: _TapTotals) -> bool:
+        """Whether evidence of an operation is kept still: of a site, that of the first layers."""
+        if not totals.evidence and self._num_kept[operation.site] == MAX_LAYERS:
+            return False
+        self._num_kept[operation.site] += not totals.evidence
+        return True
+
+    def judgement(self) -> LocalJudgement:
+        """Sum up what was judged, in the order of the run."""
+        in_order = [op.tap for op in self.graph if op.tap in self._totals]
+        return LocalJudgement(
+            errors={tap: self._errors(tap, self._totals[tap]) for tap in in_order},
+            evidence={tap: merged(self._totals[tap].evidence) for tap in in_order if self._totals[tap].evidence},
+            is_partial=self.is_decided,
+        )
+
+    def _errors(self, tap: str, totals: _TapTotals) -> LocalErrors:
+        return replace(
+            LocalErrors.concat(totals.errors),
+            effect=totals.direction(totals.errors),
+            unrecorded=self.unrecorded_before.get(tap) or (),
+            failures=tuple(self._rows.failures.get(tap, ())),
+        )
+
+
+def _add(effects: Effects, rows: TapRows, errors: LocalErrors, slope: torch.Tensor | None) -> torch.Tensor:
+    """Add the rows that can be judged; return which these are, [R] bool."""
+    assert errors.expected is not None
+    judged = errors.roundings.isfinite()
+    effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged, slope)
+    return judged
+
+
+def _slope(rows: TapRows, errors: LocalErrors) -> torch.Tensor | None:
+    """[R, W] how the rows move with the softmax scale; None where a row shows that by itself, or there is none."""
+    if rows.value.call is None or errors.dtype not in (torch.bfloat16, torch.float16) or errors.num_bad:
+        return None
+    call, at = judged_queries(rows)
+    slope = score_slope(call).flatten(0, 1)
+    return slope[at.to(slope.device)]
+
+
+def _scores(rows: TapRows, places: torch.Tensor) -> torch.Tensor:
+    """Return the truth's scores at some places of the batch, [places, ...]."""
+    assert rows.value.scores is not None
+    return rows.value.scores[places.to(rows.value.scores.device)]
+
+
+def _kept_input(x: torch.Tensor) -> torch.Tensor:
+    return x.to("cpu", torch.float64).flatten(1) if x.is_floating_point() else x.cpu()
 
 
 def local_errors(
@@ -54,7 +287,7 @@ def local_errors(
     ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
     batches = make_batches(recording, sequences(recording), batch_tokens(hf), sample, ahead=ahead)
     precision, declared = replay_dtype(truth, recording, hf), recording.manifest.numerics
-    with Workers[Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
+    with Workers[_Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(
             hf,
             engine_dtype(recording),
@@ -95,11 +328,11 @@ def _with_batch(sampled: SampledRows, batch: PaddedBatch, sample: RowSample | No
     num_rows = int(batch.is_own.sum())
     if sample is None:
         return replace(sampled, judged=sampled.judged + num_rows)
-    found = sample.least_found(max(map(len, batch.sequences)))
+    least_found = sample.least_found(max(map(len, batch.sequences)))
     return SampledRows(
         judged=sampled.judged + batch.num_sampled,
         left_out=sampled.left_out + num_rows - batch.num_sampled,
-        least_found=max(found, sampled.least_found or 0),
+        least_found=max(least_found, sampled.least_found or 0),
     )
 
 

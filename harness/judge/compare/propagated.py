@@ -4,7 +4,7 @@ Nothing but a pass over two recordings: tap by tap, memory-mapped, each row foun
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,8 +14,8 @@ from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Rows, chunks, joined, step_rows
 from harness.judge.compare.shapes import engine_dtype
-from harness.oracle.sketch.rows import estimated_metrics
-from harness.results.check import LogitResult
+from harness.oracle.sketch_rows import estimated_metrics
+from harness.results.check import LogitResult, PositionError
 
 RATIO_BOUND = 10.0
 """Largest ratio of a row's error to HF's own that passes if nothing but propagation can judge. HF's eager against
@@ -90,7 +90,7 @@ def propagated_errors(
         sketched: taps of which `expected` holds sketches: their distances are estimated.
     """
     result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
-    other: dict[str, list[Rows]] = {}
+    other_choices: dict[str, list[Rows]] = {}
     unit = rounding_unit(engine_dtype(actual))
     depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
     choices = {tap for tap in usable if tap in graph and graph[tap].kind is Kind.CHOICE}
@@ -100,24 +100,24 @@ def propagated_errors(
             pair = _pair([step for step in chunk if step.has(tap)], tap, expected)
             if pair is None:
                 continue
-            rows, found, ours, theirs = pair
+            rows, places, ours, theirs = pair
             if tap in choices:
                 is_other = (ours.sort(dim=-1).values != theirs.sort(dim=-1).values).any(dim=-1)
                 if bool(is_other.any()):
-                    other.setdefault(tap, []).append(rows.select(is_other))
+                    other_choices.setdefault(tap, []).append(rows.select(is_other))
                 continue
             part = parts.setdefault(tap, _Parts())
             part.rows.append(rows)
             part.metrics.append((estimated_metrics if tap in sketched else row_metrics)(ours, theirs))
             if tap in floors:
                 # A row where HF happened to be exact says nothing of what rounding may do: the median is the least.
-                part.noise.append(noise[tap][found[:, 2]].to(torch.float64).clamp(min=floors[tap]))
+                part.noise.append(noise[tap][places[:, 2]].to(torch.float64).clamp(min=floors[tap]))
             else:
-                part.noise.append(torch.full((len(found),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
+                part.noise.append(torch.full((len(places),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
             if tap == graph.logits:
                 logits.append(logit_metrics(ours, theirs))
     result.errors = _with_bounds({tap: part.joined() for tap, part in parts.items()}, floors, graph)
-    result.other_choices = {tap: Rows.concat(rows) for tap, rows in other.items()}
+    result.other_choices = {tap: Rows.concat(rows) for tap, rows in other_choices.items()}
     result.logits = _logit_result(logits)
     return result
 
@@ -133,10 +133,10 @@ def _with_bounds(
     """
     largest = 1.0
     for tap in (operation.tap for operation in graph if operation.tap in errors and operation.tap not in measured):
-        each = replace(errors[tap], bound=RATIO_BOUND * largest, has_noise=False)
-        errors[tap] = each
-        most = _MOST_CARRIED if not bool(each.is_far.any()) else math.inf
-        largest = max(largest, min(most, max(each.ratio[each.ratio.isfinite()].tolist(), default=0.0)))
+        bounded = replace(errors[tap], bound=RATIO_BOUND * largest, has_noise=False)
+        errors[tap] = bounded
+        most = _MOST_CARRIED if not bool(bounded.is_far.any()) else math.inf
+        largest = max(largest, min(most, max(bounded.ratio[bounded.ratio.isfinite()].tolist(), default=0.0)))
     return errors
 
 
@@ -165,14 +165,14 @@ def _pair(
 ) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Find the expected rows of a tap of some steps; rows that the other side lacks are left out."""
     rows = Rows.concat([step_rows(step, tap) for step in steps])
-    found = expected.find(tap, rows)
-    present = found[:, 0] >= 0
+    places = expected.find(tap, rows)
+    present = places[:, 0] >= 0
     if not bool(present.any()):
         return None
     ours = joined([step.tap(tap) for step in steps])
     if not bool(present.all()):
-        rows, found, ours = rows.select(present), found[present], ours[present]
-    return rows, found, ours.flatten(1), expected.gather(tap, found).flatten(1)
+        rows, places, ours = rows.select(present), places[present], ours[present]
+    return rows, places, ours.flatten(1), expected.gather(tap, places).flatten(1)
 
 
 def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:
@@ -182,3 +182,30 @@ def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:
     return LogitResult(
         num_rows=len(kl), top1_agreement=float(agreement.mean()), kl_max=float(kl.max()), margin_min=float(margin.min())
     )
+
+
+MAX_POSITIONS = 256
+"""Of longer requests neighbouring positions share an entry."""
+
+
+def position_errors(propagation: Propagation, graph: Graph) -> tuple[PositionError, ...]:
+    """Return median and largest ratio by position, at the deepest tap that was compared at every row.
+
+    The head is left out: an engine may compute it only where it samples.
+    """
+    compared = [op.tap for op in graph if op.tap in propagation.errors and not op.sampled_only and not op.is_kept]
+    return tuple(_by_position(propagation, compared[-1])) if compared else ()
+
+
+def _by_position(propagation: Propagation, tap: str) -> Iterator[PositionError]:
+    errors = propagation.errors[tap]
+    positions = errors.rows.position
+    if not len(positions):
+        return
+    width = -(-(int(positions.max()) + 1) // MAX_POSITIONS)
+    bins = positions // width
+    for place in bins.unique().tolist():
+        ratio = errors.ratio[bins == place]
+        yield PositionError(
+            tap=tap, position=place * width, ratio_median=float(ratio.median()), ratio_max=float(ratio.max())
+        )

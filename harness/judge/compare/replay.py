@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
-from harness.oracle.paired import PartCall, Value
-from harness.oracle.sample import Sample
+from harness.oracle.paired import PartCall, Sample, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +153,11 @@ class Replay:
     def control(self, value: Value) -> torch.Tensor | None:
         """See `PairObserver.control`."""
         tap, recorded = value.operation.tap, self._recorded(value.operation.tap)
-        found = None if recorded is None else _where(value, recorded)
-        if recorded is None or found is None:
+        located = None if recorded is None else _where(value, recorded)
+        if recorded is None or located is None:
             return None
         self._recorded_rows[tap] = recorded
-        here, at = found
+        here, at = located
         self._control[tap] = value.rows[at].flatten(1)
         if value.scores is not None:
             self._control_scores[tap] = value.scores[at]
@@ -168,14 +167,14 @@ class Replay:
         """See `PairObserver.truth`."""
         tap, replaced = value.operation.tap, None
         recorded = self._recorded_rows.pop(tap, None) or self._recorded(tap)
-        given = torch.zeros(self._batch.num_places, dtype=torch.bool)
-        found = None if recorded is None else _where(value, recorded)
-        if recorded is not None and found is not None:
-            here, at = found
-            given[(recorded if tap in self._sampled else here).places] = True
+        is_recorded = torch.zeros(self._batch.num_places, dtype=torch.bool)
+        located = None if recorded is None else _where(value, recorded)
+        if recorded is not None and located is not None:
+            here, at = located
+            is_recorded[(recorded if tap in self._sampled else here).places] = True
             self._judge_rows(value, here, at)
             replaced = self._put_back(value, recorded, here, at)
-        self._is_recorded[tap] = given
+        self._is_recorded[tap] = is_recorded
         self._keep(value, replaced)
         return replaced
 
@@ -220,13 +219,13 @@ class Replay:
 
     def _inputs_recorded(self, operation: Operation) -> torch.Tensor:
         """[places] bool: where all inputs were recorded, for attention with all of the history."""
-        given = torch.ones(self._batch.num_places, dtype=torch.bool)
+        are_recorded = torch.ones(self._batch.num_places, dtype=torch.bool)
         for index, tap in enumerate(operation.inputs):
-            own = self._is_recorded.get(tap, torch.zeros_like(given))
+            is_recorded = self._is_recorded.get(tap, torch.zeros_like(are_recorded))
             if operation.kind is Kind.ATTENTION and index:
-                own = own.view(-1, self._batch.num_tokens).int().cummin(dim=1).values.bool().flatten()
-            given &= own
-        return given
+                is_recorded = is_recorded.view(-1, self._batch.num_tokens).int().cummin(dim=1).values.bool().flatten()
+            are_recorded &= is_recorded
+        return are_recorded
 
     def _put_back(self, value: Value, recorded: RecordedRows, here: RecordedRows, at: torch.Tensor) -> torch.Tensor:
         """Return the rows to go on with: of a sample all rows, as they were recorded."""
@@ -237,12 +236,12 @@ class Replay:
 
     def _recorded(self, tap: str) -> RecordedRows | None:
         """Return the recorded rows of a tap that HF computes from the same tokens."""
-        found = self._batch.recorded(tap) if tap in self._judge.usable else None
-        ahead = self._judge.graph[tap].tokens_ahead if found is not None and tap in self._judge.graph else 0
-        if found is None or not ahead:
-            return found
-        keep = self._batch.is_followed(ahead)[found.places]
-        return RecordedRows(places=found.places[keep], rows=found.rows[keep]) if bool(keep.any()) else None
+        recorded = self._batch.recorded(tap) if tap in self._judge.usable else None
+        ahead = self._judge.graph[tap].tokens_ahead if recorded is not None and tap in self._judge.graph else 0
+        if recorded is None or not ahead:
+            return recorded
+        keep = self._batch.is_followed(ahead)[recorded.places]
+        return RecordedRows(places=recorded.places[keep], rows=recorded.rows[keep]) if bool(keep.any()) else None
 
     def _keep(self, value: Value, replaced: torch.Tensor | None) -> None:
         """Keep a value until the last operation that reads it has been judged; the model may change its own."""
@@ -293,9 +292,36 @@ def are_indices(chosen: torch.Tensor, num_scores: int) -> torch.Tensor:
 
 def put_back(rows: torch.Tensor, at: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """Return the rows with what was recorded in its place."""
-    given = recorded.to(rows.device, rows.dtype)
+    values = recorded.to(rows.device, rows.dtype)
     if len(at) == len(rows) and bool((at == torch.arange(len(rows), device=at.device)).all()):
-        return given.reshape(rows.shape)
+        return values.reshape(rows.shape)
     rows = rows.clone()
-    rows[at] = given.reshape(-1, *rows.shape[1:])
+    rows[at] = values.reshape(-1, *rows.shape[1:])
     return rows
+
+
+def unrecorded_before(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
+    """Return, for each recorded tap whose inputs were not all recorded, the unrecorded taps that HF computes before it.
+
+    They reach back to the nearest recorded taps. None if they reach back to the model's own tokens: then all of it so
+    far would be judged as one operation, and propagation judges that better. Tokens that a layer looks ahead to are
+    near.
+    """
+    between_taps: dict[str, tuple[str, ...] | None] = {}
+    for operation in graph:
+        if operation.tap in usable and not operation.is_kept and not set(operation.inputs) <= usable:
+            between = _unrecorded(graph, operation, usable)
+            is_closed = all(graph[tap].inputs or graph[tap].tokens_ahead for tap in between)
+            between_taps[operation.tap] = tuple(op.tap for op in graph if op.tap in between) if is_closed else None
+    return between_taps
+
+
+def _unrecorded(graph: Graph, operation: Operation, usable: set[str]) -> set[str]:
+    unrecorded: set[str] = set()
+    pending = [tap for tap in operation.inputs if tap not in usable]
+    while pending:
+        tap = pending.pop()
+        if tap not in unrecorded:
+            unrecorded.add(tap)
+            pending += [item for item in graph[tap].inputs if item not in usable]
+    return unrecorded

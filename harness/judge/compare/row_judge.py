@@ -1,20 +1,76 @@
-"""Judges rows of one operation: their errors, their bounds, and the convention that the engine follows in them."""
+"""Judge rows of one operation: their errors, their bounds, and the convention that the engine follows in them.
 
-from dataclasses import dataclass
+Choices of a router are judged as tokens are. A row may choose other experts than the truth does on the same input if
+the truth's own scores are as near as rounding makes them: a tie. What the experts then compute is judged on the
+engine's choice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from harness.base.metrics import largest_rounding, rounding_unit, row_errors
 from harness.base.numerics import Numerics
 from harness.formats.taps import KINDS, ErrorModel, Kind
+from harness.judge.compare.align import Rows
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
-from harness.judge.compare.guard import guarded
+from harness.judge.compare.evidence import guarded
 from harness.judge.compare.replay import TapRows
 from harness.judge.compare.sequences import NOWHERE
 from harness.oracle.attention import attention_sensitivity, of_queries
 from harness.oracle.model import HFModel
 from harness.oracle.watch import AttentionCall
+from harness.results.check import Effect
+
+
+def choice_errors(rows: TapRows) -> torch.Tensor:
+    """Return how far each row's choice is from the truth's, as a multiple of what rounding allows: [rows] float64.
+
+    With s the truth's scores, the distance is the highest of those that the truth chose and the engine did not, less
+    the lowest of those that the engine chose and the truth did not; infinite where an index does not exist or is there
+    twice. Scores of -inf are masked: where there are too few others, it does not matter which of them are chosen.
+    Rounding allows twice the largest error that HF's own scores have in the engine's dtype, in that row or in the
+    median of all rows, and at least one rounding of the scores.
+    """
+    scores = rows.value.scores
+    assert scores is not None
+    s = scores[rows.places.to(scores.device)].to(torch.float64).reshape(-1, scores.shape[-1])
+    chosen, meant = (x.to(s.device, torch.int64).reshape(len(s), -1) for x in (rows.actual, rows.expected))
+    distance = _distances(s, chosen, meant).view(len(rows.places), -1).amax(dim=1)
+    noise = torch.zeros_like(distance)
+    if rows.control_scores is not None:
+        noise = _noise(s, rows.control_scores.reshape(s.shape)).view(len(rows.places), -1).amax(dim=1)
+    allowed = 2 * noise.clamp(min=float(noise.median()))
+    return torch.where(distance == 0, 0.0, distance / allowed).cpu()
+
+
+def _distances(s: torch.Tensor, chosen: torch.Tensor, meant: torch.Tensor) -> torch.Tensor:
+    """[rows] float64, of scores [rows, n], the engine's indices [rows, k] and the truth's [rows, k or fewer]."""
+    is_seen = s > -torch.inf
+    ours, theirs = _members(chosen, s.shape[1]), _members(meant, s.shape[1]) & is_seen
+    missed = s.masked_fill(~(theirs & ~ours), -torch.inf).amax(dim=1)
+    extra = s.masked_fill(~(ours & ~theirs), torch.inf).amin(dim=1)
+    distance = (missed - extra).clamp(min=0).nan_to_num(0.0, posinf=torch.inf)
+    is_full = theirs.sum(dim=1) == chosen.shape[1]
+    has_nonsense = (ours.sum(dim=1) < chosen.shape[1]) & (is_full | (missed > -torch.inf))
+    return distance.masked_fill(has_nonsense, torch.inf)
+
+
+def _members(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """[rows, count] bool: which of so many scores are named by indices [rows, k], of which some may not exist."""
+    inside = (indices >= 0) & (indices < count)
+    named = torch.zeros(len(indices), count + 1, dtype=torch.bool, device=indices.device)
+    return named.scatter(1, indices.where(inside, count), True)[:, :count]
+
+
+def _noise(s: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
+    """[rows] float64: the largest error of HF's own scores, at least a rounding."""
+    is_seen = s.isfinite() & control.isfinite()
+    error = (control.to(torch.float64) - s).abs().where(is_seen, 0).amax(dim=1)
+    return error.clamp(min=rounding_unit(control.dtype) * s.abs().where(is_seen, 0).amax(dim=1))
+
 
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
@@ -27,23 +83,32 @@ _MAJORITY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowErrors:
-    """Errors of some rows of one operation; tensors [R]."""
+class LocalErrors:
+    """Errors of rows of one operation that was judged by itself; tensors [rows] in the order of `rows`."""
 
-    dtype: torch.dtype
-    """The unit: what the operation's tensors are rounded to."""
+    rows: Rows
     roundings: torch.Tensor
-    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged."""
+    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged because
+    its inputs are not finite."""
     bound: torch.Tensor
-    """float64."""
-    expected: torch.Tensor
-    """[R, W] what the rows were held to: the truth's, or what the convention gives."""
+    """float64: the largest error that rounding explains."""
+    dtype: torch.dtype | None = None
+    """The unit: what the operation's tensors are rounded to; None if nothing was measured in roundings."""
+    expected: torch.Tensor | None = None
+    """[rows, W] what the rows were judged against: the truth's, or what the convention gives. It is kept only while the
+    rows of one batch are judged."""
     control: torch.Tensor | None = None
-    """float64: the control's own errors if it was run in this dtype."""
+    """float64: what HF's own module loses in the engine's dtype on the same inputs; None if it was not run."""
     is_bounded_by_control: bool = False
     convention: str | None = None
     allowance: float = 0.0
     """The most roundings that the convention adds to the bound of a row. An effect over all rows may be as large."""
+    effect: Effect | None = None
+    """A direction that the errors have over all rows, and that neither truth nor control has."""
+    unrecorded: tuple[str, ...] = ()
+    """Taps that HF computed because they were not recorded; empty if the operation was judged by itself."""
+    failures: tuple[str, ...] = ()
+    """Conventions that raised, so that the operation was not judged under them."""
 
     @property
     def bad(self) -> torch.Tensor:
@@ -56,10 +121,31 @@ class RowErrors:
         return int(self.bad.sum())
 
     @property
+    def is_exact(self) -> bool:
+        """Whether no row has any error."""
+        return bool((self.roundings == 0).all())
+
+    @property
     def typical(self) -> float:
         """Mean error of the rows that can be judged; 0 if there are none."""
         known = self.roundings[self.roundings.isfinite()]
         return float(known.mean()) if len(known) else 0.0
+
+    @staticmethod
+    def concat(parts: Sequence["LocalErrors"]) -> "LocalErrors":
+        """Join the errors of one operation in several batches."""
+        controls = [part.control for part in parts if part.control is not None]
+        conventions = [part.convention for part in parts if part.convention is not None]
+        return replace(
+            parts[-1],
+            rows=Rows.concat([part.rows for part in parts]),
+            roundings=torch.cat([part.roundings for part in parts]),
+            bound=torch.cat([part.bound for part in parts]),
+            control=torch.cat(controls) if len(controls) == len(parts) else None,
+            is_bounded_by_control=any(part.is_bounded_by_control for part in parts),
+            convention=conventions[-1] if conventions else None,
+            allowance=max(part.allowance for part in parts),
+        )
 
 
 class RowJudge:
@@ -79,7 +165,7 @@ class RowJudge:
         self.failures: dict[str, list[str]] = {}
         """By tap: conventions that raised, and where."""
 
-    def judge(self, rows: TapRows, *, dtype: torch.dtype | None = None) -> RowErrors:
+    def judge(self, rows: TapRows, *, dtype: torch.dtype | None = None) -> LocalErrors:
         """Judge rows in the dtype of their operation's tensors.
 
         Args:
@@ -100,15 +186,16 @@ class RowJudge:
         is_on_grid = torch.equal(rows.actual.to(self._dtype).to(torch.float32), rows.actual)
         return rows.expected.dtype == torch.float64 and not is_on_grid
 
-    def _judge_in(self, rows: TapRows, dtype: torch.dtype) -> RowErrors:
+    def _judge_in(self, rows: TapRows, dtype: torch.dtype) -> LocalErrors:
         roundings, control = _roundings(rows.actual, rows.expected, dtype), None
         if rows.control is not None and dtype == self._dtype:
             control = _roundings(rows.control, rows.expected, dtype)
         bound, by_control = self._bound(rows, roundings, control, dtype)
-        errors = RowErrors(
-            dtype=dtype,
+        errors = LocalErrors(
+            rows=rows.rows,
             roundings=roundings,
             bound=bound,
+            dtype=dtype,
             expected=rows.expected,
             control=control,
             is_bounded_by_control=by_control,
@@ -180,17 +267,20 @@ class RowJudge:
         norm = torch.linalg.vector_norm(rows.expected, dim=1)
         return Sensitivity(amplification=(scale / norm).to("cpu", torch.float64))
 
-    def under_best_convention(self, rows: TapRows, errors: RowErrors) -> RowErrors | None:
+    def under_best_convention(self, rows: TapRows, errors: LocalErrors) -> LocalErrors | None:
         """Hold rows against the conventions that apply: the one with the fewest bad rows, and of these the nearest.
 
         None if no convention applies.
         """
+        assert errors.dtype is not None
         subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
-        failures, tried = self.failures.setdefault(rows.operation.tap, []), list[RowErrors]()
+        failures, tried = self.failures.setdefault(rows.operation.tap, []), list[LocalErrors]()
         for convention in conventions(rows.operation.kind):
             with guarded(convention.name, failures):
-                tried.extend(_under(rounding, rows, errors, sensitivity) for rounding in convention.roundings(subject))
-        return min(tried, key=lambda each: (each.num_bad, each.typical), default=None)
+                tried.extend(
+                    _under(rounding, rows, errors, sensitivity) for rounding in convention.alternatives(subject)
+                )
+        return min(tried, key=lambda errors_under: (errors_under.num_bad, errors_under.typical), default=None)
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> SuspectRows:
         operation = rows.operation
@@ -211,27 +301,26 @@ class RowJudge:
 
 def _recorded(rows: TapRows, tap: str) -> torch.Tensor | None:
     """Return another tap at the same rows, [R, ...]; None if it was not recorded at all of them."""
-    found = rows.batch.recorded(tap)
-    if found is None:
+    recorded = rows.batch.recorded(tap)
+    if recorded is None:
         return None
     where = torch.full((rows.batch.num_places,), NOWHERE, dtype=torch.int64)
-    where[found.places] = torch.arange(len(found.places))
+    where[recorded.places] = torch.arange(len(recorded.places))
     at = where[rows.places]
-    return None if bool((at == NOWHERE).any()) else found.rows[at].to(rows.expected.device)
+    return None if bool((at == NOWHERE).any()) else recorded.rows[at].to(rows.expected.device)
 
 
-def _under(rounding: Rounding, rows: TapRows, errors: RowErrors, sensitivity: Sensitivity) -> RowErrors:
+def _under(rounding: Rounding, rows: TapRows, errors: LocalErrors, sensitivity: Sensitivity) -> LocalErrors:
     """Judge rows by a convention."""
     expected = rounding.expected().to(rows.expected.device)
+    assert errors.dtype is not None
     roundings = _roundings(rows.actual, expected, errors.dtype)
     bound = derived_bound(rounding.model, errors.dtype, sensitivity, expected)
-    return RowErrors(
-        dtype=errors.dtype,
+    return replace(
+        errors,
         roundings=torch.where(errors.roundings.isnan(), torch.nan, roundings),
         bound=bound if rounding.allowance is None else bound + rounding.allowance,
         expected=expected,
-        control=errors.control,
-        is_bounded_by_control=errors.is_bounded_by_control,
         convention=rounding.name,
         allowance=0.0 if rounding.allowance is None or not len(rounding.allowance) else float(rounding.allowance.max()),
     )
@@ -256,8 +345,8 @@ def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 
 def _attention_sensitivity(rows: TapRows) -> Sensitivity:
     call, at = judged_queries(rows)
-    found = attention_sensitivity(call)
-    both = found.amplification, found.score_sensitivity
+    sensitivity = attention_sensitivity(call)
+    both = sensitivity.amplification, sensitivity.score_sensitivity
     amplification, scores = (x.flatten()[at.to(x.device)].to("cpu", torch.float64) for x in both)
     return Sensitivity(amplification=amplification, score_sensitivity=scores)
 

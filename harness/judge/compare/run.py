@@ -7,29 +7,39 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.base.progress import Progress
-from harness.base.workers import Workers
+from harness.base.threads import Workers
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph
-from harness.judge.compare.acceptance import compare_acceptance
 from harness.judge.compare.align import Locator, match_requests
+from harness.judge.compare.batch import RowSample, rows_standing_out
 from harness.judge.compare.cache import cache_errors
-from harness.judge.compare.compute import judged_compute, unjudged
-from harness.judge.compare.conventions.quantised import QUANTISED_INPUTS
-from harness.judge.compare.coverage import Requirements, check_caches, check_coverage, check_tokens
-from harness.judge.compare.divergence import first_divergence
+from harness.judge.compare.conventions.linear import QUANTISED_INPUTS
+from harness.judge.compare.coverage import (
+    Requirements,
+    check_caches,
+    check_coverage,
+    check_tokens,
+    judged_compute,
+    unjudged,
+)
 from harness.judge.compare.evidence import Evidence
-from harness.judge.compare.figures import tap_result
-from harness.judge.compare.findings import bad_finding, choice_finding, oracle_finding, systematic_finding
-from harness.judge.compare.judged import TapJudgement, judge
-from harness.judge.compare.local import local_errors, replay_dtype
-from harness.judge.compare.local_judge import LocalErrors, LocalJudgement
-from harness.judge.compare.positions import position_errors
-from harness.judge.compare.propagated import Propagation, propagated_errors
-from harness.judge.compare.row_sample import RowSample, rows_standing_out
+from harness.judge.compare.judged import (
+    TapJudgement,
+    bad_finding,
+    choice_finding,
+    first_divergence,
+    judge,
+    oracle_finding,
+    systematic_finding,
+    tap_result,
+)
+from harness.judge.compare.local import LocalJudgement, local_errors, replay_dtype
+from harness.judge.compare.propagated import Propagation, position_errors, propagated_errors
+from harness.judge.compare.row_judge import LocalErrors
+from harness.judge.compare.sequences import slot_conflicts
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
-from harness.judge.compare.slots import slot_conflicts
 from harness.judge.compare.states import StateJudgement, StateRuns, judge_states
-from harness.judge.compare.tokens import compare_tokens, tie_margin
+from harness.judge.compare.tokens import compare_acceptance, compare_tokens, tie_margin
 from harness.judge.compare.triggers import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
@@ -79,25 +89,25 @@ def compare_run(
         HarnessError: the recordings hold different prompts or are of different dtypes, or one of them is damaged.
     """
     begin, sides, required = time.perf_counter(), _sides(actual, expected, hf), requirements or Requirements()
-    found = _judge(sides, hf, truth=truth, stops_early=stops_early, sample=sample, progress=progress)
-    tokens, coverage, gaps = _tokens_and_coverage(sides, expected, hf, found, required)
+    judgements = _judge(sides, hf, truth=truth, stops_early=stops_early, sample=sample, progress=progress)
+    tokens, coverage, gaps = _tokens_and_coverage(sides, expected, hf, judgements, required)
     for recording in (actual, expected.recording):
         recording.verify_all()
-    findings = [*sides.findings, *_findings(sides, found), *gaps]
+    findings = [*sides.findings, *_findings(sides, judgements), *gaps]
     num_tokens = tokens.compared if required.accepts_tokens else 0
     misshapen = [finding.tap for finding in sides.findings if finding.tap is not None]
     result = RunResult(
         schedule=actual.manifest.schedule or "recorded",
-        outcome=_outcome(found.judged, coverage, num_tokens, findings, required.least_compute),
+        outcome=_outcome(judgements.judged, coverage, num_tokens, findings, required.least_compute),
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
-        taps=tuple(tap_result(item) for item in found.judged),
+        taps=tuple(tap_result(item) for item in judgements.judged),
         findings=tuple(findings),
-        first_divergence=first_divergence(found.judged, misshapen, sides.graph, actual),
+        first_divergence=first_divergence(judgements.judged, misshapen, sides.graph, actual),
         tokens=tokens,
-        logits=found.propagation.logits,
+        logits=judgements.propagation.logits,
         coverage=coverage,
         compare_s=time.perf_counter() - begin,
-        positions=position_errors(found.propagation, sides.graph),
+        positions=position_errors(judgements.propagation, sides.graph),
         bits=actual.bits,
         acceptance=compare_acceptance(
             actual, sides.theirs, sides.graph.logits, tie_margin(sides.noise.get(LOGIT_NOISE))
@@ -105,9 +115,9 @@ def compare_run(
     )
     return Comparison(
         result=result,
-        errors=found.errors,
-        evidence={**found.local.evidence, **found.states.evidence},
-        states=found.runs,
+        errors=judgements.errors,
+        evidence={**judgements.local.evidence, **judgements.states.evidence},
+        states=judgements.runs,
     )
 
 
@@ -213,12 +223,12 @@ def _runs_as_the_golden(local: LocalJudgement) -> bool:
 
 
 def _tokens_and_coverage(
-    sides: _Sides, expected: Golden, hf: HFModel | None, found: _Judgements, required: Requirements
+    sides: _Sides, expected: Golden, hf: HFModel | None, judgements: _Judgements, required: Requirements
 ) -> tuple[TokenResult, Coverage, list[Finding]]:
     """Compare the tokens, and count what was recorded; return what differs or is missing as findings."""
     graph, ours, noise = sides.graph, sides.ours, sides.noise.get(LOGIT_NOISE)
-    is_other = bool(found.propagation.other_choices)
-    sound = ours if _own_logits_decide(found.judged, graph.logits, has_other_choices=is_other) else None
+    is_other = bool(judgements.propagation.other_choices)
+    sound = ours if _own_logits_decide(judgements.judged, graph.logits, has_other_choices=is_other) else None
     tokens, differences = compare_tokens(sides.actual, sides.theirs, graph.logits, noise, sound=sound)
     coverage, gaps = check_coverage(
         ours,
@@ -226,30 +236,32 @@ def _tokens_and_coverage(
         [entry.name for entry in expected.recording.taps] if required.wanted is None else required.wanted,
         required,
         traits=None if hf is None else Traits.of(hf),
-        also=_ties(found.propagation.logits, noise),
+        also=_ties(judgements.propagation.logits, noise),
     )
     gaps += [] if TOKENS in required.not_offered else check_tokens(ours, tokens.compared)
-    sampled = found.local.sampled
+    sampled = judgements.local.sampled
     coverage = replace(
         coverage,
-        states_left_out=found.states.left_out,
+        states_left_out=judgements.states.left_out,
         rows_left_out=sampled.left_out,
         least_rows_found=sampled.least_found,
     )
-    return tokens, _with_what_was_judged(coverage, sides, found.judged, hf), [*differences, *gaps]
+    return tokens, _with_what_was_judged(coverage, sides, judgements.judged, hf), [*differences, *gaps]
 
 
-def _findings(sides: _Sides, found: _Judgements) -> list[Finding]:
+def _findings(sides: _Sides, judgements: _Judgements) -> list[Finding]:
     """Return what is wrong with operations, with the oracle, and with the cache and its slots."""
-    not_finite = oracle_finding(found.propagation)
-    findings = [bad_finding(item) for item in found.judged if item.is_bad] + ([not_finite] if not_finite else [])
-    findings += [systematic_finding(item) for item in found.judged if item.effect is not None]
-    judged = {item.operation.tap for item in found.judged}
+    not_finite = oracle_finding(judgements.propagation)
+    findings = [bad_finding(item) for item in judgements.judged if item.is_bad] + ([not_finite] if not_finite else [])
+    findings += [systematic_finding(item) for item in judgements.judged if item.effect is not None]
+    judged = {item.operation.tap for item in judgements.judged}
     findings += [
-        choice_finding(*choice) for choice in found.propagation.other_choices.items() if choice[0] not in judged
+        choice_finding(*choice) for choice in judgements.propagation.other_choices.items() if choice[0] not in judged
     ]
-    if _runs_as_the_golden(found.local):
-        findings += check_caches(sides.ours, sides.graph, sides.usable, [item.operation.tap for item in found.judged])
+    if _runs_as_the_golden(judgements.local):
+        findings += check_caches(
+            sides.ours, sides.graph, sides.usable, [item.operation.tap for item in judgements.judged]
+        )
     return findings + slot_conflicts(sides.actual)
 
 

@@ -13,9 +13,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, Replicated, TapEntry
 from harness.formats.recording.reader import TORCH_DTYPES
 from harness.formats.taps import Graph, Kind
-from harness.judge.compare.cache_blocks import FORMATS
-from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.cache_grids import BLOCK_SIZE, BLOCKS, GRIDS
+from harness.judge.compare.cache_format import BLOCK_SIZE, BLOCKS, FORMATS, GRIDS, CacheFormat
 from harness.results.check import Finding
 
 

@@ -14,20 +14,19 @@ import torch
 from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare.align import Rows, all_rows, is_readback, step_rows
+from harness.judge.compare.align import Prefixes, Rows, all_rows, is_readback, step_rows
 from harness.judge.compare.batch import make_batches
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, control_bound
 from harness.judge.compare.evidence import Evidence
 from harness.judge.compare.local import control_arithmetic
-from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.replay import Judge, Replay
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 from harness.judge.compare.shapes import engine_dtype, keeps_one_less
-from harness.oracle.batching import batch_tokens
 from harness.oracle.caches import held_states
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
+from harness.oracle.requests import batch_tokens
 
 _MOST_PASSES, _LEAST_TOKENS = 4, 2048
 """Tokens that the truth may run for states: so many times those of the recording, and no fewer than so many."""
@@ -98,39 +97,39 @@ class StateRuns:
             number = torch.full((self.prefixes.count,), NOWHERE, dtype=torch.int64)
             at = wanted.nonzero()[:, 0]
             number[prefixes[at]] = at
-            found = number[self.prefixes.up_to(read.request, length)]
-            there = found >= 0
-            step[there], row[there] = rows.step[found[there]], numbers[found[there]]
+            latest = number[self.prefixes.up_to(read.request, length)]
+            there = latest >= 0
+            step[there], row[there] = rows.step[latest[there]], numbers[latest[there]]
         return RowSequence(request=request, step=step, row=row, is_own=torch.zeros(length, dtype=torch.bool))
 
     def num_taken_over(self, request: int) -> int:
         """Return the number of rows before the first one that a request computed itself."""
         rows, _, _ = self._computed
-        own = rows.position[rows.request == request]
-        return int(own[0]) if len(own) else 0
+        positions = rows.position[rows.request == request]
+        return int(positions[0]) if len(positions) else 0
 
     def last_computed(self, request: int, step: int) -> tuple[int, int]:
         """Return the last position of a request that was computed before a step, and when; -1 for none."""
         rows, _, _ = self._computed
-        own = rows.select((rows.request == request) & (rows.step < step))
-        return (int(own.position.max()), int(own.step.max())) if len(own) else (-1, -1)
+        computed = rows.select((rows.request == request) & (rows.step < step))
+        return (int(computed.position.max()), int(computed.step.max())) if len(computed) else (-1, -1)
 
     def after(self, sequences: Sequence[RowSequence]) -> list[dict[str, torch.Tensor]]:
         """Return the truth's states after each sequence, flat in float64, by tap."""
         keys = [(*item.token_ids, *item.step.tolist(), *item.row.tolist()) for item in sequences]
         new = {key: sequence for key, sequence in zip(keys, sequences, strict=True) if key not in self._known}
-        found = self.pairs(list(new.values()))
-        self._known |= {key: truth for key, (_, truth) in zip(new, found, strict=True)}
+        new_pairs = self.pairs(list(new.values()))
+        self._known |= {key: truth for key, (_, truth) in zip(new, new_pairs, strict=True)}
         return [self._known[key] for key in keys]
 
     def pairs(self, sequences: Sequence[RowSequence]) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
         """Return the control's states after each sequence, and the truth's; see `after`."""
-        found = list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]()
+        by_sequence = list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]()
         place = {id(sequence): at for at, sequence in enumerate(sequences)}
         order = list[int]()
         for length in sorted({len(sequence) for sequence in sequences}):
-            own = [sequence for sequence in sequences if len(sequence) == length]
-            for batch in make_batches(self.recording, own, batch_tokens(self._hf)):
+            same_length = [sequence for sequence in sequences if len(sequence) == length]
+            for batch in make_batches(self.recording, same_length, batch_tokens(self._hf)):
                 watcher = Replay(self._judge, batch)
                 control, truth = run_pair(
                     self._hf,
@@ -141,9 +140,11 @@ class StateRuns:
                     use_cache=True,
                     control_arithmetic=control_arithmetic(self.recording),
                 )
-                found += zip(*(self._by_tap(cache, len(batch.sequences)) for cache in (control, truth)), strict=True)
+                by_sequence += zip(
+                    *(self._by_tap(cache, len(batch.sequences)) for cache in (control, truth)), strict=True
+                )
                 order += [place[id(sequence)] for sequence in batch.sequences]
-        return [pair for _, pair in sorted(zip(order, found, strict=True), key=lambda each: each[0])]
+        return [pair for _, pair in sorted(zip(order, by_sequence, strict=True), key=lambda item: item[0])]
 
     def _by_tap(self, cache: object, num_requests: int) -> list[dict[str, torch.Tensor]]:
         named = self._hf.graph.states
@@ -157,8 +158,8 @@ def line_of(runs: StateRuns, read: ReadState) -> list[tuple[int, int, int]]:
     """Return token, step and row of each row that is to be in a state; of none for a position before the first."""
     if read.position < 0:
         return []
-    own = runs.rows_of(read)
-    return list(zip(own.token_ids, own.step.tolist(), own.row.tolist(), strict=True))
+    sequence = runs.rows_of(read)
+    return list(zip(sequence.token_ids, sequence.step.tolist(), sequence.row.tolist(), strict=True))
 
 
 def sequence_of(line: Sequence[tuple[int, int, int]]) -> RowSequence:
@@ -180,12 +181,12 @@ def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> Stat
         return StateJudgement()
     chosen = _affordable(reads, runs.recording)
     pairs = dict(zip(chosen, runs.pairs([runs.rows_of(read) for read in chosen]), strict=True))
-    found = _judged(runs, graph, usable, operations, pairs)
-    before = _before_the_first(reads, pairs, found)
+    judgement = _judged(runs, graph, usable, operations, pairs)
+    before = _before_the_first(reads, pairs, judgement)
     if before:
         pairs |= dict(zip(before, runs.pairs([runs.rows_of(read) for read in before]), strict=True))
-        found = _judged(runs, graph, usable, operations, pairs)
-    return replace(found, left_out=_in_words(set(reads) - set(pairs)))
+        judgement = _judged(runs, graph, usable, operations, pairs)
+    return replace(judgement, left_out=_in_words(set(reads) - set(pairs)))
 
 
 def _judged(
@@ -195,18 +196,18 @@ def _judged(
     errors, evidence = dict[str, LocalErrors](), dict[str, Evidence]()
     for operation in operations:
         factor = UNRECORDED_FACTOR if _lacks_inputs(graph, operation, usable) else CONTROL_FACTOR
-        own = [(read, value) for read, value in states_read(runs.recording, operation.tap) if read in pairs]
-        if own:
-            found = _errors(operation, own, pairs, factor, engine_dtype(runs.recording))
-            errors[operation.tap] = found
-            if bool(found.bad.any()):
-                evidence[operation.tap] = _evidence(operation, own, pairs, found)
+        known_reads = [(read, value) for read, value in states_read(runs.recording, operation.tap) if read in pairs]
+        if known_reads:
+            tap_errors = _errors(operation, known_reads, pairs, factor, engine_dtype(runs.recording))
+            errors[operation.tap] = tap_errors
+            if bool(tap_errors.bad.any()):
+                evidence[operation.tap] = _evidence(operation, known_reads, pairs, tap_errors)
     return StateJudgement(errors=errors, evidence=evidence)
 
 
-def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", found: StateJudgement) -> list[ReadState]:
+def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", judgement: StateJudgement) -> list[ReadState]:
     """Return what was read between the last right state and the first wrong one, as far as it was left out."""
-    steps = [int(error.rows.step[error.bad].min()) for error in found.errors.values() if bool(error.bad.any())]
+    steps = [int(error.rows.step[error.bad].min()) for error in judgement.errors.values() if bool(error.bad.any())]
     if not steps:
         return []
     right = [read.step for read in pairs if read.step < min(steps)]
@@ -269,13 +270,13 @@ _Pairs = Mapping[ReadState, tuple[Mapping[str, torch.Tensor], Mapping[str, torch
 
 def _errors(
     operation: Operation,
-    own: Sequence[tuple[ReadState, torch.Tensor]],
+    reads: Sequence[tuple[ReadState, torch.Tensor]],
     pairs: _Pairs,
     factor: float,
     dtype: torch.dtype,
 ) -> LocalErrors:
-    actual = torch.stack([value for _, value in own])
-    control, truth = (torch.stack([pairs[read][side][operation.tap] for read, _ in own]) for side in (0, 1))
+    actual = torch.stack([value for _, value in reads])
+    control, truth = (torch.stack([pairs[read][side][operation.tap] for read, _ in reads]) for side in (0, 1))
     unit = rounding_unit(dtype)
     errors = row_errors(actual, truth) / unit
     # Where the rows before it are not finite, neither is the truth: there a state cannot be judged.
@@ -284,14 +285,12 @@ def _errors(
     bound = control_bound(noise, dtype, factor=factor)
     return LocalErrors(
         rows=Rows(
-            request=torch.tensor([read.request for read, _ in own]),
-            position=torch.tensor([read.position for read, _ in own]),
-            step=torch.tensor([read.step for read, _ in own]),
+            request=torch.tensor([read.request for read, _ in reads]),
+            position=torch.tensor([read.position for read, _ in reads]),
+            step=torch.tensor([read.step for read, _ in reads]),
         ),
         roundings=roundings,
         bound=bound,
-        bad=roundings > bound,
-        exact=bool((roundings == 0).all()),
         dtype=dtype,
         control=noise,
         is_bounded_by_control=True,
@@ -299,17 +298,17 @@ def _errors(
 
 
 def _evidence(
-    operation: Operation, own: Sequence[tuple[ReadState, torch.Tensor]], pairs: _Pairs, errors: LocalErrors
+    operation: Operation, reads: Sequence[tuple[ReadState, torch.Tensor]], pairs: _Pairs, errors: LocalErrors
 ) -> Evidence:
     """Keep the first wrong rows of some requests, in the order in which they were read."""
     wrong = errors.bad.nonzero()[:, 0]
     kept = list[int]()
     for at in wrong[errors.rows.step[wrong].argsort(stable=True)].tolist():
-        of_request = sum(own[item][0].request == own[at][0].request for item in kept)
+        of_request = sum(reads[item][0].request == reads[at][0].request for item in kept)
         if of_request < _MAX_ROWS_OF_REQUEST and len(kept) < _MAX_ROWS:
             kept.append(at)
     chosen = torch.tensor(kept)
-    expected = torch.stack([pairs[own[at][0]][1][operation.tap] for at in chosen.tolist()])
+    expected = torch.stack([pairs[reads[at][0]][1][operation.tap] for at in chosen.tolist()])
     assert errors.dtype is not None
     return Evidence(
         operation=operation,

@@ -259,8 +259,8 @@ def beyond_control(effects: Effects | None, control: Effects | None, *, allowanc
         return None
     beyond = []
     for effect in (item for item in effects.significant() if abs(item.roundings) > allowance):
-        own = control.like(effect) if control is not None else None
-        if own is None or effects.is_significant(_excess(effect, own)):
+        of_control = control.like(effect) if control is not None else None
+        if of_control is None or effects.is_significant(_excess(effect, of_control)):
             beyond.append(effect)
     return max(beyond, key=lambda effect: abs(effect.statistic), default=None)
 
@@ -268,8 +268,8 @@ def beyond_control(effects: Effects | None, control: Effects | None, *, allowanc
 def _excess(effect: Effect, control: Effect) -> Effect:
     """Return what is left of an effect beyond the nearest value between none and the control's."""
     nearest = min(max(effect.size, min(0.0, control.size)), max(0.0, control.size))
-    own, theirs = ((item.high - item.low) / 2 for item in (effect, control))
-    margin = own if nearest == 0 else math.hypot(own, theirs)
+    half_width, control_half_width = ((item.high - item.low) / 2 for item in (effect, control))
+    margin = half_width if nearest == 0 else math.hypot(half_width, control_half_width)
     size = effect.size - nearest
     return replace(
         effect,

@@ -1,11 +1,18 @@
-"""Greedy choices: the engine's tokens against the truth's, with near-ties told apart from errors."""
+"""Greedy choices: the engine's tokens against the truth's, and the drafts that such choices accept.
+
+A choice that differs is a near-tie or an error. A draft is accepted where the row before it chooses the same token, and
+all drafts before it are accepted. A forced run accepts what its workload says; the choices at its rows show what the
+engine would have accepted.
+"""
+
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from harness.errors import Code
-from harness.formats.recording import Recording, Step
-from harness.judge.compare.align import Locator, Rows, all_rows
-from harness.results.check import Finding, TokenResult
+from harness.formats.recording import Recording, RequestInfo, Step
+from harness.judge.compare.align import Locator, Rows, all_rows, is_readback
+from harness.results.check import Finding, TokenResult, VerifiedStep
 
 _BLOCK_ROWS = 256
 
@@ -38,13 +45,13 @@ def compare_tokens(
     pairs = [_choices(step, step.sampled) for step in actual.steps if step.sampled is not None]
     rows = Rows.concat([pair[0] for pair in pairs])
     chosen = torch.cat([torch.empty(0, dtype=torch.int64), *(pair[1] for pair in pairs)])
-    found = expected.find(logits, rows)
-    present = found[:, 0] >= 0
-    rows, chosen, found = rows.select(present), chosen[present], found[present]
+    places = expected.find(logits, rows)
+    present = places[:, 0] >= 0
+    rows, chosen, places = rows.select(present), chosen[present], places[present]
     equal, ties, findings = 0, 0, list[Finding]()
     for at in range(0, len(rows), _BLOCK_ROWS):
         block = torch.arange(at, min(at + _BLOCK_ROWS, len(rows)))
-        values = expected.gather(logits, found[block]).to(torch.float64)
+        values = expected.gather(logits, places[block]).to(torch.float64)
         margin = _margin(values, chosen[block])
         if sound is not None:
             margin = _tied_by_own(margin, threshold, sound, logits, rows.select(block), chosen[block])
@@ -71,11 +78,11 @@ def _tied_by_own(
     margin: torch.Tensor, threshold: float, sound: Locator, logits: str, rows: Rows, chosen: torch.Tensor
 ) -> torch.Tensor:
     """Return the margins, those beyond the threshold as ties where the engine chose the best of its own logits."""
-    found = sound.find(logits, rows)
-    far = ((margin > threshold) & (found[:, 0] >= 0)).nonzero()[:, 0]
+    places = sound.find(logits, rows)
+    far = ((margin > threshold) & (places[:, 0] >= 0)).nonzero()[:, 0]
     if len(far):
-        own = sound.gather(logits, found[far]).to(torch.float64)
-        margin[far[_margin(own, chosen[far]) == 0]] = threshold
+        own_logits = sound.gather(logits, places[far]).to(torch.float64)
+        margin[far[_margin(own_logits, chosen[far]) == 0]] = threshold
     return margin
 
 
@@ -98,3 +105,75 @@ def _differences(
         )
         findings.append(Finding(code=Code.TOKENS_DIFFER, message=message, tap=tap, request=request, position=position))
     return findings
+
+
+def compare_acceptance(actual: Recording, expected: Locator, logits: str, threshold: float) -> tuple[VerifiedStep, ...]:
+    """Return every step that verifies drafts of a request, in the order of the run.
+
+    Args:
+        actual: the engine's recording.
+        expected: of the golden.
+        logits: tap that tokens are chosen from.
+        threshold: distance of two logits of the truth that rounding may turn round.
+    """
+    requests = {request.id: request for request in actual.manifest.requests}
+    return tuple(
+        _verified(step, rows, requests, expected, logits, threshold)
+        for step in actual.steps
+        if not is_readback(step) and step.sampled is not None
+        for rows in _verifications(step, requests)
+    )
+
+
+def _verifications(step: Step, requests: Mapping[int, RequestInfo]) -> Iterator[torch.Tensor]:
+    """Yield, request by request, the rows of the latest token and its drafts: all choose, and follow the prompt."""
+    assert step.sampled is not None
+    drafts_of = [requests[number].draft_of for number in step.request.tolist()]
+    request = torch.tensor([at if of is None else of for at, of in zip(step.request.tolist(), drafts_of, strict=True)])
+    for number in request.unique().tolist():
+        rows = (request == number).nonzero()[:, 0]
+        follows = int(step.position[rows[0]]) >= requests[number].prompt_length
+        if len(rows) > 1 and follows and int(step.request[rows[0]]) == number and bool((step.sampled[rows] >= 0).all()):
+            yield rows
+
+
+def _verified(
+    step: Step,
+    rows: torch.Tensor,
+    requests: Mapping[int, RequestInfo],
+    expected: Locator,
+    logits: str,
+    threshold: float,
+) -> VerifiedStep:
+    assert step.sampled is not None
+    places = list(zip(step.request[rows].tolist(), step.position[rows].tolist(), strict=True))
+    drafts = torch.tensor([requests[request].token_ids[position] for request, position in places[1:]])
+    surely, possibly = _by_truth(step, rows[:-1], drafts, expected, logits, threshold)
+    return VerifiedStep(
+        step=step.index,
+        request=places[0][0],
+        position=places[0][1],
+        num_drafts=len(drafts),
+        num_accepted=_leading(step.sampled[rows[:-1]] == drafts),
+        truth_least=_leading(surely),
+        truth_most=_leading(possibly),
+    )
+
+
+def _by_truth(
+    step: Step, rows: torch.Tensor, drafts: torch.Tensor, expected: Locator, logits: str, threshold: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [drafts] bool twice: the truth accepts it whatever rounding does, and it may; as far as rows are known."""
+    places = expected.find(logits, all_rows(step).select(rows))
+    places = places[: _leading(places[:, 0] >= 0)]
+    if not len(places):
+        return (torch.zeros(0, dtype=torch.bool),) * 2
+    values, drafts = expected.gather(logits, places).to(torch.float64), drafts[: len(places)]
+    best = values.topk(2, dim=1).values
+    chosen = values.gather(1, drafts[:, None])[:, 0]
+    return (chosen == best[:, 0]) & (best[:, 0] - best[:, 1] > threshold), best[:, 0] - chosen <= threshold
+
+
+def _leading(flags: torch.Tensor) -> int:
+    """Count the flags before the first that is false."""
+    return int(flags.int().cumprod(dim=0).sum())

@@ -7,8 +7,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording import Recording, Step
-from harness.judge.compare.align import is_readback
-from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.align import Prefixes, is_readback
 from harness.oracle.model import HFModel
 from harness.results.check import Finding
 
@@ -121,7 +120,7 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) 
     seen.num_blocks[request] = num_blocks
     if request not in seen.computed and first > 0:
         yield "prefix_hit"
-        if any(_has_computed(other, request, first, seen) for other in step.request.unique().tolist()):
+        if any(_has_computed(running, request, first, seen) for running in step.request.unique().tolist()):
             yield "forked"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
     # An engine without a cache computes every position in every step: it has nothing that it could have lost.
@@ -143,12 +142,12 @@ def _sampled(step: Step, request: int) -> torch.Tensor:
     return step.position[(step.request == request) & (step.sampled >= 0)]
 
 
-def _has_computed(other: int, request: int, first: int, seen: _Seen) -> bool:
+def _has_computed(source: int, request: int, first: int, seen: _Seen) -> bool:
     """Whether another request of the same step had computed all that comes before a request's first row."""
     past = seen.prefixes.up_to(request, first)
     return (
-        set(range(first)) <= seen.computed.get(other, set())
-        and len(theirs := seen.prefixes.up_to(other, first)) == first
+        set(range(first)) <= seen.computed.get(source, set())
+        and len(theirs := seen.prefixes.up_to(source, first)) == first
         and bool((theirs == past).all())
     )
 

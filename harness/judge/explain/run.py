@@ -6,20 +6,18 @@ from functools import cached_property
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.metrics import rounding_unit
-from harness.base.scratch import scratch_folder
 from harness.errors import Code
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation, layer_of
-from harness.judge.compare.align import Locator, Rows, match_requests
-from harness.judge.compare.evidence import MAX_ROWS, Evidence
-from harness.judge.compare.guard import guarded
-from harness.judge.compare.local_judge import LocalErrors
-from harness.judge.compare.prefixes import Prefixes
-from harness.judge.compare.row_sample import spread
+from harness.judge.compare.align import Locator, Prefixes, Rows, match_requests
+from harness.judge.compare.batch import spread
+from harness.judge.compare.evidence import MAX_ROWS, Evidence, guarded
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.run import Comparison
+from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
-from harness.judge.compare.slot_history import SlotHistory
 from harness.judge.explain.core.rerun import Rerun, replay
 from harness.judge.explain.core.wrong_operation import WrongOperation, gathered
 from harness.judge.explain.experts.router import explain_count

@@ -1,42 +1,49 @@
-"""The main job: an engine's rows under every schedule against one golden, every operation by itself."""
+"""The main job: an engine's rows under every schedule against one golden, every operation by itself.
+
+A check that failed names the next place to look, for programs: the operation, its cause, and a narrower command.
+"""
 
 import math
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from harness.base.progress import Progress
 from harness.base.threads import limit_threads
 from harness.engines import Capabilities, Engine
-from harness.engines.isolated import IsolatedEngine
+from harness.engines.record import IsolatedEngine
 from harness.errors import Code
+from harness.formats.case import Case
 from harness.formats.recording import Recording
-from harness.formats.schedule import Schedule
+from harness.formats.schedule import Schedule, parse_schedule
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare import Comparison, Requirements, compare_run
-from harness.judge.compare.compute import LEAST_JUDGED
+from harness.judge.compare.batch import RowSample
+from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.compare.propagated import what_logits_show
-from harness.judge.compare.row_sample import RowSample
 from harness.judge.explain import explain_run
-from harness.judge.jobs.engine_run import (
+from harness.judge.jobs.opened import (
     followed_schedules,
     match_taps,
+    new_output_dir,
     open_planned,
+    planned_model,
     record_run,
+    recording_folder,
     with_duplicate_requests,
 )
-from harness.judge.jobs.model import planned_model
-from harness.judge.jobs.next_place import next_place
-from harness.judge.jobs.output_folder import new_output_dir, recording_folder
 from harness.judge.jobs.settings import compare_settings, with_settings
 from harness.oracle.golden import Golden
 from harness.oracle.lora import adapter_notes
 from harness.oracle.make_golden import cached_golden, open_cached_golden
 from harness.oracle.model import HFModel
+from harness.oracle.requests import Prompt
 from harness.plan import Plan
-from harness.results.check import CheckResult, Outcome, RunResult
+from harness.results.check import CheckResult, Divergence, Finding, NextPlace, Outcome, RunResult, TapSource
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -126,8 +133,10 @@ def _run_schedule(
         with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
             lacking = set() if engine.capabilities.has_decode else {"decode"}
             require = sorted({*schedule.requires, *plan.case.require} - lacking)
-            found = compare_planned(plan, engine.capabilities, actual, golden, hf, require=require, progress=report)
-            result = found.result if plan.case.stops_early else explain_run(found, actual, golden, hf)
+            comparison = compare_planned(
+                plan, engine.capabilities, actual, golden, hf, require=require, progress=report
+            )
+            result = comparison.result if plan.case.stops_early else explain_run(comparison, actual, golden, hf)
             return replace(result, engine_s=engine_s)
 
 
@@ -189,13 +198,13 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
             f"{len(judged)} of {len(graph)} taps were judged, as asked: what is wrong elsewhere is seen only as far as "
             "it reaches the cache or the logits"
         )
-    if found := [run.coverage.least_rows_found for run in runs if run.coverage.least_rows_found]:
+    if least_found := [run.coverage.least_rows_found for run in runs if run.coverage.least_rows_found]:
         yield (
             f"products and attention were judged in a sample of rows, as asked (--rows {plan.case.rows}, --rows-seed "
-            f"{plan.case.rows_seed}): what is wrong in {max(found)} rows of a request is judged in one of them with "
-            "95 %; what is wrong in fewer, where they stand out against HF's"
+            f"{plan.case.rows_seed}): an error in {max(least_found)} rows of a request is judged in one of them with "
+            "95 %; an error in fewer rows, where they stand out against HF's"
         )
-    share = min((each for run in runs if (each := run.coverage.judged_compute) is not None), default=1.0)
+    share = min((covered for run in runs if (covered := run.coverage.judged_compute) is not None), default=1.0)
     if share < LEAST_JUDGED and any(run.outcome is Outcome.NOTHING for run in runs):
         yield (
             f"{Code.NOTHING_CHECKED}: judged outputs are {100 * share:.0f} % of the model's multiply-adds, and a pass "
@@ -216,3 +225,83 @@ def _what_was_not_run(plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
             f"{Code.NOTHING_CHECKED}: the budget of {plan.case.budget_s:g} s was used up: not judged under "
             f"{', '.join(schedules)}"
         )
+
+
+_OWN = (
+    "schedules",
+    "max_new_tokens",
+    "stops_early",
+    "budget_s",
+    "isolate",
+    "truth",
+    "lora",
+    "other_loras",
+    "rows_seed",
+)
+"""Options that the narrower command has values of its own for, or leaves out."""
+
+
+def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapSource]) -> NextPlace | None:
+    """Return where to look next: the first divergence of the first run that failed, or its first finding."""
+    run = next((run for run in runs if run.findings), None)
+    if run is None:
+        return None
+    divergence: Divergence | Finding = run.first_divergence or run.findings[0]
+    explanation = divergence.explanation
+    is_setting = divergence.code is Code.SETTING_DIFFERS and isinstance(divergence, Finding)
+    command = _inspection(plan) if is_setting else _check(plan, run, divergence.request)
+    cause = explanation.cause if explanation is not None and explanation.is_cause else None
+    source = None if divergence.tap is None else sources.get(divergence.tap)
+    file, _, line = ("" if source is None else source.code or "").rpartition(":")
+    return NextPlace(
+        file=file or None,
+        line=int(line) if file else None,
+        tap=divergence.tap,
+        cause=divergence.message if is_setting and isinstance(divergence, Finding) else cause,
+        command=None if command is None or plan.subject is not None else shlex.join(["harness", *command]),
+    )
+
+
+def _inspection(plan: Plan) -> list[str]:
+    names = ("model", "hf", "engine", "engine_options", "engine_python", "dtype", "device")
+    return ["inspect", "--engine", plan.case.engine, *_options(plan.case, [name for name in names if name != "engine"])]
+
+
+def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
+    """Return the check of one schedule, and of one request where its rows do not depend on others.
+
+    None where the shell cannot say what is fed.
+    """
+    schedule, prompts = parse_schedule(run.schedule), list(plan.prompts)
+    if any(prompt.prompt_length is not None for prompt in prompts):
+        return None
+    is_alone = not schedule.is_batched and not schedule.is_repeated
+    if is_alone and request is not None and request < len(prompts):
+        prompts = [prompts[request]]
+    options = list(_options(plan.case, [name for name in Case.options() if name not in _OWN]))
+    for adapter in (plan.case.lora, *plan.case.other_loras):
+        options += [] if adapter is None else ["--lora", str(adapter)]
+    if plan.case.isolate is False:
+        options += ["--engine-timeout", "0"]
+    return ["check", *options, "--schedule", str(schedule), *_fed(prompts)]
+
+
+def _fed(prompts: Sequence[Prompt]) -> Iterator[str]:
+    for prompt in prompts:
+        yield from ("--token-ids", ",".join(map(str, prompt.token_ids)))
+    yield from ("--max-new-tokens", str(max(prompt.max_new_tokens for prompt in prompts)))
+
+
+def _options(case: Case, names: Sequence[str]) -> Iterator[str]:
+    """Yield the options that give fields of a case other values than their defaults."""
+    for name in names:
+        value: Any = getattr(case, name)
+        if value in (None, Case.model_fields[name].default):
+            continue
+        option, _, negation = Case.options()[name].name.partition("/")
+        if isinstance(value, bool):
+            yield option if value else negation
+            continue
+        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+        for item in values if isinstance(values, list) else [values]:
+            yield from (option, str(item))

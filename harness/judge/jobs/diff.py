@@ -10,12 +10,12 @@ from harness.base.progress import Progress
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, TAP_PRESETS
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.inspect.sources import open_source
 from harness.formats.recording import Manifest, Recording
 from harness.formats.schedule import TRIGGERS
 from harness.formats.taps import Graph, Kind
+from harness.formats.values import open_source
 from harness.judge.compare import TOKENS, Requirements, compare_run
-from harness.judge.compare.compute import LEAST_JUDGED
+from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.explain import explain_run
 from harness.judge.jobs.check import preset_taps
 from harness.oracle.golden import Golden
@@ -76,8 +76,8 @@ def run_diff(
             notes.append(_ESTIMATED)
         wanted = _wanted(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
         requirements = _requirements(ours, taps, lacking, wanted, require)
-        found = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)
-        run = found.result if hf is None else explain_run(found, ours, golden, hf)
+        comparison = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)
+        run = comparison.result if hf is None else explain_run(comparison, ours, golden, hf)
         return _result(ours.manifest, run, notes)
 
 
@@ -137,11 +137,11 @@ def _another_base(base: Checkpoint, recorded: Manifest, adapted: Collection[str]
     except HarnessError:
         return
     kept = [name for name in ours.names if name in theirs.names and name.removesuffix(".weight") not in adapted]
-    other = [name for name in kept if not _is_same(ours.read(name), theirs.read(name))]
-    if other:
+    different = [name for name in kept if not _is_same(ours.read(name), theirs.read(name))]
+    if different:
         yield (
-            f"{len(other)} of {len(kept)} tensors that the adapter does not change are other ones in "
-            f"{recorded.model.id}, {other[0]} the first: the adapter was merged into another base"
+            f"{len(different)} of {len(kept)} tensors that the adapter does not change are other ones in "
+            f"{recorded.model.id}, {different[0]} the first: the adapter was merged into another base"
         )
 
 
@@ -173,9 +173,9 @@ def _site(tap: str, graph: Graph) -> str:
     return graph[tap].site if tap in graph else tap
 
 
-def _refuse_unknown(option: str, what: str, given: Sequence[str], known: Sequence[str]) -> None:
+def _refuse_unknown(option: str, what: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Raise if an option was given a name that is not known; `what` is the message, with `{}` for the name."""
-    for name in given:
+    for name in names:
         if name not in known:
             expected = ", ".join(dict.fromkeys(known))
             raise HarnessError(Code.BAD_OPTION, what.format(repr(name)), where=option, expected=expected, actual=name)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
+from harness.base.files import scratch_folder
 from harness.base.memory import available_bytes, watched_memory
 from harness.base.progress import Progress
-from harness.base.scratch import scratch_folder
 from harness.base.threads import limit_threads
 from harness.engines.hf import HFEngine
 from harness.engines.record import record
@@ -22,15 +22,14 @@ from harness.formats.schedule import Schedule
 from harness.formats.taps import layer_of
 from harness.judge.compare import compare_run
 from harness.judge.jobs.check import planned_sample
-from harness.judge.jobs.engine_run import describe_run
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import describe_run, planned_model
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.make_golden import make_golden, open_cached_golden
 from harness.oracle.model import HFModel
-from harness.oracle.parts import keeps_parts, parts_kept
+from harness.oracle.untraced import keeps_parts, parts_kept
 from harness.oracle.weights import ResidentWeights
 from harness.plan import Plan
-from harness.results.check_cost import CheckCost, PhaseCost
+from harness.results.check import CheckCost, PhaseCost
 
 NUM_LAYERS = 2
 """Layers that are run: a first one meets cold caches."""
@@ -131,8 +130,8 @@ class _Bytes:
     @classmethod
     def of(cls, recording: Recording, more: float) -> "_Bytes":
         """Count what layers hold `more` times."""
-        found = [(tap, step.tap(tap)) for step in recording.steps for tap in step.tap_names]
-        layers = sum(rows.numel() * rows.itemsize for tap, rows in found if layer_of(tap) is not None)
+        tensors = [(tap, step.tap(tap)) for step in recording.steps for tap in step.tap_names]
+        layers = sum(rows.numel() * rows.itemsize for tap, rows in tensors if layer_of(tap) is not None)
         num_bytes = sum(step.entry.num_bytes for step in recording.steps)
         return cls(num_bytes, num_bytes + round(layers * (more - 1)))
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from harness.engines import Engine, shown_settings
-from harness.engines.isolated import IsolatedEngine
 from harness.engines.module_settings import settings_of_modules
+from harness.engines.record import IsolatedEngine
 from harness.errors import Code
 from harness.formats.taps import Kind
-from harness.judge.jobs.engine_run import open_planned
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import open_planned, planned_model
 from harness.oracle.model import HFModel
 from harness.oracle.untraced import frequencies_follow_length
 from harness.plan import Plan
@@ -39,8 +38,8 @@ def compare_settings(plan: Plan, engine: Engine | IsolatedEngine, hf: HFModel) -
 
 def with_settings(run: RunResult, settings: SettingsResult) -> RunResult:
     """Return a run with a finding for each setting that differs, before its own: it is then a mismatch."""
-    found = [Finding(code=Code.SETTING_DIFFERS, message=str(pair)) for pair in settings.differing]
-    return replace(run, outcome=Outcome.MISMATCH, findings=(*found, *run.findings)) if found else run
+    findings = [Finding(code=Code.SETTING_DIFFERS, message=str(pair)) for pair in settings.differing]
+    return replace(run, outcome=Outcome.MISMATCH, findings=(*findings, *run.findings)) if findings else run
 
 
 def hf_settings(hf: HFModel) -> ModelSettings:
@@ -49,7 +48,7 @@ def hf_settings(hf: HFModel) -> ModelSettings:
     A field is left out where HF's config does not say it in a way that is understood.
     """
     config, modules = hf.config, settings_of_modules(dict(hf.model.named_modules()))
-    own = ModelSettings(
+    settings = ModelSettings(
         num_layers=_first(config, "num_hidden_layers"),
         hidden_size=_first(config, "hidden_size"),
         num_heads=_first(config, "num_attention_heads"),
@@ -63,7 +62,7 @@ def hf_settings(hf: HFModel) -> ModelSettings:
         num_experts=_first(config, *_NUM_EXPERTS),
         num_chosen_experts=_first(config, *_NUM_CHOSEN),
     )
-    return replace(own, **_windows(hf), **_rope(config, modules))
+    return replace(settings, **_windows(hf), **_rope(config, modules))
 
 
 def _first(config: Any, *names: str, kind: type = int) -> tuple[Any, ...]:
@@ -89,8 +88,8 @@ def _rope(config: Any, modules: ModelSettings) -> dict[str, tuple[Any, ...]]:
     """Return theta and frequencies of rotary whose frequencies are fixed; nothing of another."""
     if frequencies_follow_length(config):
         return {}
-    given = getattr(config, "rope_parameters", None) or {}
-    parts: Sequence[Any] = [item for item in given.values() if isinstance(item, Mapping)] or [given]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts: Sequence[Any] = [item for item in parameters.values() if isinstance(item, Mapping)] or [parameters]
     thetas = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
     return {
         "rope_theta": distinct([*thetas, *modules.rope_theta]),

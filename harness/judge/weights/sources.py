@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.checkpoint.shards import read_shard
+from harness.formats.checkpoint.checkpoint import read_shard
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of names that torch.compile, FSDP and gradient checkpointing add."""
@@ -69,8 +69,8 @@ def _in_memory(engine: Any, where: str) -> Any:
     first, *others = engine.apply_model(_copies)
     shards = {
         f"{at}.{name}": tensor
-        for at, own in enumerate(others, 1)
-        for name, tensor in own.items()
+        for at, tensors in enumerate(others, 1)
+        for name, tensor in tensors.items()
         if name not in first or not torch.equal(tensor, first[name])  # or each rank has all of it
     }
     packed = [name for name, tensor in first.items() if not tensor.numel()]
@@ -139,6 +139,6 @@ class TensorSource:
 
     @classmethod
     def _of_folder(cls, folder: Path) -> "TensorSource":
-        found = Checkpoint(folder).tensors
-        readers = {name: partial(read_shard, path, name) for name, (_, path) in found.items()}
-        return cls(str(folder), readers, {name: entry.shape for name, (entry, _) in found.items()})
+        tensors = Checkpoint(folder).tensors
+        readers = {name: partial(read_shard, path, name) for name, (_, path) in tensors.items()}
+        return cls(str(folder), readers, {name: entry.shape for name, (entry, _) in tensors.items()})

@@ -1,6 +1,7 @@
 """The limits of a profile, stored: one entry for each kind of machine, set of versions and piece of work.
 
-A baseline file is read in review, so it is sorted, one count a line, and holds no time: times do not travel.
+A baseline file is read in review, so it is sorted, with one count a line. It holds no time: times differ between
+machines. `compare` compares a profile with an entry: counts exactly, amounts within a tolerance.
 """
 
 import fcntl
@@ -8,14 +9,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from harness.base.files import read_bytes, read_text, write_text, writing
-from harness.base.json_text import parse_json
+from harness.base.files import parse_json, read_bytes, read_text, write_text, writing
 from harness.errors import Code, HarnessError
+from harness.results.gate import GateChange, GateResult
 
 Found = TypeVar("Found")
 PROFILE_NAME = "profile.json"
@@ -34,7 +36,7 @@ class PhaseNeeds(BaseModel):
     operators: dict[str, dict[str, int]]
     """Times that each operator is dispatched, by operation and operator."""
     places: dict[str, dict[str, dict[str, int]]] = {}
-    """By operation and operator, the functions that dispatch it: never compared, they say where a change comes from."""
+    """By operation and operator, the functions that dispatch it. Never compared: they show the place of a change."""
     counts: dict[str, int]
     """Python calls, allocations, frees: exact."""
     amounts: dict[str, int]
@@ -42,7 +44,7 @@ class PhaseNeeds(BaseModel):
 
 
 class BaselineEntry(BaseModel):
-    """One profile's needs, and what they hold for."""
+    """One profile's needs, and the conditions that they hold under."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,8 +55,8 @@ class BaselineEntry(BaseModel):
     @property
     def not_measured(self) -> tuple[str, ...]:
         """Counts and amounts that no phase has."""
-        found = {name for needs in self.phases.values() for name in (*needs.counts, *needs.amounts)}
-        return tuple(name for name in (*_COUNTS, *_AMOUNTS) if name not in found)
+        measured = {name for needs in self.phases.values() for name in (*needs.counts, *needs.amounts)}
+        return tuple(name for name in (*_COUNTS, *_AMOUNTS) if name not in measured)
 
     @model_validator(mode="after")
     def _has_the_phases_of_its_key(self) -> "BaselineEntry":
@@ -73,12 +75,12 @@ class Baseline(BaseModel):
     entries: list[BaselineEntry] = []
 
     def matching(self, key: Mapping[str, str]) -> BaselineEntry | None:
-        """Return the entry of this very key."""
+        """Return the entry with exactly this key."""
         return next((entry for entry in self.entries if entry.key == key), None)
 
     def with_entry(self, entry: BaselineEntry) -> "Baseline":
         """Return the baseline with the entry in the place of that of the same key, or added."""
-        others = [other for other in self.entries if other.key != entry.key]
+        others = [kept_entry for kept_entry in self.entries if kept_entry.key != entry.key]
         return Baseline(entries=sorted([*others, entry], key=lambda entry: sorted(entry.key.items())))
 
 
@@ -132,7 +134,7 @@ def read_baseline(path: Path) -> Baseline | None:
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
-    """Write a baseline whole, or leave what is there.
+    """Write a baseline whole, or leave the old file.
 
     Raises:
         HarnessError: CANNOT_WRITE.
@@ -209,3 +211,89 @@ def _first(error: ValidationError) -> str:
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg']}" if place else str(first["msg"])
+
+
+AMOUNT_TOLERANCE = 0.005
+"""FLOPs, bytes and the peak may change by this share: padding and the allocator's rounding change them."""
+
+
+def run_gate(profile: Path, baseline: Path, *, accept: bool = False, command: str = "--accept") -> GateResult:
+    """Compare a profile with a baseline file.
+
+    Entries of other machines and other work stay as they are. `accept` makes the profile the baseline, and the result
+    lists the accepted changes; `command` is the command that accepts.
+
+    Raises:
+        HarnessError: BAD_PROFILE, BAD_BASELINE, CANNOT_WRITE; unless `accept`, BASELINE_MISSING and OTHER_BASELINE.
+    """
+    entry = read_profile(profile)
+    if accept:
+        return _accept(entry, baseline)
+    stored = read_baseline(baseline)
+    if stored is None:
+        hint = f"{command} to write one from this profile"
+        raise HarnessError(Code.BASELINE_MISSING, "there is no baseline", where=baseline, hint=hint)
+    before = stored.matching(entry.key)
+    if before is None:
+        raise _other_baseline(entry.key, stored, baseline, command)
+    return GateResult(key=entry.key, changes=compare(before, entry), not_measured=entry.not_measured)
+
+
+def _accept(entry: BaselineEntry, path: Path) -> GateResult:
+    with changing(path):
+        stored = read_baseline(path) or Baseline()
+        write_baseline(stored.with_entry(entry), path)
+    before = stored.matching(entry.key)
+    changes = compare(before, entry) if before else ()
+    return GateResult(key=entry.key, changes=changes, is_accepted=True, not_measured=entry.not_measured)
+
+
+def compare(before: BaselineEntry, after: BaselineEntry) -> tuple[GateChange, ...]:
+    """Return the figures of two entries of one key that differ by more than the tolerance."""
+    changes = [change for phase, needs in after.phases.items() for change in _phase(phase, before.phases[phase], needs)]
+    return tuple(sorted(changes, key=lambda change: not change.is_regression))
+
+
+def _phase(name: str, before: PhaseNeeds, after: PhaseNeeds) -> Iterator[GateChange]:
+    for operation in dict.fromkeys([*after.operators, *before.operators]):
+        old, new = before.operators.get(operation, {}), after.operators.get(operation, {})
+        for change in _changes(name, operation, old, new, 0.0):
+            yield replace(change, places=_places(before, after, operation, change.measure))
+    yield from _changes(name, None, before.counts, after.counts, 0.0)
+    yield from _changes(name, None, before.amounts, after.amounts, AMOUNT_TOLERANCE)
+
+
+def _places(before: PhaseNeeds, after: PhaseNeeds, operation: str, operator: str) -> tuple[str, ...]:
+    """Return the functions that dispatch an operator more or less often, those that changed most first.
+
+    An operation is charged with everything since the operation before it, so its name alone may point at a neighbour.
+    """
+    old, new = (needs.places.get(operation, {}).get(operator, {}) for needs in (before, after))
+    changes = {place: abs(new.get(place, 0) - old.get(place, 0)) for place in {**new, **old}}
+    return tuple(sorted((place for place in changes if changes[place]), key=lambda place: (-changes[place], place)))
+
+
+def _changes(
+    phase: str, operation: str | None, before: Mapping[str, int], after: Mapping[str, int], tolerance: float
+) -> Iterator[GateChange]:
+    for measure in dict.fromkeys([*after, *before]):
+        old, new = before.get(measure, 0), after.get(measure, 0)
+        if abs(new - old) > tolerance * old:
+            yield GateChange(phase=phase, operation=operation, measure=measure, before=old, after=new)
+
+
+def _other_baseline(key: Mapping[str, str], stored: Baseline, path: Path, command: str) -> HarnessError:
+    """Return what this profile describes, and how the nearest entry differs."""
+    differing = [{name for name in key if entry.key.get(name) != key[name]} for entry in stored.entries]
+    names, nearest = min(
+        zip(differing, stored.entries, strict=True), key=lambda pair: len(pair[0]), default=(set(key), None)
+    )
+    shown = [name for name in key if name in names]
+    return HarnessError(
+        Code.OTHER_BASELINE,
+        "the baseline has nothing of this machine, these versions and this work",
+        where=path,
+        expected=", ".join(f"{name}: {key[name]}" for name in shown),
+        actual=", ".join(f"{name}: {nearest.key.get(name)}" for name in shown) if nearest else "no entry",
+        hint=f"{command} to add this one; what is there stays",
+    )

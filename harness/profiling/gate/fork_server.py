@@ -30,7 +30,7 @@ def serve(orders: socket.socket, modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # or every collection would walk through torch's objects, and copy the pages they lie in
+    gc.freeze()  # otherwise every collection would walk through torch's objects and copy their pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for children that end
     while True:
         order, files, _, _ = socket.recv_fds(orders, 1, _NUM_FILES)

@@ -26,11 +26,11 @@ from harness.engines import open_engine
 from harness.engines.stepping import open_session
 from harness.formats.checkpoint import Checkpoint
 
-# An older version has it under its older name.
+# An older version calls it `suitable_threads`.
 limit_threads = getattr(threads, "limit_threads" if hasattr(threads, "limit_threads") else "suitable_threads")
 
 _WARM_RUNS = 3
-"""The first ones after the engine is loaded take up to twice as long."""
+"""The first runs after loading take up to twice as long."""
 
 
 def serve(spec: dict[str, Any]) -> None:
@@ -50,19 +50,19 @@ def serve(spec: dict[str, Any]) -> None:
 
 
 def _shift_memory(placement: int) -> list[bytearray]:
-    """Take memory, so that the engine's own lies elsewhere: alike in both processes of a pair, not in the next pair."""
+    """Allocate memory to shift the engine's: equally in both processes of a pair, differently in the next pair."""
     draw = random.Random(placement)
     return [bytearray(draw.randrange(1 << 20)) for _ in range(4)]
 
 
-def _tell(answers: Any, found: dict[str, Any]) -> None:
-    answers.write(json.dumps(found) + "\n")
+def _tell(answers: Any, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
 
 def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return of each package that is imported where it lies, and a digest of its code."""
-    found = {}
+    """Return the place of each imported package, and a digest of its code."""
+    imported = {}
     for package in packages:
         module = sys.modules.get(package)
         file = getattr(module, "__file__", None)
@@ -73,12 +73,12 @@ def sources(packages: Sequence[str]) -> dict[str, tuple[str, str]]:
             for path in files:
                 if path.suffix in (".py", ".so") and path.is_file():
                     digest.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
-            found[package] = (str(root), digest.hexdigest())
-    return found
+            imported[package] = (str(root), digest.hexdigest())
+    return imported
 
 
 class LoadedEngine:
-    """An engine that is loaded, and a load whose steps are known by phase, to be run again and again."""
+    """A loaded engine and a load whose steps are known by phase, to run many times."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         draw, device = random.Random(0), spec["device"]
@@ -117,9 +117,9 @@ class LoadedEngine:
             wall, cpu = time.perf_counter(), time.process_time()
             requests: Sequence[int] = self._session.step()
             self._synchronize()
-            own = seconds[self.phases[index]]
-            own["cpu"] += time.process_time() - cpu
-            own["wall"] += time.perf_counter() - wall
+            phase_seconds = seconds[self.phases[index]]
+            phase_seconds["cpu"] += time.process_time() - cpu
+            phase_seconds["wall"] += time.perf_counter() - wall
             return requests
 
         self._drive(take)

@@ -1,33 +1,41 @@
-"""The two versions of an engine that are timed in turn: where its sources are now, and those it is held against.
+"""The two versions of an engine that are timed in turn, and the processes that run them.
 
-A version is a folder that is put ahead on a worker's path. It is made of a revision of git, of a wheel, or is a folder
-that is there already.
+A version is a folder that stands ahead on a worker's path: made from a revision of git or a wheel, or an existing
+folder.
 """
 
 import importlib.util
 import io
+import json
+import os
+import signal
+import socket
 import subprocess
+import sys
 import tarfile
+import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines.adapter import engine_module
 from harness.errors import Code, HarnessError
+from harness.profiling.gate import fork_server, step_worker
 
 _OWN_PACKAGES = ("harness", "reference_engine")
-"""An engine of ours is its adapter in the one and itself in the other."""
+"""An engine of this repository is its adapter in one package and the engine itself in the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """Sources of an engine."""
+    """The sources of one version of an engine."""
 
     label: str
-    """As the user named it; `now` for what is installed."""
+    """The user's name for it; `now` for the installed version."""
     root: Path
     """The folder that holds the packages."""
 
@@ -65,7 +73,7 @@ def installed_version(packages: Sequence[str]) -> Version:
 def stored_version(
     against: str, packages: Sequence[str], *, now: Version, repository: Path | None = None
 ) -> Iterator[Version]:
-    """Lay out the version that is named; what is made for it is gone afterwards.
+    """Yield a version in a folder; what was made for it is removed afterwards.
 
     `against` is a revision of git, a wheel, or a folder that holds the packages; of a revision the repository is None
     for the checkout that `now` lies in.
@@ -136,10 +144,10 @@ def _packages_root(
 ) -> tuple[PurePosixPath, list[str]]:
     """Return the folder in a repository that holds the packages, the outermost one, and their paths."""
     tails = (f"{packages[0]}/__init__.py", f"{packages[0]}.py")
-    found = [PurePosixPath(str(file).removesuffix(tail)) for tail in tails for file in files if _ends_with(file, tail)]
-    if not found:
+    roots = [PurePosixPath(str(file).removesuffix(tail)) for tail in tails for file in files if _ends_with(file, tail)]
+    if not roots:
         raise _not_in(packages[0], revision, "a revision that has the engine's package")
-    root = min(found, key=lambda path: len(path.parts))
+    root = min(roots, key=lambda path: len(path.parts))
     held = {str(file) for file in files}
     kept = []
     for package in packages:
@@ -169,7 +177,7 @@ def _git(repository: Path, revision: str, *command: str) -> bytes:
 
 
 def last_line(messages: str) -> str:
-    """Return what a command said last: its error, as a rule."""
+    """Return the last line of a command's output, which is usually its error."""
     return (messages.strip().splitlines() or ["it says nothing"])[-1]
 
 
@@ -182,3 +190,113 @@ def _not_in(package: str, against: str, expected: str) -> HarnessError:
         actual=against,
         hint="--against-package names the package, --against-repo the repository",
     )
+
+
+_SERVER, _PROGRAM = Path(fork_server.__file__), Path(step_worker.__file__)
+SHARED = ("numpy", "safetensors", "torch", "torch.nn.attention.bias")
+"""Modules that engines import and that both versions share; the last one, torch's compiler, takes longest to import."""
+PhaseSeconds = dict[str, dict[str, float]]
+"""CPU and wall seconds (`cpu`, `wall`) of each phase."""
+
+
+class ForkServer:
+    """The process that the workers of both versions are forked from."""
+
+    def __init__(self, modules: Sequence[str] = SHARED) -> None:
+        self._orders, theirs = socket.socketpair()
+        # -P: otherwise the server's folder would come before the packages
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_SERVER), str(theirs.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "ForkServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._orders.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # forks that hang, too
+        self._process.wait()
+
+    def start(self, files: Sequence[int]) -> None:
+        """Fork a process with these standard files.
+
+        Raises:
+            OSError: the server has ended.
+        """
+        socket.send_fds(self._orders, [b"x"], files)
+
+
+class Worker:
+    """A process that has loaded one version."""
+
+    def __init__(self, server: ForkServer, version: Version, spec: Mapping[str, Any]) -> None:
+        self.version = version
+        self.sources: dict[str, list[str]] = {}
+        """Of each package the file that is imported, and a digest of its code."""
+        self.num_threads = 1
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
+        stdin, requests = os.pipe()
+        answers, stdout = os.pipe()
+        self._requests, self._answers = os.fdopen(requests, "w"), os.fdopen(answers)
+        try:
+            server.start([stdin, stdout, self._errors.fileno()])
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        task = {"root": str(version.root), "program": str(_PROGRAM), "arguments": [json.dumps(spec)]}
+        self._send(json.dumps(task))
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let the process end, and wait: its last work would be timed in the next one."""
+        with suppress(BrokenPipeError):
+            self._requests.close()
+        if kind is None:
+            self._answers.read()
+        self._answers.close()
+        self._errors.close()
+
+    def wait_until_loaded(self) -> None:
+        """Wait for the engine.
+
+        Raises:
+            HarnessError: ENGINE_FAILED.
+        """
+        loaded = self._answer()
+        self.sources, self.num_threads = loaded["sources"], loaded["threads"]
+
+    def run(self) -> PhaseSeconds:
+        """Run the load once and return the seconds of each phase."""
+        times: PhaseSeconds = self._ask("run")
+        return times
+
+    def _ask(self, what: str) -> Any:
+        self._send(what)
+        return self._answer()
+
+    def _send(self, what: str) -> None:
+        try:
+            self._requests.write(f"{what}\n")
+            self._requests.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
+
+    def _answer(self) -> Any:
+        answer = self._answers.readline()
+        if not answer:
+            raise self._failure()
+        return json.loads(answer)
+
+    def _failure(self) -> HarnessError:
+        self._errors.seek(0)
+        what = f"the engine does not run in this version: {last_line(self._errors.read())}"
+        hint = "a version that can profile, too; where it has compiled code, its wheel"
+        return HarnessError(Code.ENGINE_FAILED, what, where=self.version.label, hint=hint)

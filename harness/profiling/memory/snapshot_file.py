@@ -37,11 +37,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that the allocator did."""
+    """One event of the allocator."""
 
     action: str
     address: int
-    """-1 for what is at none."""
+    """-1 for events without an address."""
     num_bytes: int
     time_us: float
     frames: tuple[Frame, ...]
@@ -78,7 +78,7 @@ def read_snapshot(path: Path) -> list[DeviceSnapshot]:
 
 
 def devices_of(snapshot: Any) -> list[DeviceSnapshot]:
-    """Return the devices of what `torch.cuda.memory._snapshot` gives; a part that is missing raises as Python does."""
+    """Return the devices of a `torch.cuda.memory._snapshot`; a missing part raises Python's own error."""
     return list(_Reader().devices(snapshot))
 
 
@@ -93,7 +93,7 @@ def _unreadable(path: Path, why: str) -> HarnessError:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads containers, numbers and strings, and nothing that would be called."""
+    """Read containers, numbers and strings, and nothing that runs code."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Refuse every class and function."""
@@ -101,7 +101,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _Reader:
-    """Checks the types of all that is taken over. Stacks are shared by many events: each is read once."""
+    """Check the types of all fields. Many events share a stack: each stack is read once."""
 
     def __init__(self) -> None:
         self._stacks: dict[int, tuple[Frame, ...]] = {}
@@ -110,11 +110,11 @@ class _Reader:
         segments, traces = _typed(snapshot, "segments", list), _typed(snapshot, "device_traces", list)
         numbers = {_typed(segment, "device", int) for segment in segments}
         for device in sorted(numbers | {at for at, trace in enumerate(traces) if trace}):
-            own = [segment for segment in segments if segment["device"] == device]
+            device_segments = [segment for segment in segments if segment["device"] == device]
             yield DeviceSnapshot(
                 device=device,
-                segment_bytes=tuple(_typed(segment, "total_size", int) for segment in own),
-                blocks=tuple(block for segment in own for block in self._blocks(segment)),
+                segment_bytes=tuple(_typed(segment, "total_size", int) for segment in device_segments),
+                blocks=tuple(block for segment in device_segments for block in self._blocks(segment)),
                 events=tuple(self._event(event) for event in (traces[device] if device < len(traces) else ())),
             )
 

@@ -1,14 +1,22 @@
-"""Sums up a memory snapshot: what is in use, what was at the peak, what came and stayed, what did not fit."""
+"""Sum up a memory snapshot, or the memory events of a trace: what is in use, what was at the peak, what stayed.
+
+Traces of any program carry `[memory]` events when torch's profiler ran with `profile_memory=True`.
+"""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.profiling.memory.history import history_timeline
+import numpy as np
+
+from harness.errors import Code, HarnessError
 from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
-from harness.profiling.memory.trace_memory import is_trace, read_trace_memory
+from harness.profiling.memory.timeline import history_timeline, stack
+from harness.profiling.trace.file import GZIP_MAGIC, Trace, read_trace
+from harness.profiling.trace.summary import phase_spans
+from harness.profiling.trace.tables import MemoryEvent, memory_events
 from harness.results.memory import (
     DeviceMemory,
     MemoryDiff,
@@ -19,6 +27,67 @@ from harness.results.memory import (
     StepGrowth,
 )
 from harness.results.profile import Frame, MemoryTimeline
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file is JSON or gzipped, as traces are and pickled snapshots are not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(64).lstrip().startswith((GZIP_MAGIC, b"{", b"["))
+
+
+def read_trace_memory(path: Path) -> Iterator[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
+    """Yield for each device of a trace a snapshot, and its growth over the steps.
+
+    Raises:
+        HarnessError: those of a trace; SNAPSHOT_UNREADABLE: it has no events of memory.
+    """
+    trace = read_trace(path)
+    events = memory_events(trace)
+    if not events:
+        what = "the trace holds no memory events"
+        raise HarnessError(Code.SNAPSHOT_UNREADABLE, what, where=path, hint="record it with profile_memory=True")
+    for device in sorted({event.device for event in events}):
+        device_events = [event for event in events if event.device == device]
+        yield _snapshot(device, device_events), tuple(_growth(trace, device_events))
+
+
+def _snapshot(device: int, events: Sequence[MemoryEvent]) -> DeviceSnapshot:
+    """Return the events as an allocator's history, and what they leave allocated."""
+    history = [
+        Event(
+            action=ALLOC if item.num_bytes > 0 else FREE,
+            address=item.address,
+            num_bytes=abs(item.num_bytes),
+            time_us=item.time_us,
+            frames=stack(item),
+            category=None,
+            device_free_bytes=None,
+        )
+        for item in events
+    ]
+    left: dict[int, Event] = {}
+    for event in history:
+        if event.action == ALLOC:
+            left[event.address] = event
+        else:
+            left.pop(event.address, None)
+    blocks = [Block(item.address, item.num_bytes, item.num_bytes, IN_USE, item.frames, None) for item in left.values()]
+    return DeviceSnapshot(device=device, segment_bytes=(), blocks=tuple(blocks), events=tuple(history))
+
+
+def _growth(trace: Trace, events: Sequence[MemoryEvent]) -> Iterator[StepGrowth]:
+    """Yield for each phase what is in use after its first and its last step."""
+    times = np.array([item.time_us for item in events])
+    in_use = np.cumsum([0, *(item.num_bytes for item in events)])
+    ends: dict[str, list[float]] = {}
+    for event, phase in phase_spans(trace):
+        ends.setdefault(phase, []).append(float(trace.end_ns[event]) / 1e3)
+    for phase, step_ends in ends.items():
+        after = in_use[np.searchsorted(times, step_ends, side="right")]
+        yield StepGrowth(phase=phase, num_steps=len(step_ends), first_bytes=int(after[0]), last_bytes=int(after[-1]))
+
 
 _AWAITING = ("active_awaiting_free", "active_pending_free")
 _CHANGES = {ALLOC: 1, FREE: -1}
@@ -41,9 +110,9 @@ def summarize_memory(path: Path) -> MemorySummary:
 
 
 def summarize_with_timelines(path: Path) -> tuple[MemorySummary, tuple[MemoryTimeline | None, ...]]:
-    """Return the same, and the timeline of each device; None where it has no history."""
+    """Return the summary and the timeline of each device; None where it has no history."""
     read = _read(path)
-    return _summary(path, read), tuple(history_timeline(own) for own, _ in read)
+    return _summary(path, read), tuple(history_timeline(snapshot) for snapshot, _ in read)
 
 
 def _read(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
@@ -51,12 +120,12 @@ def _read(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
 
 
 def _summary(path: Path, read: Iterable[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]) -> MemorySummary:
-    devices = tuple(replace(_device(own), growth=growth) for own, growth in read)
+    devices = tuple(replace(_device(snapshot), growth=growth) for snapshot, growth in read)
     return MemorySummary(file=str(path), devices=devices)
 
 
 def diff_memory(before: Path, after: Path) -> MemoryDiff:
-    """Hold two snapshots against each other.
+    """Compare two snapshots.
 
     Raises:
         HarnessError: SNAPSHOT_UNREADABLE.
@@ -131,18 +200,18 @@ def _places(pieces: Iterable[_Piece]) -> tuple[MemoryPlace, ...]:
     groups: dict[tuple[str, str | None, str | None], list[int]] = defaultdict(list)
     for piece in pieces:
         groups[_place(piece.frames), _operation(piece.frames), piece.category].append(piece.num_bytes)
-    found = [
-        MemoryPlace(place=place, operation=operation, category=category, num_bytes=sum(own), num_blocks=len(own))
-        for (place, operation, category), own in groups.items()
+    places = [
+        MemoryPlace(place=place, operation=operation, category=category, num_bytes=sum(sizes), num_blocks=len(sizes))
+        for (place, operation, category), sizes in groups.items()
     ]
-    return tuple(sorted(found, key=lambda each: (-each.num_bytes, each.place)))
+    return tuple(sorted(places, key=lambda item: (-item.num_bytes, item.place)))
 
 
 def _place(frames: Sequence[Frame]) -> str:
     """Return the innermost line of Python outside of torch; or the innermost frame there is."""
     python = (frame for frame in frames if frame.filename.endswith(".py"))
-    own = next((frame for frame in python if not _OF_TORCH.search(frame.filename)), None)
-    frame = own or next(iter(frames), None)
+    outside_torch = next((frame for frame in python if not _OF_TORCH.search(frame.filename)), None)
+    frame = outside_torch or next(iter(frames), None)
     if frame is None:
         return _UNKNOWN
     return f"{frame.filename}:{frame.line} {frame.name}" if frame.filename else frame.name
@@ -163,7 +232,7 @@ def _refused(event: Event) -> OutOfMemory:
 
 def _changes(before: MemorySummary, after: MemorySummary, when: str) -> tuple[PlaceChange, ...]:
     old, new = (_by_place(summary, when) for summary in (before, after))
-    found = [
+    changes = [
         PlaceChange(
             device=device,
             place=place,
@@ -172,7 +241,7 @@ def _changes(before: MemorySummary, after: MemorySummary, when: str) -> tuple[Pl
         )
         for device, place in old.keys() | new.keys()
     ]
-    changed = (change for change in found if change.added_bytes)
+    changed = (change for change in changes if change.added_bytes)
     return tuple(sorted(changed, key=lambda change: (-abs(change.added_bytes), change.place)))
 
 

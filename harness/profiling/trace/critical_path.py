@@ -1,9 +1,9 @@
 """The critical path of a trace: the chain of operators, launches and kernels that its duration is made of.
 
-The chain is followed from its end to its begin. A kernel began when the one before it in its stream ended, or when the
-host launched it, or when another stream was done; a call that waits for the GPU ended with the kernel that it waited
-for; everything else on the CPU follows from what its thread did before. Each moment is in one link of the chain, so the
-links add up to the duration.
+The chain is followed from its end to its beginning. A kernel began when the one before it in its stream ended, or when
+the host launched it, or when another stream was done; a call that waits for the GPU ended with the kernel that it
+waited for; everything else on the CPU follows from what its thread did before. Each moment is in one link of the chain,
+so the links add up to the duration.
 """
 
 import re
@@ -14,14 +14,88 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import Code, HarnessError
-from harness.profiling.trace.cpu_timeline import NO_EVENT, cpu_timelines
-from harness.profiling.trace.device import COMMUNICATION, COPIES, KERNEL_CATEGORIES, QUEUED_NS, is_of_device, launch_of
+from harness.profiling.trace.device import (
+    COMMUNICATION,
+    COPIES,
+    KERNEL_CATEGORIES,
+    LAUNCH_CATEGORY,
+    QUEUED_NS,
+    is_of_device,
+    launch_of,
+)
 from harness.profiling.trace.file import Trace
 from harness.results.trace import CriticalPath, LinkKind, PathLink
 
+NO_EVENT = -1
+_OPERATORS = {"cpu_op", "Operator", ""}
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTimeline:
+    """One thread, cut into pieces in each of which one event is the innermost."""
+
+    begin_ns: NDArray[np.int64]
+    """Of each piece; it ends where the next one begins."""
+    event: NDArray[np.int64]
+    """Of each piece; -1 where the thread is in no operator and no call."""
+    is_call: NDArray[np.bool_]
+    """Of each event of the trace: whether it is a call of the device's runtime."""
+
+    @property
+    def first_begin(self) -> int:
+        """Of the first event."""
+        return int(self.begin_ns[0])
+
+    def before(self, now: int) -> tuple[int, int]:
+        """Return the begin of the piece that lasts until `now`, and its event; ahead of the first one `now` itself."""
+        at = int(np.searchsorted(self.begin_ns, now, side="left")) - 1
+        return (int(self.begin_ns[at]), int(self.event[at])) if at >= 0 else (now, NO_EVENT)
+
+    def last_end(self, until: int) -> int:
+        """Return when the thread's last event until then ended."""
+        at = int(np.searchsorted(self.begin_ns, until, side="left")) - 1
+        if at < 0:
+            return -1
+        return until if self.event[at] != NO_EVENT else int(self.begin_ns[at])
+
+
+def cpu_timelines(trace: Trace) -> dict[int, ThreadTimeline]:
+    """Return the threads that ran operators or calls, by number."""
+    is_operator = trace.are(lambda category, _: category in _OPERATORS)
+    is_call = trace.are(lambda category, _: LAUNCH_CATEGORY.match(category))
+    events = np.flatnonzero(is_operator | is_call)
+    return {
+        int(thread): ThreadTimeline(*_pieces(trace, events[trace.thread[events] == thread]), is_call)
+        for thread in np.unique(trace.thread[events])
+    }
+
+
+def _pieces(trace: Trace, events: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each piece begins and which event is the innermost there: of two that begin together the shorter."""
+    start, end = trace.start_ns[events], trace.end_ns[events]
+    order = np.lexsort((-end, start))
+    begins, owners = list[int](), list[int]()
+    open_events, open_ends = list[int](), list[int]()
+
+    def close_until(now: float) -> None:
+        while open_ends and open_ends[-1] <= now:
+            begins.append(open_ends.pop())
+            open_events.pop()
+            owners.append(open_events[-1] if open_events else NO_EVENT)
+
+    for event, begin, until in zip(events[order].tolist(), start[order].tolist(), end[order].tolist(), strict=True):
+        close_until(begin)
+        begins.append(begin)
+        owners.append(event)
+        open_events.append(event)
+        open_ends.append(min(until, open_ends[-1]) if open_ends else until)
+    close_until(np.inf)
+    return np.array(begins, np.int64), np.array(owners, np.int64)
+
+
 _WAITING = re.compile(r"(?:cuda|hip|cu)\w*Synchronize|(?:cuda|hip|cu)Memcpy")
 _OTHER_STREAM_NS = 10_000
-"""A kernel that begins so soon after one of another stream has waited for it."""
+"""A kernel that begins this soon after a kernel of another stream has waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +162,7 @@ def _region(trace: Trace, within: re.Pattern[str] | None, instance: int) -> tupl
 
 
 class _Walk:
-    """From the end of a region to its begin, link by link."""
+    """The walk from the end of a region to its beginning, link by link."""
 
     def __init__(self, trace: Trace, begin_ns: int, end_ns: int) -> None:
         self._trace, self._begin, self._end = trace, begin_ns, end_ns
@@ -133,9 +207,9 @@ class _Walk:
         launched = int(self._trace.start_ns[launch]) if launch >= 0 else -1
         previous_end = int(self._ends[before]) if before is not None else -1
         ready = max(launched, previous_end)
-        other = self._last_kernel(max(ready, start - _OTHER_STREAM_NS), start)
-        if other is not None and start - ready > QUEUED_NS and other not in (kernel, before):
-            cause, kind, goes_on = int(self._ends[other]), LinkKind.OTHER_STREAM, _Place(other, thread)
+        rival = self._last_kernel(max(ready, start - _OTHER_STREAM_NS), start)
+        if rival is not None and start - ready > QUEUED_NS and rival not in (kernel, before):
+            cause, kind, goes_on = int(self._ends[rival]), LinkKind.OTHER_STREAM, _Place(rival, thread)
         elif before is not None and previous_end > launched:
             cause, kind, goes_on = previous_end, LinkKind.QUEUE, _Place(before, thread)
         elif launch >= 0:
@@ -146,7 +220,7 @@ class _Walk:
         return links, goes_on
 
     def _from_thread(self, thread: int, now: int) -> tuple[_Link, int | None]:
-        """Return what the thread did last, and the kernel that it waited for if it did."""
+        """Return what the thread did last, and the kernel that it waited for, if any."""
         begin, event = self._timelines[thread].before(now)
         begin = max(begin, self._begin)
         if event == NO_EVENT:
@@ -163,8 +237,8 @@ class _Walk:
         start = max(int(self._trace.start_ns[call]), self._begin)
         if "Memcpy" not in self._trace.name_of(call):
             return self._last_kernel(start, now - 1)
-        own = [kernel for kernel, launch in self._launch.items() if launch == call] if self._launch else []
-        return next((kernel for kernel in own if start < self._ends[kernel] < now), None)
+        launched = [kernel for kernel, launch in self._launch.items() if launch == call] if self._launch else []
+        return next((kernel for kernel in launched if start < self._ends[kernel] < now), None)
 
     def _last_kernel(self, after: int, until: int) -> int | None:
         """Return the kernel that ended last in this time."""
@@ -199,11 +273,11 @@ def _summed(trace: Trace, links: list[_Link]) -> list[PathLink]:
     sums: dict[tuple[LinkKind, str], list[int]] = {}
     for link in links:
         name = trace.name_of(link.event) if link.event != NO_EVENT else ""
-        own = sums.setdefault((link.kind, name), [0, 0])
-        own[0] += 1
-        own[1] += link.end_ns - link.begin_ns
-    found = [
+        sum_of_name = sums.setdefault((link.kind, name), [0, 0])
+        sum_of_name[0] += 1
+        sum_of_name[1] += link.end_ns - link.begin_ns
+    path_links = [
         PathLink(kind=kind, name=name, count=count, total_us=total / 1e3)
         for (kind, name), (count, total) in sums.items()
     ]
-    return sorted(found, key=lambda link: link.total_us, reverse=True)
+    return sorted(path_links, key=lambda link: link.total_us, reverse=True)

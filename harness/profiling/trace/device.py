@@ -14,7 +14,7 @@ from harness.profiling.trace.file import NO_CORRELATION, Trace
 from harness.results.trace import Communication, DeviceActivity, IdleTime, Launches
 
 KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
-"""Capitals are of older versions of torch."""
+"""Older versions of torch use capitals."""
 
 
 def is_of_device(category: str, _name: str) -> bool:
@@ -27,7 +27,7 @@ LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
 COMMUNICATION = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 COPIES = KERNEL_CATEGORIES - {"kernel", "Kernel"}
 QUEUED_NS = 30
-"""Two kernels less than this apart ran back to back."""
+"""Two kernels with a smaller gap ran back to back."""
 
 
 def device_activity(trace: Trace) -> tuple[DeviceActivity, ...]:
@@ -41,15 +41,15 @@ def launch_of(trace: Trace, kernels: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each kernel the call that launched it, -1 where the trace does not show it."""
     is_launch = trace.are(lambda category, _: LAUNCH_CATEGORY.match(category))
     launches = np.flatnonzero(is_launch & (trace.correlation != NO_CORRELATION))
-    found = np.full(len(kernels), -1)
+    launch = np.full(len(kernels), -1)
     if len(launches):
         launches = launches[np.argsort(trace.correlation[launches], kind="stable")]
         at = np.minimum(np.searchsorted(trace.correlation[launches], trace.correlation[kernels]), len(launches) - 1)
         is_found = (trace.correlation[launches[at]] == trace.correlation[kernels]) & (
             trace.correlation[kernels] != NO_CORRELATION
         )
-        found[is_found] = launches[at][is_found]
-    return found
+        launch[is_found] = launches[at][is_found]
+    return launch
 
 
 def _activity(trace: Trace, number: int, kernels: NDArray[np.int64]) -> DeviceActivity:
@@ -68,12 +68,12 @@ def _activity(trace: Trace, number: int, kernels: NDArray[np.int64]) -> DeviceAc
 def _idle(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64]) -> Iterator[IdleTime]:
     """Yield the idle time of each stream by its cause."""
     for stream in np.unique(trace.thread[kernels]):
-        own = np.flatnonzero(trace.thread[kernels] == stream)
-        own = own[np.argsort(trace.start_ns[kernels[own]], kind="stable")]
-        start = trace.start_ns[kernels[own]]
-        ends = np.maximum.accumulate(start + trace.duration_ns[kernels[own]])
+        in_stream = np.flatnonzero(trace.thread[kernels] == stream)
+        in_stream = in_stream[np.argsort(trace.start_ns[kernels[in_stream]], kind="stable")]
+        start = trace.start_ns[kernels[in_stream]]
+        ends = np.maximum.accumulate(start + trace.duration_ns[kernels[in_stream]])
         gap, before = start[1:] - ends[:-1], ends[:-1]
-        caller = launch[own][1:]
+        caller = launch[in_stream][1:]
         is_gap = gap > 0
         is_late = is_gap & (caller >= 0) & (trace.start_ns[caller] > before)
         is_queue = is_gap & ~is_late & (gap < QUEUED_NS)
@@ -83,10 +83,10 @@ def _idle(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64]) -
 
 def _launches(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64]) -> Launches:
     known = launch >= 0
-    calls, own = launch[known], kernels[known]
-    delay = np.maximum(trace.start_ns[own] - trace.start_ns[calls] - trace.duration_ns[calls], 0) / 1e3
+    calls, launched = launch[known], kernels[known]
+    delay = np.maximum(trace.start_ns[launched] - trace.start_ns[calls] - trace.duration_ns[calls], 0) / 1e3
     in_call = trace.duration_ns[calls] / 1e3
-    is_short = trace.duration_ns[own] < trace.duration_ns[calls]
+    is_short = trace.duration_ns[launched] < trace.duration_ns[calls]
     return Launches(
         num_launches=int(known.sum()),
         num_unknown=int((~known).sum()),

@@ -147,8 +147,8 @@ def _traces_of(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    found = sorted(file for file in path.rglob("*") if file.name.endswith(_ENDINGS) and file.is_file())
-    traces = [file for file in found if "trace" in file.name] or found
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(_ENDINGS) and file.is_file())
+    traces = [file for file in files if "trace" in file.name] or files
     if not traces:
         raise HarnessError(
             Code.TRACE_UNREADABLE, "the folder holds no trace", where=path, expected="files *.json or *.json.gz"

@@ -1,20 +1,94 @@
-"""A Chrome trace of torch, counted and summed up by phase, operation and operator."""
+"""A Chrome trace of torch, summed up by phase, operation, operator and matrix product, and compared with another."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.base.garbage import collecting_no_garbage
-from harness.profiling.span_names import SPAN, STEP
+from harness.base.files import parse_json
+from harness.base.memory import collecting_no_garbage
 from harness.profiling.trace.device import device_activity, is_of_device, launch_of
 from harness.profiling.trace.file import Trace, read_trace
-from harness.profiling.trace.modules import module_times
-from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
-from harness.profiling.trace.products import matrix_products
-from harness.results.trace import TraceOperation, TraceOperator, TracePhase, TraceSummary
+from harness.profiling.trace.nesting import NOT_NESTED, innermost, module_times, nest
+from harness.profiling.trace.tables import SPAN, STEP
+from harness.results.trace import (
+    OperationChange,
+    OperatorChange,
+    TraceDiff,
+    TraceModule,
+    TraceOperation,
+    TraceOperator,
+    TracePhase,
+    TraceProduct,
+    TraceSummary,
+)
+
+_PRODUCTS = {
+    "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2), "aten::_scaled_mm": (0, 1),
+    "aten::_int_mm": (0, 1), "mkldnn::_linear_pointwise": (0, 1),
+}  # fmt: skip
+"""The two arguments that are multiplied."""
+
+
+def matrix_products(trace: Trace) -> tuple[TraceProduct, ...]:
+    """Return the products whose shapes the trace has (`record_shapes=True`), those that take longest first."""
+    is_product = trace.are(lambda _, name: name in _PRODUCTS)
+    events = np.flatnonzero(is_product & (trace.shape > 0))
+    if not len(events):
+        return ()
+    kernel_ns = _kernel_ns(trace, is_product)
+    sums: dict[tuple[str, str], list[float]] = {}
+    for event in events.tolist():
+        key = trace.name_of(event), trace.shapes[trace.shape[event]]
+        total = sums.setdefault(key, [0, 0, 0])
+        total[0] += 1
+        total[1] += int(trace.duration_ns[event])
+        total[2] += int(kernel_ns[event])
+    has_device = bool(kernel_ns.any())
+    products = [_product(name, shapes, total, has_device) for (name, shapes), total in sums.items()]
+    return tuple(
+        sorted((product for product in products if product), key=lambda product: product.time_us, reverse=True)
+    )
+
+
+def _kernel_ns(trace: Trace, is_product: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return for each event the time of the kernels that were launched in it."""
+    kernels = np.flatnonzero(trace.are(is_of_device))
+    launch = launch_of(trace, kernels)
+    kernels, launch = kernels[launch >= 0], launch[launch >= 0]
+    kernel_ns = np.zeros(len(trace.label), np.int64)
+    if len(kernels):
+        events = np.unique(np.concatenate([np.flatnonzero(is_product), launch]))
+        around = innermost(nest(trace, events), is_product)[launch]
+        inside = around != NOT_NESTED
+        np.add.at(kernel_ns, around[inside], trace.duration_ns[kernels[inside]])
+    return kernel_ns
+
+
+def _product(name: str, shapes: str, total: Sequence[float], has_device: bool) -> TraceProduct | None:
+    flops = _flops(name, shapes)
+    if flops is None:
+        return None
+    count, cpu_ns, kernel_ns = total
+    time_us = (kernel_ns if has_device else cpu_ns) / 1e3
+    return TraceProduct(
+        name=name, shapes=shapes, count=int(count), time_us=time_us, flops=int(count) * flops, has_device=has_device
+    )
+
+
+def _flops(name: str, shapes: str) -> int | None:
+    """Return 2 for each element of the result and of the inner dimension; None for shapes that are no product."""
+    try:
+        dims: list[Any] = parse_json(shapes)
+        left, right = (dims[place] for place in _PRODUCTS[name])
+        width = right[0] if name.startswith("mkldnn") else right[-1]
+        return int(2 * np.prod(left, dtype=np.int64) * width)
+    except (ValueError, IndexError, TypeError, OverflowError, KeyError):
+        return None
+
 
 # Capitals are of older versions of torch; lists of events that are not the profiler's own have no category.
 _OPERATOR_CATEGORIES = {"cpu_op", "Operator", ""}
@@ -81,8 +155,8 @@ class _Columns:
         durations: dict[str, list[int]] = {name: [] for name in self._phase_names}
         for event, name in self._spans:
             durations[name].append(int(self._trace.duration_ns[event]))
-        for name, found in durations.items():
-            yield TracePhase(name=name, count=len(found), total_us=sum(found) / 1e3)
+        for name, durations_ns in durations.items():
+            yield TracePhase(name=name, count=len(durations_ns), total_us=sum(durations_ns) / 1e3)
 
     def operators(self) -> Iterator[TraceOperator]:
         starts, durations, ends = self._trace.start_ns, self._trace.duration_ns, self._trace.end_ns
@@ -90,9 +164,9 @@ class _Columns:
         called = np.flatnonzero(self._is_operator & (calling != NOT_NESTED))
         inside = np.minimum(ends[called], ends[calling[called]]) - starts[called]
         within = np.bincount(calling[called], weights=inside, minlength=len(durations))
-        own = np.maximum(durations - within, 0)
-        yield from self._grouped(np.flatnonzero(self._is_operator), own, "cpu")
-        yield from self._grouped(np.flatnonzero(self._is_kernel), own, "gpu")
+        self_ns = np.maximum(durations - within, 0)
+        yield from self._grouped(np.flatnonzero(self._is_operator), self_ns, "cpu")
+        yield from self._grouped(np.flatnonzero(self._is_kernel), self_ns, "gpu")
 
     def operations(self) -> Iterator[TraceOperation]:
         """Sum up our spans; those around a whole layer or step hold others, and are no operations."""
@@ -126,7 +200,7 @@ class _Columns:
         total_ns = np.bincount(group, weights=self._trace.duration_ns[events], minlength=len(groups))
         own_ns = np.bincount(group, weights=self_ns[events], minlength=len(groups))
         by_number = list(number)
-        for key, count, total, own in zip(groups, counts, total_ns, own_ns, strict=True):
+        for key, count, total, self_ns_sum in zip(groups, counts, total_ns, own_ns, strict=True):
             phase, name = divmod(int(key), len(number))
             yield TraceOperator(
                 name=by_number[name],
@@ -134,7 +208,7 @@ class _Columns:
                 device=device,
                 count=int(count),
                 total_us=float(total) / 1e3,
-                self_us=float(own) / 1e3,
+                self_us=float(self_ns_sum) / 1e3,
             )
 
     def _phase_name(self, number: int) -> str | None:
@@ -181,14 +255,96 @@ def _matching_spans(trace: Trace, pattern: re.Pattern[str]) -> list[tuple[int, s
     is_step = trace.are(lambda category, name: not is_of_device(category, name) and pattern.search(name))
     events = np.flatnonzero(is_step)
     events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
-    found = []
+    spans = []
     for event in events.tolist():
         match = pattern.search(trace.name_of(event))
         assert match is not None
-        found.append((event, (match[1] if pattern.groups else None) or match[0]))
-    return found
+        spans.append((event, (match[1] if pattern.groups else None) or match[0]))
+    return spans
 
 
 def _is_span(category: str, name: str) -> bool:
     """Whether events are spans of ours: annotations, and operators in traces of before."""
     return category in ("cpu_op", "user_annotation") and bool(SPAN.match(name))
+
+
+_Row = TypeVar("_Row", TraceModule, TraceOperation, TraceOperator)
+
+
+def diff_traces(before: TraceSummary, after: TraceSummary) -> TraceDiff:
+    """Compare two summaries; what is the same to the last event and nanosecond is left out."""
+    return TraceDiff(
+        before=before,
+        after=after,
+        changes=tuple(sorted(_operators(before, after), key=_operator_size, reverse=True)),
+        operations=tuple(sorted(_operations(before, after), key=_operation_size, reverse=True)),
+        modules=tuple(sorted(_modules(before, after), key=_operation_size, reverse=True)),
+    )
+
+
+def _operators(before: TraceSummary, after: TraceSummary) -> Iterator[OperatorChange]:
+    pairs = _paired(before.operators, after.operators, lambda row: (row.phase, row.name, row.device))
+    for (phase, name, device), old, new in pairs:
+        change = OperatorChange(
+            phase=phase,
+            name=name,
+            device=device,
+            count_before=old.count if old else 0,
+            count_after=new.count if new else 0,
+            self_us_before=old.self_us if old else 0.0,
+            self_us_after=new.self_us if new else 0.0,
+        )
+        if change.is_of_count or change.self_us_before != change.self_us_after:
+            yield change
+
+
+def _operations(before: TraceSummary, after: TraceSummary) -> Iterator[OperationChange]:
+    for (phase, name), old, new in _paired(before.operations, after.operations, lambda row: (row.phase, row.name)):
+        yield from _changed(phase, name, old, new)
+
+
+def _modules(before: TraceSummary, after: TraceSummary) -> Iterator[OperationChange]:
+    for path, old, new in _paired(before.modules, after.modules, lambda module: module.path):
+        yield from _changed(None, path, old, new)
+
+
+def _changed(
+    phase: str | None, name: str, old: TraceOperation | TraceModule | None, new: TraceOperation | TraceModule | None
+) -> Iterator[OperationChange]:
+    """Yield how an operation or a module changed, if it did."""
+    change = OperationChange(
+        phase=phase,
+        name=name,
+        count_before=old.count if old else 0,
+        count_after=new.count if new else 0,
+        num_operators_before=old.num_operators if old else 0,
+        num_operators_after=new.num_operators if new else 0,
+        total_us_before=old.total_us if old else 0.0,
+        total_us_after=new.total_us if new else 0.0,
+    )
+    if change.is_of_count or change.total_us_before != change.total_us_after:
+        yield change
+
+
+_Key = TypeVar("_Key")
+
+
+def _paired(
+    before: Iterable[_Row], after: Iterable[_Row], key: Callable[[_Row], _Key]
+) -> Iterator[tuple[_Key, _Row | None, _Row | None]]:
+    old: dict[_Key, _Row] = {key(row): row for row in before}
+    new: dict[_Key, _Row] = {key(row): row for row in after}
+    for row_key in dict.fromkeys([*old, *new]):
+        yield row_key, old.get(row_key), new.get(row_key)
+
+
+def _operator_size(change: OperatorChange) -> tuple[int, float]:
+    return abs(change.count_after - change.count_before), abs(change.self_us_after - change.self_us_before)
+
+
+def _operation_size(change: OperationChange) -> tuple[int, int, float]:
+    return (
+        abs(change.count_after - change.count_before),
+        abs(change.num_operators_after - change.num_operators_before),
+        abs(change.total_us_after - change.total_us_before),
+    )

@@ -20,7 +20,7 @@ class AttentionAdapter(Protocol):
     - `device`: where its tensors lie, by default `"cpu"`
     - `rounds_scores`: True if it rounds the scores to the dtype before the softmax, as HF's eager code does; the bounds
       are then wider
-    - `is_batch_invariant`: True if a request's bits do not depend on who else is in the batch; then that is checked
+    - `is_batch_invariant`: True if a request's bits do not depend on the rest of the batch; this is then checked
     - `serves_masked_rows`: True if it gives zeros to a request without keys; then such requests occur
     """
 
@@ -38,7 +38,7 @@ class AttentionAdapter(Protocol):
 
         The rows of request r are the last `query_lens[r]` of its `context_lens[r]` positions; a row sees the positions
         up to its own. Position i lies in slot i % S of block `block_tables[r][i // S]`: K and V of the rows themselves
-        are written already. Query head n reads KV head n // (N / K). All other slots hold anything, NaN among it, and
+        are written already. Query head n reads KV head n // (N / K). All other slots may hold any value, also NaN, and
         nothing may be written.
         """
 
@@ -49,7 +49,7 @@ KEYWORDS = {
     "softcap": "softcap: float | None: scores s become softcap * tanh(s / softcap)",
     "num_splits": "num_splits: int: keys are cut into so many parts, which are merged",
 }
-"""Optional parameters of `attend`, by name. What one of them does is checked if it is there."""
+"""Optional parameters of `attend`, by name. A parameter that exists is checked."""
 
 OPTIONAL = {
     "store": "store(k_TKH, v_TKH, slots_T, k_cache_BSKH, v_cache_BSKH): write row t to slot block * S + offset",

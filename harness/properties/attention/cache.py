@@ -12,7 +12,7 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from harness.properties.attention.batches import Served
+from harness.properties.attention.case import Served
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
@@ -83,10 +83,10 @@ def check_store(named: Any, settings: Settings) -> Rejections:
         rows = [case.bits(len(case.slots), stream=stream) for stream in (2, 3)]
         with calling("store", lambda: _store_program(target, case)):
             target.adapter.store(*rows, torch.tensor(case.slots, device=case.device), *caches)
-        for name, actual, wanted, own in zip("KV", caches, expected, rows, strict=True):
+        for name, actual, wanted, bits in zip("KV", caches, expected, rows, strict=True):
             for row, slot in enumerate(case.slots):
                 if slot != pad_slot:
-                    wanted[slot // case.block_size, slot % case.block_size] = own[row]
+                    wanted[slot // case.block_size, slot % case.block_size] = bits[row]
             wrong_BS = _differs(case, actual, wanted).flatten(2).any(dim=-1)
             if wrong_BS.any():
                 block, offset = (int(i) for i in wrong_BS.nonzero()[0])
@@ -116,8 +116,8 @@ def check_read_back(named: Any, settings: Settings) -> Rejections:
         call = f"k, v = {target.name}.read_back(k_cache, v_cache, {table}, {num_tokens})"
         caches = case.caches()
         with calling("read_back", lambda: "\n".join([*opening, call]) + "\n"):
-            found = target.adapter.read_back(*caches, table, num_tokens)
-        for name, actual, cache in zip("kv", found, caches, strict=True):
+            read = target.adapter.read_back(*caches, table, num_tokens)
+        for name, actual, cache in zip("kv", read, caches, strict=True):
             wanted = torch.stack([cache[table[i // case.block_size], i % case.block_size] for i in range(num_tokens)])
             if actual.shape != wanted.shape or _differs(case, actual, wanted).any():
                 ending = [

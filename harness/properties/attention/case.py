@@ -1,17 +1,20 @@
-"""One batch for an attention function: its shapes, where its blocks lie, and how its tensors are made from a seed.
+"""One batch for an attention function: its shapes, where its blocks lie, its tensors from a seed, and how it is drawn.
 
 Shapes: T rows of all requests one after the other, N query heads, K KV heads, H head dim, B blocks, S slots in a block.
 """
+
 
 # ruff: noqa: N815 (shape suffixes on fields are this field's notation)
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +39,14 @@ class AttentionCase:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     num_shared_blocks: int = 0
-    """Leading blocks that later requests have in common with the first, as far as both have them full."""
+    """Leading blocks that later requests share with the first, as far as both fill them."""
     scale: float | None = None
     """None: 1 / sqrt(H)."""
     window: int | None = None
     softcap: float | None = None
     num_splits: int | None = None
     seed: int = 0
-    """Of the tensors."""
+    """Seed of the tensors."""
     placement: int = 0
     """Seed of the order of the physical blocks; 0: as they are needed."""
     query_level: float = 1.0
@@ -85,7 +88,7 @@ class AttentionCase:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks, one of them in no table."""
+        """Number of physical blocks, one of which is in no table."""
         return 1 + sum(-(-context_len // self.block_size) for context_len in self.context_lens)
 
     @property
@@ -151,3 +154,163 @@ class AttentionCase:
             k_cache_BSKH=k_cache_BSKH.to(self.device),
             v_cache_BSKH=v_cache_BSKH.to(self.device),
         )
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+HEAD_DIMS = (8, 16, 2, 3, 32, 64, 80, 128)
+BLOCK_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 32)
+GROUP_SIZES = (1, 2, 3, 4, 7, 8)
+LEVELS = {"float32": 60, "bfloat16": 60, "float16": 12}
+"""Powers of two up to which queries, keys and values go. In float32 and bfloat16 products and sums of such values still
+fit into float32, which any kernel sums in; float16 goes up to a few times below its largest number, 65504."""
+SCORE_LEVELS = (1.0, 0.0, 0.01, 8.0, 300.0, 10000.0)
+"""Up to 10,000: products of float16 queries and keys are then beyond 65504, as are their sums."""
+MOST_ROUNDED_SCORE = 8.0
+"""The largest score if scores are rounded to the dtype: larger ones leave nothing of the softmax."""
+
+TILE = 16
+"""Keys of the smallest tile that kernels compute in: some contexts fill their last tile, where few would by chance."""
+
+GARBAGE = (math.nan, 100.0, math.inf)
+"""Content of unallocated slots."""
+
+FOCUSES = {
+    "any": "batches of any kind",
+    "multi-head": "as many KV heads as query heads",
+    "multi-query": "one KV head",
+    "grouped-query": "several query heads on each of several KV heads",
+    "decode": "one row for each request",
+    "chunk": "fewer rows than keys, and more than one",
+    "whole": "as many rows as keys",
+    "slots": "blocks of one token",
+    "shared prefix": "blocks in several tables",
+    "magnitude": "values up to the edge of the dtype",
+    "scale": "another scale",
+    "window": "a sliding window",
+    "soft cap": "scores that are capped",
+    "split": "keys cut into parts",
+    "masked rows": "requests without keys",
+}
+"""Kinds of batches, each searched by itself."""
+
+KEYWORD_OF = {"scale": "scale", "window": "window", "soft cap": "softcap", "split": "num_splits"}
+"""The parameter of `attend` that a kind of batches needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The inputs that the function under test accepts."""
+
+    dtypes: Sequence[str] = DTYPES
+    head_dims: Sequence[int] = HEAD_DIMS
+    block_sizes: Sequence[int] = BLOCK_SIZES
+    group_sizes: Sequence[int] = GROUP_SIZES
+    device: str = "cpu"
+    keywords: frozenset[str] = frozenset()
+    hides_keywords: bool = False
+    """Whether there may be more parameters, because of `**kwargs` or an unreadable signature."""
+    rounds_scores: bool = False
+    has_masked_rows: bool = False
+
+    def refusal(self, focus: str) -> str | None:
+        """Return why a focus of `FOCUSES` cannot be checked; None if it can."""
+        keyword = KEYWORD_OF.get(focus)
+        if keyword is not None and keyword not in self.keywords:
+            if self.hides_keywords:
+                return f"the signature of attend hides its parameters; say keywords = ({keyword!r},) if it takes it"
+            return f"attend has no parameter {keyword}"
+        if focus == "masked rows" and not self.has_masked_rows:
+            return "it does not declare serves_masked_rows"
+        if focus == "slots" and 1 not in self.block_sizes:
+            return "it does not serve block size 1"
+        if (focus == "grouped-query" and max(self.group_sizes) == 1) or (
+            focus == "multi-head" and 1 not in self.group_sizes
+        ):
+            return f"it serves group sizes {', '.join(map(str, self.group_sizes))}"
+        return None
+
+
+def batches(served: Served, focus: str = "any") -> SearchStrategy[AttentionCase]:
+    """Return batches of a kind (a key of `FOCUSES`) that the function under test serves."""
+    return _batches(served, focus)
+
+
+@st.composite
+def _batches(draw: DrawFn, served: Served, focus: str) -> AttentionCase:
+    lengths = draw(st.lists(_lengths(focus), min_size=2 if focus == "shared prefix" else 1, max_size=5))
+    query_lens, context_lens = zip(*lengths, strict=True)
+    dtype, head_dim = draw(st.sampled_from(served.dtypes)), draw(st.sampled_from(served.head_dims))
+    num_kv_heads, group_size = draw(_heads(served, focus))
+    scale = draw(_option(served, focus, "scale", st.sampled_from((1.0, 0.25, 0.01))))
+    spread = 1.0 if scale is None else scale * math.sqrt(head_dim)
+    has_levels = focus in ("any", "magnitude")
+    query, score, value = draw(_levels(served, dtype, spread)) if has_levels else (1.0, 1.0, 1.0)
+    return AttentionCase(
+        dtype=dtype,
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
+        head_dim=head_dim,
+        block_size=1 if focus == "slots" else draw(st.sampled_from(served.block_sizes)),
+        query_lens=query_lens,
+        context_lens=context_lens,
+        num_shared_blocks=draw(st.integers(1 if focus == "shared prefix" else 0, 4)),
+        scale=scale,
+        window=draw(_option(served, focus, "window", st.integers(1, max(1, *context_lens)))),
+        softcap=draw(_option(served, focus, "soft cap", st.sampled_from((30.0, 50.0, 1.0)))),
+        num_splits=draw(_option(served, focus, "split", st.integers(2, 8))),
+        seed=draw(st.integers(0, 99)),
+        placement=draw(st.integers(0, 99)),
+        query_level=query,
+        score_level=score,
+        value_level=value,
+        garbage=draw(st.sampled_from(GARBAGE)),
+        device=served.device,
+    )
+
+
+def _option(served: Served, own_focus: str, focus: str, values: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    """Return values of a focus's parameter: always for that focus, sometimes for all kinds together."""
+    if KEYWORD_OF[focus] not in served.keywords or own_focus not in ("any", focus):
+        return st.none()
+    return values if own_focus == focus else st.none() | values
+
+
+@st.composite
+def _lengths(draw: DrawFn, focus: str) -> tuple[int, int]:
+    """Draw the rows and the positions of a request."""
+    if focus == "masked rows" and draw(st.booleans()):
+        return 1, 0
+    # Mostly short: a mistake at a block boundary shows at the first one.
+    # The ranges are nested, so that a long context can be made shorter step by step.
+    longest_context = draw(st.sampled_from((24, 90)))
+    context_len = draw(st.integers(3 if focus == "chunk" else 1, longest_context))
+    if draw(st.sampled_from((False, False, False, True))):
+        context_len = -(-context_len // TILE) * TILE
+    longest = min(context_len, 24)
+    query_lens = {
+        "decode": st.just(1),
+        "whole": st.just(context_len),
+        "chunk": st.integers(2, max(2, min(context_len - 1, 24))),
+    }
+    return draw(query_lens.get(focus, st.just(1) | st.integers(1, longest))), context_len
+
+
+@st.composite
+def _heads(draw: DrawFn, served: Served, focus: str) -> tuple[int, int]:
+    """Draw the KV heads, and the query heads of each."""
+    group_sizes = [size for size in served.group_sizes if size > 1 or focus != "grouped-query"]
+    group_size = 1 if focus == "multi-head" else draw(st.sampled_from(group_sizes))
+    if focus == "multi-query":
+        return 1, group_size
+    return draw(st.integers(2 if focus in ("grouped-query", "multi-head") else 1, 3)), group_size
+
+
+@st.composite
+def _levels(draw: DrawFn, served: Served, dtype: str, spread: float) -> tuple[float, float, float]:
+    """Draw the standard deviations of queries, scores and values; scores are `spread` times queries times keys."""
+    largest = LEVELS[dtype]
+    scores = [level for level in SCORE_LEVELS if level <= MOST_ROUNDED_SCORE or not served.rounds_scores]
+    score = draw(st.sampled_from(scores))
+    least = -largest if score == 0 else max(-largest, math.ceil(math.log2(score / spread)) - largest)
+    query = draw(st.just(max(least, 0)) | st.integers(least, largest))
+    return 2.0**query, score, 2.0 ** draw(st.just(0) | st.integers(-largest, largest))

@@ -5,19 +5,24 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from harness.properties.attention.batches import FOCUSES
 from harness.properties.attention.cache import check_read_back, check_store
-from harness.properties.attention.parts import check_merge, check_padded
+from harness.properties.attention.case import FOCUSES
 from harness.properties.attention.subject import AttentionUnderTest, not_checked
-from harness.properties.attention.suite import check_batching, check_definition, check_placement
+from harness.properties.attention.suite import (
+    check_batching,
+    check_definition,
+    check_merge,
+    check_padded,
+    check_placement,
+)
 
 SHARE = 4
-"""Each single kind of batch gets so many times fewer examples than all kinds together."""
+"""Each kind of batch gets this many times fewer examples than all kinds together."""
 
 
 @pytest.mark.parametrize("focus", FOCUSES)
 def test_definition(attention: Any, property_settings: settings, focus: str, suite_record: Any) -> None:
-    """Every head of every row is what the definition in float64 gives."""
+    """Every head of every row equals the definition in float64 within rounding."""
     suite_record.add_not_checked(not_checked(attention))
     refusal = AttentionUnderTest(attention).served.refusal(focus)
     if refusal:

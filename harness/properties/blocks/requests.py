@@ -1,4 +1,7 @@
-"""Requests on a cache of blocks or of states: they come, are computed and go, in any order."""
+"""Requests on a cache of blocks or of states: they come, are computed and go, in any order.
+
+Prompts suit small blocks and large ones: lengths around the boundaries of blocks, beginnings in common.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -6,13 +9,54 @@ from typing import Any, ClassVar, TypeVar
 from hypothesis import strategies as st
 
 from harness.properties.blocks.tables import RequestRecord
-from harness.properties.blocks.tokens import prompts, similar_prompts, stretch_of
-from harness.properties.core.adapter import NamedAdapter
-from harness.properties.core.findings import Violation
-from harness.properties.core.invariants import Invariant
-from harness.properties.core.machine import Drawn, Machine, NotApplicable, action, one_of
+from harness.properties.core.falsify import NamedAdapter
+from harness.properties.core.findings import Invariant, Violation
+from harness.properties.core.machine import CHOICES, Drawn, Machine, NotApplicable, action, chosen, one_of
 from harness.properties.core.search import Hits
 from harness.properties.core.subject import Subject
+
+SMALL_BLOCK = 4
+"""Lists are drawn as for blocks of at most this size, and stretched for larger ones."""
+
+
+def token_lists(max_size: int, *, min_size: int = 1) -> st.SearchStrategy[list[int]]:
+    """Return lists of zeros and ones, by two draws; `st.lists` takes two for each element."""
+
+    def spell(size_and_bits: tuple[int, int]) -> list[int]:
+        size, bits = size_and_bits
+        return [bits >> index & 1 for index in range(size)]
+
+    return st.tuples(st.integers(min_size, max_size), st.integers(0, 2**max_size - 1)).map(spell)
+
+
+def stretch_of(block_size: int) -> int:
+    """Return how often each token of a drawn list is repeated, so that it fills blocks of this size."""
+    return -(-block_size // SMALL_BLOCK)
+
+
+def prompts(max_size: int) -> Drawn:
+    """Draw lists of up to `max_size` tokens; for large blocks as many times longer, and cut at or before a boundary."""
+
+    def resolve(machine: Any, drawn: tuple[list[int], int]) -> list[int]:
+        tokens, cut = drawn
+        stretch = stretch_of(machine.block_size)
+        stretched = [token for token in tokens for _ in range(stretch)]
+        return stretched[: len(stretched) - (0, 1, stretch - 1)[cut] % stretch]
+
+    return Drawn(st.tuples(token_lists(max_size), st.integers(0, 2)), resolve)
+
+
+def similar_prompts(max_size: int, of: str = "history") -> Drawn:
+    """Draw lists that begin as one of a machine's lists `of` that name does, and go on by up to three tokens."""
+
+    def resolve(machine: Any, drawn: tuple[int, int, list[int]]) -> list[int]:
+        choice, kept, more = drawn
+        earlier: Sequence[list[int]] = getattr(machine, of)
+        return [*chosen(earlier, choice)[: kept * stretch_of(machine.block_size)], *more]
+
+    drawn = st.tuples(CHOICES, st.integers(1, max_size), token_lists(3, min_size=0))
+    return Drawn(drawn, resolve, lambda machine: getattr(machine, of))
+
 
 Record = TypeVar("Record", bound=RequestRecord)
 MAX_TOKENS = 14
@@ -95,14 +139,14 @@ class CacheRequests(Machine):
 
     @action(request_id=one_of(lambda self: self.live()))
     def abort(self, request_id: int) -> None:
-        """Drop a request, wherever it stands."""
+        """Abort a request in any state."""
         request = known(self.live(), request_id)
         self.release(request, "abort" if self.offers["abort"] else "free")
         self.finished.append(request)
 
     @action(request_id=one_of(lambda self: self.live()))
     def preempt(self, request_id: int) -> None:
-        """Take a request's memory away until later."""
+        """Preempt a request: release its memory until later."""
         request = known(self.live(), request_id)
         self.release(request, "preempt" if self.offers["preempt"] else "free")
         request.num_computed = 0
@@ -110,7 +154,7 @@ class CacheRequests(Machine):
 
     @action(request_id=one_of(lambda self: self.finished))
     def free_again(self, request_id: int) -> None:
-        """Free a request that is gone: an error or nothing; the invariants see that nothing changes."""
+        """Free a finished request: it raises or does nothing; the invariants verify that nothing changes."""
         self.subject.error_of("free", known(self.finished, request_id).request_id)
 
     # What is cached
@@ -151,7 +195,7 @@ class CacheRequests(Machine):
         raise NotImplementedError
 
     def release(self, request: RequestRecord, method: str, *, is_kept: bool = False) -> None:
-        """Take a request's memory away; `is_kept`: what was computed can be found again."""
+        """Release a request's memory; `is_kept`: the computed tokens can be found again."""
         raise NotImplementedError
 
     # What all of them share
@@ -193,32 +237,32 @@ class CacheRequests(Machine):
                 raise Violation(Invariant.ROOM, what, f"assert {source} == {old}")
 
     def check_found(
-        self, found: int, token_ids: Sequence[int], expected: tuple[int, bool], answer: str = "result"
+        self, num_cached: int, token_ids: Sequence[int], expected: tuple[int, bool], answer: str = "result"
     ) -> None:
         """Verify how much was found; `expected`: at least so much, and whether a miss is a finding by itself."""
         at_least, is_noted = expected
-        if not 0 <= found < len(token_ids):
-            what = f"{found} of {len(token_ids)} tokens count as cached, so that none is left to compute"
+        if not 0 <= num_cached < len(token_ids):
+            what = f"{num_cached} of {len(token_ids)} tokens count as cached, so that none is left to compute"
             raise Violation(Invariant.ONE_TOKEN_LEFT, what, f"assert 0 <= {answer} < {len(token_ids)}")
-        self.all_hits.num_hits += found > 0
-        if found >= at_least:
+        self.all_hits.num_hits += num_cached > 0
+        if num_cached >= at_least:
             return
         broken = (
             Invariant.EXPECTED_HITS,
-            f"{found} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
+            f"{num_cached} tokens of {list(token_ids)} were found; {at_least} were computed before, and nothing was "
             "evicted since",
             f"assert result >= {at_least}",
         )
         if is_noted:
             self.note(*broken)
-        else:  # of one miss nothing follows: see `search_cache`
+        else:  # one miss proves nothing: see `search_cache`
             self.all_hits.note_miss(Violation(*broken), self.subject, is_finding=self.reports_hits)
 
-    def check_same(self, found: int | None, num_cached: int) -> None:
+    def check_same(self, looked_up: int | None, num_cached: int) -> None:
         """Verify that a look-up, if there was one, said what the allocation right after it found."""
-        if found is not None and found != num_cached:
-            what = f"the look-up found {found} tokens, and the allocation right after it {num_cached}"
-            self.note(Invariant.LOOKUP, what, f"assert result == {found}")
+        if looked_up is not None and looked_up != num_cached:
+            what = f"the look-up found {looked_up} tokens, and the allocation right after it {num_cached}"
+            self.note(Invariant.LOOKUP, what, f"assert result == {looked_up}")
 
 
 def known(requests: Iterable[Record], request_id: int) -> Record:
@@ -227,7 +271,7 @@ def known(requests: Iterable[Record], request_id: int) -> Record:
     Raises:
         NotApplicable: there is none.
     """
-    found = next((entry for entry in requests if entry.request_id == request_id), None)
-    if found is None:
+    request = next((entry for entry in requests if entry.request_id == request_id), None)
+    if request is None:
         raise NotApplicable
-    return found
+    return request

@@ -1,13 +1,107 @@
-"""The block tables of live requests, as the code under test reports them, held against invariants 1 to 7 and 15."""
+"""The block tables of live requests, as the code under test reports them, checked against invariants 1 to 7 and 15.
 
-from collections.abc import Mapping, Sequence
+The content oracle knows for every physical slot the token prefix whose K and V were written there last. K and V of a
+position depend on all tokens up to it, so a slot is right for a request exactly when it was written for an equal
+prefix. Prefixes are numbered: comparing two is comparing two integers. Groups of layers with tables of their own take
+blocks from one pool and write different K and V, so a slot holds a group and a prefix.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from harness.properties.blocks.capabilities import PoolCapabilities
-from harness.properties.blocks.content import ContentOracle
-from harness.properties.core.findings import Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.blocks.adapter import PoolCapabilities
+from harness.properties.core.findings import Invariant, Violation
 from harness.properties.core.subject import Subject
+
+Content = tuple[int, int]
+"""A group of layers, and the number of a prefix."""
+
+
+class ContentOracle:
+    """The expected content of the slots of a cache."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._numbers: dict[tuple[int | str, int], int] = {}
+        self._prefixes: list[tuple[int | str, int]] = []
+        self._content: dict[tuple[Hashable, int], Content] = {}
+
+    def extend(self, prefixes: list[int], token_ids: Sequence[int], salt: str) -> None:
+        """Lengthen a request's list of prefix numbers, in place, to one for each of its tokens.
+
+        Two numbers are equal exactly when the salt and all tokens up to there are.
+        """
+        parent: int | str = prefixes[-1] if prefixes else salt
+        for token_id in token_ids[len(prefixes) :]:
+            key = (parent, token_id)
+            if key not in self._numbers:
+                self._numbers[key] = len(self._prefixes)
+                self._prefixes.append(key)
+            parent = self._numbers[key]
+            prefixes.append(parent)
+
+    def describe(self, content: Content | None) -> str:
+        """Describe the content of a slot."""
+        if content is None:
+            return "nothing"
+        group, prefix = content
+        salt, tokens = self.spell(prefix)
+        of_group = f" in group {group}" if group else ""
+        return f"{list(tokens)}" + (f" of salt {salt!r}" if salt else "") + of_group
+
+    def tokens_in(self, block: int) -> tuple[int, ...] | None:
+        """Return all tokens up to the end of a block; None unless its slots hold one prefix in order."""
+        contents = [self._content.get((block, offset)) for offset in range(self.block_size)]
+        for content, following in pairwise(contents):
+            if content is None or following is None or content[0] != following[0]:
+                return None
+            if self._prefixes[following[1]][0] != content[1]:
+                return None
+        last = contents[-1]
+        return None if last is None else self.spell(last[1])[1]
+
+    def last_prefix_in(self, block: int) -> int | None:
+        """Return the prefix in the last slot of a block; None if nothing was written."""
+        content = self._content.get((block, self.block_size - 1))
+        return None if content is None else content[1]
+
+    def write(self, block: int, offset: int, content: Content) -> None:
+        """Write K and V of one position."""
+        self._content[block, offset] = content
+
+    def read(self, table: Sequence[int], position: int) -> Content | None:
+        """Return what a position's slot holds; None if nothing was ever written."""
+        return self._content.get((table[position // self.block_size], position % self.block_size))
+
+    def copy(self, source: Hashable, target: Hashable) -> None:
+        """Copy all slots of a block."""
+        for offset in range(self.block_size):
+            content = self._content.get((source, offset))
+            if content is None:
+                self._content.pop((target, offset), None)
+            else:
+                self._content[target, offset] = content
+
+    def first_wrong(
+        self, table: Sequence[int], prefixes: Sequence[int], group: int, positions: Iterable[int]
+    ) -> int | None:
+        """Return the first of some positions whose slot does not hold its own prefix, None if all do."""
+        size, content = self.block_size, self._content
+        for position in positions:
+            slot = (table[position // size], position % size)
+            if content.get(slot) != (group, prefixes[position]):
+                return position
+        return None
+
+    def spell(self, prefix: int) -> tuple[str, tuple[int, ...]]:
+        """Return the salt of a numbered prefix, and its tokens."""
+        tokens: list[int] = []
+        parent: int | str = prefix
+        while isinstance(parent, int):
+            parent, token_id = self._prefixes[parent]
+            tokens.append(token_id)
+        return parent, tuple(reversed(tokens))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -119,11 +213,11 @@ class Tables:
                 if source != target and target != self._null_block:
                     self.oracle.copy(source, target)
 
-    def write(self, request: RequestRecord, stop: int, *, found: Mapping[int, int] | None = None) -> None:
+    def write(self, request: RequestRecord, stop: int, *, cached_tokens: Mapping[int, int] | None = None) -> None:
         """Compute a request up to `stop`: write the slots of its new positions in every group.
 
-        `found` are the tokens that requests which start in the same step find in the cache. They may be what the step
-        computes for another request, since every layer writes K and V before it reads them.
+        `cached_tokens` are the tokens that requests which start in the same step find in the cache. A step may compute
+        these for another request, since every layer writes K and V before it reads them.
 
         Raises:
             Violation: one of them is not the request's own.
@@ -133,7 +227,7 @@ class Tables:
         for group, table in enumerate(request.tables):
             for position in range(request.num_computed, stop):
                 index, offset = divmod(position, self._block_size)
-                self._check_written(request, group, index, position, owners, found or {})
+                self._check_written(request, group, index, position, owners, cached_tokens or {})
                 self.oracle.write(table[index], offset, (group, request.prefixes[position]))
         request.num_computed = stop
 
@@ -144,14 +238,14 @@ class Tables:
         index: int,
         position: int,
         owners: Mapping[int, Sequence[Owner]],
-        found: Mapping[int, int],
+        cached_tokens: Mapping[int, int],
     ) -> None:
         block, source = request.tables[group][index], self.source(request, group)
         doing = f"request {request.request_id} writes position {position} into"
         if block == self._null_block:
             raise Violation(Invariant.SHARED_WRITES, f"{doing} the null block", f"assert {source}[{index}] != {block}")
         for owner in owners[block]:
-            is_found = position < found.get(owner.request.request_id, 0)
+            is_found = position < cached_tokens.get(owner.request.request_id, 0)
             if owner.request is not request and not is_found:
                 raise Violation(
                     Invariant.SHARED_WRITES,
@@ -169,8 +263,8 @@ class Tables:
             self.check_table(request)
         owners = self.owners()
         for block, places in owners.items():
-            for other in places[1:]:
-                self._check_shared(block, places[0], other)
+            for place in places[1:]:
+                self._check_shared(block, places[0], place)
         self._check_free(owners)
         if self._offers["num_owners"] and self.knows_all:
             self._check_owner_counts(owners)

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hypothesis import strategies as st
 
-from harness.properties.core.findings import Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.findings import Invariant, Violation
 from harness.properties.core.subject import Subject
 
 Step = tuple[str, dict[str, Any]]

@@ -1,17 +1,21 @@
 """The smallest example that still violates an invariant: the fewest calls, then the shortest arguments.
 
-Hypothesis' own shrinker works on the choices behind an example: a minute, and often a program of fifty lines. Here the
-steps that were run are at hand: they are run again without some of them, and with smaller arguments, until nothing can
-be left out.
+Hypothesis' own shrinker works on the choices behind an example: it takes a minute and often leaves a program of fifty
+lines. Here the recorded steps are run again without some of them, and with smaller arguments, until nothing can be
+left out.
+
+A failure that depends on more than the calls cannot be repeated, and neither can a bug report: a `set` of objects in a
+scheduler is enough, since the order of its elements depends on addresses. So the calls are also run on several
+instances, whose answers are compared.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.properties.core.findings import RejectedError, Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.findings import Invariant, PropertyFinding, RejectedError, Violation
 from harness.properties.core.machine import Machine, NotApplicable, Step
+from harness.properties.core.subject import Call
 
 MOST_REPLAYS = 4_000
 LONG = 32
@@ -46,19 +50,19 @@ def minimize(
 
     `hangs`: its last call does not return; otherwise a call that takes too long is no example of it.
     """
-    found = _replay(make, trace, invariant, hangs)
-    num_replays, is_smaller = 0, found is not None
-    while found is not None and is_smaller:
+    smallest = _replay(make, trace, invariant, hangs)
+    num_replays, is_smaller = 0, smallest is not None
+    while smallest is not None and is_smaller:
         is_smaller = False
-        for candidate in smaller_traces(found.machine):
+        for candidate in smaller_traces(smallest.machine):
             num_replays += 1
             if num_replays > MOST_REPLAYS:
-                return found
+                return smallest
             again = _replay(make, candidate, invariant, hangs)
-            if again is not None and again.cost < found.cost:
-                found, is_smaller = again, True
+            if again is not None and again.cost < smallest.cost:
+                smallest, is_smaller = again, True
                 break
-    return found
+    return smallest
 
 
 def _replay(make: Callable[[], Machine], trace: Trace, invariant: Invariant, hangs: bool) -> Smallest | None:
@@ -146,7 +150,7 @@ def _renumbered(trace: Trace, request_arguments: Collection[str]) -> list[Step]:
 
 def _smaller_sizes(size: int, served: Iterable[int]) -> list[int]:
     """Return some of the served sizes below one: the smallest, those next to it, and one in the middle."""
-    smaller = sorted({other for other in served if other < size})
+    smaller = sorted({served_size for served_size in served if served_size < size})
     return sorted({*smaller[:1], *smaller[len(smaller) // 2 :][:1], *smaller[-2:]})
 
 
@@ -178,9 +182,9 @@ def _with_equal_tokens(trace: Trace) -> Iterator[list[Step]]:
     """Yield examples where one token takes the place of another in all lists at once."""
     tokens = sorted({number for _, arguments in trace for value in arguments.values() for number in _listed(value)})
     for token in tokens[1:]:
-        for other in (tokens[0], 0):
+        for replacement in (tokens[0], 0):
             yield [
-                (name, {key: [other if x == token else x for x in value] if isinstance(value, list) else value
+                (name, {key: [replacement if x == token else x for x in value] if isinstance(value, list) else value
                         for key, value in arguments.items()})
                 for name, arguments in trace
             ]  # fmt: skip
@@ -220,3 +224,123 @@ def _numbers(value: object) -> list[int]:
 
 def _listed(value: object) -> list[int]:
     return [int(element) for element in value] if isinstance(value, list) else []
+
+
+MOST_RUNS = 400
+RUNS_OF_ONE = 4
+"""Runs of a shorter example before it counts as giving the same answers."""
+RUNS_IF_CERTAIN = 5
+"""More runs of each sample after the search has seen a difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredExample:
+    """An example with the answers of the code under test."""
+
+    trace: Sequence[Step]
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDifference:
+    """Two runs of an example, up to the call whose answers differ."""
+
+    trace: Sequence[Step]
+    machine: Machine
+    index: int
+    answers: tuple[str, str]
+
+
+def difference(
+    make: Callable[[], Machine], samples: Sequence[AnsweredExample], *, is_certain: bool = False
+) -> PropertyFinding | None:
+    """Run samples a second time, and return the shortest example whose answers differ; None if there is none.
+
+    `is_certain`: the search has met a difference already, so that one is reported even if it does not come again.
+    """
+    runs = [sample for _ in range(RUNS_IF_CERTAIN if is_certain else 1) for sample in samples]
+    differing = next(filter(None, (_compare(make, sample) for sample in runs)), None)
+    if differing is not None:
+        return _finding(_smallest(make, differing))
+    if not is_certain:
+        return None
+    what = "an example was run twice and did not take the same course; no second run of another one showed where"
+    return PropertyFinding.of(
+        Violation(Invariant.DETERMINISM, what), "# no program: the difference did not come again\n"
+    )
+
+
+def _compare(make: Callable[[], Machine], sample: AnsweredExample) -> CallDifference | None:
+    machine = _run(make, sample.trace)
+    if machine is None:
+        return None
+    for index, (first, second) in enumerate(zip(sample.calls, machine.subject.calls, strict=False)):
+        if first.source == second.source and first.answer != second.answer:
+            return CallDifference(
+                trace=sample.trace, machine=machine, index=index, answers=(_told(first), _told(second))
+            )
+    return None
+
+
+def _smallest(make: Callable[[], Machine], smallest: CallDifference) -> CallDifference:
+    num_runs, is_smaller = 0, True
+    while is_smaller and num_runs < MOST_RUNS:
+        is_smaller = False
+        for trace in smaller_traces(smallest.machine):
+            num_runs += RUNS_OF_ONE
+            again = _differs(make, trace)
+            if again is not None and again.index < smallest.index:
+                smallest, is_smaller = again, True
+                break
+            if num_runs > MOST_RUNS:
+                break
+    return smallest
+
+
+def _differs(make: Callable[[], Machine], trace: Sequence[Step]) -> CallDifference | None:
+    first = _run(make, trace)
+    if first is None:
+        return None
+    sample = AnsweredExample(trace=trace, calls=first.subject.calls)
+    return next(filter(None, (_compare(make, sample) for _ in range(RUNS_OF_ONE))), None)
+
+
+def _run(make: Callable[[], Machine], trace: Sequence[Step]) -> Machine | None:
+    machine = make()
+    machine.wanted = ()
+    try:
+        machine.run(trace)
+    except Violation:
+        pass
+    except (NotApplicable, RejectedError):
+        return None
+    return machine
+
+
+def _finding(difference: CallDifference) -> PropertyFinding:
+    subject, (first, second) = difference.machine.subject, difference.answers
+    calls = subject.calls[: difference.index + 1]
+    what = f"{calls[-1].source} gave {first} in one run and {second} in another, after the same calls"
+    *opening, made = subject.opening
+    lines = [
+        *opening,
+        "def run():",
+        f"    {made}",
+        *(f"    {line}" for call in calls[:-1] for line in _attempt(call)),
+        f"    return {calls[-1].source}",
+        "",
+        f"# {first} in one run, {second} in another",
+        "answers = [run() for _ in range(1000)]",
+        "assert all(answer == answers[0] for answer in answers)",
+    ]
+    return PropertyFinding.of(Violation(Invariant.DETERMINISM, what), "\n".join(lines) + "\n")
+
+
+def _attempt(call: Call) -> list[str]:
+    if call.result is not None:
+        return [call.source]
+    return ["try:", f"    {call.source}", "except Exception as error:", "    print(error)"]
+
+
+def _told(call: Call) -> str:
+    return "an error" if call.result is None else call.result

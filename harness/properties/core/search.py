@@ -1,24 +1,28 @@
-"""Searching for calls after which an invariant does not hold: every broken invariant once, each told by itself."""
+"""Search for calls that break an invariant, with the effort of a profile, and report each broken invariant once."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from hypothesis import given, reject, seed
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, StopTest, Unsatisfiable
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.determinism import AnsweredExample, difference
-from harness.properties.core.findings import PropertyError, PropertyFinding, RejectedError, Rejections, Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.findings import (
+    Invariant,
+    PropertyError,
+    PropertyFinding,
+    RejectedError,
+    Rejections,
+    Violation,
+)
 from harness.properties.core.machine import Machine, Step
-from harness.properties.core.minimize import minimize
-from harness.properties.core.subject import Subject
-from harness.properties.core.watchdog import CALL_LIMIT_S, SHRINKING_LIMIT_S, time_limit
+from harness.properties.core.minimize import AnsweredExample, difference, minimize
+from harness.properties.core.subject import CALL_LIMIT_S, SHRINKING_LIMIT_S, Subject, time_limit
 
 SAMPLE_EVERY = 8
-"""One of so many examples is run a second time, to see whether it does the same."""
+"""One of this many examples runs a second time, to compare the answers."""
 MOST_SAMPLES = 25
 MOST_RESTARTS = 8
 """Of a search that ends because the code under test is not deterministic."""
@@ -38,12 +42,12 @@ class SearchReport:
     """The worst first."""
     num_examples: int = 0
     rejections: Rejections = field(default_factory=Rejections)
-    """By the adapter's words: how many examples it said it does not serve."""
+    """How many examples the adapter rejected, by its reason."""
     not_checked: list[str] = field(default_factory=list)
-    """What the examples could not tell, besides what the adapter does not offer."""
+    """What the examples could not check, beside what the adapter does not offer."""
 
     def raise_findings(self, accepted: Collection[int] = ()) -> None:
-        """Raise the findings, but those of accepted invariants.
+        """Raise the findings, except those of accepted invariants.
 
         Raises:
             PropertyError: there are some.
@@ -65,32 +69,32 @@ def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: 
 
     `is_first_enough`: end at the first example that breaks one.
     """
-    found = _Found(make, is_first_enough=is_first_enough)
+    examples = _Found(make, is_first_enough=is_first_enough)
     with time_limit(CALL_LIMIT_S):
-        is_steady = _run(found, settings)
+        is_steady = _run(examples, settings)
     with time_limit(SHRINKING_LIMIT_S):
-        findings = {invariant: found.smallest(invariant) for invariant in found.broken}
-        other = difference(make, found.samples, is_certain=not is_steady)
-    if other is not None:
-        findings[Invariant.DETERMINISM] = other
+        findings = {invariant: examples.smallest(invariant) for invariant in examples.broken}
+        difference_finding = difference(make, examples.samples, is_certain=not is_steady)
+    if difference_finding is not None:
+        findings[Invariant.DETERMINISM] = difference_finding
     worst_first = [findings[invariant] for invariant in sorted(findings, key=lambda broken: (broken.severity, broken))]
-    return SearchReport(findings=worst_first, num_examples=found.num_examples, rejections=found.rejections)
+    return SearchReport(findings=worst_first, num_examples=examples.num_examples, rejections=examples.rejections)
 
 
-def _run(found: "_Found", settings: Settings) -> bool:
+def _run(examples: "_Found", settings: Settings) -> bool:
     """Run all examples; tell whether the code under test took the same course whenever the same was drawn."""
     for restart in range(MOST_RESTARTS):
-        left = Settings(settings, max_examples=max(1, settings.max_examples - found.num_examples))
+        left = Settings(settings, max_examples=max(1, settings.max_examples - examples.num_examples))
 
         def run(data: st.DataObject) -> None:
-            found.try_example(data, settings.stateful_step_count)
+            examples.try_example(data, settings.stateful_step_count)
 
         given_run = given(st.data())(run)
         try:
             left(seed(restart)(given_run) if restart else given_run)()
         except (EnoughFoundError, Unsatisfiable):
             return restart == 0
-        except Flaky:  # it drew the same numbers twice, and there was something else to choose from
+        except Flaky:  # the same draws met different choices
             continue
         return restart == 0
     return False
@@ -131,7 +135,7 @@ class _Found:
         self.samples: list[AnsweredExample] = []
 
     def try_example(self, data: st.DataObject, num_steps: int) -> None:
-        """Run one example and note what it breaks, or that the adapter rejects it."""
+        """Run one example and note its violations, or that the adapter rejects it."""
         self.num_examples += 1
         machine = self._make()
         no_more: StopTest | None = None
@@ -167,9 +171,11 @@ class _Found:
             minimize(self._make, trace, invariant, hangs=violation.hangs)
             for trace, violation, _ in self.broken[invariant]
         ]
-        found = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
-        if found is not None:
-            return PropertyFinding.of(found.violation, found.machine.subject.program(found.violation))
+        smallest_example = min(filter(None, shrunk), key=lambda smallest: smallest.cost, default=None)
+        if smallest_example is not None:
+            return PropertyFinding.of(
+                smallest_example.violation, smallest_example.machine.subject.program(smallest_example.violation)
+            )
         _, violation, machine = self.broken[invariant][0]
         what = f"{violation.what}; the same calls a second time did not show it"
         return PropertyFinding.of(Violation(invariant, what), machine.subject.program(violation))
@@ -184,7 +190,7 @@ class _Found:
 def search_cache(
     kind: str, make: Callable[[Hits], Machine], settings: Settings, *, is_first_enough: bool = False
 ) -> SearchReport:
-    """Search as `search` does; a miss is a finding too if some example had reason to hit and none did."""
+    """Search as `search` does; a miss is also a finding if some example should have had a hit and none had one."""
     hits = Hits()
     report = search(lambda: make(hits), settings, is_first_enough=is_first_enough)
     if hits.miss is not None and not hits.num_hits and hits.is_finding:
@@ -214,3 +220,40 @@ def not_offered(
     if not subject.takes(starts, "salt"):
         lines.append(f"{kind}: {starts} has no keyword salt ({equal})")
     return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One set of settings."""
+
+    max_examples: int
+    """Examples of each property."""
+    num_steps: int
+    """Rules that a state machine runs in one example."""
+    derandomize: bool
+    """Whether every run tries the same examples; otherwise `--hypothesis-seed` chooses.
+
+    Among them are numbers that stand in the loaded modules: with other code, a few examples are others.
+    """
+
+    def settings(self) -> settings:
+        """Return Hypothesis settings. No deadline: an engine's first call may compile."""
+        return settings(
+            max_examples=self.max_examples,
+            stateful_step_count=self.num_steps,
+            derandomize=self.derandomize,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate,),  # making it smaller is `minimize`
+            print_blob=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+
+
+PROFILES = {
+    "dev": Profile(max_examples=100, num_steps=30, derandomize=True),
+    "ci": Profile(max_examples=1_000, num_steps=40, derandomize=True),
+    "thorough": Profile(max_examples=20_000, num_steps=50, derandomize=False),
+}
+"""By the name that `--properties-profile` takes."""

@@ -1,17 +1,122 @@
-"""The code under test, with a record of the calls that changed it: a failure is told as a program of those calls."""
+"""The code under test, with a record of the calls that changed it: a failure is reported as a program.
 
-from collections.abc import Iterable
+A call that never returns is a finding, so each call has a limit of CPU time. The limit uses SIGPROF, which only the
+main thread gets; calls in other threads have no limit. An endless loop uses CPU time, and a busy machine does not.
+"""
+
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from types import FrameType
+from typing import Any, TypeVar
 
 from hypothesis.errors import UnsatisfiedAssumption
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import NamedAdapter, takes
-from harness.properties.core.findings import RejectedError, Violation
-from harness.properties.core.invariants import Invariant
-from harness.properties.core.source import plain_text, spell
-from harness.properties.core.watchdog import HangError, call_limited
+from harness.properties.core.falsify import NamedAdapter, takes
+from harness.properties.core.findings import Invariant, RejectedError, Violation
+
+CALL_LIMIT_S = 10.0
+"""CPU seconds for one call while examples are searched."""
+SHRINKING_LIMIT_S = 0.25
+"""CPU seconds while an example is made smaller: each attempt that does not return takes so long."""
+AGAIN_S = 0.1
+"""Seconds until the signal repeats, for code that swallows exceptions."""
+
+Result = TypeVar("Result")
+_limit_s: float | None = None
+
+
+class HangError(BaseException):
+    """A call did not return in time; not an Exception, so that the code under test does not catch it."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"did not return within {limit_s:g} s of CPU time")
+
+
+@contextmanager
+def time_limit(limit_s: float) -> Iterator[None]:
+    """Limit each call of `call_limited`; the timer and the handler of others are put back at the end."""
+    global _limit_s
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before, _limit_s = _limit_s, limit_s
+    timer = signal.setitimer(signal.ITIMER_PROF, 0)
+    handler = signal.signal(signal.SIGPROF, _raise_hang)
+    try:
+        yield
+    finally:
+        _limit_s = before
+        signal.signal(signal.SIGPROF, handler)
+        signal.setitimer(signal.ITIMER_PROF, *timer)
+
+
+def call_limited(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call a function within the limit.
+
+    Raises:
+        HangError: it did not return in time.
+    """
+    if _limit_s is None:
+        return function(*args, **kwargs)
+    signal.setitimer(signal.ITIMER_PROF, _limit_s, AGAIN_S)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _raise_hang(_: int, frame: FrameType | None) -> None:
+    # An exception in a callback of the garbage collector is lost and reported as a warning; the signal comes again.
+    if frame is None or not _is_callback_of_the_collector(frame):
+        raise HangError(_limit_s or 0.0)
+
+
+def _is_callback_of_the_collector(frame: FrameType) -> bool:
+    # Hypothesis has one by this name; the standard library's remove what was collected from weak sets and dicts.
+    return frame.f_code.co_name == "gc_callback" or frame.f_globals.get("__name__") in ("weakref", "_weakrefset")
+
+
+SHORT = 12
+"""A list of so many elements is written out."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def spell(value: object) -> str:
+    """Write a value as source text; long lists of few different tokens as sums: `[0] * 256 + [1]`."""
+    if isinstance(value, list) and len(value) > SHORT and all(isinstance(element, int) for element in value):
+        parts = _parts(value)
+        if len(parts) <= SHORT:
+            return " + ".join(parts)
+    return repr(value)
+
+
+def plain_text(value: object) -> str:
+    """Return a text that is equal for equal values: sets are sorted, addresses are left out."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(plain_text, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(plain_text, value))}]"
+    return _ADDRESS.sub("", repr(value))
+
+
+def _parts(tokens: Sequence[int]) -> list[str]:
+    parts: list[str] = []
+    single: list[int] = []
+    for token, run in groupby(tokens):
+        length = len(list(run))
+        if length < 4:
+            single += [token] * length
+            continue
+        parts += [str(single)] if single else []
+        parts.append(f"[{token}] * {length}")
+        single = []
+    return [*parts, str(single)] if single else parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +170,7 @@ class Subject:
         return getattr(self._target, name, None)
 
     def do(self, invariant: Invariant, method: str, *args: object, **kwargs: object) -> Any:
-        """Call what may change something, and record it.
+        """Call a method that may change state, and record the call.
 
         Raises:
             Violation: of `invariant`: the call raised.
@@ -85,7 +190,7 @@ class Subject:
         return result
 
     def error_of(self, method: str, *args: object, **kwargs: object) -> Exception | None:
-        """Call what ought to raise, and return what it raised; recorded."""
+        """Call a method that should raise, record the call, and return the exception."""
         source = self._source(method, args, kwargs)
         try:
             result = getattr(self._target, method)(*args, **kwargs)
@@ -96,7 +201,7 @@ class Subject:
         return None
 
     def ask(self, invariant: Invariant, method: str, *args: object, **kwargs: object) -> Any:
-        """Call what changes nothing; not recorded, unless it raises.
+        """Call a method that changes nothing; the call is recorded only if it raises.
 
         Raises:
             Violation: of `invariant`: the call raised.

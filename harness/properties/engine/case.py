@@ -1,10 +1,12 @@
-"""One workload for a whole engine, the way in which it is run otherwise, and how Hypothesis draws them."""
+"""One workload for a whole engine, the way in which it runs differently, how Hypothesis draws both, and its program."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
+
+from harness.properties.core.falsify import NamedAdapter
 
 MOST_REQUESTS = 4
 LONGEST_PROMPT = 24
@@ -13,7 +15,7 @@ MOST_NEW_TOKENS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCase:
-    """Requests, and how they are run otherwise than each alone on an engine with its defaults."""
+    """Requests, and how they run differently from each alone on an engine with its defaults."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: tuple[int, ...]
@@ -27,15 +29,15 @@ class EngineCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """One thing on which what an engine computes must not depend."""
+    """One way to run requests that must not change what an engine computes."""
 
     what: str
     options: tuple[str, ...] = ()
     """Parameters of the constructor that it needs."""
     helpful: tuple[str, ...] = ()
-    """Those that make it come to pass more often."""
+    """Parameters that make it happen more often."""
     counter: str | None = None
-    """The adapter's method that tells whether it came to pass."""
+    """The adapter's method that counts how often it happened."""
 
 
 RELATIONS = {
@@ -79,7 +81,7 @@ def _cases(draw: DrawFn, relation: str, vocab_size: int, max_model_len: int, off
     options: dict[str, int | bool] = {}
     for name in sorted(wanted):
         if relation != "all" or name == "block_size" or draw(st.booleans()):
-            # What is to come to pass needs blocks that are full.
+            # The event needs full blocks.
             is_small = name == "block_size" and RELATIONS[relation].counter is not None
             options[name] = draw(st.integers(1, 4) if is_small else _OPTIONS[name])
     if "num_blocks" in options:
@@ -136,8 +138,8 @@ def _prompts(draw: DrawFn, vocab_size: int, longest: int, num_prompts: int) -> l
     shared = draw(st.lists(tokens, max_size=longest // 2))
     prompts = []
     for _ in range(num_prompts):
-        own = draw(st.lists(tokens, min_size=1, max_size=longest // 2))
-        prompt = (shared if draw(st.booleans()) else []) + own * draw(st.integers(1, 3))
+        repeated = draw(st.lists(tokens, min_size=1, max_size=longest // 2))
+        prompt = (shared if draw(st.booleans()) else []) + repeated * draw(st.integers(1, 3))
         prompts.append(tuple(prompt[:longest]))
     return prompts
 
@@ -149,3 +151,53 @@ def _related(prompts: tuple[tuple[int, ...], ...]) -> SearchStrategy[tuple[tuple
         return st.just(prompt) | st.integers(1, len(prompt)).map(lambda length: prompt[:length])
 
     return st.lists(st.sampled_from(prompts).flatmap(beginnings), min_size=1, max_size=2).map(tuple)
+
+
+def token_program(adapter: NamedAdapter, case: EngineCase) -> str:
+    """Return a program that asserts that the tokens of all requests are those of each alone."""
+    name = adapter.expression
+    alone = f"plain = [{name}().generate([prompt], [n])[0] for prompt, n in zip(prompts, max_new_tokens)]"
+    is_sorted = list(case.order) == sorted(case.order)
+    expected = "plain" if is_sorted else f"[plain[i] for i in {list(case.order)}]"
+    lines = [*_opening(adapter, case), alone, *_running(adapter, case)]
+    return "\n".join([*lines, f"assert [list(own) for own in changed] == [list(own) for own in {expected}]"]) + "\n"
+
+
+def tap_program(
+    adapter: NamedAdapter, case: EngineCase, request: int, tap: str, place: tuple[int, int], bound: float, unit: float
+) -> str:
+    """Return a program that asserts that one row of a tap is what it is alone; `place` is its key among the taps."""
+    lines = [
+        *_opening(adapter, case),
+        *_running(adapter, case),
+        f"alone = {adapter.expression}()",
+        f"alone.generate([prompts[{request}]], [max_new_tokens[{request}]])",
+        f'expected = alone.taps()["{tap}"][0, {place[1]}].double()',
+        f'actual = engine.taps()["{tap}"][{place[0]}, {place[1]}].double()',
+        f"error = (actual - expected).norm() / expected.norm() / {unit:.4g}",
+        'print(f"{error:.3g} roundings")',
+        f"assert error <= {bound:g}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _opening(adapter: NamedAdapter, case: EngineCase) -> list[str]:
+    prompts = [list(prompt) for prompt in case.prompts]
+    return [
+        *adapter.imports,
+        "",
+        f"prompts, max_new_tokens = {prompts}, {list(case.max_new_tokens)}",
+    ]
+
+
+def _running(adapter: NamedAdapter, case: EngineCase) -> list[str]:
+    options = ", ".join(f"{name}={value!r}" for name, value in case.options.items())
+    lines = [f"engine = {adapter.expression}({options})"]
+    if case.warm_up:
+        warm_up = [list(prompt) for prompt in case.warm_up]
+        lines += [f"engine.generate({warm_up}, {[1] * len(warm_up)})"]
+    if list(case.order) == sorted(case.order):
+        return [*lines, "changed = engine.generate(prompts, max_new_tokens)"]
+    order = list(case.order)
+    ordered = [f"[{values}[i] for i in {order}]" for values in ("prompts", "max_new_tokens")]
+    return [*lines, f"changed = engine.generate({', '.join(ordered)})"]

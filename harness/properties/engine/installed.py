@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.engines import Engine, Timeline, Workload, engine_errors, open_engine
 from harness.engines.adapter import TapMatcher
 from harness.engines.record import RunDescription, open_writer
@@ -107,12 +107,12 @@ class _Installed:
         """
         first = len(self._earlier)
         pairs = zip(prompts, max_new_tokens, strict=True)
-        own = [self._request(first + place, prompt, num_new) for place, (prompt, num_new) in enumerate(pairs)]
-        arrivals = {request.id: self._num_steps for request in own} if self._num_steps else {}
-        self._run = self._record([*self._earlier, *own], arrivals)
+        requests = [self._request(first + place, prompt, num_new) for place, (prompt, num_new) in enumerate(pairs)]
+        arrivals = {request.id: self._num_steps for request in requests} if self._num_steps else {}
+        self._run = self._record([*self._earlier, *requests], arrivals)
         self._run.first = first
-        self._earlier, self._num_steps = [*self._earlier, *own], self._run.num_steps
-        return [self._run.chosen(request) for request in own]
+        self._earlier, self._num_steps = [*self._earlier, *requests], self._run.num_steps
+        return [self._run.chosen(request) for request in requests]
 
     def taps(self) -> Taps:
         """Return the intermediates of the last call, of rows computed twice the later ones."""
@@ -187,5 +187,5 @@ class _Run:
             self._chosen |= {row: token for row, token in pairs if token >= 0}
         for tap in step.tap_names:
             covered = step.rows_of(tap)
-            own = rows if covered is None else [rows[row] for row in covered.tolist()]
-            self.taps.setdefault(tap, {}).update(zip(own, step.tap(tap).clone(), strict=True))
+            recorded_rows = rows if covered is None else [rows[row] for row in covered.tolist()]
+            self.taps.setdefault(tap, {}).update(zip(recorded_rows, step.tap(tap).clone(), strict=True))

@@ -9,12 +9,10 @@ from hypothesis import settings as Settings  # noqa: N812  # `settings` is what 
 
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import NamedAdapter
-from harness.properties.core.falsify import calling, falsify
+from harness.properties.core.falsify import NamedAdapter, calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.engine.adapter import OPTIONAL, OPTIONS, Taps
-from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases
-from harness.properties.engine.program import tap_program, token_program
+from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases, tap_program, token_program
 
 TAP_BOUNDS = {torch.float32: 3000.0, torch.bfloat16: 300.0, torch.float16: 300.0}
 """Roundings by which a row of a tap may differ between two ways to compute it, where the adapter says nothing. On three
@@ -27,7 +25,7 @@ MAX_MODEL_LEN = 48
 
 
 def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rejections:
-    """Run requests otherwise than one by one, in the way of a relation, and compare tokens and taps.
+    """Run requests in the way of a relation instead of one by one, and compare tokens and taps.
 
     Raises:
         PropertyError: they differ.
@@ -188,7 +186,7 @@ class EngineUnderTest:
         expected: Sequence[int],
         actual: Sequence[int],
     ) -> bool:
-        """Whether the logits alone are as good as equal for two choices."""
+        """Whether the logits of two choices are equal within rounding."""
         logits = plain.get(LOGITS, {}).get(position)
         if logits is None or not expected or not actual:
             return False
@@ -198,7 +196,7 @@ class EngineUnderTest:
 
 
 def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
-    """Return the index of the first token that is another, or that only one of them has; None: they are equal."""
+    """Return the index of the first token that differs, or that only one list has; None if they are equal."""
     both = zip_longest(expected, actual)
     return next((i for i, (a, b) in enumerate(both) if a != b), None)
 

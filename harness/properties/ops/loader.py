@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from safetensors.torch import load_file, save_file
 
-from harness.base.scratch import scratch_folder
+from harness.base.files import scratch_folder
 from harness.formats.safetensors_header import LENGTH_BYTES, read_header
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
@@ -39,7 +39,7 @@ class Damage:
 
 
 def check_loader(named: Any, settings: Settings) -> Rejections:
-    """Check that shards load as one file does, and that damage is refused in its own words; nothing without it.
+    """Check that shards load like one file, and that damage is refused with a message; nothing without `load`.
 
     Raises:
         PropertyError: they do not, or it is not.
@@ -85,9 +85,9 @@ def _check_shards(
             save_file({name: tensors[name] for name in files if files[name] == file}, folder / file)
         (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": files}))
         with calling("load", lambda: program):
-            found = target.adapter.load(folder)
-        wrong = sorted(found.keys() ^ expected.keys()) or [
-            name for name in sorted(found) if not torch.equal(found[name], expected[name])
+            loaded = target.adapter.load(folder)
+        wrong = sorted(loaded.keys() ^ expected.keys()) or [
+            name for name in sorted(loaded) if not torch.equal(loaded[name], expected[name])
         ]
     if wrong:
         raise Counterexample(f"{wrong[0]} is not what one file gives", program)

@@ -16,8 +16,7 @@ from hypothesis.strategies import DrawFn
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
-from harness.properties.ops.adapter import OpsUnderTest
-from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
+from harness.properties.ops.adapter import OpsUnderTest, RandomRows, closeness_lines, worst_row
 
 _LEVELS = {"float32": 40, "bfloat16": 40, "float16": 13}
 """Powers of two up to which channels go: in float16 their squares are beyond 65504."""
@@ -47,7 +46,7 @@ Claim = Callable[["Norm"], None]
 
 
 def check_norms(named: Any, settings: Settings) -> Rejections:
-    """Hold `rms_norm` and `layer_norm` to their definition and to what scaling does; nothing without them.
+    """Compare `rms_norm` and `layer_norm` with their definition, also under scaling; nothing without them.
 
     Raises:
         PropertyError: one property does not hold.
@@ -162,9 +161,9 @@ def _sign(norm: Norm) -> None:
 
 
 def _input(norm: Norm) -> None:
-    given = norm.x.clone()
-    norm(given, norm.weight, norm.bias, norm.case.eps)
-    if not torch.equal(given, norm.x):
+    x = norm.x.clone()
+    norm(x, norm.weight, norm.bias, norm.case.eps)
+    if not torch.equal(x, norm.x):
         lines = ["before = x.clone()", norm.line("out", "x"), "assert torch.equal(x, before)"]
         raise Counterexample(f"{norm.method} changes its input, which the residual still needs", norm.program(lines))
 
@@ -183,7 +182,7 @@ def _cases(draw: DrawFn, dtypes: tuple[str, ...], *, is_centred: bool) -> NormCa
     largest = _LEVELS[dtype]
     exponent = draw(st.just(0) | st.integers(-6, largest - 2))
     level = 2.0**exponent
-    # At a mean far above the spread nothing is left of the row to be judged.
+    # With a mean far above the spread, rounding leaves nothing of the row to judge.
     offset = draw(st.sampled_from((0.0, 1.0, -3.0))) * level if is_centred else 0.0
     return NormCase(
         x=RandomRows(

@@ -19,8 +19,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections, raise_all
-from harness.properties.ops.adapter import OpsUnderTest
-from harness.properties.ops.rows import RandomRows, closeness_lines, worst_row
+from harness.properties.ops.adapter import OpsUnderTest, RandomRows, closeness_lines, worst_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ Claim = Callable[["RotaryScheme"], None]
 
 
 def check_rotary(named: Any, settings: Settings) -> Rejections:
-    """Hold `rotary` and `rotary_interleaved` to the properties of a rotation by position; nothing without them.
+    """Check that `rotary` and `rotary_interleaved` rotate by position; nothing without them.
 
     Raises:
         PropertyError: one does not hold.
@@ -199,13 +198,13 @@ def _permutation(rotation: RotaryScheme) -> None:
         return
     half = rotation.x_TNH.shape[-1] // 2
     interleaved = [i // 2 + half * (i % 2) for i in range(2 * half)]
-    other = RotaryScheme(rotation.target, "rotary_interleaved", rotation.case)
+    interleaved_rotation = RotaryScheme(rotation.target, "rotary_interleaved", rotation.case)
     by_halves = rotation.rotate(rotation.x_TNH, rotation.positions_T)[..., interleaved]
-    by_neighbours = other.rotate(rotation.x_TNH[..., interleaved], rotation.positions_T)
+    by_neighbours = interleaved_rotation.rotate(rotation.x_TNH[..., interleaved], rotation.positions_T)
     lines = [
         f"order = {interleaved}",
         f"expected = {rotation.target.name}.rotary(x, positions, {rotation.case.theta!r})[..., order]",
-        other.line("out", "x[..., order]", "positions"),
+        interleaved_rotation.line("out", "x[..., order]", "positions"),
     ]
     rotation.expect(by_neighbours, by_halves, rotation.positions_T, lines)
 

@@ -11,9 +11,7 @@ from harness.properties.ops.adapter import OpsUnderTest, not_checked
 from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
-from harness.properties.ops.sampling import check_sampling
-from harness.properties.ops.stopping import check_stopping
-from harness.properties.ops.tokenizer import check_tokenizer
+from harness.properties.ops.tokens import check_sampling, check_stopping, check_tokenizer
 
 CHECKS: dict[str, tuple[Callable[[Any, settings], Rejections], tuple[str, ...]]] = {
     "rotary": (check_rotary, ("rotary", "rotary_interleaved")),

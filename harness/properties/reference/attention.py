@@ -56,8 +56,8 @@ class Backend:
         q_T, k_T, v_T = (torch.cat([x[request] for request in order]) for x in (q_chunks, k_chunks, v_chunks))
         batch = build_batch(chunks, backend.block_size, q_TNH.device)
         out = backend.attend(0, q_T, k_T, v_T, replace(batch, plan=backend.plan(batch)))
-        found = dict(zip(order, out.split([lens[request] for request in order]), strict=True))
-        return torch.cat([found[request][-query_len:] for request, query_len in enumerate(query_lens)])
+        rows = dict(zip(order, out.split([lens[request] for request in order]), strict=True))
+        return torch.cat([rows[request][-query_len:] for request, query_len in enumerate(query_lens)])
 
     def open(self, spec: CacheSpec) -> AttentionBackend:
         """Open the backend."""

@@ -45,8 +45,8 @@ class PoolAndCache:
 
     def cached_blocks(self) -> Mapping[int, Sequence[int]]:
         """Return what look-ups find, with all tokens up to each block's end."""
-        found = {block: prefix for block, prefix in self.cache.prefixes.items() if self.cache.find(prefix) == block}
-        return {block: _all_tokens(prefix) for block, prefix in found.items()}
+        cached = {block: prefix for block, prefix in self.cache.prefixes.items() if self.cache.find(prefix) == block}
+        return {block: _all_tokens(prefix) for block, prefix in cached.items()}
 
     def new_sequence(self, request_id: int, token_ids: Sequence[int], max_new_tokens: int, salt: str) -> EngineSequence:
         """Return a request of the engine."""

@@ -7,18 +7,14 @@ then, too, and reported later: the scheduler learns it from `update`.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from harness.properties.blocks.cache_entries import CacheEntries
+from harness.properties.blocks.prefix_cache import CacheEntries
 from harness.properties.blocks.tables import Tables
-from harness.properties.core.adapter import NamedAdapter
-from harness.properties.core.findings import Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.falsify import NamedAdapter
+from harness.properties.core.findings import Invariant, Violation
 from harness.properties.core.machine import Machine, NotApplicable
 from harness.properties.core.subject import Subject
-from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED
-from harness.properties.scheduler.capabilities import SchedulerCapabilities
-from harness.properties.scheduler.limits import SchedulerLimits
-from harness.properties.scheduler.requests import Chunk, ScheduledRequest, ScheduledStep
-from harness.properties.scheduler.reuse import Reuse
+from harness.properties.scheduler.adapter import OPTIONAL, REQUIRED, SchedulerCapabilities
+from harness.properties.scheduler.requests import Chunk, Reuse, ScheduledRequest, ScheduledStep, SchedulerLimits
 
 MAX_EMPTY_STEPS = 2
 """Steps in a row that may schedule nothing while requests wait."""
@@ -26,7 +22,7 @@ END_OF_SEQUENCE = 2
 
 
 class SchedulerCalls(Machine):
-    """A scheduler, and what is known of its requests, tables and cache."""
+    """A scheduler with the suite's record of its requests, tables and cache."""
 
     def __init__(self, factory: Any) -> None:
         super().__init__()
@@ -88,7 +84,7 @@ class SchedulerCalls(Machine):
         )
 
     def remove(self, request: ScheduledRequest, method: str) -> None:
-        """Take a request out."""
+        """Remove a request."""
         self.reuse.note_released(request, self.in_flight, is_kept=method == "finish")
         del self.requests[request.request_id]
         self.tables.live.pop(request.request_id, None)
@@ -132,7 +128,7 @@ class SchedulerCalls(Machine):
             self.remove(self.requests[request_id], "finish")
 
     def _check_still_there(self, ended: Collection[int]) -> None:
-        """Verify that no request is gone that may still sample."""
+        """Verify that no request that may still sample has been removed."""
         running = self._running() if self.offers["running"] else set(self.requests)
         for request in self.requests.values():
             if request.is_running and request.request_id not in running | set(ended):
@@ -197,12 +193,14 @@ class SchedulerCalls(Machine):
                 request.token_ids += [*request.drafts, *[0] * num_extra][:num_extra]
             request.num_computed = chunk.start  # less after a preemption, more after a prefix hit
         starting = [chunk for chunk in chunks if chunk.request_id not in was_running]
-        found = {chunk.request_id: chunk.start for chunk in starting} if self.declared.shares_within_step else {}
+        cached_tokens = (
+            {chunk.request_id: chunk.start for chunk in starting} if self.declared.shares_within_step else {}
+        )
         for chunk in chunks:
             request = self.requests[chunk.request_id]
             if self.offers["block_table"]:
                 self._check_width(request, chunk.stop)
-                self.tables.write(request, chunk.stop, found=found)
+                self.tables.write(request, chunk.stop, cached_tokens=cached_tokens)
             request.num_computed = chunk.stop
         for chunk in chunks if self.offers["block_table"] else ():
             self.tables.check_content(self.requests[chunk.request_id], Invariant.SLOT_CONTENT, first_query=chunk.start)

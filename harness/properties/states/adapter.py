@@ -12,7 +12,7 @@ Any exception that leaves a method is a finding, but not from `free` of a reques
 
 from dataclasses import dataclass, field
 
-from harness.properties.blocks.capabilities import PoolCapabilities
+from harness.properties.blocks.adapter import PoolCapabilities
 
 REQUIRED = {
     "allocate": "allocate(request_id, token_ids) -> int: a state for a new request; how many of its tokens are in it "

@@ -1,17 +1,17 @@
-"""The calls of an engine to a state cache; each answer is held against the state of every prefix."""
+"""The calls of an engine to a state cache; each answer is compared with the state of every prefix.
+
+Snapshots that the cache keeps have rules of their own: what they hold, which must be there, and which may be dropped.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.properties.blocks.content import ContentOracle
 from harness.properties.blocks.requests import CacheRequests
-from harness.properties.blocks.tables import RequestRecord
-from harness.properties.core.findings import Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.blocks.tables import ContentOracle, RequestRecord
+from harness.properties.core.findings import Invariant, Violation
 from harness.properties.core.search import Hits
 from harness.properties.states.adapter import OPTIONAL, REQUIRED, StateCapabilities
-from harness.properties.states.snapshots import Snapshots
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,7 +27,7 @@ class Transfer(RequestRecord):
 
 
 class StateCacheCalls(CacheRequests):
-    """A state cache, and what is known of its requests, slots and snapshots."""
+    """A state cache with the suite's record of its requests, slots and snapshots."""
 
     def __init__(self, factory: Any, hits: Hits | None = None) -> None:
         super().__init__(factory, hits)
@@ -77,7 +77,7 @@ class StateCacheCalls(CacheRequests):
     def begin_request(self, request: RequestRecord, *, looks_up: bool, computes: bool) -> bool:
         """Start a request and perhaps compute all its tokens; tell whether there was room."""
         token_ids, salt, before = request.token_ids, request.salt, self.free_blocks()
-        found = self.look_up(token_ids, salt) if looks_up and self.offers["lookup"] else None
+        looked_up = self.look_up(token_ids, salt) if looks_up and self.offers["lookup"] else None
         expected = self.snapshots.expected(request.prefixes)
         arguments = (request.request_id, list(token_ids))
         num_cached = self.subject.do(Invariant.ROOM, "allocate", *arguments, **self.salted(salt))
@@ -85,7 +85,7 @@ class StateCacheCalls(CacheRequests):
             self.check_no_room(before, num_more=1)
             return False
         self.check_found(num_cached, token_ids, expected)
-        self.check_same(found, num_cached)
+        self.check_same(looked_up, num_cached)
         self.enter(request, num_cached, Invariant.RESTORED_STATE)
         if computes:
             self.compute_up_to(request, len(token_ids))
@@ -96,9 +96,9 @@ class StateCacheCalls(CacheRequests):
         prefixes: list[int] = []
         self.oracle.extend(prefixes, token_ids, salt)
         expected = self.snapshots.expected(prefixes)
-        found: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self.salted(salt))
-        self.check_found(found, token_ids, expected)
-        return found
+        num_cached: int = self.subject.do(Invariant.LOOKUP, "lookup", list(token_ids), **self.salted(salt))
+        self.check_found(num_cached, token_ids, expected)
+        return num_cached
 
     def enter(self, request: RequestRecord, num_cached: int, invariant: Invariant, answer: str = "result") -> None:
         """Take a request among the live ones, and verify the state that it begins with, as the `answer` says."""
@@ -184,3 +184,106 @@ class StateCacheCalls(CacheRequests):
             if not holds:
                 what = f"{len(held)} to {self.most_held} of {self.num_slots} slots are held, and not: {rule}"
                 raise Violation(Invariant.POOL_PARTITION, what, f"assert {rule}")
+
+
+Entry = tuple[tuple[int, ...], int]
+"""All tokens up to a snapshot, and the state that it holds."""
+
+
+class Snapshots:
+    """The states that were written, and those that the cache says it keeps.
+
+    Attributes:
+        written: the prefixes, by number, whose states the cache may hold.
+        offered: the states that it was given, drafts among them.
+    """
+
+    def __init__(self, machine: "StateCacheCalls") -> None:
+        self._machine = machine
+        self.written: set[int] = set()
+        self.offered: set[int] = set()
+        self._num_written = 0
+        """States that the present action has written, or accepted."""
+        self._due: set[int] = set()
+        """Prefixes of full blocks that were computed and not given up."""
+        self._ever_due: set[int] = set()
+        self._most_held = 0
+        self._entries: set[Entry] = set()
+        self._num_evicted = 0
+        """Slots that the present action asks to be emptied."""
+        self._may_go: set[int] = set()
+        """Prefixes whose snapshots the present action may drop without need."""
+
+    def note_written(self, request: RequestRecord, start: int) -> None:
+        """Note that the tokens from `start` on are computed, and accepted."""
+        size, prefixes = self._machine.block_size, request.prefixes[: request.num_computed]
+        self.written.update(prefixes[start:])
+        self._num_written += len(prefixes) - start
+        self._due.update(prefixes[size - 1 :: size][start // size :])
+        self._ever_due |= self._due
+
+    def note_given_up(self, request: RequestRecord, num_kept: int) -> None:
+        """Note that the cache may forget what a request has computed beyond `num_kept` tokens."""
+        self._due.difference_update(request.prefixes[num_kept:])
+        self._may_go.update(request.prefixes)
+
+    def note_eviction(self, num_slots: int) -> None:
+        """Note that snapshots in so many slots are given up."""
+        self._due.clear()
+        self._num_evicted += num_slots
+
+    def note_reset(self) -> None:
+        """Note that nothing may be found that was written before, but for what requests hold."""
+        self.note_eviction(self._machine.num_slots)
+        self.written = {prefix for entry in self._machine.live() for prefix in entry.prefixes[: entry.num_computed]}
+
+    def expected(self, prefixes: Sequence[int]) -> tuple[int, bool]:
+        """Count the tokens of a prompt that must be found, and tell whether a miss is a finding by itself.
+
+        By the snapshots that the cache shows, or by full blocks as long as there is room for all states.
+        """
+        machine, size, num_due = self._machine, self._machine.block_size, 0
+        lengths = {prefix + 1: length for length, prefix in enumerate(prefixes[:-1], start=1)}
+        num_shown = 0 if machine.collides else max((lengths.get(state, 0) for _, state in self._shown()), default=0)
+        most_held = max(self._most_held, machine.most_held) + machine.declared.slots_per_request
+        if len(self._ever_due) + most_held <= machine.num_slots and not machine.collides:
+            while num_due + size < len(prefixes) and prefixes[num_due + size - 1] in self._due:
+                num_due += size
+        is_exact = machine.declared.snapshots == "blocks"
+        return max(num_shown, num_due) if is_exact else num_shown or num_due, is_exact or num_shown > 0
+
+    def check(self) -> None:
+        """Verify what each snapshot holds, and that no more are gone than had to make room."""
+        machine, entries = self._machine, self._shown()
+        for tokens, state in sorted(entries):
+            self._check_entry(tokens, state)
+        self._most_held = max(self._most_held, machine.most_held)
+        num_new = max(len(entries - self._entries), self._num_written)
+        num_over = max(0, len(self._entries) + num_new + machine.most_held - machine.num_slots) + self._num_evicted
+        lost = sorted(entry for entry in self._entries - entries if entry[1] - 1 not in self._may_go)
+        if len(lost) > num_over:
+            what = f"snapshots of {[list(tokens) for tokens, _ in lost]} are gone, and {num_over} had to make room"
+            machine.note(Invariant.EVICTED_ENTRY, what, f"assert {lost[0]} in {self._source()}")
+        self._entries, self._num_written, self._num_evicted = entries, 0, 0
+        self._may_go.clear()
+
+    def describe(self, state: Any) -> str:
+        """Spell out the tokens of a state."""
+        if state not in self.offered:
+            return f"nothing that was written ({state!r})" if state else "no tokens"
+        return self._machine.oracle.describe((0, state - 1))
+
+    def _check_entry(self, tokens: tuple[int, ...], state: int) -> None:
+        is_own = state in self.offered and self._machine.oracle.spell(state - 1)[1] == tokens
+        if not is_own or state - 1 not in self.written:
+            what = f"the snapshot of {list(tokens)} holds the state of {self.describe(state)}"
+            what += ", which was rejected or given up" if is_own else ""
+            ending = f"assert {(tokens, state)} not in {self._source()}"
+            raise Violation(Invariant.SNAPSHOT_STATE, what, ending)
+
+    def _shown(self) -> set[Entry]:
+        shown = self._machine.ask_optional(Invariant.SNAPSHOT_STATE, "cached_states") or ()
+        return {(tuple(tokens), state) for tokens, state in shown}
+
+    def _source(self) -> str:
+        return f"[(tuple(tokens), state) for tokens, state in {self._machine.subject.name}.cached_states()]"

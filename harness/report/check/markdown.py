@@ -6,14 +6,15 @@ from urllib.parse import quote, urlsplit
 
 from tabulate import tabulate
 
-from harness.report.check.columns import PAGE_COLUMNS, legend
 from harness.report.check.sentences import (
+    PAGE_COLUMNS,
     divergence_place,
     divergence_size,
     explanation_lines,
     extent,
     facts,
     finding_lines,
+    legend,
     printable,
     subject,
 )

@@ -1,13 +1,13 @@
-"""Sentences that all forms for people share: numbers, headline, culprit, findings, the facts at the foot."""
+"""What all forms for people share: numbers, headline, culprit, findings, the facts at the foot, the table's columns."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import PurePath
 
-from harness.report.check.merge import merge_taps, sum_coverage, sum_seconds, sum_tokens
-from harness.report.check.table import count
+from harness.report.check.table import Row, count, merge_taps, sum_coverage, sum_seconds, sum_tokens
 from harness.results.check import (
     CheckResult,
     Coverage,
@@ -17,6 +17,7 @@ from harness.results.check import (
     LogitResult,
     Outcome,
     Provenance,
+    RowId,
     RunResult,
     TokenResult,
     VerifiedStep,
@@ -55,7 +56,7 @@ def subject(result: CheckResult) -> list[str]:
 
 
 def extent(result: CheckResult) -> list[str]:
-    """Return how much of it was checked: requests, rows, taps, schedules."""
+    """Return the extent of the check: requests, rows, taps, schedules."""
     num_taps = len({tap.name for run in result.runs for tap in run.taps if tap.num_rows})
     num_rows = sum(run.num_rows for run in result.runs)
     schedules = printable(", ".join(run.schedule for run in result.runs)) or "no schedule"
@@ -86,7 +87,7 @@ def divergence_size(divergence: Divergence) -> str:
 
 
 def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
-    """Yield what is told of a divergence, each after its label: first the tap, at the end the cause."""
+    """Yield the facts of a divergence with their labels: the tap first, the cause last."""
     yield "First divergence:", printable(divergence.tap)
     yield "", divergence_place(divergence)
     yield "", f"{divergence_size(divergence)} ({divergence.code})"
@@ -97,7 +98,7 @@ def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
-    """Yield what was done wrong, to which rows, how well that fits, and where a wrong place of the cache leads."""
+    """Yield the mistake, its rows, how well it fits, and whose content a wrong place of the cache holds."""
     yield printable(explanation.cause)
     fit = printable(explanation.scope)
     if explanation.residual_after is not None:
@@ -199,7 +200,7 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
 
 
 def _control(result: CheckResult) -> str | None:
-    """Say what HF itself reaches on the engine's inputs if that was measured."""
+    """Return the error of HF itself on the engine's inputs, if measured."""
     taps = [tap for tap in merge_taps(result.runs) if tap.control_bound_share_max is not None and not tap.convention]
     if not taps:
         return None
@@ -223,8 +224,8 @@ def _acceptance(steps: Sequence[VerifiedStep]) -> str:
     truth = f"{least:,}" if least == most else f"{least:,} to {most:,} (ties within rounding)"
     parts = [f"{num_accepted:,} of {count(num_drafts, 'draft')} in {count(len(steps), 'step')}, by HF's logits {truth}"]
     if wrong := [step for step in steps if step.differs]:
-        first, own = wrong[0], f"{wrong[0].truth_least} to {wrong[0].truth_most}"
-        expected = own if first.truth_least < first.truth_most else str(first.truth_most)
+        first, truth_range = wrong[0], f"{wrong[0].truth_least} to {wrong[0].truth_most}"
+        expected = truth_range if first.truth_least < first.truth_most else str(first.truth_most)
         where = f"request {first.request}, position {first.position}, step {first.step}"
         parts.append(f"another number in {count(len(wrong), 'step')}: {first.num_accepted} for {expected} at {where}")
     return "; ".join(parts)
@@ -245,7 +246,7 @@ def _coverage(coverage: Coverage) -> str:
 
 
 def _not_judged(coverage: Coverage) -> str:
-    """Say what a pass does not rest on."""
+    """Return what a pass does not cover."""
     parts = [_names(coverage.not_judged)] if coverage.not_judged else []
     if coverage.only_through:
         parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")
@@ -270,3 +271,85 @@ def _timings(golden_s: float | None, runs: Sequence[RunResult]) -> str:
         "compare": sum_seconds([run.compare_s for run in runs]),
     }
     return ", ".join(f"{name} {number(value)} s" for name, value in seconds.items() if value is not None)
+
+
+BAR_WIDTH = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of the table."""
+
+    header: str
+    cell: Callable[[Row], str]
+    meaning: str | None = None
+    """For the legend, with `{dtype}` for the engine's; neighbours of one meaning share a line."""
+    align: str = "right"
+    rank: int = 0
+    """If a terminal is too narrow, the column of the highest rank goes first; rank 0 stays."""
+    is_for_terminals: bool = False
+    """Whether Markdown and HTML leave it out."""
+
+
+_ITSELF = "error of the operation itself, in roundings to {dtype}"
+
+LABEL = 1
+"""Index of the column that is shortened if nothing is left to leave out."""
+
+COLUMNS = (
+    Column(header="layer", cell=lambda row: row.layers),
+    Column(header="operation", cell=lambda row: row.label, align="left"),
+    Column(header="rows", cell=lambda row: f"{row.tap.num_rows:,}", rank=2),
+    Column(header="median", cell=lambda row: number(row.tap.local_roundings_median), meaning=_ITSELF),
+    Column(header="p99", cell=lambda row: number(row.tap.local_roundings_p99), rank=3, is_for_terminals=True),
+    Column(header="max", cell=lambda row: number(row.tap.local_roundings_max), meaning=_ITSELF),
+    Column(
+        header="bound",
+        cell=lambda row: number(row.tap.local_bound_share_max),
+        meaning="its largest share of what is allowed; above 1 is a bug",
+    ),
+    Column(
+        header="", cell=lambda row: _bar(row.tap.local_bound_share_max), align="left", rank=1, is_for_terminals=True
+    ),
+    Column(
+        header="propagated",
+        cell=lambda row: number(row.tap.propagated_ratio_max),
+        meaning="error that has built up, as a multiple of HF's own in {dtype}",
+    ),
+    Column(
+        header="rel. L2", cell=lambda row: number(row.tap.propagated_relative_l2_max), rank=4, is_for_terminals=True
+    ),
+    Column(header="worst row", cell=lambda row: _row_id(row.tap.worst), rank=5, is_for_terminals=True),
+    Column(header="verdict", cell=lambda row: row.remark, align="left"),
+)
+
+PAGE_COLUMNS = tuple(column for column in COLUMNS if not column.is_for_terminals)
+"""Those of Markdown and HTML, whose readers have room for no more."""
+
+
+def legend(dtype: str, *, has_downstream: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the headers that need an explanation, and their meanings.
+
+    Args:
+        dtype: the engine's.
+        has_downstream: whether a row of the table is called downstream.
+    """
+    explained = [column for column in COLUMNS if column.meaning]
+    for meaning, columns in groupby(explained, key=lambda column: column.meaning or ""):
+        yield ", ".join(column.header for column in columns), meaning.format(dtype=dtype)
+    if has_downstream:
+        yield "downstream", "sound by itself, computed from wrong input"
+
+
+def _bar(share: float | None) -> str:
+    """Return a bar of a share of the bound; the last of its cells is only reached beyond the bound."""
+    if share is None:
+        return ""
+    if not share <= 1:
+        return "█" * BAR_WIDTH
+    eighths = round(share * (BAR_WIDTH - 1) * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _row_id(row: RowId | None) -> str:
+    return f"{row.request}:{row.position}" if row else "-"

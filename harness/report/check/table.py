@@ -1,17 +1,60 @@
 """The table by layer and operation, before any form: which taps share a row, and what a row is to its reader.
 
 A sound check has one row per operation, over all layers. A check with a culprit shows the culprit's layer operation by
-operation, and folds every other layer; a model of 80 layers takes no more room than one of 4.
+operation, and folds every other layer; a model of 80 layers takes no more room than one of 4. The rule by which results
+merge stands beside each field, in `harness.results.check`.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 from math import isnan
 
-from harness.report.check.merge import merge, merge_taps, severity
-from harness.results.check import CheckResult, Divergence, Outcome, RunResult, TapResult
+from harness.results.check import CheckResult, Coverage, Divergence, Outcome, RunResult, TapResult, TokenResult
+from harness.results.merging import merged
+
+
+def merge_taps(runs: Iterable[RunResult]) -> tuple[TapResult, ...]:
+    """Return every tap of the runs once, in the order of the first run that has it."""
+    by_name: dict[str, list[TapResult]] = {}
+    for run in runs:
+        for tap in run.taps:
+            by_name.setdefault(tap.name, []).append(tap)
+    return tuple(merge(taps) for taps in by_name.values())
+
+
+def merge(taps: Sequence[TapResult]) -> TapResult:
+    """Return one result that stands for all of `taps`, named as the worst of them."""
+    return merged(taps, worst=max(taps, key=severity))
+
+
+def severity(tap: TapResult) -> tuple[int, float, float]:
+    """Return a key that sorts taps from the best to the worst."""
+    share, ratio = tap.local_bound_share_max, tap.propagated_ratio_max
+    return tap.verdict.severity, _nan_last(share or 0.0), _nan_last(ratio or 0.0)
+
+
+def sum_tokens(runs: Sequence[RunResult]) -> TokenResult:
+    """Return the token counts of all runs together."""
+    return merged([run.tokens for run in runs], worst=TokenResult())
+
+
+def sum_coverage(runs: Sequence[RunResult]) -> Coverage:
+    """Return the coverage of all runs together; names appear once, in order of first appearance."""
+    return merged([run.coverage for run in runs], worst=Coverage())
+
+
+def sum_seconds(seconds: Sequence[float | None]) -> float | None:
+    """Return the sum of the measured values, None if there are none."""
+    measured = [value for value in seconds if value is not None]
+    return sum(measured) if measured else None
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
 
 CONSEQUENCE_RATIO = 3.0
 """Propagated error, over HF's own, from which a sound operation after the culprit is called downstream."""
@@ -29,7 +72,7 @@ class Role(StrEnum):
     """Wrong by itself, but not the first."""
     MISSING = "missing"
     DOWNSTREAM = "downstream"
-    """Sound by itself, computed from input that was wrong already."""
+    """Sound by itself, but computed from wrong input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""The check for people at a terminal: verdict, table, first divergence, findings, facts.
+"""The check for people at a terminal: verdict, table, first divergence, findings, facts; and what a check would cost.
 
-A wider terminal earns more columns. Colour only repeats what the words say, so that a log without it loses nothing.
+A wider terminal shows more columns. Colour only repeats what the words say, so a log without colour loses nothing.
 """
 
 import textwrap
@@ -10,11 +10,22 @@ from itertools import pairwise
 
 from tabulate import tabulate
 
-from harness.report.check.columns import COLUMNS, LABEL, Column, legend
-from harness.report.check.sentences import divergence_lines, extent, facts, finding_lines, printable, subject
+from harness import errors
+from harness.report.check.sentences import (
+    COLUMNS,
+    LABEL,
+    Column,
+    divergence_lines,
+    extent,
+    facts,
+    finding_lines,
+    legend,
+    printable,
+    subject,
+)
 from harness.report.check.table import Role, Row, Section, sections
-from harness.report.lines import MIN_WIDTH, blocks_text
-from harness.results.check import CheckResult, Divergence, Outcome
+from harness.report.terminal import MIN_WIDTH, blocks_text, fitted_table
+from harness.results.check import CheckCost, CheckResult, Divergence, Outcome
 
 MIN_LABEL_WIDTH = 12
 ARROW = "▸"
@@ -38,7 +49,7 @@ class _Page:
         return f"\x1b[{';'.join(str(_STYLES[style]) for style in styles)}m{text}\x1b[0m"
 
     def wrap(self, label: str, text: str, *styles: str, indent: int) -> Iterator[str]:
-        """Yield `text` wrapped after `label`, which alone is painted."""
+        """Yield `text` wrapped after `label`; only the label has colour."""
         lines = [line.replace(NO_BREAK, " ") for line in textwrap.wrap(text, self.width - indent)] or [""]
         yield (self.paint(label, *styles) + " " * (indent - len(label)) + lines[0]).rstrip()
         yield from (" " * indent + line for line in lines[1:])
@@ -147,8 +158,35 @@ def _facts(result: CheckResult, page: _Page) -> Iterator[str]:
 
 
 def _shortened(text: str, width: int) -> str:
-    """Return `text` in at most `width` columns; its middle gives way."""
+    """Return `text` in at most `width` columns, without its middle if it is longer."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def cost_text(result: CheckCost, *, tablefmt: str = "simple") -> str:
+    """Return a row for each phase, the disk and the memory; nothing in it is a verdict."""
+    rows = [[phase.name, f"{phase.seconds:,.1f}", _gb(phase.read_bytes)] for phase in result.phases]
+    rows.append(["all but the engine", f"{result.seconds:,.1f}", _gb(result.read_bytes)])
+    table = fitted_table(rows, ["phase", "seconds", "GB read"], tablefmt=tablefmt)
+    peak = "not known on this system" if result.peak_bytes is None else f"{_gb(result.peak_bytes)} GB"
+    golden = "in the cache" if result.has_golden else "to be kept"
+    requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
+    lines = [
+        f"{errors.Code.NOTHING_CHECKED}: nothing was checked: this is what a check would cost",
+        f"{result.model} in {result.dtype}: {requests}, {result.num_tokens:,} tokens; measured on the first "
+        f"{result.num_measured} of {result.num_layers} layers, the others taken by their parameters",
+        "",
+        table,
+        "",
+        f"disk     {_gb(result.golden_bytes)} GB for the golden, {golden}; {_gb(result.recording_bytes)} GB for a "
+        "recording while a schedule is judged",
+        f"memory   {peak} at most beside mapped files and an engine in another process; "
+        f"{_gb(result.available_bytes)} GB are free",
+    ]
+    return errors.printable("\n".join(lines))
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f}"

@@ -5,7 +5,7 @@
 
 Each bug is drawn a dtype, a checkpoint and a schedule. With it stands what may truly be said of it; for some there is
 nothing, and every cause that is asserted is then a wrong one. Nothing here was used to write an explanation before it
-was first run; what was mended afterwards is said in the report.
+was first run; what was fixed afterwards is said in the report.
 """
 
 import argparse
@@ -97,8 +97,8 @@ def weight(ending: str, change: Callable[[torch.Tensor], torch.Tensor], layer: i
 
 
 def half_turned(x: torch.Tensor) -> torch.Tensor:
-    one, other = x.chunk(2, dim=-1)
-    return torch.cat((-other, one), dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 def keys_unrotated() -> Any:
@@ -135,8 +135,8 @@ def without(places: Callable[[int], torch.Tensor]) -> Any:
     """Attention that does not see some keys, each row its own where it has no other."""
 
     def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        own = torch.arange(len(k)) == (len(k) - len(q) + torch.arange(len(q)))[:, None]
-        return attend(q, k, v, mask & (own | ~places(len(k))))
+        is_self = torch.arange(len(k)) == (len(k) - len(q) + torch.arange(len(q)))[:, None]
+        return attend(q, k, v, mask & (is_self | ~places(len(k))))
 
     return attention(compute)
 
@@ -165,14 +165,14 @@ def head_negated(x: torch.Tensor) -> torch.Tensor:
 
 def norms_of_q_and_k(weights: dict[str, torch.Tensor], _config: Any) -> None:
     for name in [name for name in weights if name.endswith("q_norm.weight")]:
-        other = name.replace("q_norm", "k_norm")
-        weights[name], weights[other] = weights[other], weights[name]
+        k_name = name.replace("q_norm", "k_norm")
+        weights[name], weights[k_name] = weights[k_name], weights[name]
 
 
 def layers_exchanged(weights: dict[str, torch.Tensor], _config: Any) -> None:
     for name in [name for name in weights if name.startswith("model.layers.1.")]:
-        other = name.replace("layers.1.", "layers.2.")
-        weights[name], weights[other] = weights[other], weights[name]
+        next_name = name.replace("layers.1.", "layers.2.")
+        weights[name], weights[next_name] = weights[next_name], weights[name]
 
 
 def last_key_twice(original: Any) -> Any:
@@ -295,16 +295,16 @@ def main(bugs: Mapping[str, Bug]) -> None:
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(bugs))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    random, rows = Random(given.seed), []
-    for _ in range(given.draws):
+    arguments = parser.parse_args()
+    random, rows = Random(arguments.seed), []
+    for _ in range(arguments.draws):
         for name, bug in bugs.items():
             fault, seed = drawn(name, bug, random), random.randrange(1000)
-            if name in given.only:
+            if name in arguments.only:
                 rows.append(tried(fault, seed))
                 print(*rows[-1], sep=" | ", flush=True)
-    if given.out:
-        given.out.write_text(report(rows, given), encoding="utf-8")
+    if arguments.out:
+        arguments.out.write_text(report(rows, arguments), encoding="utf-8")
 
 
 def tried(fault: Fault, seed: int) -> list[str]:
@@ -319,21 +319,21 @@ def tried(fault: Fault, seed: int) -> list[str]:
         return [fault.id, where, "-", "raised", type(error).__name__]
     if not score.detected:
         return [fault.id, where, "-", "not detected", ""]
-    found = score.first.tap if score.first else str(score.error)
+    place = score.first.tap if score.first else str(score.error)
     said = score.explanation.cause if score.explanation else ""
     true = score.explanation is not None and re.search(fault.cause, said + "; " + score.explanation.detail)
     verdict = "unnamed" if score.explanation is None or not score.explanation.is_cause else "named" if true else "WRONG"
-    return [fault.id, where, str(found), verdict, said]
+    return [fault.id, where, str(place), verdict, said]
 
 
-def report(rows: list[list[str]], given: argparse.Namespace) -> str:
+def report(rows: list[list[str]], arguments: argparse.Namespace) -> str:
     """Return the report."""
     count = {word: sum(row[3] == word for row in rows) for word in ("named", "unnamed", "WRONG", "not detected")}
     machine = describe_machine("cpu")
     table = tabulate(rows, ["bug", "setting", "found first", "verdict", "said"], tablefmt="github")
     return (
         "# Bugs that are in no catalogue\n\n"
-        f"`python {Path(sys.argv[0]).name} --seed {given.seed} --draws {given.draws}`, "
+        f"`python {Path(sys.argv[0]).name} --seed {arguments.seed} --draws {arguments.draws}`, "
         f"{time.strftime('%Y-%m-%d')}, {machine.hardware}; {machine.software}.\n\n"
         f"{len(rows)} trials: {count['named']} named, {count['unnamed']} with no cause asserted, "
         f"{count['WRONG']} named wrongly, {count['not detected']} not detected.\n\n{table}\n"

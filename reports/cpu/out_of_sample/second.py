@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import gelu, silu
-
 from first import (
     NOTHING,
     Bug,
@@ -23,6 +21,8 @@ from first import (
     projected,
     weight,
 )
+from torch.nn.functional import gelu, silu
+
 from harness.extensions.faults.attention import attend
 from harness.extensions.faults.cache import stored
 from harness.extensions.faults.experts import mixed, routed, sum_of
@@ -71,9 +71,9 @@ def weight_squared(_: Any) -> Any:
     return call
 
 
-def exchanged(one: str, other: str, layer: int = 1) -> Any:
+def exchanged(first: str, second: str, layer: int = 1) -> Any:
     def change(weights: dict[str, torch.Tensor], _config: Any) -> None:
-        a, b = (f"model.layers.{layer}.{name}" for name in (one, other))
+        a, b = (f"model.layers.{layer}.{name}" for name in (first, second))
         weights[a], weights[b] = weights[b], weights[a]
 
     return loaded(change)

@@ -63,13 +63,13 @@ def sglang(name, folder, *, source):
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     def opened(tools):
-        return FunctionCallParser([Tool(**own) for own in tools], name)
+        return FunctionCallParser([Tool(**tool) for tool in tools], name)
 
     def delta(text, calls):
-        own = [
-            {"index": each.tool_index, "function": {"name": each.name, "arguments": each.parameters}} for each in calls
+        deltas = [
+            {"index": call.tool_index, "function": {"name": call.name, "arguments": call.parameters}} for call in calls
         ]
-        return {"content": text, "tool_calls": own}
+        return {"content": text, "tool_calls": deltas}
 
     def parse(text, tools):  # as _process_tool_calls of serving_chat.py
         parser = opened(tools)
@@ -79,7 +79,7 @@ def sglang(name, folder, *, source):
             content, calls = parser.parse_non_stream(text)
         except Exception:
             return {"content": text}
-        return {"content": content, "tool_calls": [{"name": own.name, "arguments": own.parameters} for own in calls]}
+        return {"content": content, "tool_calls": [{"name": call.name, "arguments": call.parameters} for call in calls]}
 
     def stream(pieces, tools):  # as _process_tool_call_stream and _check_for_unstreamed_tool_args
         parser = opened(tools)
@@ -89,8 +89,8 @@ def sglang(name, folder, *, source):
         told, sent = parser.detector.prev_tool_call_arr, parser.detector.streamed_args_for_tool
         at = len(told) - 1
         if told and at < len(sent):
-            own = told[at].get("arguments", {})
-            whole = own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
+            arguments = told[at].get("arguments", {})
+            whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             if whole.startswith(sent[at]) and whole != sent[at]:
                 yield {"tool_calls": [{"index": at, "function": {"arguments": whole[len(sent[at]) :]}}]}
 
@@ -104,22 +104,22 @@ def hf(name, folder):
     from transformers.utils.chat_parsing import ResponseParser
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    template = next(own for names, own in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if name in names)
+    template = next(template for names, template in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if name in names)
     prefix = "<|im_start|>assistant\n"
 
     def parse(text, tools):  # as parse_assistant_message
-        own = tokenizer.parse_response(text, template, prefix=prefix, tools=tools)
-        calls = [vars(utils._normalize_tool_call(each)) for each in own.get("tool_calls") or []]
-        return {"content": own.get("content", ""), "tool_calls": calls}
+        message = tokenizer.parse_response(text, template, prefix=prefix, tools=tools)
+        calls = [vars(utils._normalize_tool_call(call)) for call in message.get("tool_calls") or []]
+        return {"content": message.get("content", ""), "tool_calls": calls}
 
     def stream(pieces, tools):  # as the handlers of chats
         parser, at = ResponseParser(template, prefix=prefix, tools=tools), 0
         for events in (*map(parser.feed, pieces), None):
-            for own in utils.response_events_to_chunks(parser.finalize()[1] if events is None else events):
-                if isinstance(own, str):
-                    yield {"content": own}
-                elif isinstance(own, utils.ToolCall):
-                    yield {"tool_calls": [{"index": at, "function": vars(own)}]}
+            for chunk in utils.response_events_to_chunks(parser.finalize()[1] if events is None else events):
+                if isinstance(chunk, str):
+                    yield {"content": chunk}
+                elif isinstance(chunk, utils.ToolCall):
+                    yield {"tool_calls": [{"index": at, "function": vars(chunk)}]}
                     at += 1
 
     return parse, stream

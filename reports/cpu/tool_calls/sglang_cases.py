@@ -41,13 +41,13 @@ def at_once(name, text):
         content, calls = parser.parse_non_stream(text)
     except Exception:
         return shown(text, [])
-    return shown(content, [(own.name, own.parameters) for own in calls])
+    return shown(content, [(call.name, call.parameters) for call in calls])
 
 
 def streamed(name, text, size, first):
-    parser, own = FunctionCallParser(TOOLS, name), split(text)
-    ends = [0, *range(first, len(own), size), len(own)]
-    pieces = ["".join(own[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+    parser, pieces = FunctionCallParser(TOOLS, name), split(text)
+    ends = [0, *range(first, len(pieces), size), len(pieces)]
+    pieces = ["".join(pieces[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
     content, calls = "", {}
     for more, parts in (*map(parser.parse_stream_chunk, pieces), parser.parse_stream_end()):
         content += more or ""
@@ -66,7 +66,7 @@ def streamed(name, text, size, first):
 
 
 def shown(content, calls):
-    return json.dumps({"content": content or "", "calls": [list(own) for own in calls]}, ensure_ascii=False)
+    return json.dumps({"content": content or "", "calls": [list(call) for call in calls]}, ensure_ascii=False)
 
 
 def case(what, name, text):
@@ -83,13 +83,13 @@ def case(what, name, text):
 
 
 def hermes(*arguments):
-    own = ('{"name": "weather", "arguments": ' + json.dumps(each) + "}" for each in arguments)
-    return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in own)
+    calls = ('{"name": "weather", "arguments": ' + json.dumps(values) + "}" for values in arguments)
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
 def mistral(*arguments):
-    own = ('{"name": "weather", "arguments": ' + json.dumps(each) + ', "id": "call00000"}' for each in arguments)
-    return f"[TOOL_CALLS] [{', '.join(own)}]"
+    calls = ('{"name": "weather", "arguments": ' + json.dumps(values) + ', "id": "call00000"}' for values in arguments)
+    return f"[TOOL_CALLS] [{', '.join(calls)}]"
 
 
 def qwen(name, value):

@@ -14,13 +14,13 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Do
 
 def case(what, kind, text):
     """Print what is read out of a text."""
-    template = next(own for kinds, own in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if kind in kinds)
+    template = next(template for kinds, template in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if kind in kinds)
     print(f"\n{kind}: {what}\n  text  {text!r}")
     try:
-        own = parse_response(text, template, prefix="<|im_start|>assistant\n", tools=TOOLS)
+        message = parse_response(text, template, prefix="<|im_start|>assistant\n", tools=TOOLS)
     except Exception as error:
-        own = f"{type(error).__name__}: {error}"
-    print(f"  read  {own!r}")
+        message = f"{type(error).__name__}: {error}"
+    print(f"  read  {message!r}")
 
 
 def qwen(value):

@@ -22,7 +22,7 @@ class Tokenizer:
     """Marks are tokens; each other character is one."""
 
     def get_vocab(self):
-        return {own: at for at, own in enumerate(MARKS)}
+        return {mark: at for at, mark in enumerate(MARKS)}
 
     def __getattr__(self, name):
         return {"is_fast": True, "all_special_tokens": MARKS, "all_special_ids": [*range(4)], "eos_token_id": 9}.get(
@@ -30,13 +30,13 @@ class Tokenizer:
         )
 
     def encode(self, text, **_):
-        return [MARKS.index(own) if own in MARKS else 100 + ord(own) for own in split(text)]
+        return [MARKS.index(text) if text in MARKS else 100 + ord(text) for text in split(text)]
 
     def decode(self, ids, **_):
-        return "".join(MARKS[own] if own < 100 else chr(own - 100) for own in ids)
+        return "".join(MARKS[token_id] if token_id < 100 else chr(token_id - 100) for token_id in ids)
 
     def convert_ids_to_tokens(self, ids, **_):
-        return [self.decode([own]) for own in ids]
+        return [self.decode([token_id]) for token_id in ids]
 
 
 def split(text):
@@ -44,7 +44,7 @@ def split(text):
 
 
 def tool(name, **kinds):
-    schema = {"type": "object", "properties": {own: {"type": kind} for own, kind in kinds.items()}}
+    schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in kinds.items()}}
     return {"type": "function", "function": {"name": name, "description": "Do it.", "parameters": schema}}
 
 
@@ -62,15 +62,15 @@ def at_once(name, text):
     parser, request = opened(name)
     ids = Tokenizer().encode(text)
     _, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=ids)
-    return shown(content, [(own.name, own.arguments) for own in calls or []])
+    return shown(content, [(call.name, call.arguments) for call in calls or []])
 
 
 def streamed(name, text, size, first):
     parser, request = opened(name)
-    own = split(text)
-    ends = [0, *range(first, len(own), size), len(own)]
-    pieces = ["".join(own[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
-    deltas = [parser.parse_delta(each, Tokenizer().encode(each), request, [1], finished=False) for each in pieces]
+    pieces = split(text)
+    ends = [0, *range(first, len(pieces), size), len(pieces)]
+    pieces = ["".join(pieces[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+    deltas = [parser.parse_delta(piece, Tokenizer().encode(piece), request, [1], finished=False) for piece in pieces]
     deltas.append(parser.parse_delta("", [9], request, [1], finished=True))
     content, calls = "", {}
     for delta in filter(None, deltas):
@@ -83,7 +83,7 @@ def streamed(name, text, size, first):
 
 
 def shown(content, calls):
-    return json.dumps({"content": content or "", "calls": [list(own) for own in calls]}, ensure_ascii=False)
+    return json.dumps({"content": content or "", "calls": [list(call) for call in calls]}, ensure_ascii=False)
 
 
 def case(what, name, text):

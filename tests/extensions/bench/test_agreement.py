@@ -7,7 +7,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.extensions.bench.agreement import TokenDivergence, find_divergences, judge_divergences
-from harness.extensions.bench.workload import BenchWorkload
+from harness.extensions.bench.peer import BenchWorkload
 
 WORKLOAD = BenchWorkload(name="batch 2", prompts=[[1, 2], [3]], output_lens=[3, 2])
 OURS = [[4, 5, 6], [7, 8]]

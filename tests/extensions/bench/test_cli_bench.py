@@ -5,9 +5,7 @@ import logging
 import sys
 
 import pytest
-import typer
 
-from harness.cli.main import build_app
 from harness.errors import Code
 from harness.extensions.bench import peers
 from harness.extensions.bench.peer import Generation
@@ -31,15 +29,6 @@ def wrong_peer(monkeypatch):
         def close(self): ...
 
     monkeypatch.setitem(peers.PEERS, "hf-generate", lambda setting: Zeros())
-
-
-def test_the_options_are_those_that_were_promised():
-    command = typer.main.get_command(build_app()).commands["bench"].commands["engine"]
-    assert [parameter.opts[0] for parameter in command.params] == [
-        "--shape", "--model", "--dtype", "--device", "--repeats", "--requests", "--engine", "--peer", "--seed",
-        "--engine-option", "--out", "--local-files-only", "--format",
-    ]  # fmt: skip
-    assert all(parameter.help for parameter in command.params)
 
 
 @pytest.mark.slow

@@ -3,10 +3,10 @@
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.bench import measure, peers
-from harness.extensions.bench.peer import OURS, BenchConfig, Generation, PeerMissingError
+from harness.extensions.bench import peers
+from harness.extensions.bench import run as measure
+from harness.extensions.bench.peer import OURS, BenchConfig, BenchWorkload, Generation, PeerMissingError
 from harness.extensions.bench.peers import open_peers, peer_groups
-from harness.extensions.bench.workload import BenchWorkload
 
 WORKLOADS = [
     BenchWorkload(name="even", prompts=[[1]], output_lens=[2]),

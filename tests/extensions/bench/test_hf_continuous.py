@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import ContinuousBatchingConfig
 
-from harness.extensions.bench import hf_continuous
-from harness.extensions.bench.hf_continuous import PAGE_SIZE, HfContinuousPeer, _page_size_field
+from harness.extensions.bench import hf
+from harness.extensions.bench.hf import PAGE_SIZE, HfContinuousPeer, _page_size_field
 from harness.extensions.bench.peer import PeerMissingError
 from harness.extensions.bench.peers import _not_installed
 
@@ -24,8 +24,8 @@ class ConfigOf523:
 
 
 def test_without_psutil_transformers_5_17_is_left_out_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(hf_continuous, "_page_size_field", lambda config: "block_size")
-    monkeypatch.setattr(hf_continuous, "find_spec", lambda name: None)
+    monkeypatch.setattr(hf, "_page_size_field", lambda config: "block_size")
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
     with pytest.raises(PeerMissingError, match="psutil") as caught:
         HfContinuousPeer(SimpleNamespace(device="cpu"))
     assert "pip install psutil" in str(_not_installed("hf-continuous", caught.value))

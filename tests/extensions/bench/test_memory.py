@@ -2,14 +2,14 @@
 
 import pytest
 
-from harness.extensions.bench import memory
-from harness.extensions.bench.memory import PAGE_BYTES, ResidentMemory
+from harness.extensions.bench import peers
+from harness.extensions.bench.peers import PAGE_BYTES, ResidentMemory
 
 
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
     """Return what sets the process's resident pages."""
-    monkeypatch.setattr(memory, "STATM", tmp_path / "statm")
+    monkeypatch.setattr(peers, "STATM", tmp_path / "statm")
 
     def say(resident):
         (tmp_path / "statm").write_text(f"{resident + 1000} {resident} 12 3 0 400 0\n")
@@ -27,7 +27,7 @@ def test_growth_adds_up_by_peer_and_shrinking_counts_for_nobody(pages):
 
 
 def test_a_system_that_does_not_tell_counts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "STATM", tmp_path / "absent")
+    monkeypatch.setattr(peers, "STATM", tmp_path / "absent")
     counted = ResidentMemory()
     with counted.of("ours"):
         pass

@@ -5,8 +5,7 @@ import pytest
 from harness.base.environment import MachineInfo, describe_machine
 from harness.extensions.bench.agreement import Agreement
 from harness.extensions.bench.peer import Generation
-from harness.extensions.bench.results import BandwidthShare, BenchResult, Measure
-from harness.extensions.bench.table import bench_text
+from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure, bench_text
 
 FASTER = Measure(
     name="uneven workload", unit="tok/s", is_higher_better=True,

@@ -1,6 +1,6 @@
 """Workloads: seeded, and of the lengths that are asked for."""
 
-from harness.extensions.bench.workload import UnevenSize, even_workload, uneven_workload
+from harness.extensions.bench.peer import UnevenSize, even_workload, uneven_workload
 
 SIZE = UnevenSize(num_requests=40, prompt_lens=(3, 9), output_lens=(2, 5))
 

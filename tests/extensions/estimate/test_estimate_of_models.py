@@ -5,9 +5,9 @@ import transformers
 
 from harness.engines import open_engine
 from harness.errors import Code, HarnessError
-from harness.extensions.estimate.estimate import GPUS, estimate
 from harness.extensions.estimate.meta_model import MetaModel, read_config
-from harness.profiling.cost.formulas import operation_costs
+from harness.extensions.estimate.run import GPUS, estimate
+from harness.profiling.formulas import operation_costs
 from harness.results.profile import StepShape
 
 CONTEXT = 50

@@ -6,8 +6,8 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import exported_folder
-from harness.extensions.quantised import served_folder
 from harness.formats.checkpoint import resolve
+from harness.formats.checkpoint.converted import served_folder
 from harness.oracle.model import load_model
 
 openvino = pytest.importorskip("openvino", reason="the package openvino is not installed (extra openvino)")

@@ -1,4 +1,4 @@
-"""`harness faults` and `harness check --fault`."""
+"""`harness faults`: the score, and the check of one fault."""
 
 import json
 
@@ -28,11 +28,10 @@ def test_the_score_for_people(capsys):
 
 
 def test_a_planted_fault_is_a_mismatch(capsys):
-    assert run(["check", "--fault", "wrong-block"]) == 1
+    assert run(["faults", "--check", "wrong-block"]) == 1
     assert "block 1 of the table is read from its own block 0" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_fault_comes_with_its_own_workload(capsys):
-    assert run(["check", "--fault", "wrong-block", "--dtype", "float32"]) == 2
-    assert run(["check", "--fault", "nope"]) == 2
+def test_a_fault_that_is_not_there_is_refused(capsys):
+    assert run(["faults", "--check", "nope"]) == 2
     assert "H013" in capsys.readouterr().err

@@ -3,8 +3,7 @@
 import pytest
 
 from harness.engines import LIMITS, Capabilities, Control
-from harness.extensions.fuzz.pool import SequencePool, make_pool
-from harness.extensions.fuzz.workload import Translator
+from harness.extensions.fuzz.workload import SequencePool, Translator, make_pool
 
 CONTROL = Control(limits=LIMITS, aborts=True, forks=True)
 

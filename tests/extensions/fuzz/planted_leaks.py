@@ -9,8 +9,8 @@ import torch
 import reference_engine.model_runner
 from harness.extensions.faults.drafts import FAULTS
 from harness.extensions.faults.injection import replaced, replacing
-from harness.extensions.fuzz.poison_result import Memory
 from harness.formats.recording import RequestInfo
+from harness.results.check import Memory
 from reference_engine.attention.paged import PagedAttention, SingleBlocks
 from reference_engine.block_pool import BlockPool
 from reference_engine.families.experts import Experts

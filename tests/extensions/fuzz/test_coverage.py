@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from harness.extensions.fuzz.coverage import conditions, pairs
+from harness.extensions.fuzz.judge import conditions, pairs
 from harness.formats.recording.manifest import RequestInfo
 
 

@@ -51,7 +51,7 @@ def test_a_finding_has_operation_row_cause_workload_and_the_commands_that_repeat
     assert "model.layers.0.attention request 1, position 3" in text
     assert "Cause: reads one block from a wrong place" in text
     assert "after 12.0 s; shrunk in 3.00 s from 5 requests of 90 rows; 3 more workloads failed in the same way" in text
-    assert "harness fuzz --replay out/w.toml harness check --case out/c.toml" in text
+    assert "harness fuzz run --replay out/w.toml harness check --case out/c.toml" in text
     assert "limits: block_size=4, enable_prefix_caching=true" in text
     assert "2 workloads: too long" in text
 

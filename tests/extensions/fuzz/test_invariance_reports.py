@@ -5,14 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.extensions.fuzz.invariance_report import invariance_text
-from harness.extensions.fuzz.invariance_result import (
-    ChangedOperation,
-    FirstChange,
-    Invariance,
-    InvarianceResult,
-    ScheduleChange,
-)
+from harness.extensions.fuzz.report import invariance_text
+from harness.extensions.fuzz.result import ChangedOperation, FirstChange, Invariance, InvarianceResult, ScheduleChange
 from harness.report.document import document as result_document
 from harness.results.check import Outcome
 

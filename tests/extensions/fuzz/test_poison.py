@@ -7,10 +7,10 @@ import torch
 
 from harness.engines import open_engine
 from harness.extensions.fuzz.poison import Poisoner
-from harness.extensions.fuzz.poison_result import Memory
 from harness.formats.schedule import parse_schedule
 from harness.oracle.model import load_model
 from harness.plan import plan_engine
+from harness.results.check import Memory
 
 from .planted_leaks import BLOCK, LEAKS, NOT_FINITE, REQUESTS, THROWN_AWAY, VICTIM, ZEROED_BY_WHERE
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness.extensions.fuzz.poison_report import poison_text
-from harness.extensions.fuzz.poison_result import FailedRun, Leak, Memory, PoisonedMemory, PoisonResult
+from harness.extensions.fuzz.report import poison_text
+from harness.extensions.fuzz.result import FailedRun, Leak, PoisonedMemory, PoisonResult
 from harness.report.document import document as result_document
-from harness.results.check import Outcome
+from harness.results.check import Memory, Outcome
 
 LEAK = Leak(
     memory=Memory.OTHERS, tap="model.layers.0.attention", request=0, position=21, step=1, phase="decode",

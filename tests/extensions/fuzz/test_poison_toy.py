@@ -7,10 +7,10 @@ from harness.engines.by_content import StepEngine
 from harness.engines.poison import fill
 from harness.extensions.faults.injection import replacing
 from harness.extensions.fuzz.poison import Poisoner
-from harness.extensions.fuzz.poison_result import Memory
 from harness.formats.schedule import parse_schedule
 from harness.oracle.model import load_model
 from harness.plan import plan_engine
+from harness.results.check import Memory
 
 from .planted_leaks import FINITE, NOT_FINITE, REQUESTS, VICTIM
 

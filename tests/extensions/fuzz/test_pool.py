@@ -3,8 +3,8 @@
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.fuzz.pool import NUM_TOKENS, PATTERNS, SEGMENT, SequencePool, make_pool
 from harness.extensions.fuzz.result import SentRequest, SentWorkload
+from harness.extensions.fuzz.workload import NUM_TOKENS, PATTERNS, SEGMENT, SequencePool, make_pool
 
 
 def pool(seed=0, *, vocab_size=256, max_positions=512, window=None):

@@ -12,8 +12,7 @@ import pytest
 from harness.engines import Capabilities, Engine
 from harness.errors import Code, HarnessError
 from harness.extensions.fuzz import search as module
-from harness.extensions.fuzz.deadline import DeadlineError, deadline
-from harness.extensions.fuzz.judge import WorkloadJudgement
+from harness.extensions.fuzz.judge import DeadlineError, WorkloadJudgement, deadline
 from harness.extensions.fuzz.search import Search
 from harness.results.check import Coverage, Divergence, Outcome, RunResult, TokenResult, Verdict
 

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from harness.extensions.fuzz.shrink import shrink, smaller
+from harness.extensions.fuzz.search import shrink, smaller
 from harness.extensions.fuzz.workload import Searched, SearchedRequest
 
 LARGE = Searched(

@@ -3,8 +3,15 @@
 import pytest
 
 from harness.engines import LIMITS
-from harness.extensions.fuzz.pool import SEGMENT, SequencePool
-from harness.extensions.fuzz.workload import Searched, SearchedRequest, SentWorkload, Translator, engine_workload
+from harness.extensions.fuzz.result import SentWorkload
+from harness.extensions.fuzz.workload import (
+    SEGMENT,
+    Searched,
+    SearchedRequest,
+    SequencePool,
+    Translator,
+    engine_workload,
+)
 
 
 def workload(*requests, **limits):

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.fuzz.files import case_toml
+from harness.extensions.fuzz.files import case_toml, load_workload, workload_toml
 from harness.extensions.fuzz.result import FuzzFinding, SentRequest, SentWorkload
-from harness.extensions.fuzz.workload_file import load_workload, workload_toml
 from harness.formats.case import load_case
 
 PLAIN = SentRequest(token_ids=(5, 6, 7), prompt_length=2)

@@ -12,15 +12,14 @@ from transformers import Gemma3ForCausalLM, LlamaConfig, LlamaForCausalLM, Mamba
 from harness.engines import open_engine
 from harness.engines.stepping import open_session, open_token_session
 from harness.errors import Code
-from harness.extensions.llamacpp.engine.written_files import write_adapter_file
 from harness.extensions.llamacpp.gguf import open_gguf
-from harness.extensions.llamacpp.gguf.types import PLAIN
-from harness.extensions.llamacpp.gguf.weights import rows_of_hf
-from harness.extensions.llamacpp.gguf.writer import write_gguf
-from harness.extensions.quant.padding import pad_checkpoint
-from harness.profiling.cost.formulas import operation_costs
-from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.extensions.llamacpp.gguf.header import PLAIN
+from harness.extensions.llamacpp.gguf.model import rows_of_hf
+from harness.extensions.llamacpp.gguf.writer import write_adapter_file, write_gguf
+from harness.extensions.quant.files import pad_checkpoint
+from harness.profiling.counters import count
+from harness.profiling.formulas import operation_costs
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 from ...faulty_gguf import OTHERS, OTHERS_FROM, write_faulty, write_typed
 from ...llamacpp_files import write_gemma3, write_glm4_moe, write_mamba
@@ -47,7 +46,7 @@ def check(harness, own_cache):
     def check(model, *options):
         workload = [*PROMPTS, "--max-new-tokens", 6]
         # In this process: a second one would take seconds to import torch.
-        return harness("check", "--engine", "llamacpp", "--no-isolate", "--model", model, *workload, *options)
+        return harness("check", "--engine", "llamacpp", "--engine-timeout", "0", "--model", model, *workload, *options)
 
     return check
 

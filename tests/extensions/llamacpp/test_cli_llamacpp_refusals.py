@@ -13,7 +13,9 @@ def test_without_the_package(harness, monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     tensor.llama.cache_clear()
     try:
-        ran = harness("check", "--engine", "llamacpp", "--no-isolate", "--model", "llama-tiny", "--token-ids", "5")
+        ran = harness(
+            "check", "--engine", "llamacpp", "--engine-timeout", "0", "--model", "llama-tiny", "--token-ids", "5"
+        )
     finally:
         tensor.llama.cache_clear()
     assert ran.status == 2

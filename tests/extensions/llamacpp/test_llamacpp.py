@@ -9,14 +9,12 @@ import torch
 
 from harness.engines.stepping import OperatorCost
 from harness.errors import Code, HarnessError
-from harness.extensions.llamacpp.engine.cache import parse_saved, parse_state
-from harness.extensions.llamacpp.engine.capture import halves_of_pairs
+from harness.extensions.llamacpp.engine.cache import parse_saved, parse_state, rotations, turned_back
+from harness.extensions.llamacpp.engine.context import LlamaSequence, next_batch
 from harness.extensions.llamacpp.engine.engine import _has_table
-from harness.extensions.llamacpp.engine.node_cost import node_cost
-from harness.extensions.llamacpp.engine.nodes import pruned_taps, tap_of
+from harness.extensions.llamacpp.engine.graph import halves_of_pairs, pruned_taps, tap_of
 from harness.extensions.llamacpp.engine.options import parse_llamacpp_options
-from harness.extensions.llamacpp.engine.rotation import rotations, turned_back
-from harness.extensions.llamacpp.engine.sequence import LlamaSequence, next_batch
+from harness.extensions.llamacpp.engine.session import node_cost
 from harness.extensions.llamacpp.gguf.architecture import Metadata
 from harness.formats.recording import RequestInfo
 

@@ -1,4 +1,4 @@
-"""`harness check --endpoint` against llama-cpp-python's own server, in a process of its own on the loopback address."""
+"""`harness server check` against llama-cpp-python's own server, in a process of its own on the loopback address."""
 
 import importlib.util
 import subprocess
@@ -47,7 +47,7 @@ WORKLOAD = ["--prompt", "Once upon a time", "--prompt", "The cat sat", "--max-ne
 
 def check(harness, url, model, *options):
     options = ["--dtype", "float16", "--concurrency", "1", *options, "--format", "json"]
-    return harness("check", "--endpoint", url, "--model", model, *WORKLOAD, *options)
+    return harness("server", "check", "--endpoint", url, "--model", model, *WORKLOAD, *options)
 
 
 def test_a_sound_server_passes(harness, served, stories):

@@ -8,11 +8,11 @@ import torch
 import harness
 from harness.engines import open_engine
 from harness.extensions.fuzz.poison import Poisoner
-from harness.extensions.fuzz.poison_result import Memory
 from harness.formats.recording import RequestInfo
 from harness.formats.schedule import parse_schedule
 from harness.oracle.model import load_model
 from harness.plan import plan_engine
+from harness.results.check import Memory
 
 mlx_cache = pytest.importorskip("mlx_lm.models.cache", exc_type=ImportError)
 

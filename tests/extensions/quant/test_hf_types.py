@@ -10,10 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.engines.quantised_form import quantising
 from harness.errors import Code, HarnessError
-from harness.extensions.quant.forward import hf_distributions
-from harness.extensions.quant.hf.run import run_hf_type
-from harness.extensions.quant.hf.types import HF_TYPES, check_package
-from harness.extensions.quant.measure import distance
+from harness.extensions.quant.forward import distance, hf_distributions
+from harness.extensions.quant.hf_types import HF_TYPES, check_package, run_hf_type
 from harness.oracle.model import load_model
 
 SEQUENCES = [[1, *range(3, 40)]]

@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.extensions.quant.importance import importance_of
+from harness.extensions.quant.files import importance_of
 from harness.oracle.model import load_model
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness.extensions.quant.measure import distance, perplexity
+from harness.extensions.quant.forward import distance, perplexity
 
 
 def test_equal_distributions_are_at_no_distance():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from harness.extensions.quant.padding import pad_checkpoint
-from harness.extensions.quant.text import sample_text, split_text
+from harness.extensions.quant.files import pad_checkpoint
+from harness.extensions.quant.forward import sample_text, split_text
 from harness.oracle.model import load_model
 
 IDS = torch.tensor([[1, 20, 21, 22, 9, 8, 7, 30]])

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.extensions.quant.forward import hf_distributions
-from harness.extensions.quant.measure import distance
+from harness.extensions.quant.forward import distance, hf_distributions
 from harness.extensions.quant.parts import SPLITS, check_splits, part_costs
 from harness.oracle.model import load_model
 

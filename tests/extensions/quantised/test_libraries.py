@@ -133,8 +133,8 @@ def test_awq(tmp_path: Path):
 def test_gpt_oss_as_transformers_reads_it():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+    from harness.extensions.quantised.config import Scheme
     from harness.extensions.quantised.formats import FORMATS
-    from harness.extensions.quantised.scheme import Scheme
 
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (3, 64, 4, 16), dtype=torch.uint8)

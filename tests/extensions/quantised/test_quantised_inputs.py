@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from harness.extensions.quantised.inputs import has_declared_inputs, inputs_as_declared
 from harness.formats.checkpoint import resolve
+from harness.oracle.declared_inputs import has_declared_inputs, inputs_as_declared
 from harness.oracle.model import load_model
 from tests.quantised_checkpoints import write_quantised
 

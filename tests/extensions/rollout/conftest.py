@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from harness.extensions.rollout.format import read_rollouts
-from harness.extensions.rollout.request import Request
 from harness.extensions.rollout.result import RolloutResult
 from harness.extensions.rollout.run import compare_rollouts
+from harness.extensions.rollout.sides import Request
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.oracle.model import load_model
 

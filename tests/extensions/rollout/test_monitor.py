@@ -7,7 +7,7 @@ import torch
 
 import harness
 from harness.errors import Code, HarnessError
-from harness.extensions.rollout.format import read_history
+from harness.extensions.rollout.monitor import read_history
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 

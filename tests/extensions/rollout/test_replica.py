@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.extensions.rollout.replica import replica
+from harness.extensions.rollout.sides import replica
 from harness.formats.checkpoint import resolve
 from harness.oracle.model import load_model
 

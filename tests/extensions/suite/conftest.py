@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.extensions.suite.process import CaseProcess
+from harness.extensions.suite.pool import CaseProcess
 from harness.extensions.suite.task import Resources, SuiteCase
 from harness.formats.case import Case, RequestSpec
 

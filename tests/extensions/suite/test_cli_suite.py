@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from ...integration.conftest import ENGINE, listen_to_ctrl_c
+from ...integration.commands import ENGINE, listen_to_ctrl_c
 
 CASE = """
 schema_version = 1
@@ -163,22 +163,6 @@ def test_a_suite_over_time(harness, tmp_path):
     assert harness("suite", "history", tmp_path / "1").status == 0
     assert harness("suite", "history", tmp_path / "1", "--out", page).err.startswith("H030: ")
     assert harness("suite", "history", tmp_path / "none").err.startswith("H138: ")
-
-
-def test_a_bisection_says_what_it_begins_with(harness, case, tmp_path):
-    ran = harness("suite", "bisect", "--good", "a", "--case", case)
-    assert ran.err.startswith("H013: a bisection begins with a good and a bad revision\n  where:    --bad\n")
-    suite_file(tmp_path / "1", llama=("pass", 1.0))
-    ran = harness("suite", "bisect", "--history", tmp_path, "--case", case)
-    assert ran.err.startswith(
-        "H139: the history does not say which commit broke the case: it does not fail in the newest"
-    )
-
-
-def test_a_bisection_needs_a_repository(harness, case, tmp_path):
-    ran = harness("suite", "bisect", "--good", "a", "--bad", "b", "--case", case, "--repo", tmp_path)
-    assert ran.status == 2
-    assert ran.err.startswith("H139: the folder is no git repository")
 
 
 @pytest.mark.slow

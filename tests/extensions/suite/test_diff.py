@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from harness.extensions.suite.diff import diff_suites
-from harness.extensions.suite.report.diff import diff_json, diff_text
+from harness.extensions.suite.history import diff_suites
+from harness.extensions.suite.history_report import diff_json, diff_text
 from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 
 

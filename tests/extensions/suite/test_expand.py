@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.expand import expand
-from harness.extensions.suite.matrix import load_matrix
+from harness.extensions.suite.matrix import expand, load_matrix
 
 CASE = """
 schema_version = 1
@@ -167,7 +166,7 @@ def test_nothing_to_run_is_an_error(tmp_path, files):
 
 
 def test_the_documentations_matrix_is_one(tmp_path, monkeypatch, cases):
-    page = (Path(__file__).parents[4] / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "scale.md").read_text(encoding="utf-8")
     (tmp_path / "matrix.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
     found = {case.name: case for case in expand([cases / "a.toml"], load_matrix(tmp_path / "matrix.toml"))}
     assert len(found) == 2 * 2 * 2 * 2 * 2 - 8

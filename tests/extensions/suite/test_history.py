@@ -5,10 +5,9 @@ import json
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.history import history_of, read_history, revisions_around
-from harness.extensions.suite.report.history import history_json, history_text
-from harness.extensions.suite.report.html import history_html
-from harness.extensions.suite.report.json import suite_json
+from harness.extensions.suite.history import history_of, read_history
+from harness.extensions.suite.history_report import history_json, history_text
+from harness.extensions.suite.report import history_html, suite_json
 from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 
 PLACE = {"tap": "model.norm", "request": 0, "position": 1}
@@ -85,26 +84,6 @@ def test_the_page_takes_no_markup_from_outside():
     assert "&lt;b&gt;" in page
     assert "polyline" in page
     assert "<script" not in page
-
-
-def test_a_bisection_begins_around_the_failure(nights):
-    found = history_of(nights)
-    assert revisions_around(found, "b") == ("v1", "v2")
-    assert revisions_around(found, "a") == ("v2", "v3")
-
-
-@pytest.mark.parametrize(
-    ("runs", "says"),
-    [
-        ([run("v1", "."), run("v2", ".")], "it does not fail in the newest run"),
-        ([run("v1", "M"), run("v2", "M")], "it failed in all runs"),
-        ([run("v1", "."), run(None, "M")], "does not say which commit"),
-    ],
-)
-def test_a_history_that_says_nothing_of_commits(runs, says):
-    with pytest.raises(HarnessError, match=says) as raised:
-        revisions_around(history_of(runs), "a")
-    assert raised.value.code is Code.BAD_BISECTION
 
 
 def test_runs_are_read_from_folders_and_folders_of_folders(tmp_path, nights):

@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from harness.extensions.suite import inputs
-from harness.extensions.suite.fingerprint import installed_digest
-from harness.extensions.suite.inputs import with_inputs
+from harness.extensions.suite import preflight
+from harness.extensions.suite.preflight import installed_digest, with_inputs
 from harness.extensions.suite.task import Environment, SuiteCase
 from harness.formats.case import Case, RequestSpec
 
@@ -22,7 +21,7 @@ def installed():
 def digest(tmp_path, monkeypatch, installed):
     """Return the digests of a case and of its golden, with a model of a few files and an option that names one."""
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(inputs, "installed_digest", lambda: installed)
+    monkeypatch.setattr(preflight, "installed_digest", lambda: installed)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.suite import node_task
-from harness.extensions.suite.fingerprint import Installation, fingerprint, installation
-from harness.extensions.suite.node_checks import refuse_differences, refuse_missing, refuse_store
-from harness.extensions.suite.node_task import Look, look
+from harness.extensions.suite import nodes
+from harness.extensions.suite.nodes import Look, look, refuse_differences, refuse_missing, refuse_store
+from harness.extensions.suite.preflight import Installation, fingerprint, installation
 from harness.extensions.suite.ray_pool import ClusterNode, RayPool, _Running
 from harness.extensions.suite.store import Store
 from harness.extensions.suite.task import FOUND, Loss, Resources, Task, TaskResult
@@ -177,6 +176,6 @@ def test_a_store_that_is_another_folder_on_a_node_is_refused(tmp_path):
 
 def test_what_a_node_has_found_comes_back(make_case, monkeypatch):
     for said in (TaskResult(verdict="pass", seconds=2.0), Loss(reason="gone", needs_golden=True)):
-        monkeypatch.setattr(node_task._shelf, "run", lambda _task, _more, said=said: said)
-        text = node_task.run_on_node(Task(kind="case", case=make_case("x")).model_dump_json())
+        monkeypatch.setattr(nodes._shelf, "run", lambda _task, _more, said=said: said)
+        text = nodes.run_on_node(Task(kind="case", case=make_case("x")).model_dump_json())
         assert FOUND.validate_json(text) == said

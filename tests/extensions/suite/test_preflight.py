@@ -8,8 +8,13 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.extensions.suite import preflight
-from harness.extensions.suite.fingerprint import Installation, fingerprint, installation
-from harness.extensions.suite.preflight import check_engines, check_environments
+from harness.extensions.suite.preflight import (
+    Installation,
+    check_engines,
+    check_environments,
+    fingerprint,
+    installation,
+)
 from harness.extensions.suite.task import Environment
 
 
@@ -42,7 +47,7 @@ def test_an_environment_without_torch_is_refused(tmp_path):
 
 
 def test_what_is_not_installed_is_told_from_what_has_no_version(monkeypatch):
-    monkeypatch.setattr("harness.extensions.suite.fingerprint._PACKAGES", ("json", "no_such_package"))
+    monkeypatch.setattr("harness.extensions.suite.preflight._PACKAGES", ("json", "no_such_package"))
     found = json.loads(installation().model_dump_json())["versions"]
     assert (found["json"], found["no_such_package"]) == ("unknown", "not installed")
     assert installation().missing_packages == ["no_such_package"]

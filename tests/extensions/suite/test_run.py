@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.journal import Journal
-from harness.extensions.suite.ledger import Ledger
-from harness.extensions.suite.local_pool import LocalPool
-from harness.extensions.suite.pool import Ended
+from harness.extensions.suite.journal import Journal, Ledger
+from harness.extensions.suite.pool import Ended, LocalPool
 from harness.extensions.suite.result import CaseVerdict
 from harness.extensions.suite.run import MOST_ATTEMPTS, Driver
 from harness.extensions.suite.task import Loss, TaskResult, case_tasks

@@ -6,8 +6,7 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.extensions.suite import store as store_module
-from harness.extensions.suite.shared_golden import fetch_goldens, share_golden
-from harness.extensions.suite.store import DamagedBlobError, Store, digest_of
+from harness.extensions.suite.store import DamagedBlobError, Store, digest_of, fetch_goldens, share_golden
 
 
 @pytest.fixture

@@ -8,12 +8,15 @@ from xml.etree import ElementTree
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.extensions.suite.report.html import suite_html
-from harness.extensions.suite.report.json import load_suite, suite_json
-from harness.extensions.suite.report.junit import suite_junit
-from harness.extensions.suite.report.markdown import suite_markdown
-from harness.extensions.suite.report.matrix import matrix_of
-from harness.extensions.suite.report.text import suite_text
+from harness.extensions.suite.report import (
+    load_suite,
+    matrix_of,
+    suite_html,
+    suite_json,
+    suite_junit,
+    suite_markdown,
+    suite_text,
+)
 from harness.extensions.suite.result import CaseResult, CaseVerdict, SuiteResult
 
 PLACE = {

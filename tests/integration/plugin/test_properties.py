@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.findings import Invariant
 from harness.pytest_plugin.properties import load_adapter, pytest_configure
 
 pytest_plugins = ["pytester"]

@@ -111,11 +111,11 @@ def test_a_model_of_hfs_is_checked_against_its_own_weights(folder, dtype):
 
 
 def test_a_model_object_says_what_is_right(folder, hf_model):
-    own = load(folder)
+    module = load(folder)
     with torch.no_grad():
         hf_model.model.norm.weight.mul_(2)
-        own.ln.weight.mul_(2)
-    check(own, model=hf_model, names=NAMES).assert_ok()
+        module.ln.weight.mul_(2)
+    check(module, model=hf_model, names=NAMES).assert_ok()
     check("reference", model=hf_model, schedules=["plain"]).assert_ok()
 
 
@@ -125,8 +125,8 @@ def test_an_adapter_is_part_of_the_truth(folder, hf_model, tmp_path):
     report = check(hf_model, model=folder, lora=str(adapter), schedules=["plain"])
     assert_wrong_at(report, "model.layers.0.self_attn.q_proj")
     assert "adapter is not applied" in report.first_divergence.explanation.cause
-    own, its = (harness.golden(folder, prompts=PROMPTS, max_new_tokens=3, lora=item) for item in (None, adapter))
-    assert own.recording.path != its.recording.path
+    base, adapted = (harness.golden(folder, prompts=PROMPTS, max_new_tokens=3, lora=item) for item in (None, adapter))
+    assert base.recording.path != adapted.recording.path
 
 
 def test_the_model_that_was_given_is_as_it_was(hf_model):

@@ -27,7 +27,7 @@ def refused(engine, code="H", *words, **options):
 
 
 @pytest.fixture(scope="module")
-def own(checkpoints):
+def module(checkpoints):
     return load(checkpoints / "qwen3-tiny")
 
 
@@ -103,8 +103,8 @@ def test_options_that_make_no_sense(options, code, words):
         ({"names": {"": "model"}}, "no module of OwnModel is called as HF calls it"),
     ],
 )
-def test_what_does_not_go_with_a_module(own, options, words):
-    refused(own, Code.BAD_OPTION, words, **options)
+def test_what_does_not_go_with_a_module(module, options, words):
+    refused(module, Code.BAD_OPTION, words, **options)
 
 
 def test_a_module_without_values_in_its_weights(checkpoints):
@@ -115,31 +115,31 @@ def test_a_module_without_values_in_its_weights(checkpoints):
     assert "on the meta device" in refused("reference", model=model)
 
 
-def test_a_module_that_returns_no_logits(own):
+def test_a_module_that_returns_no_logits(module):
     class Body(nn.Module):
         def __init__(self):
             super().__init__()
-            self.own = own
+            self.inner = module
 
         def forward(self, tokens):
-            return {"hidden": self.own(tokens)}
+            return {"hidden": self.inner(tokens)}
 
     refused(Body(), Code.ENGINE_CANNOT_SERVE, "dict of hidden", names={})
 
 
-def test_a_module_of_another_vocabulary(own):
-    text = refused(nn.Sequential(own, nn.Linear(256, 7)), names={})
+def test_a_module_of_another_vocabulary(module):
+    text = refused(nn.Sequential(module, nn.Linear(256, 7)), names={})
     assert "256 logits a token" in text
     assert "7 numbers a token" in text
 
 
-def test_what_a_module_raises_names_it(own):
+def test_what_a_module_raises_names_it(module):
     class Failing(OwnModel):
         def forward(self, tokens):
             raise ZeroDivisionError("deep inside")
 
     model = Failing.__new__(Failing)
-    model.__dict__.update(own.__dict__)
+    model.__dict__.update(module.__dict__)
     refused(model, Code.ENGINE_FAILED, "ZeroDivisionError: deep inside", "Failing", names=NAMES)
 
 
@@ -151,9 +151,9 @@ def test_what_a_models_code_makes_of_a_module_that_is_not_hfs_names_the_engine(c
     refused(model, Code.ENGINE_FAILED, "RuntimeError")  # a decode step: HF's own residual cannot be added
 
 
-def test_an_out_folder_that_is_taken(own, tmp_path):
+def test_an_out_folder_that_is_taken(module, tmp_path):
     (tmp_path / "mine").touch()
-    assert refused(own, names=NAMES, out=tmp_path).startswith(Code.OUTPUT_EXISTS)
+    assert refused(module, names=NAMES, out=tmp_path).startswith(Code.OUTPUT_EXISTS)
 
 
 def test_text_for_a_model_object_without_a_tokenizer():

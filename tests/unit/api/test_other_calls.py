@@ -27,8 +27,8 @@ def test_a_golden_has_every_row_of_every_tap(golden):
 
 def test_a_golden_of_a_model_object_is_that_of_its_weights(golden, checkpoints):
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "qwen3-tiny", dtype=torch.float32)
-    other = harness.golden(model, prompts=PROMPTS, max_new_tokens=3)
-    expected, actual = (item.recording.steps[0].tap("lm_head") for item in (golden, other))
+    of_object = harness.golden(model, prompts=PROMPTS, max_new_tokens=3)
+    expected, actual = (item.recording.steps[0].tap("lm_head") for item in (golden, of_object))
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from harness.base.garbage import collecting_no_garbage
+from harness.base.memory import collecting_no_garbage
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

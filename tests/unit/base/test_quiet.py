@@ -6,7 +6,7 @@ import logging
 import pytest
 from transformers.utils import logging as hf_logging
 
-from harness.base.quiet import quiet_transformers
+from harness.base.progress import quiet_transformers
 
 
 def test_it_is_silent_within_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.base import scratch
-from harness.base.scratch import MARK, scratch_folder, sweep
+from harness.base import files
+from harness.base.files import MARK, scratch_folder, sweep
 
 
 def aged(folder):
     """Make a folder look old enough to be looked at."""
-    past = time.time() - 2 * scratch._SWEPT_AFTER_S
+    past = time.time() - 2 * files._SWEPT_AFTER_S
     os.utime(folder / MARK, (past, past))
     return folder
 
@@ -50,7 +50,7 @@ def test_a_folder_is_gone_though_its_removal_was_interrupted(tmp_path, monkeypat
 
 def test_a_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from harness.base.scratch import scratch_folder\n"
+        "import sys, time; from pathlib import Path; from harness.base.files import scratch_folder\n"
         "with scratch_folder('.making-', Path(sys.argv[1])) as folder: print(folder, flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -64,8 +64,8 @@ def test_a_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not(t
     process.stdout.close()
     sweep(tmp_path, ".other-")
     assert folder.exists(), "it is of another kind"
-    with scratch_folder(".making-", tmp_path) as own:
-        assert list(tmp_path.iterdir()) == [own]
+    with scratch_folder(".making-", tmp_path) as later:
+        assert list(tmp_path.iterdir()) == [later]
 
 
 def test_a_folder_that_is_young_may_not_have_been_locked_yet(tmp_path):
@@ -94,6 +94,6 @@ def test_a_place_that_is_not_there(tmp_path):
 
 
 def test_every_temporary_folder_of_the_harness_is_one_that_is_swept():
-    sources = Path(scratch.__file__).parents[1].rglob("*.py")
+    sources = Path(files.__file__).parents[1].rglob("*.py")
     makers = {path.name for path in sources if re.search(r"TemporaryDirectory\(|\bmkdtemp\(dir", path.read_text())}
     assert makers == {"scratch.py"}

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from harness.base.workers import Workers, num_spare_threads
+from harness.base.threads import Workers, num_spare_threads
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.engines import Capabilities
-from harness.engines.continuation import Continuation
-from harness.engines.stepping import open_session
+from harness.engines.stepping import Continuation, open_session
 from harness.errors import Code, HarnessError
 
 PROMPTS, LENS = [[1, 2], [3]], [2, 3]

@@ -12,8 +12,7 @@ from harness.formats.recording.manifest import RequestInfo
 from harness.formats.taps import graph_of_taps
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.model import load_model
-from harness.oracle.rows import as_rows
-from harness.oracle.watch import Seeing, watching
+from harness.oracle.watch import Seeing, as_rows, watching
 
 from ..tiny_models import WINDOW
 from .conftest import REQUESTS, computed, rows

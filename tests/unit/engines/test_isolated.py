@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from harness.base.numerics import Numerics
 from harness.engines import Capabilities, Control
-from harness.engines.isolated import IsolatedEngine
+from harness.engines.record import IsolatedEngine
 
 
 def test_an_offer_comes_over_as_it_was_made():

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engines.module import TorchEngine, module_engine
-from harness.engines.module.hf_object import HFObjectEngine
+from harness.engines.module import HFObjectEngine, TorchEngine, module_engine
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Kind
 from harness.oracle.model import load_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.engines.module.names import ModuleNames, operation_of
+from harness.engines.module.engine import ModuleNames, operation_of
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Kind, Operation
 

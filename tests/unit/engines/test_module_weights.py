@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engines.module.weights import check_has_values, module_device, module_dtype
+from harness.engines.module import check_has_values, module_device, module_dtype
 from harness.errors import Code, HarnessError
 
 

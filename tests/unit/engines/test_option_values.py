@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.engines.option_values import parse_flag, parse_value
+from harness.engines.adapter import parse_flag, parse_value
 from harness.errors import Code, HarnessError
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import harness
-from harness.engines.module.stepper import ModuleStepper
+from harness.engines.module.forward import ModuleStepper
 from harness.results.check import Outcome
 
 PROMPTS = [[5, 9, 14, 3, 8, 21], [7, 30, 4, 11, 2, 40, 13, 8, 9]]

@@ -8,7 +8,7 @@ from queue import Queue
 
 import pytest
 
-from harness.engines.worker_processes import watched_processes
+from harness.engines.process import watched_processes
 from harness.errors import Code, HarnessError
 
 

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from harness.errors import Code, HarnessError
 from harness.formats import checkpoint
-from harness.formats.checkpoint import Checkpoint, digest, locations
+from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint import cache as cache_module
 from harness.formats.checkpoint import checkpoint as opened_module
 
 
@@ -268,7 +269,7 @@ class TestWeightsHash:
         assert Checkpoint(sharded).weights_hash == hashlib.sha256(content).hexdigest()
 
     def test_is_remembered_until_a_shard_changes(self, sharded, cache, monkeypatch):
-        monkeypatch.setattr(digest, "_SETTLED_NS", 0)
+        monkeypatch.setattr(cache_module, "_SETTLED_NS", 0)
         first = Checkpoint(sharded).weights_hash
         (memo,) = (cache / "weights").iterdir()
         memo.write_text("0" * 64)
@@ -281,7 +282,7 @@ class TestWeightsHash:
         assert not (cache / "weights").exists()
 
     def test_a_damaged_memo_is_not_believed(self, sharded, cache, monkeypatch):
-        monkeypatch.setattr(digest, "_SETTLED_NS", 0)
+        monkeypatch.setattr(cache_module, "_SETTLED_NS", 0)
         first = Checkpoint(sharded).weights_hash
         (memo,) = (cache / "weights").iterdir()
         memo.write_bytes(b"\xff")
@@ -301,7 +302,7 @@ def test_cache_dir(monkeypatch, tmp_path):
 
 def test_embedded_cases(tmp_path, monkeypatch):
     assert checkpoint.embedded_cases() == Path(__file__).parents[3] / "cases"
-    monkeypatch.setattr(locations, "__file__", str(tmp_path / "harness" / "formats" / "checkpoint" / "locations.py"))
+    monkeypatch.setattr(cache_module, "__file__", str(tmp_path / "harness" / "formats" / "checkpoint" / "cache.py"))
     refused(Code.BAD_CASE, checkpoint.embedded_cases)
     (tmp_path / "harness" / "embedded").mkdir(parents=True)
     assert checkpoint.embedded_cases() == tmp_path / "harness" / "embedded"

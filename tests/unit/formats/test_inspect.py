@@ -9,7 +9,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfi
 
 from harness.errors import Code, HarnessError
 from harness.formats.inspect import inspect_path, render_text
-from harness.formats.inspect.sources import open_source
+from harness.formats.values import open_source
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -20,7 +20,7 @@ from harness.formats.recording import (
     RequestInfo,
     RunInfo,
 )
-from harness.formats.recording.stream import TensorStream
+from harness.formats.recording.writer import TensorStream
 from harness.formats.safetensors_header import read_header
 
 REQUESTS = [
@@ -202,7 +202,7 @@ class TestHeaderRoom:
             assert all(torch.equal(step.tap(name), tensor) for name, tensor in taps.items())
 
     def test_data_is_moved_in_chunks(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("harness.formats.recording.stream._CHUNK_BYTES", 7)
+        monkeypatch.setattr("harness.formats.recording.writer._CHUNK_BYTES", 7)
         stream = TensorStream(tmp_path / "x.safetensors", reserve_bytes=0)
         data = bytes(range(100))
         stream.add("x", "U8", (100,), memoryview(data))

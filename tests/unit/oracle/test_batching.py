@@ -7,9 +7,9 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from harness.formats.recording import RequestInfo
-from harness.oracle import batching
-from harness.oracle.batching import batch_requests, batch_tokens, padded
+from harness.oracle import requests
 from harness.oracle.model import HFModel
+from harness.oracle.requests import batch_requests, batch_tokens, padded
 
 
 def requests_of(*lengths):
@@ -29,7 +29,7 @@ def requests_of(*lengths):
     ],
 )
 def test_requests_stay_in_order_and_within_the_tokens_padding_included(monkeypatch, lengths, expected):
-    monkeypatch.setattr(batching, "batch_tokens", lambda _hf: 12)
+    monkeypatch.setattr(requests, "batch_tokens", lambda _hf: 12)
     groups = batch_requests(None, requests_of(*lengths))
     assert [[len(request.token_ids) for request in group] for group in groups] == expected
     assert [request.id for group in groups for request in group] == list(range(len(lengths)))

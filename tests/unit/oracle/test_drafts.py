@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from harness.engines import Workload
 from harness.formats.recording import RequestInfo
 from harness.formats.schedule import parse_schedule
-from harness.oracle.drafts import NUM_GIVEN_UP, draft_requests
+from harness.oracle.requests import NUM_GIVEN_UP, draft_requests
 
 REQUESTS = [
     RequestInfo(id=0, token_ids=list(range(3, 33)), prompt_length=8),

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from harness.oracle.forks import forked_prompts
 from harness.oracle.make_golden import cached_golden
-from harness.oracle.requests import Prompt
+from harness.oracle.requests import Prompt, forked_prompts
 
 PROMPT = (5, 9, 200, 17, 31, 8)
 

@@ -16,12 +16,11 @@ from harness.formats.recording import Recording, RequestInfo, reader
 from harness.formats.taps import Kind
 from harness.judge.compare import compare_run
 from harness.oracle import make_golden as making_module
-from harness.oracle.batching import batch_requests, padded
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import INFO_FILE, LOGIT_NOISE, NOISE_FILE, Golden, key_name, open_golden, write_golden_files
 from harness.oracle.make_golden import cached_golden, golden_key, make_golden
 from harness.oracle.model import load_model
-from harness.oracle.requests import Prompt
+from harness.oracle.requests import Prompt, batch_requests, padded
 
 from .state import bits, surroundings
 from .test_paired import pair
@@ -116,8 +115,8 @@ def test_what_is_written_beside_the_forward_is_the_same(load, tmp_path, monkeypa
 def test_requests_that_are_too_many_for_one_batch(load, tmp_path, monkeypatch):
     hf = load("llama-tiny")
     whole = make_golden(hf, PROMPTS, tmp_path / "whole")
-    monkeypatch.setattr("harness.oracle.batching._LEAST_TOKENS", 1)
-    monkeypatch.setattr("harness.oracle.batching._ACTIVATION_BYTES", 1)
+    monkeypatch.setattr("harness.oracle.requests._LEAST_TOKENS", 1)
+    monkeypatch.setattr("harness.oracle.requests._ACTIVATION_BYTES", 1)
     split = make_golden(hf, PROMPTS, tmp_path / "split")
     assert [len(step.request) for step in split.recording.steps] == [len(r.token_ids) for r in split.requests]
     for tap in computed(hf):
@@ -127,7 +126,7 @@ def test_requests_that_are_too_many_for_one_batch(load, tmp_path, monkeypatch):
 
 
 def test_batches_keep_the_order_of_the_requests_and_fit_with_their_padding(load, monkeypatch):
-    monkeypatch.setattr("harness.oracle.batching.batch_tokens", lambda _hf: 12)
+    monkeypatch.setattr("harness.oracle.requests.batch_tokens", lambda _hf: 12)
     lengths = (3, 4, 3, 9, 2, 2, 30, 1)
     requests = [RequestInfo(id=at, token_ids=[7] * n, prompt_length=1) for at, n in enumerate(lengths)]
     groups = batch_requests(load("llama-tiny"), requests)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from harness.oracle.lockstep import Ahead
+from harness.oracle.paired import Ahead
 
 
 class BoomError(Exception):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.base.workers import Workers
+from harness.base.threads import Workers
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation

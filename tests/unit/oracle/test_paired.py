@@ -13,11 +13,9 @@ from harness.errors import HarnessError
 from harness.formats.taps import Kind
 from harness.oracle import paired, precision
 from harness.oracle.model import load_model
-from harness.oracle.paired import run_pair
+from harness.oracle.paired import Sample, run_pair
 from harness.oracle.precision import PreservePrecision, eager_experts
-from harness.oracle.rows import as_rows
-from harness.oracle.sample import Sample
-from harness.oracle.watch import Seeing, watching
+from harness.oracle.watch import Seeing, as_rows, watching
 
 from .state import bits, surroundings
 

@@ -10,9 +10,8 @@ import torch
 from transformers.models.llama import modeling_llama as llama
 
 from harness.errors import Code, HarnessError
-from harness.oracle import patches
-from harness.oracle.model import load_model
-from harness.oracle.patches import check_is_unpatched
+from harness.oracle import model
+from harness.oracle.model import check_is_unpatched, load_model
 
 
 class OwnNorm(llama.LlamaRMSNorm):
@@ -111,24 +110,24 @@ def file(tmp_path, monkeypatch):
     """A file of the library's with everything that a class may define."""
     name, path = "transformers.models.own", tmp_path / "own.py"
     path.write_text(SOURCE)
-    monkeypatch.setattr(patches, "_LIBRARIES", (str(tmp_path),))
+    monkeypatch.setattr(model, "_LIBRARIES", (str(tmp_path),))
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    patches._defined.cache_clear()
+    model._defined.cache_clear()
     yield module
-    patches._defined.cache_clear()
+    model._defined.cache_clear()
 
 
 def test_whatever_a_class_defines_is_looked_at(file):
-    assert list(patches._replaced(file)) == []
+    assert list(model._replaced(file)) == []
     file.Part.size = property(lambda _self: 9)
     file.Part.kept = functools.cached_property(lambda _self: 9)
     file.Part.made = classmethod(lambda _cls: 9)
     file.Part.plain = staticmethod(lambda: 9)
     file.Part.forward = lambda _self: 9
     file.function = lambda: 9
-    assert [name for name, _ in patches._replaced(file)] == [
+    assert [name for name, _ in model._replaced(file)] == [
         "Part.size", "Part.kept", "Part.made", "Part.plain", "Part.forward", "function",
     ]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from harness.oracle import products
+from harness.oracle import precision
 from harness.oracle.precision import PreservePrecision
 
 
@@ -26,7 +26,7 @@ def test_a_product_in_blocks_is_the_product(num_out, has_bias, shape):
     )
     bias = bias if has_bias else None
     torch.testing.assert_close(
-        products.linear(x, weight, bias), functional.linear(x, weight, bias), rtol=1e-12, atol=1e-12
+        precision.linear(x, weight, bias), functional.linear(x, weight, bias), rtol=1e-12, atol=1e-12
     )
 
 

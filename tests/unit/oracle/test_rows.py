@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.oracle.rows import as_rows, choice_of_positions, chosen_positions, from_rows, token_dim
+from harness.oracle.watch import as_rows, choice_of_positions, chosen_positions, from_rows, token_dim
 
 SHAPES = [
     ((2, 11, 6), 1, (22, 6)),

@@ -5,12 +5,12 @@ import torch
 
 from harness.base.metrics import row_metrics
 from harness.errors import Code, HarnessError
-from harness.formats.inspect.sources import open_source
+from harness.formats.values import open_source
+from harness.oracle import sketch_rows as sketches
 from harness.oracle.make_golden import cached_golden, make_golden, open_cached_golden
 from harness.oracle.requests import Prompt
 from harness.oracle.sketch import make_sketch
-from harness.oracle.sketch import rows as sketches
-from harness.oracle.sketch.rows import estimated_metrics, sketch_rows, sketched_taps
+from harness.oracle.sketch_rows import estimated_metrics, sketch_rows, sketched_taps
 
 PROMPTS = (Prompt(token_ids=(5, 9, 200, 17, 31, 8), max_new_tokens=4), Prompt(token_ids=(44, 3, 90), max_new_tokens=1))
 WIDTH, NUM_ROWS = 2048, 400

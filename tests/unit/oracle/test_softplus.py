@@ -10,7 +10,7 @@ from torch.nn import functional
 import harness
 from harness.base.numerics import Numerics
 from harness.engines import open_engine
-from harness.oracle.softplus import SoftplusByLog
+from harness.oracle.precision import SoftplusByLog
 
 X = torch.linspace(-9, 9, 50)
 

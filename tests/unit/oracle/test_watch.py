@@ -10,8 +10,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from harness.formats.taps import Kind
 from harness.oracle.caches import cache_argument
-from harness.oracle.rows import as_rows
-from harness.oracle.watch import Seeing, _input_key, _Run, run_attention, watching, window_of
+from harness.oracle.watch import Seeing, _input_key, _Run, as_rows, run_attention, watching, window_of
 
 from .state import bits, surroundings
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import core_model_loading
 
 from harness.errors import Code, HarnessError
-from harness.oracle import model as model_module
+from harness.oracle import model
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.model import load_model
-from harness.oracle.parts import parts_kept
+from harness.oracle.untraced import parts_kept
 from harness.oracle.weights import ResidentWeights, parameters_on_meta
 
 from ..tiny_models import save, tiny_model
@@ -127,7 +127,7 @@ def test_parts_are_read_once_for_many_tokens_where_memory_is_free(
     hf, read = streamed(checkpoints / "llama-tiny"), []
     load = hf.weights._load
     monkeypatch.setattr(hf.weights, "_load", lambda names: read.append(names[0]) or load(names))
-    monkeypatch.setattr("harness.oracle.parts.available_bytes", lambda: num_free)
+    monkeypatch.setattr("harness.oracle.untraced.available_bytes", lambda: num_free)
     with parts_kept(hf):
         kept = [greedy_continuation(hf, TOKENS, 2), greedy_continuation(hf, TOKENS, 3)]
     assert read.count("model.layers.1.self_attn.q_proj.weight") == num_reads
@@ -236,7 +236,7 @@ def test_small_checkpoints_are_held(load):
 
 
 def test_a_model_that_is_run_often_is_held_however_large(checkpoints, monkeypatch):
-    monkeypatch.setattr(model_module, "_RESIDENT_BYTES", 0)
+    monkeypatch.setattr(model, "_RESIDENT_BYTES", 0)
     hf = load_model(checkpoints / "llama-tiny", dtype=torch.float32, stays=True)
     assert isinstance(hf.weights, ResidentWeights)
     assert not on_meta(hf)
@@ -280,7 +280,7 @@ def test_no_code_of_a_checkpoint_is_run(checkpoints, tmp_path, monkeypatch):
         "class Mine(LlamaForCausalLM): pass\n"
     )
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    assert type(model_module._from_pretrained(folder, torch.float32)).__name__ == "LlamaForCausalLM"
+    assert type(model._from_pretrained(folder, torch.float32)).__name__ == "LlamaForCausalLM"
     assert not mark.exists()
 
 

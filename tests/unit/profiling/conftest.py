@@ -7,7 +7,7 @@ import pytest
 
 from harness.engines import open_engine
 from harness.engines.stepping import Session, open_session
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, Window, dry_run, window
+from harness.profiling.load import CaptureSchedule, ProfileRequests, Window, dry_run, window
 
 PROMPTS = (tuple(range(10, 34)), tuple(range(30, 54)))
 
@@ -23,9 +23,9 @@ def open_on(checkpoints: Path) -> Callable[..., Session]:
     """Open a fresh session of an engine with options."""
 
     def opened(engine: str, *, model: str = "qwen3-tiny", dtype: str = "float32", **options: object) -> Session:
-        given = {name: str(value) for name, value in options.items()}
-        found = open_engine(engine, checkpoints / model, dtype=dtype, device="cpu", options=given)
-        return open_session(found, max_num_tokens=64, max_num_seqs=3)
+        option_texts = {name: str(value) for name, value in options.items()}
+        opened = open_engine(engine, checkpoints / model, dtype=dtype, device="cpu", options=option_texts)
+        return open_session(opened, max_num_tokens=64, max_num_seqs=3)
 
     return opened
 
@@ -46,7 +46,7 @@ def reference(open_on: Callable[..., Session]) -> Session:
 def find_window(load: ProfileRequests) -> Callable[..., Window]:
     """Rehearse the load and return the window of a phase."""
 
-    def found(session: Session, phase: str, own: ProfileRequests = load, **schedule: int) -> Window:
-        return window(phase, own, dry_run(session, own), CaptureSchedule(**schedule))
+    def find(session: Session, phase: str, requests: ProfileRequests = load, **schedule: int) -> Window:
+        return window(phase, requests, dry_run(session, requests), CaptureSchedule(**schedule))
 
-    return found
+    return find

@@ -36,11 +36,11 @@ def cuda_trace(rank: int = 0, *, shift_us: float = 0.0, kernels: Any = KERNELS) 
         }
     ]
     for name, begin, duration in MODULES:
-        own = {"ph": "X", "cat": "python_function", "name": f"nn.Module: {name}", "pid": process, "tid": 1}
-        events.append(own | {"ts": begin, "dur": duration, "args": {"Python id": len(events)}})
+        python_call = {"ph": "X", "cat": "python_function", "name": f"nn.Module: {name}", "pid": process, "tid": 1}
+        events.append(python_call | {"ts": begin, "dur": duration, "args": {"Python id": len(events)}})
     for begin in (20.0, 210.0):
-        own = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": process, "tid": 1, "ts": begin, "dur": 80.0}
-        events.append(own | {"args": {"Input Dims": [[128, 256], [256, 512]], "External id": len(events)}})
+        operator = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": process, "tid": 1, "ts": begin, "dur": 80.0}
+        events.append(operator | {"args": {"Input Dims": [[128, 256], [256, 512]], "External id": len(events)}})
     for correlation, name, launched, stream, begin, duration in kernels:
         call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": process, "tid": 1}
         events.append(call | {"ts": launched, "dur": LAUNCH_US, "args": {"correlation": correlation}})

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from harness.profiling.passes.tracing import trace
-from harness.profiling.span_names import SPAN
 from harness.profiling.trace.summary import summarize
+from harness.profiling.trace.tables import SPAN
+from harness.profiling.tracing import trace
 
 
 @pytest.fixture(scope="module")
@@ -48,4 +48,4 @@ def test_an_arrow_leads_from_each_step_to_the_next(traced):
     for begin, end in zip(arrows[::2], arrows[1::2], strict=True):
         assert (begin["ph"], end["ph"], begin["id"]) == ("s", "f", end["id"])
         assert end["ts"] in steps
-        assert any(at < begin["ts"] < at + own["dur"] for at, own in steps.items())
+        assert any(at < begin["ts"] < at + step["dur"] for at, step in steps.items())

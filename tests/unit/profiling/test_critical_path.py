@@ -24,8 +24,8 @@ def launch(begin, correlation, duration=5, name="cudaLaunchKernel"):
 
 
 def kernel(name, begin, duration, correlation, category="kernel", stream=7):
-    own = {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, **STREAM, "tid": stream}
-    return own | {"args": {"correlation": correlation, "stream": stream}}
+    event = {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, **STREAM, "tid": stream}
+    return event | {"args": {"correlation": correlation, "stream": stream}}
 
 
 @pytest.fixture
@@ -38,16 +38,16 @@ def chain(tmp_path):
     return of
 
 
-def links(found):
-    return {(link.kind, link.name): link.total_us for link in found.links}
+def links(path):
+    return {(link.kind, link.name): link.total_us for link in path.links}
 
 
 def test_a_host_that_is_late_is_the_path_and_not_the_kernels(chain):
-    found = chain(
+    path = chain(
         cpu("aten::mm", 0, 20), launch(10, 1), kernel("gemm", 20, 5, 1),
         cpu("aten::add", 100, 30), launch(110, 2), kernel("add", 120, 40, 2),
     )  # fmt: skip
-    assert links(found) == {
+    assert links(path) == {
         ("kernel", "add"): 40,
         ("launch", "add"): 10,
         ("operator", "aten::add"): 10,
@@ -55,27 +55,27 @@ def test_a_host_that_is_late_is_the_path_and_not_the_kernels(chain):
         ("operator", "aten::mm"): 15,
         ("runtime", "cudaLaunchKernel"): 5,
     }
-    assert found.total_us == 160
+    assert path.total_us == 160
 
 
 def test_kernels_that_queue_are_the_path_and_not_the_host(chain):
-    found = chain(
+    path = chain(
         launch(0, 1), launch(10, 2), launch(20, 3),
         kernel("a", 8, 50, 1), kernel("b", 60, 40, 2), kernel("c", 101, 10, 3),
     )  # fmt: skip
-    assert links(found) == {
+    assert links(path) == {
         ("kernel", "a"): 50, ("kernel", "b"): 40, ("kernel", "c"): 10,
         ("queue", "b"): 2, ("queue", "c"): 1, ("launch", "a"): 8,
     }  # fmt: skip
 
 
 def test_a_call_that_waits_ends_with_the_kernel_it_waited_for(chain):
-    found = chain(
+    path = chain(
         launch(0, 1), kernel("a", 10, 90, 1),
         cpu("cudaDeviceSynchronize", 10, 95, "cuda_runtime"),
         cpu("aten::item", 105, 20),
     )  # fmt: skip
-    assert links(found) == {
+    assert links(path) == {
         ("kernel", "a"): 90,
         ("launch", "a"): 10,
         ("runtime", "cudaDeviceSynchronize"): 5,
@@ -85,7 +85,7 @@ def test_a_call_that_waits_ends_with_the_kernel_it_waited_for(chain):
 
 @pytest.mark.parametrize(("copied_until", "is_waited_for"), [(90, True), (500, False)])
 def test_a_copy_blocks_only_where_it_ended_within_its_call(chain, copied_until, is_waited_for):
-    found = chain(
+    path = chain(
         launch(0, 1, name="cudaMemcpyAsync", duration=95),
         kernel("Memcpy DtoH", 10, copied_until - 10, 1, category="gpu_memcpy"),
         cpu("aten::item", 95, 415),
@@ -93,15 +93,15 @@ def test_a_copy_blocks_only_where_it_ended_within_its_call(chain, copied_until, 
     expected = {("operator", "aten::item"): 415, ("runtime", "cudaMemcpyAsync"): 95}
     if is_waited_for:
         expected |= {("runtime", "cudaMemcpyAsync"): 5, ("copy", "Memcpy DtoH"): 80, ("launch", "Memcpy DtoH"): 10}
-    assert links(found) == expected
+    assert links(path) == expected
 
 
 def test_a_kernel_that_waits_for_another_stream_leads_there(chain):
-    found = chain(
+    path = chain(
         launch(0, 1), launch(10, 2),
         kernel("ncclAllReduce", 5, 195, 1, stream=20), kernel("gemm", 202, 50, 2),
     )  # fmt: skip
-    assert links(found) == {
+    assert links(path) == {
         ("kernel", "gemm"): 50,
         ("other stream", "gemm"): 2,
         ("communication", "ncclAllReduce"): 195,
@@ -123,14 +123,14 @@ def test_a_step_is_followed_with_the_kernels_that_it_launched(chain):
 
 def test_the_links_add_up_to_the_duration(chain):
     document = cuda_trace()
-    found = chain(*document["traceEvents"])
-    assert found.total_us == pytest.approx(1000)
-    assert sum(found.time_us(kind) for kind in LinkKind) == pytest.approx(found.total_us)
+    path = chain(*document["traceEvents"])
+    assert path.total_us == pytest.approx(1000)
+    assert sum(path.time_us(kind) for kind in LinkKind) == pytest.approx(path.total_us)
 
 
 def test_on_a_cpu_it_is_what_the_last_thread_did(chain):
-    found = chain(cpu("aten::linear", 0, 50), cpu("aten::addmm", 10, 30), cpu("aten::add", 60, 10))
-    assert links(found) == {
+    path = chain(cpu("aten::linear", 0, 50), cpu("aten::addmm", 10, 30), cpu("aten::add", 60, 10))
+    assert links(path) == {
         ("operator", "aten::linear"): 20,
         ("operator", "aten::addmm"): 30,
         ("operator", "aten::add"): 10,

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.profiling.memory import capture as memory
+from harness.profiling import timing
 from harness.profiling.memory.capture import capture_memory
-from harness.profiling.passes import timing
+from harness.profiling.memory.timeline import PersistentBlock
+from harness.results.profile import MemoryCategory
 
 WEIGHT, CACHE = 100, 200
 """Addresses of what is there all the time."""
@@ -59,10 +60,10 @@ def allocator(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: made.history is not None, raising=False)
     monkeypatch.setattr(timing, "synchronize", lambda device: None)
     held = [
-        memory.PersistentBlock(address=WEIGHT, num_bytes=1000, category=memory.MemoryCategory.WEIGHTS, name="w"),
-        memory.PersistentBlock(address=CACHE, num_bytes=5000, category=memory.MemoryCategory.KV_CACHE, name="KV cache"),
+        PersistentBlock(address=WEIGHT, num_bytes=1000, category=MemoryCategory.WEIGHTS, name="w"),
+        PersistentBlock(address=CACHE, num_bytes=5000, category=MemoryCategory.KV_CACHE, name="KV cache"),
     ]
-    monkeypatch.setattr(memory, "_held", lambda session: held)
+    monkeypatch.setattr("harness.profiling.memory.capture._held", lambda session: held)
     return made
 
 
@@ -90,9 +91,9 @@ def capture(allocator, reference, find_window, tmp_path, monkeypatch):
             return requests
 
         monkeypatch.setattr(reference, "step", stepping)
-        found = capture_memory(reference, window, tmp_path / "a.pickle", device="cuda")
+        captured = capture_memory(reference, window, tmp_path / "a.pickle", device="cuda")
         assert all(is_watched), "graphs that are replayed allocate nothing"
-        return window, found.timeline
+        return window, captured.timeline
 
     return captured
 

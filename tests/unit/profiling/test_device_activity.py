@@ -7,11 +7,10 @@ import re
 import pytest
 
 from harness.profiling.trace.device import device_activity
-from harness.profiling.trace.diff import diff_traces
 from harness.profiling.trace.file import read_trace, trace_files
-from harness.profiling.trace.flame import flame
-from harness.profiling.trace.summary import summarize
-from harness.report.trace.flame_html import flame_html
+from harness.profiling.trace.nesting import flame
+from harness.profiling.trace.summary import diff_traces, summarize
+from harness.report.trace import flame_html
 
 from .cuda_trace import KERNELS, cuda_trace, write_ranks
 
@@ -23,8 +22,8 @@ def ranks(tmp_path):
 
 @pytest.fixture
 def activity(ranks):
-    (found,) = device_activity(read_trace(ranks[0]))
-    return found
+    (activity,) = device_activity(read_trace(ranks[0]))
+    return activity
 
 
 def test_idle_time_has_a_cause(activity):
@@ -35,18 +34,18 @@ def test_idle_time_has_a_cause(activity):
 
 
 def test_launches_are_counted_and_delayed(activity):
-    found = activity.launches
-    assert (found.num_launches, found.num_unknown, found.call_us) == (5, 0, 25.0)
-    assert found.delay_us_median == pytest.approx(35.0)
-    assert found.delay_us_max == pytest.approx(400.0 - 255.0)
-    assert found.num_shorter_than_launch == 1
+    launches = activity.launches
+    assert (launches.num_launches, launches.num_unknown, launches.call_us) == (5, 0, 25.0)
+    assert launches.delay_us_median == pytest.approx(35.0)
+    assert launches.delay_us_max == pytest.approx(400.0 - 255.0)
+    assert launches.num_shorter_than_launch == 1
 
 
 def test_communication_is_hidden_by_kernels_that_compute(activity):
-    found = activity.communication
-    assert (found.num_kernels, found.total_us) == (1, 60.0)
-    assert found.hidden_us == pytest.approx(59.98)
-    assert found.compute_us == pytest.approx(204.0)
+    communication = activity.communication
+    assert (communication.num_kernels, communication.total_us) == (1, 60.0)
+    assert communication.hidden_us == pytest.approx(59.98)
+    assert communication.compute_us == pytest.approx(204.0)
 
 
 def test_a_launch_that_the_trace_does_not_show_is_no_cause(tmp_path):
@@ -54,9 +53,9 @@ def test_a_launch_that_the_trace_does_not_show_is_no_cause(tmp_path):
     document["traceEvents"] = [e for e in document["traceEvents"] if e["cat"] != "cuda_runtime"]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(document))
-    (found,) = device_activity(read_trace(path))
-    assert (found.launches.num_launches, found.launches.num_unknown) == (0, len(KERNELS))
-    assert found.idle[0].host_late_us == 0
+    (activity,) = device_activity(read_trace(path))
+    assert (activity.launches.num_launches, activity.launches.num_unknown) == (0, len(KERNELS))
+    assert activity.idle[0].host_late_us == 0
 
 
 def test_modules_are_rolled_up_by_class_with_their_kernels(ranks):
@@ -69,9 +68,9 @@ def test_modules_are_rolled_up_by_class_with_their_kernels(ranks):
 
 
 def test_kernels_are_summed_up_by_the_module_that_launched_them(ranks):
-    found = summarize(ranks[0]).module_kernels
-    assert {kernel.path for kernel in found} == {"Model/Linear"}
-    assert [(kernel.name.partition("_")[0], kernel.count, kernel.total_us) for kernel in found] == [
+    kernels = summarize(ranks[0]).module_kernels
+    assert {kernel.path for kernel in kernels} == {"Model/Linear"}
+    assert [(kernel.name.partition("_")[0], kernel.count, kernel.total_us) for kernel in kernels] == [
         ("ampere", 2, 150.0),
         ("ncclDevKernel", 1, 60.0),
         ("elementwise", 2, 54.0),
@@ -81,9 +80,9 @@ def test_kernels_are_summed_up_by_the_module_that_launched_them(ranks):
 def test_the_ranks_of_a_folder_stand_side_by_side(ranks):
     files = trace_files([ranks[0].parent])
     assert files == ranks
-    found = [summarize(file) for file in files]
-    assert [summary.rank for summary in found] == [0, 1]
-    assert [summary.devices[0].communication.total_us for summary in found] == [60.0, 90.0]
+    summaries = [summarize(file) for file in files]
+    assert [summary.rank for summary in summaries] == [0, 1]
+    assert [summary.devices[0].communication.total_us for summary in summaries] == [60.0, 90.0]
 
 
 def test_a_pattern_says_what_a_phase_is(ranks):
@@ -108,11 +107,11 @@ def test_a_difference_names_modules(ranks, tmp_path):
 
 
 def test_products_have_the_rate_of_their_kernels(ranks):
-    (found,) = summarize(ranks[0]).products
-    assert (found.name, found.shapes, found.count) == ("aten::mm", "[[128, 256], [256, 512]]", 2)
-    assert found.flops == 2 * 2 * 128 * 256 * 512
-    assert found.time_us == pytest.approx(50 + 100 + 50 + 4 + 60)
-    assert found.flops_per_s == pytest.approx(found.flops / 264e-6)
+    (product,) = summarize(ranks[0]).products
+    assert (product.name, product.shapes, product.count) == ("aten::mm", "[[128, 256], [256, 512]]", 2)
+    assert product.flops == 2 * 2 * 128 * 256 * 512
+    assert product.time_us == pytest.approx(50 + 100 + 50 + 4 + 60)
+    assert product.flops_per_s == pytest.approx(product.flops / 264e-6)
 
 
 def test_equal_calls_under_equal_callers_are_one_frame(ranks):

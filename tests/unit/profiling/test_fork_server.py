@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.gate import worker
-from harness.profiling.gate.versions import Version
-from harness.profiling.gate.worker import ForkServer, Worker
+from harness.profiling.gate.versions import ForkServer, Version, Worker
 
 from ...loopback import until
 
@@ -26,7 +24,7 @@ for line in sys.stdin:
 def versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Version]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    monkeypatch.setattr(worker, "_PROGRAM", program)
+    monkeypatch.setattr("harness.profiling.gate.versions._PROGRAM", program)
     texts = {"old": "SECONDS = 1", "new": "SECONDS = 2", "broken": "raise RuntimeError('no such kernel')"}
     for name, text in texts.items():
         (tmp_path / name).mkdir()
@@ -63,8 +61,8 @@ def test_a_version_that_does_not_run_is_named_with_its_error(versions):
     assert caught.value.where == "broken"
 
 
-def test_a_process_that_hangs_ends_with_the_server(versions):
-    worker._PROGRAM.write_text(PROGRAM + "\nimport time\ntime.sleep(3600)\n")
+def test_a_process_that_hangs_ends_with_the_server(versions, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM + "\nimport time\ntime.sleep(3600)\n")
     with ForkServer(()) as server:
         old = Worker(server, versions["old"], {"name": "a"})
         old.wait_until_loaded()

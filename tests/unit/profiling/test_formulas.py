@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from harness.engines.hf_session import HFSession
-from harness.profiling.cost.formulas import kv_bytes, operation_costs
-from harness.profiling.cost.roofline import fold
-from harness.profiling.passes.counters import PhaseCounts, count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.engines.hf import HFSession
+from harness.profiling.counters import PhaseCounts, count
+from harness.profiling.formulas import kv_bytes, operation_costs
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.roofline import fold
 
 EVERYTHING = CaptureSchedule(wait=0, warmup=0, active=100)
 LINEARS = ("self_attn.o_proj", "mlp.down_proj")
@@ -16,10 +16,10 @@ LINEARS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def by_operation(counts: PhaseCounts, field: str) -> Counter[str]:
-    found: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
     for one in counts.counts:
-        found[one.operation] += getattr(one, field)
-    return found
+        sums[one.operation] += getattr(one, field)
+    return sums
 
 
 def windows(session, load):
@@ -28,14 +28,14 @@ def windows(session, load):
 
 
 def assert_counters_equal_formulas(session, load):
-    for found in windows(session, load):
-        counts = count(session, found)
-        costs = operation_costs(session.model, found.shapes)
+    for phase_window in windows(session, load):
+        counts = count(session, phase_window)
+        costs = operation_costs(session.model, phase_window.shapes)
         measured = by_operation(counts, "flops")
         folded = fold(costs, measured)
         assert {name: cost.flops for name, cost in folded.items()} == {name: measured[name] for name in folded}
         assert counts.flops == sum(cost.flops for cost in costs.values())
-        assert counts.kv_bytes == kv_bytes(session.model, found.shapes_so_far)
+        assert counts.kv_bytes == kv_bytes(session.model, phase_window.shapes_so_far)
         moved = by_operation(counts, "bytes_moved")
         assert {name: folded[name].bytes_moved for name in LINEARS} == {name: moved[name] for name in LINEARS}
 
@@ -54,13 +54,13 @@ def test_counters_equal_formulas_for_other_families(open_on, load, engine, model
 def test_counters_equal_formulas_for_norms_behind_and_experts(open_on, load, model):
     """Gemma's norms compute in another order, and a router's sums have no counter: products alone are compared."""
     session = open_on("reference", model=model, dtype="float32")
-    for found in windows(session, load):
-        counts, costs = count(session, found), operation_costs(session.model, found.shapes)
+    for phase_window in windows(session, load):
+        counts, costs = count(session, phase_window), operation_costs(session.model, phase_window.shapes)
         measured = by_operation(counts, "flops")
         folded = fold(costs, measured)
         assert {name: cost.flops for name, cost in folded.items()} == {name: measured[name] for name in folded}
         assert counts.flops == sum(cost.flops for cost in costs.values())
-        assert counts.kv_bytes == kv_bytes(session.model, found.shapes_so_far)
+        assert counts.kv_bytes == kv_bytes(session.model, phase_window.shapes_so_far)
 
 
 @pytest.mark.parametrize("options", [{"max_num_batched_tokens": 7}, {"attention_backend": "contiguous"}])
@@ -72,16 +72,16 @@ def test_counters_equal_formulas_where_prompts_mix_with_decoded_tokens(reference
     late = ProfileRequests(
         prompts=(tuple(range(10, 34)), tuple(range(20, 40))), max_new_tokens=(6, 6), late=tuple(range(5, 20))
     )
-    assert "mixed" in {found.phase for found in windows(reference, late)}
+    assert "mixed" in {phase_window.phase for phase_window in windows(reference, late)}
     assert_counters_equal_formulas(reference, late)
 
 
 def test_pointwise_work_equals_its_formula(open_on, load):
     session = open_on("hf")
     (decode, prefill) = windows(session, load)
-    for found in (decode, prefill):
-        measured = by_operation(count(session, found), "elementwise_flops")
-        costs = fold(operation_costs(session.model, found.shapes), measured)
+    for phase_window in (decode, prefill):
+        measured = by_operation(count(session, phase_window), "elementwise_flops")
+        costs = fold(operation_costs(session.model, phase_window.shapes), measured)
         assert {name: cost.elementwise_flops for name, cost in costs.items()} == {
             name: measured[name] for name in costs
         }
@@ -90,6 +90,6 @@ def test_pointwise_work_equals_its_formula(open_on, load):
 def test_formulas_know_the_window_that_the_config_gives_all_layers(tiny):
     session = HFSession(tiny("mistral"), "sdpa")
     assert session.model.windows == (5, 5)
-    for found in windows(session, ProfileRequests(prompts=(tuple(range(10, 22)),), max_new_tokens=(4,))):
-        costs = operation_costs(session.model, found.shapes)
-        assert count(session, found).flops == sum(cost.flops for cost in costs.values())
+    for phase_window in windows(session, ProfileRequests(prompts=(tuple(range(10, 22)),), max_new_tokens=(4,))):
+        costs = operation_costs(session.model, phase_window.shapes)
+        assert count(session, phase_window).flops == sum(cost.flops for cost in costs.values())

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.gate.compare import run_gate
-from harness.report.profile.json import profile_document
+from harness.profiling.gate.baseline import run_gate
+from harness.report.profile import profile_document
 from harness.results.gate import GateVerdict
 from harness.results.profile import ProfileResult
 
@@ -85,9 +85,9 @@ def test_other_work_is_refused_and_told_apart(tmp_path: Path, baseline: Path) ->
 
 
 def test_accepting_other_work_keeps_what_is_there(tmp_path: Path, baseline: Path) -> None:
-    other = folder(tmp_path / "new", replace(profile(), batch_size=4))
-    assert run_gate(other, baseline, accept=True).changes == ()
-    assert run_gate(other, baseline).verdict is GateVerdict.PASS
+    larger = folder(tmp_path / "new", replace(profile(), batch_size=4))
+    assert run_gate(larger, baseline, accept=True).changes == ()
+    assert run_gate(larger, baseline).verdict is GateVerdict.PASS
     assert run_gate(folder(tmp_path / "old", profile()), baseline).verdict is GateVerdict.PASS
 
 
@@ -108,8 +108,8 @@ def test_changes_at_the_same_time_are_all_kept(tmp_path: Path, baseline: Path) -
     sizes = range(2, 10)
     profiles = [folder(tmp_path / f"new{size}", replace(profile(), batch_size=size)) for size in sizes]
     with ThreadPoolExecutor(len(profiles)) as threads:
-        list(threads.map(lambda found: run_gate(found, baseline, accept=True), profiles))
-    assert all(run_gate(found, baseline).verdict is GateVerdict.PASS for found in profiles)
+        list(threads.map(lambda path: run_gate(path, baseline, accept=True), profiles))
+    assert all(run_gate(path, baseline).verdict is GateVerdict.PASS for path in profiles)
     assert [path.name for path in baseline.parent.iterdir()] == [baseline.name]
 
 

@@ -8,9 +8,9 @@ import struct
 
 import pytest
 
-from harness.profiling.cost.formulas import operation_costs
-from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, window
+from harness.profiling.counters import count
+from harness.profiling.formulas import operation_costs
+from harness.profiling.load import CaptureSchedule, ProfileRequests, dry_run, window
 
 PROMPTS = (tuple(range(10, 27)), tuple(range(30, 47)))
 NUM_PROMPT, NUM_NEW = 17, 5
@@ -83,7 +83,7 @@ def test_bytes_of_the_products_follow_from_the_files(open_on, checkpoints, model
     disk = OnDisk(checkpoints / model)
     session = open_on("hf", model=model)
     load = ProfileRequests(prompts=PROMPTS, max_new_tokens=(NUM_NEW,) * len(PROMPTS))
-    found = window("prefill", load, dry_run(session, load), CaptureSchedule())
-    costs = operation_costs(session.model, found.shapes)
+    captured = window("prefill", load, dry_run(session, load), CaptureSchedule())
+    costs = operation_costs(session.model, captured.shapes)
     products = sum(cost.bytes_moved for name, cost in costs.items() if name.endswith("_proj") or name == "lm_head")
     assert products == disk.product_bytes(2 * NUM_PROMPT, 2)

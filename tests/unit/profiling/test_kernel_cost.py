@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from harness.profiling.cost.formulas import kv_bytes, operation_costs
-from harness.profiling.cost.kernel_cost import KERNELS
-from harness.profiling.cost.operator_cost import written_bytes
-from harness.profiling.passes import counters
-from harness.profiling.passes.counters import count
-from harness.profiling.passes.load import ProfileRequests
+from harness.profiling import counters
+from harness.profiling.counters import count
+from harness.profiling.formulas import kv_bytes, operation_costs
+from harness.profiling.load import ProfileRequests
+from harness.profiling.operator_cost import KERNELS, written_bytes
 from reference_engine.fast.cpp_operators import find_compiler
 
 from ..reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on
@@ -17,8 +16,8 @@ CACHE = torch.zeros(9, 4, 2, 8)
 
 
 def cost(name, **arguments):
-    own = KERNELS[f"reference_engine::{name}"]
-    return own.flops(arguments), own.elementwise_flops(arguments), own.bytes_moved(arguments)
+    cost = KERNELS[f"reference_engine::{name}"]
+    return cost.flops(arguments), cost.elementwise_flops(arguments), cost.bytes_moved(arguments)
 
 
 def test_decode_reads_each_requests_keys():
@@ -61,11 +60,11 @@ def test_an_engine_of_kernels_counts_what_the_formulas_say(open_on, find_window,
     costs = operation_costs(session.model, window.shapes)
     assert counts.flops == sum(cost.flops for cost in costs.values())
     assert counts.kv_bytes == kv_bytes(session.model, window.shapes_so_far)
-    (attention,) = [own for own in counts.counts if own.operator == f"reference_engine::paged_{phase}"]
+    (attention,) = [count for count in counts.counts if count.operator == f"reference_engine::paged_{phase}"]
     assert (attention.operation, attention.flops) == ("attention", costs["attention"].flops)
     assert attention.bytes_moved == costs["attention"].bytes_moved
-    norms = [own for own in counts.counts if own.operator == "reference_engine::add_norm"]
-    assert {own.operation for own in norms} == {"attn_residual", "output"}
+    norms = [count for count in counts.counts if count.operator == "reference_engine::add_norm"]
+    assert {count.operation for count in norms} == {"attn_residual", "output"}
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -3,8 +3,7 @@
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import CaptureSchedule, ProfileRequests, dry_run, run_steps, window
-from harness.profiling.passes.workload import ProfileWorkload
+from harness.profiling.load import CaptureSchedule, ProfileRequests, ProfileWorkload, dry_run, run_steps, window
 
 
 def labels(steps):
@@ -37,10 +36,10 @@ def test_an_engine_that_levels_requests_is_refused(open_on, load):
 
 
 def test_decode_begins_after_what_is_waited_for(reference, find_window):
-    found = find_window(reference, "decode", wait=2, warmup=1, active=1)
-    assert [step.index for step in found.steps] == [4]
-    assert found.num_steps == 5
-    assert found.runs == ((range(1, 2), range(2, 3), range(3, 4), range(4, 5)),)
+    window = find_window(reference, "decode", wait=2, warmup=1, active=1)
+    assert [step.index for step in window.steps] == [4]
+    assert window.num_steps == 5
+    assert window.runs == ((range(1, 2), range(2, 3), range(3, 4), range(4, 5)),)
 
 
 def test_a_short_decode_is_captured_all_the_same(reference, find_window):
@@ -48,9 +47,9 @@ def test_a_short_decode_is_captured_all_the_same(reference, find_window):
 
 
 def test_prefill_is_waited_for_by_whole_runs(reference, find_window):
-    found = find_window(reference, "prefill", wait=2, warmup=1)
-    assert [step.index for step in found.steps] == [0]
-    assert found.runs == ((range(0, 1),),) * 4
+    window = find_window(reference, "prefill", wait=2, warmup=1)
+    assert [step.index for step in window.steps] == [0]
+    assert window.runs == ((range(0, 1),),) * 4
 
 
 def test_a_phase_without_a_step_is_refused(reference):
@@ -61,25 +60,25 @@ def test_a_phase_without_a_step_is_refused(reference):
     assert caught.value.actual == "1 step: prefill"
 
 
-@pytest.mark.parametrize("given", [{"wait": -1}, {"warmup": -1}, {"active": 0}, {"repeat": 0}])
-def test_an_impossible_schedule_is_refused(given):
+@pytest.mark.parametrize("arguments", [{"wait": -1}, {"warmup": -1}, {"active": 0}, {"repeat": 0}])
+def test_an_impossible_schedule_is_refused(arguments):
     with pytest.raises(HarnessError, match="is too small"):
-        CaptureSchedule(**given)
+        CaptureSchedule(**arguments)
 
 
-@pytest.mark.parametrize("given", [{"batch_size": 0}, {"num_prompt_tokens": 0}, {"max_new_tokens": -1}])
-def test_an_impossible_workload_is_refused(given):
+@pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"num_prompt_tokens": 0}, {"max_new_tokens": -1}])
+def test_an_impossible_workload_is_refused(arguments):
     with pytest.raises(HarnessError, match="must be positive"):
-        ProfileWorkload(**given)
+        ProfileWorkload(**arguments)
 
 
 def test_a_workload_is_the_same_every_time():
     workload = ProfileWorkload(batch_size=2, num_prompt_tokens=9, max_new_tokens=3)
-    found = workload.load(50)
-    assert found == workload.load(50)
-    assert [len(prompt) for prompt in found.prompts] == [9, 9]
-    assert workload.mixed_load(50).prompts == found.prompts
-    assert max(map(max, found.prompts)) < 50
+    requests = workload.load(50)
+    assert requests == workload.load(50)
+    assert [len(prompt) for prompt in requests.prompts] == [9, 9]
+    assert workload.mixed_load(50).prompts == requests.prompts
+    assert max(map(max, requests.prompts)) < 50
 
 
 def test_requests_are_dropped_where_a_step_fails(session, load):

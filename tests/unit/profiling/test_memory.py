@@ -9,12 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
-from harness.profiling.cost.formulas import kv_bytes
-from harness.profiling.memory.allocations import Allocation
-from harness.profiling.memory.capture import capture_memory
-from harness.profiling.memory.snapshot import PersistentBlock, build_snapshot
+from harness.profiling.formulas import kv_bytes
+from harness.profiling.memory.capture import build_snapshot, capture_memory
 from harness.profiling.memory.summary import summarize_memory
-from harness.profiling.memory.timeline import build_timeline
+from harness.profiling.memory.timeline import Allocation, PersistentBlock, build_timeline
 from harness.results.profile import Frame, MemoryCategory
 
 CATEGORIES = list(MemoryCategory)

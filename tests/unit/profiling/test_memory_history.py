@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.profiling.memory.history import EARLIER_US, history_timeline, read_history
 from harness.profiling.memory.snapshot_file import devices_of
+from harness.profiling.memory.timeline import EARLIER_US, history_timeline, read_history
 from harness.results.profile import Frame
 
 FRAMES = [{"filename": "a.py", "line": 3, "name": "f"}, {"filename": "b.py", "line": 4, "name": "g"}]
@@ -17,8 +17,8 @@ def device(*events, blocks=()):
     """Return the device of a snapshot; `blocks` are (address, bytes) in use at its end."""
     used = [{"address": at, "size": size, "state": "active_allocated", "frames": FRAMES} for at, size in blocks]
     segments = [{"device": 0, "address": 0, "total_size": 1000, "blocks": used}] if used else []
-    (own,) = devices_of({"segments": segments, "device_traces": [list(events)]})
-    return own
+    (snapshot,) = devices_of({"segments": segments, "device_traces": [list(events)]})
+    return snapshot
 
 
 def test_each_allocation_has_its_free():
@@ -70,5 +70,5 @@ def test_no_timeline_without_a_history():
 
 @pytest.mark.parametrize("category", ["parameter", ""])
 def test_a_category_of_another_program(category):
-    (own,) = read_history(device(event("alloc", 10, 5, 1, category=category)))
-    assert own.category == "other"
+    (allocation,) = read_history(device(event("alloc", 10, 5, 1, category=category)))
+    assert allocation.category == "other"

@@ -5,8 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.profiling.cost.operator_cost import bind, bytes_moved, elementwise_flops, flops
-from harness.profiling.cost.storage import storages
+from harness.profiling.operator_cost import bind, bytes_moved, elementwise_flops, flops, storages
 
 
 class Costs(TorchDispatchMode):
@@ -46,8 +45,10 @@ def heads(num_rows: int) -> torch.Tensor:
     ],
 )
 def test_attention_costs_what_its_mask_keeps(num_queries, num_keys, options, num_pairs):
-    found = cost(lambda: scaled_dot_product_attention(heads(num_queries), heads(num_keys), heads(num_keys), **options))
-    assert found.flops == 2 * 3 * num_pairs * 4 * 8
+    counted = cost(
+        lambda: scaled_dot_product_attention(heads(num_queries), heads(num_keys), heads(num_keys), **options)
+    )
+    assert counted.flops == 2 * 3 * num_pairs * 4 * 8
 
 
 def test_products():
@@ -61,8 +62,8 @@ def test_a_product_in_onednns_own_layout():
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(512, 64), 4)
-    found = cost(lambda: torch.ops.mkldnn._linear_pointwise(torch.ones(4, 64), packed, None, "none", [], ""))
-    assert found.flops == 2 * 4 * 64 * 512
+    counted = cost(lambda: torch.ops.mkldnn._linear_pointwise(torch.ones(4, 64), packed, None, "none", [], ""))
+    assert counted.flops == 2 * 4 * 64 * 512
     ((address, num_bytes),) = storages([packed]).items()
     assert address > 0
     assert num_bytes >= 512 * 64 * 4
@@ -70,8 +71,8 @@ def test_a_product_in_onednns_own_layout():
 
 def test_an_outer_product_sums_nothing_up():
     left, right = torch.ones(4, 1), torch.ones(1, 5)
-    found = cost(lambda: left @ right)
-    assert (found.flops, found.elementwise) == (0, 4 * 5)
+    counted = cost(lambda: left @ right)
+    assert (counted.flops, counted.elementwise) == (0, 4 * 5)
 
 
 def test_bytes_are_those_that_have_to_move():

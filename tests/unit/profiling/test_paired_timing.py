@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from harness.profiling.gate.paired_timing import paired_ratio, time_pairs
+from harness.profiling.gate.against import paired_ratio, time_pairs
 from harness.results.gate import PairedRatio, TimeVerdict
 
 
@@ -23,10 +23,10 @@ def blocks(factor: float, *, spread: float = 0.005, drift: float = 0.0, num_bloc
     ("factor", "verdict"), [(1.0, TimeVerdict.SAME), (1.05, TimeVerdict.SLOWER), (0.9, TimeVerdict.FASTER)]
 )
 def test_a_change_beyond_the_tolerance_is_found(factor: float, verdict: TimeVerdict) -> None:
-    found = blocks(factor)
-    assert found.verdict is verdict
-    assert found.ratio.low <= factor <= found.ratio.high
-    assert found.noise.low <= 1 <= found.noise.high
+    time = blocks(factor)
+    assert time.verdict is verdict
+    assert time.ratio.low <= factor <= time.ratio.high
+    assert time.noise.low <= 1 <= time.noise.high
 
 
 def test_a_machine_that_slows_down_slows_both() -> None:
@@ -36,16 +36,16 @@ def test_a_machine_that_slows_down_slows_both() -> None:
 
 def test_a_step_that_the_other_one_slows_down_is_no_noise() -> None:
     """Each is slower right after the other one, whose data is in the caches."""
-    found = paired_ratio([(1.0, 1.3, 1.0, 1.3)] * 10)
-    assert (found.ratio.median, found.noise.median) == (1, 1)
-    assert found.verdict is TimeVerdict.SAME
+    time = paired_ratio([(1.0, 1.3, 1.0, 1.3)] * 10)
+    assert (time.ratio.median, time.noise.median) == (1, 1)
+    assert time.verdict is TimeVerdict.SAME
 
 
 def test_a_machine_that_jumps_between_blocks_tells_nothing() -> None:
-    found = paired_ratio([(speed,) * 4 for speed in (1.0, 1.1, 1.25, 1.4, 1.55, 1.7, 1.9)])
-    assert found.ratio.median == 1
-    assert found.noise.high < 0.97
-    assert found.verdict is TimeVerdict.INCONCLUSIVE
+    time = paired_ratio([(speed,) * 4 for speed in (1.0, 1.1, 1.25, 1.4, 1.55, 1.7, 1.9)])
+    assert time.ratio.median == 1
+    assert time.noise.high < 0.97
+    assert time.verdict is TimeVerdict.INCONCLUSIVE
 
 
 def test_a_restless_machine_tells_nothing() -> None:

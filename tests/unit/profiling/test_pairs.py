@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.profiling.cost.pairs import causal_pairs, visible_pairs
+from harness.profiling.formulas import causal_pairs, visible_pairs
 
 
 def counted(num_queries: int, context_len: int, window: int | None) -> int:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from harness.profiling.passes.recorders import profiling
+from harness.profiling.tracing import profiling
 
 
 @pytest.mark.parametrize("is_torchs_own", [True, False])

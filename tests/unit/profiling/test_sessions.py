@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from harness.engines.hf_session import HFSession
+from harness.engines.hf import HFSession
 from harness.engines.reference_session import ReferenceSession
 from harness.engines.stepping import PREPARE, SAMPLE
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
-from harness.profiling.cost.formulas import operation_costs
-from harness.profiling.cost.roofline import fold
-from harness.profiling.passes.load import ProfileRequests, dry_run
-from harness.profiling.span_names import site_of
+from harness.profiling.formulas import operation_costs
+from harness.profiling.load import ProfileRequests, dry_run
+from harness.profiling.roofline import fold
+from harness.profiling.trace.tables import site_of
 from reference_engine import EngineConfig, LLMEngine
 
 from ..reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on
@@ -41,7 +41,7 @@ def hf(model):
 
 
 @pytest.fixture
-def own(checkpoints):
+def reference_session(checkpoints):
     folder = checkpoints / "qwen3-tiny"
     engine = LLMEngine(folder, EngineConfig(dtype="float32", num_blocks=64))
     return engine, ReferenceSession(engine, folder)
@@ -68,16 +68,16 @@ def test_no_hook_of_a_failed_step_stays(hf, model):
     assert list(hf.cache_tensors()) == []
 
 
-def test_the_engines_own_observer_is_put_back(own):
-    engine, session = own
+def test_the_engines_own_observer_is_put_back(reference_session):
+    engine, session = reference_session
     before = engine.observer
     fail_in_a_step(session)
     assert engine.observer is before
     assert not engine.has_unfinished()
 
 
-def test_a_step_is_told_from_its_begin_to_its_end(own, hf):
-    for session in (own[1], hf):
+def test_a_step_is_told_from_its_begin_to_its_end(reference_session, hf):
+    for session in (reference_session[1], hf):
         watcher = Watcher()
         session.add([1, 2, 3], 4)
         with session.watching(watcher):
@@ -90,9 +90,9 @@ def test_a_step_is_told_from_its_begin_to_its_end(own, hf):
         assert watcher.names.count("model.layers.2.mlp.down_proj") == 2
 
 
-def test_weights_are_those_of_the_checkpoint(own, hf, model):
+def test_weights_are_those_of_the_checkpoint(reference_session, hf, model):
     parameters = sum(parameter.numel() for parameter in model.model.parameters())
-    for session in (own[1], hf):
+    for session in (reference_session[1], hf):
         distinct = {weight.data_ptr(): weight.numel() for weight in session.weights().values()}
         assert sum(distinct.values()) == parameters
 
@@ -131,11 +131,13 @@ def test_fused_operations_are_under_the_name_of_the_first(open_on, monkeypatch, 
     folded = fold(costs, names)
     assert folded.keys() <= names
     for field in ("flops", "elementwise_flops", "bytes_moved"):
-        assert sum(getattr(own, field) for own in folded.values()) == sum(getattr(own, field) for own in costs.values())
+        assert sum(getattr(field_costs, field) for field_costs in folded.values()) == sum(
+            getattr(field_costs, field) for field_costs in costs.values()
+        )
 
 
-def test_an_engine_that_replays_graphs_says_what_that_means_for_its_profile(own):
-    engine, session = own
+def test_an_engine_that_replays_graphs_says_what_that_means_for_its_profile(reference_session):
+    engine, session = reference_session
     assert session.notes == ()
     engine.runner.acceleration.replays_graphs = True
     (note,) = ReferenceSession(engine, session._folder).notes

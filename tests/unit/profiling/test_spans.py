@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import PlannedStep
-from harness.profiling.passes.spans import SpanEmitter
-from harness.profiling.span_names import layer_of, site_of
+from harness.profiling.load import PlannedStep
+from harness.profiling.trace.tables import layer_of, site_of
+from harness.profiling.tracing import SpanEmitter
 from harness.results.profile import StepShape
 
 SHAPE = StepShape(phase="decode", query_lens=(1,), context_lens=(9,), num_sampled=1)

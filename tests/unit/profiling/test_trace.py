@@ -11,10 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
-from harness.profiling.passes.load import dry_run, run_steps
-from harness.profiling.passes.tables import tables
-from harness.profiling.passes.tracing import trace
-from harness.profiling.trace.nodes import read_events
+from harness.profiling.load import dry_run, run_steps
+from harness.profiling.trace.tables import read_events, tables
+from harness.profiling.tracing import trace
 
 ABOUT = {"revision": "abc", "config": {"path": 'a\\b "c"'}}
 
@@ -62,15 +61,15 @@ def test_every_operation_has_its_spans(session, find_window, tmp_path, phase):
     planned = [name for step in window.steps for name in step.names]
     names = {node.name for step in events.steps for node in step.walk()}
     assert set(planned) <= names
-    found = tables(events, set(planned))
-    rows = {row.name: row for row in found.operations}
+    phase_tables = tables(events, set(planned))
+    rows = {row.name: row for row in phase_tables.operations}
     assert rows["attention"].calls == 3 * len(window.steps)
-    assert 0.5 < found.attributed_share <= 1
-    assert sum(row.share for row in found.operations) == pytest.approx(1)
-    assert sum(row.share for row in found.layers) == pytest.approx(1)
-    assert sum(row.num_collapsed for row in found.layers if row.name.startswith("model.layers.")) == 3
-    assert {row.name for row in found.operators} >= {"aten::mm", "aten::mul"}
-    assert not {row.name for row in found.operators} & names & set(planned)
+    assert 0.5 < phase_tables.attributed_share <= 1
+    assert sum(row.share for row in phase_tables.operations) == pytest.approx(1)
+    assert sum(row.share for row in phase_tables.layers) == pytest.approx(1)
+    assert sum(row.num_collapsed for row in phase_tables.layers if row.name.startswith("model.layers.")) == 3
+    assert {row.name for row in phase_tables.operators} >= {"aten::mm", "aten::mul"}
+    assert not {row.name for row in phase_tables.operators} & names & set(planned)
 
 
 def test_cycles_are_files_of_their_own(reference, find_window, tmp_path):
@@ -153,16 +152,16 @@ def test_kernels_are_charged_to_the_operation_that_launched_them(tmp_path):
         event("add_kernel", 240, 11, "kernel", tid=9, correlation=8),
     ]
     path.write_text(json.dumps({"traceEvents": events}))
-    found = tables(read_events(path), {"model.layers.0.mlp.act", "model.layers.0.output"})
-    assert [(row.name, row.total_us, row.device_us) for row in found.operations] == [
+    phase_tables = tables(read_events(path), {"model.layers.0.mlp.act", "model.layers.0.output"})
+    assert [(row.name, row.total_us, row.device_us) for row in phase_tables.operations] == [
         ("mlp.act", 30, 33),
         ("output", 40, 11),
         ("unattributed", 30, 0),
     ]
-    assert [(row.name, row.device_us) for row in found.layers] == [("model.layers.0", 44), ("unattributed", 0)]
-    assert found.layers[-1].total_us == 20
-    assert [(row.name, row.self_us, row.device_us) for row in found.operators] == [("aten::mul", 20, 33)]
-    assert found.attributed_share == 0.7
+    assert [(row.name, row.device_us) for row in phase_tables.layers] == [("model.layers.0", 44), ("unattributed", 0)]
+    assert phase_tables.layers[-1].total_us == 20
+    assert [(row.name, row.self_us, row.device_us) for row in phase_tables.operators] == [("aten::mul", 20, 33)]
+    assert phase_tables.attributed_share == 0.7
 
 
 def test_only_identical_layers_share_a_row(tmp_path):
@@ -173,8 +172,8 @@ def test_only_identical_layers_share_a_row(tmp_path):
         events += [event(f"model.layers.{layer}", start, 10 + layer), event(f"model.layers.{layer}.output", start, 9)]
         events += [event(name, start + 1 + at, 1) for at, name in enumerate(operators)]
     path.write_text(json.dumps({"traceEvents": events}))
-    found = tables(read_events(path), {f"model.layers.{layer}.output" for layer in range(3)})
-    assert [(row.name, row.num_collapsed, row.spread) for row in found.layers[:-1]] == [
+    phase_tables = tables(read_events(path), {f"model.layers.{layer}.output" for layer in range(3)})
+    assert [(row.name, row.num_collapsed, row.spread) for row in phase_tables.layers[:-1]] == [
         ("model.layers.0-1", 2, (10, 11)),
         ("model.layers.2", 1, (12, 12)),
     ]

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.profiling.trace.diff import diff_traces
-from harness.profiling.trace.summary import summarize
+from harness.profiling.trace.summary import diff_traces, summarize
 from harness.results.trace import TraceSummary
 
 
-def event(name: str, begin: float, duration: float, **other: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": begin, "dur": duration} | other
+def event(name: str, begin: float, duration: float, **fields: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": begin, "dur": duration} | fields
 
 
 def written(path: Path, *events: dict[str, Any]) -> TraceSummary:
@@ -43,8 +42,8 @@ def test_times_rounded_to_microseconds_nest_the_next_event_nowhere(tmp_path: Pat
 
 
 def test_one_that_calls_itself_is_counted_twice_and_timed_once(tmp_path: Path) -> None:
-    (found,) = written(tmp_path / "t", event("div_", 0, 10), event("div_", 2, 6)).operators
-    assert (found.count, found.total_us, found.self_us) == (2, 16, 10)
+    (operator,) = written(tmp_path / "t", event("div_", 0, 10), event("div_", 2, 6)).operators
+    assert (operator.count, operator.total_us, operator.self_us) == (2, 16, 10)
 
 
 def test_a_kernel_belongs_to_the_phase_that_launched_it(tmp_path: Path) -> None:
@@ -77,9 +76,9 @@ def test_a_trace_of_somebody_else(tmp_path: Path) -> None:
     with torch.profiler.profile() as profiler, torch.profiler.record_function("forward"):
         model(torch.ones(2, 8))
     profiler.export_chrome_trace(str(path))
-    events = [found for found in json.loads(path.read_text())["traceEvents"] if found["ph"] == "X"]
+    events = [event_read for event_read in json.loads(path.read_text())["traceEvents"] if event_read["ph"] == "X"]
     summary = summarize(path)
-    expected = Counter(found["name"] for found in events if found["cat"] == "cpu_op")
+    expected = Counter(event_read["name"] for event_read in events if event_read["cat"] == "cpu_op")
     assert {operator.name: operator.count for operator in summary.operators} == expected
     assert expected["aten::addmm"] == 2
     assert {operator.phase for operator in summary.operators} == {"forward"}
@@ -200,10 +199,10 @@ def test_changes_of_count_come_before_those_of_time(tmp_path: Path) -> None:
     after = written(
         tmp_path / "b", event("slow", 0, 190), event("often", 200, 1), event("often", 210, 1), event("same", 300, 1)
     )
-    found = [(change.name, change.is_of_count) for change in diff_traces(before, after).changes]
-    assert found == [("often", True), ("slow", False)]
+    changes = [(change.name, change.is_of_count) for change in diff_traces(before, after).changes]
+    assert changes == [("often", True), ("slow", False)]
 
 
 def test_a_trace_is_read_without_torch():
-    program = "import sys, harness.profiling.trace.summary, harness.report.trace.text; sys.exit('torch' in sys.modules)"
+    program = "import sys, harness.profiling.trace.summary, harness.report.trace; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0, "it takes seconds to import"

@@ -14,7 +14,7 @@ from harness.properties.attention.suite import check_definition
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
-from harness.properties.ops.sampling import check_sampling
+from harness.properties.ops.tokens import check_sampling
 from harness.properties.reference import ops as reference_ops
 from harness.properties.reference.attention import PagedSubject
 from harness.properties.reference.engine import EngineSubject

@@ -7,7 +7,7 @@ from hypothesis import Phase, settings
 
 from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 
 from .model_mutants import MUTANTS, SURVIVORS, Mutant
 

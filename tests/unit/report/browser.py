@@ -70,8 +70,8 @@ class Browser:
 
     def evaluate(self, expression: str, *, awaits: bool = False) -> Any:
         """Return the value of a JavaScript expression, or of the promise that it is."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=awaits)
-        return found["result"].get("value")
+        evaluated = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=awaits)
+        return evaluated["result"].get("value")
 
     def point_at(self, x: float, y: float) -> None:
         """Move the pointer."""
@@ -83,8 +83,8 @@ class Browser:
 
     def screenshot(self, path: Path) -> None:
         """Save the whole page as PNG."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        captured = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(captured["data"]))
 
     def requests(self) -> list[str]:
         """Return the addresses that the page has asked for."""

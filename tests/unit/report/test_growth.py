@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.report.page.growth import growth_along_depth
+from harness.report.page.check_view import growth_along_depth
 from harness.results.check import Verdict
 
 from .examples import explained_run

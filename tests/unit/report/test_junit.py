@@ -1,4 +1,4 @@
-from harness.report.check.junit import check_properties
+from harness.report.check.json import check_properties
 from harness.results.check import CheckResult
 
 from .examples import build

@@ -1,6 +1,6 @@
 """Parts of the texts for a terminal."""
 
-from harness.report.lines import blocks_text, fact_lines, headline, table_lines
+from harness.report.terminal import blocks_text, fact_lines, headline, table_lines
 
 
 def test_blocks_without_a_line_are_left_out():

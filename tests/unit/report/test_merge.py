@@ -4,7 +4,7 @@ from typing import Annotated
 
 import pytest
 
-from harness.report.check.merge import merge, merge_taps, sum_coverage, sum_seconds, sum_tokens
+from harness.report.check.table import merge, merge_taps, sum_coverage, sum_seconds, sum_tokens
 from harness.results.check import TapResult, Verdict
 from harness.results.merging import TOTAL, mergeable
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.report.page.html import report_html
-from harness.report.profile.json import profile_document
-from harness.report.profile.text import profile_text
+from harness.report.profile import profile_document, profile_text
 from harness.results.profile import ProfileResult, TableRow
 
 from .profile_examples import phase, profile
@@ -27,11 +26,11 @@ def crowded() -> ProfileResult:
         spread=(1e4, 2e5),
         device_us=1e6,
     )
-    own = replace(
+    prefill = replace(
         phase(), operations=(row,), layers=(row,), operators=(row,), cpu_ms=1234.5, wall_ms=12_345.6,
         flops_formula=1, kv_bytes_formula=1, peak_bytes=123 << 30,
     )  # fmt: skip
-    return profile(own, replace(own, name="decode"))
+    return profile(prefill, replace(prefill, name="decode"))
 
 
 def tables(text: str) -> list[str]:
@@ -57,8 +56,8 @@ def test_a_wide_terminal_loses_no_column(crowded: ProfileResult) -> None:
 
 
 def test_memory_that_was_not_measured_is_shown_nowhere():
-    own = replace(phase(), memory=None, snapshot=None, peak_bytes=None, bytes_allocated=None, operators=())
-    result = profile(own)
+    bare = replace(phase(), memory=None, snapshot=None, peak_bytes=None, bytes_allocated=None, operators=())
+    result = profile(bare)
     result = replace(result, overhead=replace(result.overhead, memory=None))
     text, page = profile_text(result), report_html(None, result)
     assert [words for words in ("peak", "memory", "by operator") if words in text] == []

@@ -99,18 +99,18 @@ def looks(browser: Browser, page: str, folder: Path, width: int, *, dark: bool) 
     }
 
 
-def changes(found: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> list[str]:
+def changes(seen: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> list[str]:
     """Return what looks different."""
-    if found.keys() != stored.keys():
-        return [f"landmarks: {sorted(found.keys() ^ stored.keys())}"]
+    if seen.keys() != stored.keys():
+        return [f"landmarks: {sorted(seen.keys() ^ stored.keys())}"]
     told = []
-    for name, own in found.items():
-        moved = max(abs(new - old) for new, old in zip(own["edges"], stored[name]["edges"], strict=True))
+    for name, landmark in seen.items():
+        moved = max(abs(new - old) for new, old in zip(landmark["edges"], stored[name]["edges"], strict=True))
         if moved > MOST_PX:
-            told.append(f"{name} lies elsewhere: {own['edges']}, was {stored[name]['edges']}")
-        if own["ink"] != stored[name]["ink"]:
-            told.append(f"{name} has text of another colour: {own['ink']}, was {stored[name]['ink']}")
-        cells = zip(own["grid"], stored[name]["grid"], strict=True)
+            told.append(f"{name} lies elsewhere: {landmark['edges']}, was {stored[name]['edges']}")
+        if landmark["ink"] != stored[name]["ink"]:
+            told.append(f"{name} has text of another colour: {landmark['ink']}, was {stored[name]['ink']}")
+        cells = zip(landmark["grid"], stored[name]["grid"], strict=True)
         differences = [max(abs(new - old) for new, old in zip(*cell, strict=True)) for cell in cells]
         mean = sum(differences) / len(differences)
         if max(differences) > MOST_COLOUR or mean > MOST_MEAN_COLOUR:
@@ -124,14 +124,14 @@ def changes(found: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]])
 def test_it_looks_as_it_did(
     browser: Browser, tmp_path: Path, width: int, dark: bool, request: pytest.FixtureRequest
 ) -> None:
-    found = looks(browser, page(), tmp_path, width, dark=dark)
+    seen = looks(browser, page(), tmp_path, width, dark=dark)
     key = f"{width} {'dark' if dark else 'light'}"
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     if request.config.getoption("golden_update"):
-        lines = [f"{json.dumps(name)}: {json.dumps(own)}" for name, own in {**stored, key: found}.items()]
+        lines = [f"{json.dumps(name)}: {json.dumps(landmark)}" for name, landmark in {**stored, key: seen}.items()]
         STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     else:
-        assert changes(found, stored[key]) == []
+        assert changes(seen, stored[key]) == []
 
 
 @pytest.fixture(scope="module")
@@ -156,5 +156,5 @@ def test_a_change_is_seen(
     browser: Browser, before: dict[str, dict[str, Any]], tmp_path: Path, style: str, told: str
 ) -> None:
     changed = page().replace("</head>", f"<style>{style}</style></head>")
-    found = changes(looks(browser, changed, tmp_path, 768, dark=False), before)
-    assert any(told in line for line in found), found
+    differences = changes(looks(browser, changed, tmp_path, 768, dark=False), before)
+    assert any(told in line for line in differences), differences

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code
-from harness.report.check.columns import COLUMNS
+from harness.report.check.sentences import COLUMNS
 from harness.report.check.terminal import check_text
 from harness.results.check import CheckResult, Finding
 
@@ -146,6 +146,6 @@ def test_a_name_cannot_send_control_characters_to_the_terminal():
 
 
 def test_the_report_needs_no_torch():
-    forms = ", ".join(f"harness.report.check.{form}" for form in ("terminal", "markdown", "json", "junit"))
+    forms = ", ".join(f"harness.report.check.{form}" for form in ("terminal", "markdown", "json", "dtypes"))
     code = f"import sys, {forms}; sys.exit(bool(sys.modules.keys() & {{'torch', 'transformers', 'numpy'}}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

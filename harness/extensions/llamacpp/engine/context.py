@@ -1,6 +1,7 @@
-"""A context of llama.cpp: a KV cache, and batches that are computed into it while somebody watches."""
+"""A context of llama.cpp: a KV cache, and batches of requests' rows that are computed into it and watched."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -8,11 +9,103 @@ from typing import Any, Self
 import numpy as np
 
 from harness.errors import Code, HarnessError
-from harness.extensions.llamacpp.engine.batch import LlamaBatch
 from harness.extensions.llamacpp.engine.cache import CachedRows, SavedRows, parse_saved, parse_state
-from harness.extensions.llamacpp.engine.capture import GraphWatcher
+from harness.extensions.llamacpp.engine.graph import GraphWatcher
 from harness.extensions.llamacpp.engine.options import FLASH_ATTENTION, LlamaCppOptions
 from harness.extensions.llamacpp.engine.tensor import llama
+from harness.formats.recording import RequestInfo
+
+
+class LlamaBatch:
+    """Room for some rows, and the logits of those that were computed last; freed with the object."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._llama, self._vocab_size = llama(), vocab_size
+        self._batch = self._llama.llama_batch_init(num_rows, 0, 1)
+
+    def decode(self, context: Any, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Compute rows of (token, position, sequence, whether its logits are wanted) in a context.
+
+        Raises:
+            HarnessError: ENGINE_FAILED.
+        """
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, is_sampled) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        status = self._llama.llama_decode(context, batch)
+        if status != 0:
+            hint = "status 1: the cache has no room for so many tokens"
+            what = "llama_decode fails"
+            raise HarnessError(Code.ENGINE_FAILED, what, where="llamacpp", actual=f"status {status}", hint=hint)
+
+    def logits(self, context: Any, row: int) -> Any:
+        """Return the logits of a row that was computed last: [vocabulary] float32, valid until the next rows."""
+        pointer = self._llama.llama_get_logits_ith(context, row)
+        return np.ctypeslib.as_array(pointer, shape=(self._vocab_size,))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_batch"):
+            self._llama.llama_batch_free(self._batch)
+
+
+@dataclass(slots=True)
+class LlamaSequence:
+    """One request; llama.cpp calls its number the sequence id."""
+
+    request: RequestInfo
+    number: int
+    num_computed: int = 0
+    """Tokens in the cache."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all tokens have been fed."""
+        return self.num_computed == len(self.request.token_ids)
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Whether tokens of the prompt are left."""
+        return self.num_computed < self.request.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePiece:
+    """Tokens of one sequence in a batch."""
+
+    sequence: LlamaSequence
+    positions: range
+
+    def rows(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield (token, position, sequence, whether its logits are wanted)."""
+        request = self.sequence.request
+        for position in self.positions:
+            is_sampled = position >= request.prompt_length - 1
+            yield request.token_ids[position], position, self.sequence.number, is_sampled
+
+
+def next_batch(sequences: Sequence[LlamaSequence], *, chunk_size: int | None, num_batch: int) -> list[SequencePiece]:
+    """Return what the next batch holds: a token of each sequence after its prompt, then pieces of prompts.
+
+    Args:
+        sequences: those that are not finished, in the order of their arrival.
+        chunk_size: most tokens of prompts; None for no limit.
+        num_batch: most tokens of all.
+    """
+    pieces = [
+        SequencePiece(sequence, range(sequence.num_computed, sequence.num_computed + 1))
+        for sequence in sequences
+        if not sequence.is_in_prompt
+    ][:num_batch]
+    room = num_batch - len(pieces) if chunk_size is None else min(chunk_size, num_batch - len(pieces))
+    for sequence in sequences:
+        if sequence.is_in_prompt and room > 0:
+            end = min(sequence.request.prompt_length, sequence.num_computed + room)
+            pieces.append(SequencePiece(sequence, range(sequence.num_computed, end)))
+            room -= end - sequence.num_computed
+    return pieces
+
 
 _PADDING = 256
 """llama.cpp rounds the cells of a cache up to a multiple of this."""

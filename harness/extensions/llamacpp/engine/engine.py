@@ -7,25 +7,21 @@ from typing import Any
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
-from harness.base.scratch import scratch_folder
 from harness.engines.adapter import Capabilities, Engine, Workload
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.engine.by_content import open_by_content
-from harness.extensions.llamacpp.engine.cache import CachedRows
-from harness.extensions.llamacpp.engine.capture import Capture, UBatch, halves_of_pairs
-from harness.extensions.llamacpp.engine.context import Context, Model
-from harness.extensions.llamacpp.engine.nodes import pruned_taps, tap_of
+from harness.extensions.llamacpp.engine.cache import CachedRows, rotations, turned_back
+from harness.extensions.llamacpp.engine.context import Context, LlamaSequence, Model, SequencePiece, next_batch
+from harness.extensions.llamacpp.engine.graph import Capture, UBatch, halves_of_pairs, pruned_taps, tap_of
 from harness.extensions.llamacpp.engine.options import LlamaCppOptions, parse_llamacpp_options
-from harness.extensions.llamacpp.engine.rotation import rotations, turned_back
-from harness.extensions.llamacpp.engine.sequence import LlamaSequence, SequencePiece, next_batch
 from harness.extensions.llamacpp.engine.session import LlamaCppSession, model_shape
 from harness.extensions.llamacpp.engine.tensor import llama
-from harness.extensions.llamacpp.engine.written_files import write_adapter_file
 from harness.extensions.llamacpp.gguf import open_gguf, read_source
 from harness.extensions.llamacpp.gguf.architecture import FAMILIES, Metadata
 from harness.extensions.llamacpp.gguf.model import GGUFModel
-from harness.extensions.llamacpp.gguf.writer import write_gguf
+from harness.extensions.llamacpp.gguf.writer import write_adapter_file, write_gguf
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import layer_prefix
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FilePath, Va
 
 from harness.engines.adapter import refuse_unknown_options
 from harness.errors import Code, HarnessError
-from harness.extensions.llamacpp.gguf.types import BY_NAME, PLAIN
+from harness.extensions.llamacpp.gguf.header import BY_NAME, PLAIN
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.extensions.llamacpp.gguf.types import PLAIN, TYPES
-from harness.extensions.llamacpp.gguf.weights import missing_package
+from harness.extensions.llamacpp.gguf.header import PLAIN, TYPES
+from harness.extensions.llamacpp.gguf.model import missing_package
 
 _MAX_DIMS, _MAX_SRC, _OP_PARAMS = 4, 10, 16
 _DTYPES = {name: getattr(torch, dtype) for name, dtype in {**PLAIN, "I32": "int32"}.items()}

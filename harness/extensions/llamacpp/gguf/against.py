@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import Code, HarnessError
-from harness.extensions.llamacpp.gguf.model import GGUFModel
-from harness.extensions.llamacpp.gguf.names import gguf_name, is_query_or_key
-from harness.extensions.llamacpp.gguf.weights import rows_of_gguf, rows_of_hf
-from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.shards import read_shard
-from harness.formats.checkpoint.table import read_table
+from harness.extensions.llamacpp.gguf.architecture import gguf_name, is_query_or_key
+from harness.extensions.llamacpp.gguf.model import GGUFModel, rows_of_gguf, rows_of_hf
+from harness.formats.checkpoint.checkpoint import Checkpoint, read_shard, read_table
 from harness.formats.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:

@@ -3,6 +3,10 @@
 Everything else in the harness reads such folders, so that a GGUF file is a model like any other: it is inspected,
 streamed, hashed and run by HF's own code. The folder lies in the cache and is made once. `gguf.json` in it says where
 the weights come from and in which type each was.
+
+Architectures that are not read here are dequantised by transformers, for its own configuration. The checkpoint that a
+file was made from then gives configuration and tokenizer, and each tensor that transformers reads is held against the
+checkpoint's, so that one which is read in another order, or left out, is no truth.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,12 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf.against import check_against, read_original
-from harness.extensions.llamacpp.gguf.architecture import FAMILIES, hf_config
-from harness.extensions.llamacpp.gguf.by_transformers import write_by_transformers
-from harness.extensions.llamacpp.gguf.model import GGUFModel, open_gguf
-from harness.extensions.llamacpp.gguf.names import ROPE_FACTORS, hf_name, is_query_or_key
-from harness.extensions.llamacpp.gguf.tokenizer import write_tokenizer
-from harness.extensions.llamacpp.gguf.weights import read_tensor, rows_of_hf
+from harness.extensions.llamacpp.gguf.architecture import FAMILIES, ROPE_FACTORS, hf_config, hf_name, is_query_or_key
+from harness.extensions.llamacpp.gguf.model import GGUFModel, open_gguf, read_tensor, rows_of_hf
 from harness.formats.checkpoint.checkpoint import Checkpoint
 from harness.formats.checkpoint.converted import (
     GGUF_INFO,
@@ -30,6 +30,16 @@ from harness.formats.checkpoint.converted import (
 
 if TYPE_CHECKING:
     import torch
+
+from typing import TYPE_CHECKING
+
+from harness.base.progress import quiet_transformers
+from harness.extensions.llamacpp.gguf.model import gguf_package
+from harness.formats.checkpoint.converted import copy_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
 
 VERSION = 3
 """Part of a folder's name: raise it with every change of what is written."""
@@ -157,3 +167,113 @@ def tensors(model: GGUFModel, config: Mapping[str, Any]) -> "Iterator[tuple[str,
             if values.shape[0] % (2 * count) == 0:  # otherwise the shape is refused when the folder is loaded
                 values = rows_of_hf(values, count)
         yield target, values
+
+
+_FARTHEST = 0.5
+"""Relative distance of a tensor from the checkpoint's, beyond which it is another one: types of two bits reach 0.4."""
+
+
+def write_by_transformers(model: GGUFModel, folder: Path, hf: Checkpoint) -> None:
+    """Write the weights of a GGUF file as a checkpoint of the model in `hf`, in float32.
+
+    Raises:
+        HarnessError: UNSUPPORTED_GGUF: transformers does not read it; GGUF_DIFFERS: a tensor is not the checkpoint's;
+            PACKAGE_MISSING.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    gguf_package()
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+    with quiet_transformers():
+        original = AutoModelForCausalLM.from_pretrained(hf.folder, **options)
+        options["config"] = AutoConfig.from_pretrained(hf.folder, local_files_only=True)
+        try:
+            read = AutoModelForCausalLM.from_pretrained(model.path.parent, gguf_file=model.path.name, **options)
+        except Exception as error:  # transformers raises ValueError, NotImplementedError, KeyError, RuntimeError, ...
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise HarnessError(
+                Code.UNSUPPORTED_GGUF,
+                f"transformers does not read the file: {reason[0]}",
+                where=model.path,
+                actual=model.metadata.architecture,
+                hint="a file in float32 needs no reader: --model CHECKPOINT --engine-option gguf=FILE",
+            ) from error
+        _check_near(model, original.state_dict(), read.state_dict())
+        original.load_state_dict(read.state_dict())
+        original.save_pretrained(folder)
+    copy_tokenizer(hf.folder, folder)
+
+
+def _check_near(model: GGUFModel, original: "Mapping[str, torch.Tensor]", read: "Mapping[str, torch.Tensor]") -> None:
+    for name, expected in original.items():
+        difference = float((read[name] - expected).norm()) / max(float(expected.norm()), 1e-30)
+        if not difference <= _FARTHEST:
+            raise HarnessError(
+                Code.GGUF_DIFFERS,
+                f"{name} is not the checkpoint's, as transformers reads the file",
+                where=model.path,
+                expected=f"a relative distance of at most {_FARTHEST}",
+                actual=f"{difference:.3g}",
+                hint="is it made from this checkpoint? transformers may read this architecture otherwise",
+            )
+
+
+NO_VOCABULARY = (None, "none", "no_vocab")
+"""Values of `tokenizer.ggml.model` in files without a vocabulary."""
+
+
+def write_tokenizer(model: GGUFModel, folder: Path) -> None:
+    """Write tokenizer.json; nothing where the file has no vocabulary, or one that transformers does not read.
+
+    Without a tokenizer, a prompt given as text is refused (NO_TOKENIZER), and token ids are taken as they are.
+
+    Raises:
+        HarnessError: DAMAGED_GGUF: there are more tokens than the model has embeddings for.
+    """
+    metadata = model.headers[0].metadata
+    if metadata.get("tokenizer.ggml.model") in NO_VOCABULARY:
+        return
+    _check_size(model)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.path.parent, gguf_file=model.path.name, local_files_only=True, trust_remote_code=False
+        )
+        begin_as_the_file_says(tokenizer, metadata)
+        tokenizer.save_pretrained(folder)
+    except Exception:  # whatever transformers raises for a vocabulary that it does not read
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+
+
+def begin_as_the_file_says(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
+    """Put the token that begins a text before every text, where the file asks for it.
+
+    transformers 5.17 leaves it out of byte-level vocabularies.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    token_id = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token") is not True or token_id is None:
+        return
+    if tokenizer.encode("a")[:1] != [token_id]:
+        token = metadata["tokenizer.ggml.tokens"][token_id]
+        tokenizer.bos_token = token
+        template = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, token_id)])
+        tokenizer.backend_tokenizer.post_processor = template
+
+
+def _check_size(model: GGUFModel) -> None:
+    tokens = model.headers[0].metadata.get("tokenizer.ggml.tokens")
+    num_embeddings = model.tensors["token_embd.weight"][0].shape[0]
+    if isinstance(tokens, list) and len(tokens) > num_embeddings:
+        raise HarnessError(
+            Code.DAMAGED_GGUF,
+            "the vocabulary has more tokens than the model has embeddings",
+            where=f"{model.path}: tokenizer.ggml.tokens",
+            expected=f"at most {num_embeddings}",
+            actual=len(tokens),
+            hint="convert the model again, with the tokenizer that belongs to it",
+        )

@@ -1,7 +1,6 @@
-"""Writes a checkpoint as GGUF: what llama.cpp's converter makes of the families that are read.
+"""Writes GGUF: a checkpoint as llama.cpp's converter makes it, a LoRA adapter of PEFT's, and a file in float32.
 
-For tests, benchmarks and `harness quant`. Of quantised types it writes those that the package gguf quantises; K-quants
-are made by llama.cpp's own quantiser.
+Of quantised types it writes those that the package gguf quantises; K-quants are made by llama.cpp's own quantiser.
 """
 
 import json
@@ -10,15 +9,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import Code, HarnessError
-from harness.extensions.llamacpp.gguf.architecture import FAMILIES, llama3_factors
-from harness.extensions.llamacpp.gguf.names import ROPE_FACTORS, gguf_name, is_query_or_key
-from harness.extensions.llamacpp.gguf.types import BY_NAME, PLAIN
-from harness.extensions.llamacpp.gguf.weights import gguf_package, rows_of_gguf
-from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.shards import read_shard
+from harness.extensions.llamacpp.gguf.architecture import (
+    FAMILIES,
+    ROPE_FACTORS,
+    gguf_name,
+    is_query_or_key,
+    llama3_factors,
+)
+from harness.extensions.llamacpp.gguf.header import BY_NAME, PLAIN
+from harness.extensions.llamacpp.gguf.model import gguf_package, rows_of_gguf
+from harness.formats.checkpoint.checkpoint import Checkpoint, read_shard
 
 if TYPE_CHECKING:
     import torch
+
+
+import numpy as np
+import torch
+
+from harness.extensions.llamacpp.gguf.architecture import Metadata
+from harness.extensions.llamacpp.gguf.model import GGUFModel, read_tensor
+from harness.oracle.lora import read_adapter
 
 Change = Callable[[str, "torch.Tensor"], "torch.Tensor"]
 """Given HF's name and a tensor in HF's order, returns what is written in its place."""
@@ -215,3 +226,48 @@ def _token_type(gguf: Any, index: int, token: str, added: Mapping[int, str]) -> 
     if index in added:
         return int(kinds.UNKNOWN if token == "<unk>" else kinds.CONTROL)
     return int(kinds.BYTE if token.startswith("<0x") and len(token) == 6 else kinds.NORMAL)
+
+
+def write_adapter_file(lora: Path, metadata: Metadata, path: Path) -> Path:
+    """Write an adapter in PEFT's format as a GGUF file in float32, as llama.cpp's convert_lora_to_gguf.py does.
+
+    Raises:
+        HarnessError: PACKAGE_MISSING, BAD_LORA, or ENGINE_CANNOT_SERVE: it changes a module that GGUF has no name for.
+    """
+    gguf = gguf_package()
+    writer = gguf.GGUFWriter(path, metadata.architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    # llama.cpp scales by alpha over the rank of each tensor: all scales are in B, and alpha is left out.
+    for module, update in read_adapter(lora).items():
+        name = gguf_name(f"{module}.weight")
+        if name is None:
+            what = "the adapter changes a module that llama.cpp has no name for"
+            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=lora, actual=module)
+        b = update.b.float() * update.scaling
+        if metadata.family.permutes_heads and is_query_or_key(f"{module}.weight"):
+            is_key = module.endswith("k_proj")
+            b = rows_of_gguf(b, metadata.count("attention.head_count_kv" if is_key else "attention.head_count"))
+        writer.add_tensor(f"{name}.lora_a", update.a.float().contiguous().numpy())
+        writer.add_tensor(f"{name}.lora_b", torch.as_tensor(b).contiguous().numpy())
+    finish(writer)
+    return path
+
+
+def write_plain_file(model: GGUFModel, path: Path) -> Path:
+    """Write a GGUF file once more with all of its tensors in float32: its graph is the same, and its numbers are HF's.
+
+    Raises:
+        HarnessError: PACKAGE_MISSING, or UNSUPPORTED_GGUF for a type that cannot be dequantised.
+    """
+    gguf = gguf_package()
+    writer: Any = gguf.GGUFWriter(path, model.metadata.architecture)
+    for field in gguf.GGUFReader(model.path).fields.values():
+        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
+            is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+            own = field.types[-1] if is_array else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=own)
+    for name, (tensor, file) in model.tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(read_tensor(tensor, file).float().numpy()))
+    finish(writer)
+    return path

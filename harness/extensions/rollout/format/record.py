@@ -1,13 +1,128 @@
-"""One record of a log: its fields under any of their names, each checked for what it must hold."""
+"""Rollouts and their fields: what trainers call them, each checked for what it must hold.
+
+The names stand in verl's `DataProto`, TRL's `GRPOTrainer`, OpenRLHF's `Experience` and slime's `Sample` with its batch.
+"""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import Code, HarnessError
-from harness.extensions.rollout.format.names import SAMPLING, names_of
-from harness.extensions.rollout.format.row import Sampling
+from harness.extensions.rollout.result import TokenCounts
+
+FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "prompt": {
+        "any": ("prompt_ids", "prompt_token_ids"),
+        "verl": ("prompts",),
+        "trl": ("prompt_ids",),
+    },
+    "response": {
+        "any": ("response_ids", "response_token_ids", "completion_token_ids"),
+        "verl": ("responses",),
+        "trl": ("completion_ids",),
+    },
+    "sequence": {
+        "any": ("token_ids",),
+        "verl": ("input_ids",),
+        "openrlhf": ("sequences",),
+        "slime": ("tokens",),
+    },
+    "num_response": {"slime": ("response_length", "response_lengths")},
+    "attention_mask": {"verl": ("attention_mask",), "openrlhf": ("attention_mask",)},
+    "prompt_mask": {"trl": ("prompt_mask",)},
+    "mask": {
+        "any": ("mask",),
+        "verl": ("response_mask",),
+        "trl": ("completion_mask",),
+        "openrlhf": ("action_mask",),
+        "slime": ("loss_mask", "loss_masks"),
+    },
+    "tool_mask": {"trl": ("tool_mask",)},
+    "engine": {
+        "any": ("engine_logprobs", "logprobs"),
+        "verl": ("rollout_log_probs",),
+        "trl": ("sampling_per_token_logps",),
+        "openrlhf": ("rollout_log_probs",),
+        "slime": ("rollout_log_probs",),
+    },
+    "trainer": {
+        "any": ("trainer_logprobs",),
+        "verl": ("old_log_probs",),
+        "trl": ("old_per_token_logps",),
+        "openrlhf": ("action_log_probs",),
+        "slime": ("log_probs",),
+    },
+    "experts": {"any": ("routed_experts",), "verl": ("routed_experts",), "slime": ("rollout_routed_experts",)},
+    "weight_version": {"any": ("weight_version",), "slime": ("weight_versions",)},
+    "trainer_version": {"any": ("trainer_weight_version",)},
+    "pack": {"any": ("pack",)},
+    "sampling": {"any": ("sampling_params",), "verl": ("meta_info",)},
+}
+"""By a field of ours, the names that it has; rows may mix those of several frameworks."""
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Of the sampling parameters, those that change the distribution; they stand in `sampling`, or in the row itself."""
+
+
+def names_of(field: str) -> tuple[str, ...]:
+    """Return all names of a field, ours first."""
+    return tuple(dict.fromkeys(name for names in FIELDS[field].values() for name in names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Parameters that the tokens of a row were sampled with, as far as they change the distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 for all tokens."""
+    min_p: float = 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens could not be chosen."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One row. Its columns have an entry for each token, those of the prompt included."""
+
+    row: int
+    """Number in the file, from 0."""
+    tokens: tuple[int, ...]
+    num_prompt: int
+    mask: tuple[bool, ...]
+    """Tokens of the response that count."""
+    engine: tuple[float | None, ...]
+    """The engine's log probability of each token, nats."""
+    trainer: tuple[float | None, ...] | None
+    sampling: Sampling
+    experts: tuple[tuple[int, ...], ...] | None = None
+    """Routed experts of the leading tokens, those of all layers one after the other."""
+    versions: tuple[str, ...] = ()
+    """Versions of the weights that the record names, of either side."""
+    num_padding: int = 0
+    """Tokens of the record that the attention mask takes out; they are not in `tokens`."""
+    pack: str | None = None
+    """Rows with the same name were one sequence of the trainer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The rows of a file that are compared."""
+
+    name: str
+    rows: Sequence[Rollout]
+    counts: TokenCounts
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a row has log probabilities of the trainer."""
+        return any(row.trainer is not None for row in self.rows)
+
 
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-3, 1e3
 _SOUND: dict[str, Callable[[float], bool]] = {

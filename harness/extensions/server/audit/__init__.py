@@ -1,5 +1,4 @@
-"""What a server serves: named hypotheses before its tokens and its log probabilities.
+"""What a server serves: its tokens and log probabilities exclude named hypotheses.
 
-`hypotheses` says what each name stands for, `views` what each makes likely, `tokens` and `logprobs` what the server's
-answers exclude, `run` is the job.
+`hypotheses` says what each name stands for, `evidence` what the server's answers exclude, `run` is the job.
 """

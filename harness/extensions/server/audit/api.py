@@ -55,13 +55,13 @@ def audit(
     Raises:
         HarnessError: an argument cannot be used; the server is not there, or answers nothing that can be judged.
     """
+    from harness.extensions.server.address import Address
     from harness.extensions.server.audit.run import run_audit
-    from harness.extensions.server.endpoint.address import Address
     from harness.plan import plan_engine
 
     with named_as_arguments():
-        own = {} if model is None else {"model": str(model)}
-        plan = plan_engine(dtype=dtype_name(dtype), truth=truth, local_files_only=local_files_only, **own)
+        chosen_model = {} if model is None else {"model": str(model)}
+        plan = plan_engine(dtype=dtype_name(dtype), truth=truth, local_files_only=local_files_only, **chosen_model)
         address = Address(url=endpoint, served_model=served_model)
         asked = [f"{name}={value}" for name, value in (ask or {}).items()]
         result = run_audit(plan, address, hypotheses, num_tokens=tokens, ask=asked, seed=seed, progress=progress)

@@ -9,7 +9,7 @@ from harness.command.forms import DOCUMENT, Forms
 from harness.command.grouped import grouped
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
-from harness.extensions.server.endpoint.command import AddressOptions
+from harness.extensions.server.address import AddressOptions
 
 AUDIT = Forms(human="harness.extensions.server.audit.report:audit_text", json=DOCUMENT, is_fenced=True)
 
@@ -17,7 +17,7 @@ AUDIT = Forms(human="harness.extensions.server.audit.report:audit_text", json=DO
 @grouped
 def audit(
     server: AddressOptions,
-    given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    arguments: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
     *,
     hypotheses: Annotated[
         str,
@@ -47,7 +47,7 @@ def audit(
         from harness.extensions.server.audit.run import run_audit
         from harness.plan import plan_engine
 
-        plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
+        plan = plan_engine(**arguments, dtype=dtype, local_files_only=local_files_only)
         result = run_audit(
             plan, address, hypotheses.split(","), num_tokens=tokens, ask=ask.split(",") if ask else (), seed=seed,
             progress=report,

@@ -8,17 +8,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from harness.base.files import read_text
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf import checkpoint_of_gguf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
-from harness.extensions.quant.files import NAMES, make_file
-from harness.extensions.quant.hf.run import hf_type_models
-from harness.extensions.quant.hf.types import HF_TYPES
-from harness.extensions.quant.importance import Importance, importance_of
-from harness.extensions.quant.text import sample_text
-from harness.extensions.rollout.alter import rounded
-from harness.extensions.server.endpoint.truth import Rounding
-from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
+from harness.extensions.quant.files import NAMES, Importance, importance_of, make_file
+from harness.extensions.quant.forward import sample_text
+from harness.extensions.quant.hf_types import HF_TYPES, hf_type_models
+from harness.extensions.rollout.forward import rounded
+from harness.extensions.server.chat.conversations import Conversation, Renderer
+from harness.extensions.server.names import TokenNames
+from harness.extensions.server.sampler.draws import Draws
+from harness.extensions.server.truth import Rounding
+from harness.formats.checkpoint import Checkpoint, HFTokenizer, cache_dir, resolve
 from harness.formats.taps import Kind
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, load_model
@@ -70,7 +72,7 @@ def parse_settings(parts: Sequence[str], settings: SamplingSettings, *, where: s
         HarnessError: BAD_OPTION.
     """
     fields = SamplingSettings.__dataclass_fields__
-    known = [name for name, own in fields.items() if isinstance(own.default, int | float)]
+    known = [name for name, field in fields.items() if isinstance(field.default, int | float)]
     for part in parts:
         name, _, value = part.partition("=")
         try:
@@ -97,7 +99,7 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Ser
     if len(names) < 2 or len(set(names)) < len(names) or not all(names):
         what = "at least two different hypotheses are needed"
         raise HarnessError(Code.BAD_OPTION, what, where=where, expected=_EXPECTED, actual=",".join(names))
-    found = []
+    hypotheses = []
     for name in names:
         weights, *parts = name.split("+")
         pairs = [(key, value) for key, _, value in (part.partition("=") for part in parts)]
@@ -109,10 +111,10 @@ def parse_hypotheses(names: Sequence[str], asked: SamplingSettings) -> tuple[Ser
             raise HarnessError(Code.BAD_OPTION, what, where=where, expected=", ".join(_CACHES), actual=models["kv"])
         cache = _CACHES.get(models.get("kv", ""))
         lora, template = (Path(models[key]) if key in models else None for key in ("lora", "template"))
-        found.append(
+        hypotheses.append(
             ServedHypothesis(name=name, weights=weights, lora=lora, cache=cache, template=template, settings=settings)
         )
-    return tuple(found)
+    return tuple(hypotheses)
 
 
 def load_hypothesis(hypothesis: ServedHypothesis, plan: Plan, scratch: Path, *, vocab_size: int | None) -> HFModel:
@@ -178,3 +180,41 @@ def _round_to_fp8(hf: HFModel) -> HFModel:
             scale = weight.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / largest
             weight.copy_((weight.float() / scale).to(torch.float8_e4m3fn).float() * scale)
     return hf
+
+
+def renderer_of(checkpoint: Checkpoint, template: Path | None) -> Renderer:
+    """Return what renders chats by a file of jinja2, or by the checkpoint's own template.
+
+    Raises:
+        HarnessError: as `HFTokenizer.load` and `Renderer`; BAD_OPTION: the file cannot be read.
+    """
+    tokenizer = HFTokenizer.load(checkpoint.folder)
+    if template is not None:
+        try:
+            tokenizer.hf.chat_template = read_text(template)
+        except (OSError, UnicodeDecodeError) as error:
+            what, expected = f"the chat template cannot be read: {error}", "a file of jinja2"
+            raise HarnessError(Code.BAD_OPTION, what, where=template, expected=expected) from None
+    return Renderer(tokenizer)
+
+
+def rendered(draws: Draws, renderer: Renderer, names: TokenNames) -> Draws:
+    """Return the same draws in the same order, each after the tokens that its chat is rendered to.
+
+    Raises:
+        HarnessError: BAD_TEMPLATE: the template refuses a chat.
+    """
+    prompts: dict[int, tuple[int, ...]] = {}
+    rendered_draws = {}
+    for request, draw in draws.values():
+        if request.number not in prompts:
+            (message,) = request.messages(names)
+            rendering = renderer.render(Conversation(messages=(message,)))
+            if rendering is None:
+                what = f"the chat template refuses a chat: {renderer.refusal}"
+                raise HarnessError(Code.BAD_TEMPLATE, what, where="--hypotheses", actual=message["content"])
+            prompts[request.number] = rendering.token_ids
+        prompt = prompts[request.number]
+        after = replace(draw, past=replace(draw.past, prompt=prompt))
+        rendered_draws[request.number, len(prompt) + draw.step - 1] = (replace(request, prompt=prompt), after)
+    return rendered_draws

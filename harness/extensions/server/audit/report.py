@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from harness.extensions.server.audit.result import AuditResult, HypothesisResult
-from harness.extensions.server.endpoint.report import server_headline
+from harness.extensions.server.check.report import server_headline
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
 
 _HEADERS = ("hypothesis", "nats a token", "log probabilities", "excluded", "tokens needed")
 _ALIGN = ("left", "right", "left", "left", "right")
@@ -42,14 +42,14 @@ def _table(result: AuditResult) -> list[str]:
     return table_lines(rows, _HEADERS, _ALIGN, legend=legend)
 
 
-def _row(each: HypothesisResult, best: HypothesisResult) -> tuple[str, ...]:
-    reading = min(each.readings, key=lambda own: own.rms_ratio, default=None)
-    error = "" if reading is None else f"{reading.rms_ratio:,.2f} {'fits' if each.fits else 'does not fit'}"
-    by = [] if each.excluded_after is None else [f"by {each.excluded_after:,} tokens"]
-    by += ["by log probabilities"] if each.is_excluded_by_logprobs else []
-    needed = best.needed.get(each.name)
-    number = "" if each is best else "no number" if needed is None else f"{needed:,}"
-    return printable(each.name), f"{each.log_likelihood:.3f}", error, ", ".join(by), number
+def _row(hypothesis: HypothesisResult, best: HypothesisResult) -> tuple[str, ...]:
+    reading = min(hypothesis.readings, key=lambda reading: reading.rms_ratio, default=None)
+    error = "" if reading is None else f"{reading.rms_ratio:,.2f} {'fits' if hypothesis.fits else 'does not fit'}"
+    by = [] if hypothesis.excluded_after is None else [f"by {hypothesis.excluded_after:,} tokens"]
+    by += ["by log probabilities"] if hypothesis.is_excluded_by_logprobs else []
+    needed = best.needed.get(hypothesis.name)
+    number = "" if hypothesis is best else "no number" if needed is None else f"{needed:,}"
+    return printable(hypothesis.name), f"{hypothesis.log_likelihood:.3f}", error, ", ".join(by), number
 
 
 def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:

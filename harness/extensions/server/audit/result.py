@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from harness.extensions.server.sampler.result import DefinitionResult
+from harness.extensions.server.logprobs import DefinitionResult
+from harness.extensions.server.result import ServerResult
 from harness.results.check import Outcome
 
 
@@ -36,15 +37,10 @@ class HypothesisResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuditResult:
+class AuditResult(ServerResult):
     """What the answers of a server say of some hypotheses. The first is the one that is said to be served."""
 
     IN_DOCUMENT: ClassVar = ("outcome", "claim", "remaining")
-    url: str
-    server: str
-    served_model: str
-    model: str
-    dtype: str
     num_tokens: int
     num_requests: int
     num_logprobs: int
@@ -63,8 +59,8 @@ class AuditResult:
     @property
     def claim(self) -> str | None:
         """What is served, of the hypotheses: the only one that remains, if it fits."""
-        found = [hypothesis for hypothesis in self.hypotheses if not hypothesis.is_excluded]
-        return found[0].name if len(found) == 1 and found[0].fits else None
+        remaining = [hypothesis for hypothesis in self.hypotheses if not hypothesis.is_excluded]
+        return remaining[0].name if len(remaining) == 1 and remaining[0].fits else None
 
     @property
     def outcome(self) -> Outcome:

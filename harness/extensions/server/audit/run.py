@@ -8,26 +8,36 @@ from pathlib import Path
 
 import torch
 
+from harness.base.files import scratch_folder
 from harness.base.progress import Progress, no_progress
-from harness.base.scratch import scratch_folder
 from harness.errors import Code, HarnessError
-from harness.extensions.server.audit import logprobs, tokens
-from harness.extensions.server.audit.chats import rendered, renderer_of
+from harness.extensions.server.address import Address
+from harness.extensions.server.audit.evidence import (
+    HypothesisValues,
+    RowLogprobs,
+    ServerLogprobs,
+    View,
+    excluded_after,
+    fit_of,
+    is_excluded,
+    named,
+    num_draws_needed,
+    num_requests_needed,
+    readings_of,
+)
 from harness.extensions.server.audit.hypotheses import (
     ServedHypothesis,
     load_hypothesis,
     parse_hypotheses,
     parse_settings,
+    rendered,
+    renderer_of,
 )
 from harness.extensions.server.audit.result import AuditResult, HypothesisResult
-from harness.extensions.server.audit.views import Given, View, named
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.answer import Completion
-from harness.extensions.server.endpoint.truth import Rounding
-from harness.extensions.server.sampler.ask import AskedSampler, ask_draws
+from harness.extensions.server.completion import Completion
 from harness.extensions.server.sampler.draws import Draws, drawn, read_draws
 from harness.extensions.server.sampler.evidence import Draw
-from harness.extensions.server.sampler.settings import TOKENS, DrawRequest, SamplerSetting
+from harness.extensions.server.sampler.requests import TOKENS, AskedSampler, DrawRequest, SamplerSetting, ask_draws
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import Plan
 
@@ -63,20 +73,16 @@ def run_audit(
     answers = ask_draws(plan, address, [setting], num_tokens, seed=seed, num_again=0, progress=report)
     vocab_size, begin = answers.hf.vocab_size, time.perf_counter()
     draws, failed = _draws(answers)
-    given = [_given(answers, request, draw) for request, draw in draws.values()]
+    logprobs = [_logprobs(answers, request, draw) for request, draw in draws.values()]
     every = max(1, ceil(2 * len(draws) * vocab_size * len(hypotheses) / _MOST_KEPT))
-    seen = {key: rendered(draws, own, answers.names) for key, own in renderers.items()} or {None: draws}
-    views = _views(plan, hypotheses, seen, given, vocab_size=vocab_size, every=every, progress=report)
-    judged = _Judged(hypotheses=hypotheses, views=views, given=_table(draws, given))
+    seen = {key: rendered(draws, renderer, answers.names) for key, renderer in renderers.items()} or {None: draws}
+    views = _views(plan, hypotheses, seen, logprobs, vocab_size=vocab_size, every=every, progress=report)
+    judged = _Judged(hypotheses=hypotheses, views=views, logprobs=_table(draws, logprobs))
     return AuditResult(
-        url=address.url,
-        server=answers.probed.server,
-        served_model=answers.probed.dialect.model,
-        model=plan.case.model,
-        dtype=plan.case.dtype,
+        **answers.probed.about(address, plan),
         num_tokens=len(draws),
         num_requests=len({number for number, _ in draws}),
-        num_logprobs=sum(map(len, map(named, given))),
+        num_logprobs=sum(map(len, map(named, logprobs))),
         false_claim=FALSE_CLAIM,
         hypotheses=tuple(judged.results()),
         notes=(f"{failed} requests failed",) if failed else (),
@@ -101,24 +107,24 @@ def _draws(asked: AskedSampler) -> tuple[Draws, int]:
     return draws, len(errors)
 
 
-def _given(asked: AskedSampler, request: DrawRequest, draw: Draw) -> Given:
+def _logprobs(asked: AskedSampler, request: DrawRequest, draw: Draw) -> RowLogprobs:
     answer = asked.answers[request.number]
     assert isinstance(answer, Completion)
     return dict(answer.logprobs_at(draw.step) or {})
 
 
-def _table(draws: Draws, given: Sequence[Given]) -> logprobs.Given | None:
+def _table(draws: Draws, logprobs: Sequence[RowLogprobs]) -> ServerLogprobs | None:
     """Return all log probabilities in the order of the draws; None if there are none."""
     numbers = {number: at for at, number in enumerate(dict.fromkeys(number for number, _ in draws))}
     entries = [
-        (own[token_id], row, numbers[number])
-        for row, ((number, _), own) in enumerate(zip(draws, given, strict=True))
-        for token_id in named(own)
+        (row_logprobs[token_id], row, numbers[number])
+        for row, ((number, _), row_logprobs) in enumerate(zip(draws, logprobs, strict=True))
+        for token_id in named(row_logprobs)
     ]
     if not entries:
         return None
     values, rows, requests = zip(*entries, strict=True)
-    return logprobs.Given(
+    return ServerLogprobs(
         values=torch.tensor(values).double(), rows=torch.tensor(rows), requests=torch.tensor(requests)
     )
 
@@ -127,7 +133,7 @@ def _views(
     plan: Plan,
     hypotheses: Sequence[ServedHypothesis],
     seen: Mapping[Path | None, Draws],
-    given: Sequence[Given],
+    logprobs: Sequence[RowLogprobs],
     *,
     vocab_size: int,
     every: int,
@@ -135,14 +141,15 @@ def _views(
 ) -> list[View]:
     """Run each model once, for all hypotheses that have it; `seen` has the draws by the template of their prompts."""
     draws = next(iter(seen.values()))
-    views = [View(own.settings, len(draws), every=every) for own in hypotheses]
+    views = [View(hypothesis.settings, len(draws), every=every) for hypothesis in hypotheses]
     numbers = {(request.number, draw.step): at for at, (request, draw) in enumerate(draws.values())}
-    groups: dict[tuple[str, Path | None, Rounding | None, Path | None], list[int]] = {}
-    for number, own in enumerate(hypotheses):
-        groups.setdefault((own.weights.lower(), own.lora, own.cache, own.template), []).append(number)
+    groups: dict[tuple[object, ...], list[tuple[ServedHypothesis, View]]] = {}
+    for hypothesis, view in zip(hypotheses, views, strict=True):
+        key = hypothesis.weights.lower(), hypothesis.lora, hypothesis.cache, hypothesis.template
+        groups.setdefault(key, []).append((hypothesis, view))
     with scratch_folder("harness-audit-") as scratch:
         for members in groups.values():
-            first, own_views = hypotheses[members[0]], [views[number] for number in members]
+            first = members[0][0]
             hf = load_hypothesis(first, plan, scratch, vocab_size=vocab_size)
 
             def read(
@@ -150,55 +157,53 @@ def _views(
                 draw: Draw,
                 logits: torch.Tensor,
                 control: torch.Tensor,
-                to: list[View] = own_views,
+                members: list[tuple[ServedHypothesis, View]] = members,
             ) -> None:
                 at = numbers[request.number, draw.step]
-                for view in to:
-                    view.add(at, draw, given[at], logits, control)
+                for _, view in members:
+                    view.add(at, draw, logprobs[at], logits, control)
 
-            own_draws, truth = seen[first.template], plan.case.truth
-            read_draws(hf, own_draws, read, truth=truth, progress=progress, label=first.name, cache=first.cache)
+            rendered_draws, truth = seen[first.template], plan.case.truth
+            read_draws(hf, rendered_draws, read, truth=truth, progress=progress, label=first.name, cache=first.cache)
     return views
 
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """All hypotheses before all answers."""
+    """All hypotheses, and what the answers say of them."""
 
     hypotheses: Sequence[ServedHypothesis]
     views: Sequence[View]
-    given: logprobs.Given | None
+    logprobs: ServerLogprobs | None
 
     def results(self) -> Iterator[HypothesisResult]:
-        """Yield what is found of each."""
+        """Yield the result of each hypothesis."""
         alpha = FALSE_CLAIM / 2  # for the tokens, and for the log probabilities
-        excluded = tokens.excluded_after(self.views, alpha)
-        readings = logprobs.readings_of(self.views) if self.given is not None else []
-        for at, own in enumerate(self.hypotheses):
+        excluded = excluded_after(self.views, alpha)
+        readings = readings_of(self.views) if self.logprobs is not None else []
+        for at, hypothesis in enumerate(self.hypotheses):
             ours = [reading for reading in readings if reading.at == at]
             others = [reading for reading in readings if reading.at != at]
             yield HypothesisResult(
-                name=own.name,
-                log_likelihood=float(self.views[at].own.mean()),
+                name=hypothesis.name,
+                log_likelihood=float(self.views[at].log_p.mean()),
                 excluded_after=excluded[at],
-                is_excluded_by_logprobs=self.given is not None
-                and all(logprobs.is_excluded(our, others, self.given, alpha) for our in ours),
-                readings=() if self.given is None else tuple(logprobs.fit_of(our, self.given) for our in ours),
+                is_excluded_by_logprobs=self.logprobs is not None
+                and all(is_excluded(our, others, self.logprobs, alpha) for our in ours),
+                readings=() if self.logprobs is None else tuple(fit_of(our, self.logprobs) for our in ours),
                 needed={
-                    other.name: self._needed(at, number, readings, alpha)
-                    for number, other in enumerate(self.hypotheses)
+                    rival.name: self._needed(at, number, readings, alpha)
+                    for number, rival in enumerate(self.hypotheses)
                     if number != at
                 },
             )
 
-    def _needed(
-        self, served: int, other: int, readings: Sequence[logprobs.HypothesisValues], alpha: float
-    ) -> int | None:
+    def _needed(self, served: int, rival: int, readings: Sequence[HypothesisValues], alpha: float) -> int | None:
         """Return how many tokens exclude one hypothesis if another one is served, by what tells it sooner."""
-        found = [tokens.num_needed(self.views[served], self.views[other], alpha, len(self.views))]
-        if self.given is not None:
+        numbers = [num_draws_needed(self.views[served], self.views[rival], alpha, len(self.views))]
+        if self.logprobs is not None:
             firsts = {reading.at: reading for reading in reversed(readings)}  # of each hypothesis the raw ones
-            num_others = sum(reading.at != other for reading in readings)
-            num = logprobs.num_needed(firsts[served], firsts[other], self.given, alpha, num_others)
-            found.append(None if num is None else num * TOKENS)
-        return min((ceil(num) for num in found if num is not None), default=None)
+            num_others = sum(reading.at != rival for reading in readings)
+            num = num_requests_needed(firsts[served], firsts[rival], self.logprobs, alpha, num_others)
+            numbers.append(None if num is None else num * TOKENS)
+        return min((ceil(num) for num in numbers if num is not None), default=None)

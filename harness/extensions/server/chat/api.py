@@ -12,8 +12,8 @@ from harness.extensions.server.chat.result import FunctionResult
 from harness.results.check import Outcome
 
 if TYPE_CHECKING:
-    from harness.extensions.server.chat.structured.run import MaskFunction
-    from harness.extensions.server.chat.tool_calls.run import ParseFunction, StreamFunction
+    from harness.extensions.server.chat.masks import MaskFunction
+    from harness.extensions.server.chat.tool_calls import ParseFunction, StreamFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -62,7 +62,7 @@ def structured_output(
     Raises:
         HarnessError: there is no tokenizer, llguidance is not installed, or it does not take one of `schemas`.
     """
-    from harness.extensions.server.chat.structured.run import MaskCheck
+    from harness.extensions.server.chat.masks import MaskCheck
     from harness.formats.checkpoint import Checkpoint, resolve
 
     with named_as_arguments():
@@ -101,8 +101,7 @@ def tool_calls(
     Raises:
         HarnessError: there is no tokenizer or no chat template, or the template writes no tool calls.
     """
-    from harness.extensions.server.chat.tool_calls.run import ParserCheck
-    from harness.extensions.server.chat.tool_calls.writing import Writer
+    from harness.extensions.server.chat.tool_calls import ParserCheck, Writer
     from harness.formats.checkpoint import Checkpoint, resolve
 
     with named_as_arguments():

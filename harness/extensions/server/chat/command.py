@@ -9,9 +9,9 @@ from harness.command.forms import DOCUMENT, Forms
 from harness.command.grouped import grouped
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
-from harness.extensions.server.endpoint.command import AddressOptions
+from harness.extensions.server.address import AddressOptions
 
-TOKENS = Forms(human="harness.extensions.server.chat.tokens.report:tokens_text", json=DOCUMENT, is_fenced=True)
+TOKENS = Forms(human="harness.extensions.server.chat.report:tokens_text", json=DOCUMENT, is_fenced=True)
 
 
 @grouped
@@ -32,7 +32,7 @@ def chat(
     address = server.address()
     with progress_bar() as report:
         from harness.cli.generate import embedded_model
-        from harness.extensions.server.chat.tokens.run import check_tokens
+        from harness.extensions.server.chat.run import check_tokens
         from harness.formats.checkpoint import Checkpoint, resolve
 
         name = model or embedded_model()

@@ -1,11 +1,77 @@
-"""Results of a check of a user's function (a parser, a mask), as plain data. Nothing here imports torch."""
+"""Results of a check of chats, as plain data for the reports. Nothing here imports torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from harness.errors import Code
-from harness.results.check import Outcome
+from harness.results.check import Finding, Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One way in which conversations are seen otherwise, at the shortest conversation that shows it."""
+
+    name: str
+    """`BOS twice`, `tools dropped`, `other tokens`, ..."""
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    expected: str
+    actual: str
+    """Around the first difference."""
+    expected_ids: Sequence[int]
+    actual_ids: Sequence[int] | None
+    """None: the server does not show them."""
+    body: Mapping[str, Any] | None = None
+    """Of the request, to send by hand; None for a function."""
+    path: str = "/v1/chat/completions"
+    """Of the request."""
+    code: Code = Code.CONVERSATION_DIFFERS
+
+    @property
+    def sentence(self) -> str:
+        """What is different, in one line."""
+        turns = " / ".join(f"{message['role']}: {message['content']!r:.60}" for message in self.messages)
+        tools = f" with {len(self.tools)} tool" if self.tools else ""
+        return f"{self.name}: of {turns}{tools} the model should see {self.expected}, and sees {self.actual}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensResult:
+    """A whole check of chats."""
+
+    IN_DOCUMENT: ClassVar = ("outcome",)
+    subject: str
+    """The URL of a server, or the name of a function."""
+    server: str
+    served_model: str
+    model: str
+    evidence: str
+    """How it is known what was seen: `prompt_token_ids`, ..., `usage.prompt_tokens`."""
+    proves: str
+    """What that shows."""
+    features: Sequence[str]
+    """Parts that conversations had."""
+    num_conversations: int
+    num_texts: int
+    """Texts that were tokenised and put together again."""
+    num_ends: int
+    """Tokens of the generation config that were seen to end an answer."""
+    num_answers: int = 0
+    """Answers whose text was judged."""
+    differences: Sequence[Difference]
+    not_judged: Mapping[str, str]
+    """What was not judged, and why."""
+    findings: Sequence[Finding] = ()
+    """Beside the differences."""
+    notes: Sequence[str] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Nothing, if no conversation was compared."""
+        if self.differences or self.findings:
+            return Outcome.MISMATCH
+        return Outcome.PASS if self.num_conversations else Outcome.NOTHING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

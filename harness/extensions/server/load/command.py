@@ -14,7 +14,7 @@ from harness.command.grouped import grouped
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.extensions.server.endpoint.command import AddressOptions
+from harness.extensions.server.address import AddressOptions
 
 LOAD = Forms(human="harness.extensions.server.load.report:load_text", json=DOCUMENT, is_fenced=True)
 
@@ -22,7 +22,7 @@ LOAD = Forms(human="harness.extensions.server.load.report:load_text", json=DOCUM
 @grouped
 def load(
     server: AddressOptions,
-    given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    arguments: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
     num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, metavar="N", help="Requests to draw.")] = 64,
@@ -65,15 +65,14 @@ def load(
     if not rate > 0:
         raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)
     with progress_bar() as report:
-        from harness.extensions.server.endpoint.run import eos_of
-        from harness.extensions.server.endpoint.truth import plain_ids
         from harness.extensions.server.load.run import LoadOptions, run_load
-        from harness.judge.jobs.model import planned_model
+        from harness.extensions.server.truth import eos_of, plain_ids
+        from harness.judge.jobs.opened import planned_model
         from harness.oracle.request_file import Arrivals, drawn_requests, parse_lengths, read_requests
         from harness.plan import plan_engine, tokenize
 
         lengths = parse_lengths(prompt_tokens, "--prompt-tokens"), parse_lengths(new_tokens, "--new-tokens")
-        plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
+        plan = plan_engine(**arguments, dtype=dtype, local_files_only=local_files_only)
         report("model", 0, 1)
         hf = planned_model(plan)
         ids, arrivals = plain_ids(hf, eos_of(hf)), Arrivals(rate=rate, burst=burst)

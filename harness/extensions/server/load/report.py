@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from harness.extensions.server.endpoint.report import findings, server_headline
+from harness.extensions.server.check.report import findings, server_headline
 from harness.extensions.server.load.result import LoadResult
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
 
 _NAMES = {
     "ttft": "request to first token",
@@ -25,8 +25,12 @@ def load_text(result: LoadResult, *, width: int) -> str:
 
 def _table(result: LoadResult) -> list[str]:
     rows = [
-        (name, *(f"{value:,.1f}" for value in (own.mean, own.p50, own.p90, own.p99, own.max)), _limit(result, name))
-        for name, own in result.times_ms.items()
+        (
+            name,
+            *(f"{value:,.1f}" for value in (times.mean, times.p50, times.p90, times.p99, times.max)),
+            _limit(result, name),
+        )
+        for name, times in result.times_ms.items()
     ]
     headers = ("ms", "mean", "p50", "p90", "p99", "max", "limit")
     legend = [f"{name:<9}  {_NAMES[name]}" for name in result.times_ms]

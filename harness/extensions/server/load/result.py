@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from harness.extensions.server.endpoint.result import ScheduleResult
+from harness.extensions.server.check.result import ScheduleResult
+from harness.extensions.server.result import ServerResult
 from harness.results.check import Outcome
 
 
@@ -21,15 +22,10 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult:
+class LoadResult(ServerResult):
     """A whole load test."""
 
     IN_DOCUMENT: ClassVar = ("outcome", "requests_per_s", "new_tokens_per_s", "goodput_per_s", "good_share")
-    url: str
-    server: str
-    served_model: str
-    model: str
-    dtype: str
     arrivals: str
     """In words: rate and bursts."""
     num_requests: int

@@ -1,34 +1,98 @@
-"""The job: probe a server, put the load on it, run the truth along its answers, judge, and count."""
+"""Sends requests when they are due, streamed, and keeps when each part of an answer came."""
 
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.answer import Completion
-from harness.extensions.server.endpoint.ask import BLOCK_PROMPTS
-from harness.extensions.server.endpoint.client import Client, refused_with
-from harness.extensions.server.endpoint.dialect import Dialect
-from harness.extensions.server.endpoint.names import TokenNames
-from harness.extensions.server.endpoint.probe import probe
-from harness.extensions.server.endpoint.probed import Probed
-from harness.extensions.server.endpoint.run import eos_of, judged, promised, refuse_silence
-from harness.extensions.server.endpoint.schedules import ScheduledRequests, Way
-from harness.extensions.server.endpoint.truth import Rows, Walk, walk_truth
-from harness.extensions.server.endpoint.walks import walk_of
+from harness.extensions.server.address import Address
+from harness.extensions.server.check.requests import BLOCK_PROMPTS, ScheduledRequests, Sent, Way, walk_of
+from harness.extensions.server.check.run import judged, promised, require_an_answer
+from harness.extensions.server.client import Client, refused_with
+from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, joined, only_choice, read_answer
 from harness.extensions.server.load.result import LoadResult, Quantiles
-from harness.extensions.server.load.send import LoadSender, TimedAnswer
+from harness.extensions.server.names import TokenNames
+from harness.extensions.server.probe import Probed, probe
+from harness.extensions.server.truth import Rows, Walk, eos_of, walk_truth
 from harness.oracle.model import HFModel
 from harness.oracle.request_file import LoadRequest
 from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
-from harness.profiling.passes.timing import percentiles_ms
+from harness.profiling.timing import percentiles_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedAnswer:
+    """One request, what came of it, and when; times are in seconds after the first request was due."""
+
+    sent: Sent
+    due_s: float
+    sent_s: float
+    part_s: tuple[float, ...]
+    """When each part with new tokens came; empty for a request that failed."""
+    end_s: float
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is a whole answer."""
+        return isinstance(self.sent.result, Completion)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSender:
+    """Sends the requests of a load to a server whose dialect is known."""
+
+    client: Client
+    dialect: Dialect
+    names: TokenNames
+    on_done: Callable[[], None]
+
+    async def send(self, requests: Sequence[LoadRequest]) -> list[TimedAnswer]:
+        """Send each request when it is due, and return the answers in the order of the requests."""
+        bodies = [self._body(request) for request in requests]  # made before the clock runs
+        begin = time.perf_counter()
+
+        async def one(number: int) -> TimedAnswer:
+            await asyncio.sleep(max(0.0, begin + requests[number].at_s - time.perf_counter()))
+            answer = await self._ask(number, requests[number], bodies[number], begin)
+            self.on_done()
+            return answer
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(number)) for number in range(len(requests))]
+        return [task.result() for task in tasks]
+
+    def _body(self, request: LoadRequest) -> dict[str, Any]:
+        return self.dialect.body(request.prompt.token_ids, request.prompt.max_new_tokens, self.names)
+
+    async def _ask(self, number: int, request: LoadRequest, body: dict[str, Any], begin: float) -> TimedAnswer:
+        sent_s, prompt = time.perf_counter() - begin, request.prompt
+        parts: tuple[float, ...] = ()
+        result: Completion | HarnessError
+        try:
+            events = await self.client.timed_stream(COMPLETIONS, body)
+            end_s = time.perf_counter() - begin
+            parts = tuple(at - begin for at, event in events if _has_tokens(event))
+            answer = joined([event for _, event in events])
+            result = read_answer(answer, prompt.token_ids, self.names, where=COMPLETIONS, seconds=end_s - sent_s)
+        except HarnessError as error:
+            result, end_s = error, time.perf_counter() - begin
+        sent = Sent(request=number, prompt=prompt.token_ids, max_tokens=prompt.max_new_tokens, result=result)
+        return TimedAnswer(sent=sent, due_s=request.at_s, sent_s=sent_s, part_s=parts, end_s=end_s)
+
+
+def _has_tokens(event: Any) -> bool:
+    if isinstance(event, dict) and event.get("choices") == []:
+        return False
+    part = only_choice(event, where=COMPLETIONS)
+    return bool(part.get("text") or part.get("token_ids"))
+
 
 TIMES = ("ttft", "tpot", "e2e")
 """Times of one request, which may have a limit."""
@@ -73,21 +137,17 @@ def run_load(
     run = ScheduledRequests(
         way=Way.STREAMED, sent=tuple(item.sent for item in answers), seconds=max(item.end_s for item in answers)
     )
-    refuse_silence(run)
+    require_an_answer(run)
     begin = time.perf_counter()
     eos, prompts = eos_of(hf), [request.prompt for request in requests]
     truth = _truth(hf, _walks(run, prompts, _chosen(run, options), eos), plan.case.truth, report)
     kept = tuple(sent for sent in run.sent if sent.request in truth or _is_failure(sent.result))
-    found = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
+    judgement = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
     truth_s = time.perf_counter() - begin
-    wrong = {finding.request for finding in found.findings}
+    wrong = {finding.request for finding in judgement.findings}
     done = [item for item in answers if item.is_answered]
     return LoadResult(
-        url=address.url,
-        server=probed.server,
-        served_model=probed.dialect.model,
-        model=plan.case.model,
-        dtype=plan.case.dtype,
+        **probed.about(address, plan),
         arrivals=options.arrivals,
         num_requests=len(requests),
         num_answered=len(done),
@@ -100,7 +160,7 @@ def run_load(
         limits_ms=options.limits_ms,
         num_good=sum(item.sent.request not in wrong and _is_within(item, options.limits_ms) for item in done),
         num_judged=len(truth),
-        answers=found,
+        answers=judgement,
         truth_s=truth_s,
         notes=tuple(_notes(probed, answers, len(truth), len(done))),
     )
@@ -154,12 +214,12 @@ def _walks(
 def _truth(hf: HFModel, walks: Iterable[tuple[int, Walk]], precision: str, report: Progress) -> dict[int, Rows]:
     """Run the truth along the answers, once the load is over: it takes the same machine's cores."""
     numbered = list(walks)
-    found = dict[int, Rows]()
+    rows = dict[int, Rows]()
     for begin in range(0, len(numbered), BLOCK_PROMPTS):
         report("truth", begin, len(numbered))
         numbers, block = zip(*numbered[begin : begin + BLOCK_PROMPTS], strict=True)
-        found.update(zip(numbers, walk_truth(hf, block, truth=precision), strict=True))
-    return found
+        rows.update(zip(numbers, walk_truth(hf, block, truth=precision), strict=True))
+    return rows
 
 
 def _is_failure(result: Completion | HarnessError) -> bool:
@@ -183,12 +243,12 @@ def _times_of(answer: TimedAnswer) -> dict[str, float]:
 
 
 def _times(answers: Sequence[TimedAnswer]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in ("ttft", "tpot", "itl", "e2e")}
+    times: dict[str, list[float]] = {name: [] for name in ("ttft", "tpot", "itl", "e2e")}
     for answer in answers:
         for name, seconds in _times_of(answer).items():
-            found[name].append(seconds)
-        found["itl"] += [after - before for before, after in pairwise(answer.part_s)]
-    return found
+            times[name].append(seconds)
+        times["itl"] += [after - before for before, after in pairwise(answer.part_s)]
+    return times
 
 
 def _is_within(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
@@ -197,13 +257,13 @@ def _is_within(answer: TimedAnswer, limits_ms: Mapping[str, float]) -> bool:
 
 
 def _quantiles(seconds: Sequence[float]) -> Quantiles:
-    found = percentiles_ms(seconds)
+    quantiles = percentiles_ms(seconds)
     return Quantiles(
-        num_values=found.num_samples,
+        num_values=quantiles.num_samples,
         mean=1e3 * fmean(seconds),
-        p50=found.median,
-        p90=found.p90,
-        p99=found.p99,
+        p50=quantiles.median,
+        p90=quantiles.p90,
+        p99=quantiles.p99,
         max=1e3 * max(seconds),
     )
 

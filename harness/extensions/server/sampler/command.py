@@ -9,7 +9,7 @@ from harness.command.forms import DOCUMENT, Forms
 from harness.command.grouped import grouped
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
-from harness.extensions.server.endpoint.command import AddressOptions
+from harness.extensions.server.address import AddressOptions
 
 SAMPLER = Forms(human="harness.extensions.server.sampler.report:sampler_text", json=DOCUMENT, is_fenced=True)
 
@@ -17,7 +17,7 @@ SAMPLER = Forms(human="harness.extensions.server.sampler.report:sampler_text", j
 @grouped
 def sampler(
     server: AddressOptions,
-    given: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    arguments: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
     draws: Annotated[int, typer.Option(min=10, metavar="N", help="Draws of each setting, at least.")] = 200,
@@ -47,7 +47,7 @@ def sampler(
         from harness.plan import plan_engine
 
         steps = parse_order(order)
-        plan = plan_engine(**given, dtype=dtype, local_files_only=local_files_only)
+        plan = plan_engine(**arguments, dtype=dtype, local_files_only=local_files_only)
         result = check_sampler(plan, address, num_draws=draws, seed=seed, order=steps, only=only or (), progress=report)
     SAMPLER.show(result, format)
     return STATUS[result.outcome]

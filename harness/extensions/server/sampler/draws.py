@@ -1,15 +1,18 @@
 """The draws of a sampler's answers, and the logits of the rows that they are drawn from."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
+from typing import Any
 
 import torch
 
 from harness.base.progress import Progress
-from harness.extensions.server.endpoint.answer import Completion
-from harness.extensions.server.endpoint.truth import Rounding, WalkRows, walk_logits
-from harness.extensions.server.sampler.ask import AskedSampler
+from harness.extensions.server.chat.automaton import SPACING, Automaton
+from harness.extensions.server.completion import Completion
 from harness.extensions.server.sampler.evidence import Draw
-from harness.extensions.server.sampler.settings import TOKENS, DrawRequest
+from harness.extensions.server.sampler.requests import TOKENS, AskedSampler, DrawRequest, SamplerSetting
+from harness.extensions.server.truth import Rounding, WalkRows, walk_logits
 from harness.oracle.model import HFModel
 from harness.oracle.sampling import Past
 
@@ -71,3 +74,46 @@ def read_draws(
 
     if walks:
         walk_logits(hf, walks, read_rows, truth=truth, cache=cache)
+
+
+_Item = tuple[tuple[int, int], tuple[DrawRequest, Draw]]
+"""A place of `Draws`, with the request and the draw there."""
+_Answer = list[_Item]
+
+
+def within_schemas(draws: Draws, automaton: Automaton) -> Draws:
+    """Return draws with the tokens that a schema allows there, where their setting has one.
+
+    Raises:
+        HarnessError: BAD_SCHEMA.
+    """
+    answers: dict[SamplerSetting, list[_Answer]] = {}
+    for (setting, _), items in groupby(draws.items(), key=lambda item: (item[1][0].setting, item[1][0].number)):
+        answers.setdefault(setting, []).append(list(items))
+    bound: dict[tuple[int, int], tuple[DrawRequest, Draw]] = {}
+    for setting, of_setting in answers.items():
+        schema = setting.schema
+        bound.update(chain(*of_setting) if schema is None else _bound_draws(of_setting, schema, automaton))
+    return bound
+
+
+def _bound_draws(answers: Sequence[_Answer], schema: Mapping[str, Any], automaton: Automaton) -> Iterator[_Item]:
+    """Yield the draws of a setting with the tokens that its schema allows there.
+
+    A draw outside of the schema is the last one of its answer: nothing says what may follow. Where whitespace may
+    stand is the server's to choose; the strictest convention that fits most answers is taken.
+    """
+    tokens = [[draw.token_ids[0] for _, (_, draw) in answer] for answer in answers]
+
+    def misfit(spacing: str) -> int:
+        return sum(automaton.num_taken(schema, spacing, token_ids) < len(token_ids) for token_ids in tokens)
+
+    spacing = min([*SPACING][::-1], key=misfit)
+    for answer, ids in zip(answers, tokens, strict=True):
+        for place, (request, draw) in answer[: automaton.num_taken(schema, spacing, ids) + 1]:
+            yield place, (request, _bound(draw, schema, spacing, automaton))
+
+
+def _bound(draw: Draw, schema: Mapping[str, Any], spacing: str, automaton: Automaton) -> Draw:
+    allowed = automaton.allowed(schema, spacing, draw.past.answer).nonzero()[0].tolist()
+    return replace(draw, settings=replace(draw.settings, grammar=tuple(allowed)))

@@ -39,9 +39,9 @@ class Levels:
     @classmethod
     def of(cls, evidence: Mapping[str, SamplerEvidence]) -> "Levels":
         """Count the tests of a run."""
-        num_own = sum(_TESTS_OF_A_SETTING + len(own.names) for own in evidence.values())
-        num_names = len({name for own in evidence.values() for name in own.names})
-        return cls(num_tests=num_own + num_names + _NUM_OTHERS)
+        num_of_settings = sum(_TESTS_OF_A_SETTING + len(setting.names) for setting in evidence.values())
+        num_names = len({name for setting in evidence.values() for name in setting.names})
+        return cls(num_tests=num_of_settings + num_names + _NUM_OTHERS)
 
     @property
     def log_ratio(self) -> float:
@@ -83,9 +83,9 @@ class SettingJudgement:
 def all_totals(evidence: Mapping[str, SamplerEvidence]) -> dict[str, float]:
     """Return the log likelihood ratios of the alternatives, over all settings that they change."""
     totals = dict[str, float]()
-    for own in evidence.values():
-        for at, name in enumerate(own.names, 1):
-            totals[name] = totals.get(name, 0.0) + sum(draw.ratios[at] for draw in own.draws)
+    for setting in evidence.values():
+        for at, name in enumerate(setting.names, 1):
+            totals[name] = totals.get(name, 0.0) + sum(draw.ratios[at] for draw in setting.draws)
     return totals
 
 
@@ -175,9 +175,9 @@ def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_
     `is_named` says whether a setting is wrong: what is wrong is then said there.
     """
     powers, totals = dict[str, Power](), all_totals(evidence)
-    for own in evidence.values():
-        for name in own.names:
-            powers[name] = powers.get(name, Power()).plus(own.powers[name])
+    for setting in evidence.values():
+        for name in setting.names:
+            powers[name] = powers.get(name, Power()).plus(setting.powers[name])
     chances = {name: power.chance(levels.log_ratio) for name, power in powers.items() if power.is_any}
     findings = []
     best = max(totals, key=lambda name: totals[name], default=None)
@@ -201,17 +201,17 @@ def judge_independence(
     product of the probabilities: the ratio of both has the mean 1 for a sound sampler, whatever came before. `follows`
     names the chain of each setting; draws of those that are as asked are judged.
     """
-    draws = [draw for name, own in evidence.items() if follows[name] == _AS_ASKED for draw in own.draws]
+    draws = [draw for name, setting in evidence.items() if follows[name] == _AS_ASKED for draw in setting.draws]
     noise = sum(draw.noise for draw in draws) / max(1, len(draws))
     distance, bound = shift([draw.by_id for draw in draws]), levels.shift(len(draws), noise)
     if distance > bound:
         message = f"the draws of all settings together are off by {distance:.2f}, at most {bound:.2f}"
         yield Finding(code=Code.SAMPLER_DIFFERS, message=f"{message}: the random numbers are not uniform")
     for what, pairs in (
-        ("the draws of one request depend on each other", _neighbours(draws, lambda own: (own.request, own.step))),
+        ("the draws of one request depend on each other", _neighbours(draws, lambda draw: (draw.request, draw.step))),
         (
             "the draws of one request depend on those of the request before",
-            _neighbours(draws, lambda own: (own.step, own.request)),
+            _neighbours(draws, lambda draw: (draw.step, draw.request)),
         ),
     ):
         log_ratio = max(sum(_log_shared(*pair, order) for pair in pairs) for order in range(_ORDERS))
@@ -224,12 +224,12 @@ def _neighbours(
     draws: Sequence[JudgedDraw], place: Callable[[JudgedDraw], tuple[int, int]]
 ) -> list[tuple[JudgedDraw, JudgedDraw]]:
     """Return pairs of draws that follow each other in an order, the first part of their place being the same."""
-    return [(own, after) for own, after in pairwise(sorted(draws, key=place)) if place(own)[0] == place(after)[0]]
+    return [(draw, after) for draw, after in pairwise(sorted(draws, key=place)) if place(draw)[0] == place(after)[0]]
 
 
-def _log_shared(own: JudgedDraw, after: JudgedDraw, order: int) -> float:
+def _log_shared(before: JudgedDraw, after: JudgedDraw, order: int) -> float:
     """Return how much likelier two draws are by one random number, as a logarithm."""
-    (start, end), (other_start, other_end) = own.spans[order], after.spans[order]
+    (start, end), (other_start, other_end) = before.spans[order], after.spans[order]
     product = (end - start) * (other_end - other_start)
     shared = max(0.0, min(end, other_end) - max(start, other_start))
     return math.log1p(_SHARED * (shared / product - 1)) if product > 0 else 0.0
@@ -244,13 +244,13 @@ def judge_seeds(counts: Mapping[str, int], noise: Sequence[float], levels: Level
     Returns:
         How many may differ, and findings.
     """
-    excused = _largest_count([min(1.0, _NOISE * own) for own in noise], levels.chance)
-    found = []
+    excused = _largest_count([min(1.0, _NOISE * flips) for flips in noise], levels.chance)
+    findings = []
     for way, count in counts.items():
         if count > excused:
             message = f"{count} requests drew other tokens with the same seed {way}; rounding explains {excused}"
-            found.append(Finding(code=Code.SEED_DIFFERS, message=message))
-    return excused, found
+            findings.append(Finding(code=Code.SEED_DIFFERS, message=message))
+    return excused, findings
 
 
 def _largest_count(chances: Sequence[float], level: float) -> int:

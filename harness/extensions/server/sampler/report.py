@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from harness.extensions.server.endpoint.report import curl, not_judged, server_headline
+from harness.extensions.server.check.report import curl, not_judged, server_headline
 from harness.extensions.server.sampler.result import SamplerResult, SettingResult
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
-from harness.report.lines import MIN_WIDTH, blocks_text, fact_lines, table_lines, wrapped
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines, wrapped
 from harness.results.check import Finding
 
 _HEADERS = ("setting", "parameters", "draws", "outside", "off by", "verdict")
@@ -30,8 +30,8 @@ def _table(result: SamplerResult) -> list[str]:
 
 
 def _row(setting: SettingResult) -> tuple[str, ...]:
-    own = {name: value for name, value in setting.settings.items() if name != "logit_bias"}
-    words = " ".join(f"{name}={value:g}" for name, value in own.items())
+    shown = {name: value for name, value in setting.settings.items() if name != "logit_bias"}
+    words = " ".join(f"{name}={value:g}" for name, value in shown.items())
     if "logit_bias" in setting.settings:
         words += " logit_bias"
     if not setting.num_draws:
@@ -63,8 +63,8 @@ def _facts(result: SamplerResult) -> Iterator[tuple[str, str]]:
         yield "logprobs", " or ".join(fitting) or "of no distribution that is known"
     if result.seeds is not None:
         seeds = result.seeds
-        other = f"{seeds.num_alone} differ alone, {seeds.num_again} a second time"
-        words = f"of {count(seeds.num_requests, 'request')} with the same seed {other}"
+        differing = f"{seeds.num_alone} differ alone, {seeds.num_again} a second time"
+        words = f"of {count(seeds.num_requests, 'request')} with the same seed {differing}"
         yield "seeds", f"{words}; rounding explains {seeds.num_excused}"
     share = 1 / result.false_alarm
     words = f"a sound server alarms in less than 1 of {share:,.0f} runs, over {result.num_tests:,} tests"

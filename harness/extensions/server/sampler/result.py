@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from harness.extensions.server.logprobs import DefinitionResult
+from harness.extensions.server.result import ServerResult
 from harness.results.check import Finding, Outcome
 
 
@@ -49,28 +51,6 @@ class SettingResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DefinitionResult:
-    """Log probabilities under one reading of what they are of."""
-
-    IN_DOCUMENT: ClassVar = ("fits",)
-    name: str
-    num_values: int
-    num_misfits: int
-    """Values where this distribution has none, and none where it has one."""
-    rms_ratio: float
-    """Error over the error that HF makes in the server's dtype."""
-    max_ratio: float
-    rms_bound: float
-    max_bound: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether rounding explains all values: of tokens at the edge of a set, some may be on the other side."""
-        is_near = self.rms_ratio <= self.rms_bound and self.max_ratio <= self.max_bound
-        return is_near and self.num_misfits <= 0.01 * self.num_values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SeedResult:
     """Requests that were sent again with the same seed."""
 
@@ -85,15 +65,10 @@ class SeedResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerResult:
+class SamplerResult(ServerResult):
     """A whole check of a server's sampler."""
 
     IN_DOCUMENT: ClassVar = ("outcome", "num_draws", "not_judged")
-    url: str
-    server: str
-    served_model: str
-    model: str
-    dtype: str
     order: tuple[str, ...]
     """The steps that are claimed."""
     false_alarm: float
@@ -124,14 +99,14 @@ class SamplerResult:
     @property
     def not_judged(self) -> dict[str, str]:
         """What was not judged, and why."""
-        found = {setting.name: setting.not_judged for setting in self.settings if setting.not_judged}
+        reasons = {setting.name: setting.not_judged for setting in self.settings if setting.not_judged}
         if self.seeds is None:
-            found["seeds"] = "the server takes none, or does not follow them"
+            reasons["seeds"] = "the server takes none, or does not follow them"
         elif self.seeds.num_excused >= self.seeds.num_requests:
-            found["seeds"] = "rounding may change the draws of every request that was sent again"
+            reasons["seeds"] = "rounding may change the draws of every request that was sent again"
         if not self.definitions:
-            found["log probabilities"] = "the server gives none"
-        return found
+            reasons["log probabilities"] = "the server gives none"
+        return reasons
 
     @property
     def outcome(self) -> Outcome:

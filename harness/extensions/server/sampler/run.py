@@ -7,16 +7,15 @@ import torch
 
 from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
-from harness.extensions.server.chat.structured.automaton import Automaton
-from harness.extensions.server.endpoint.address import Address
-from harness.extensions.server.endpoint.answer import Completion
-from harness.extensions.server.endpoint.client import refused_with
-from harness.extensions.server.endpoint.judge import wrong_length
-from harness.extensions.server.endpoint.probed import failure, words
-from harness.extensions.server.sampler.ask import Answers, AskedSampler, ask_draws
-from harness.extensions.server.sampler.draws import drawn, read_draws
+from harness.extensions.server.address import Address
+from harness.extensions.server.chat.automaton import Automaton
+from harness.extensions.server.check.judge import wrong_length
+from harness.extensions.server.client import refused_with
+from harness.extensions.server.completion import Completion
+from harness.extensions.server.logprobs import DefinitionResult
+from harness.extensions.server.probe import failure, words
+from harness.extensions.server.sampler.draws import drawn, read_draws, within_schemas
 from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
-from harness.extensions.server.sampler.grammar import within_schemas
 from harness.extensions.server.sampler.judge import (
     FALSE_ALARM,
     Levels,
@@ -28,8 +27,16 @@ from harness.extensions.server.sampler.judge import (
     judge_setting,
 )
 from harness.extensions.server.sampler.logprobs import LogprobEvidence
-from harness.extensions.server.sampler.result import DefinitionResult, SamplerResult, SeedResult, SettingResult
-from harness.extensions.server.sampler.settings import TOKENS, DrawRequest, SamplerSetting, chosen_settings
+from harness.extensions.server.sampler.requests import (
+    TOKENS,
+    Answers,
+    AskedSampler,
+    DrawRequest,
+    SamplerSetting,
+    ask_draws,
+    chosen_settings,
+)
+from harness.extensions.server.sampler.result import SamplerResult, SeedResult, SettingResult
 from harness.oracle.sampling import Chain
 from harness.plan import Plan
 from harness.results.check import Finding
@@ -110,26 +117,26 @@ class _Judged:
         assert isinstance(answer, Completion)
         if request.setting.schema is not None:  # servers differ in whether they show what a mask has left
             return
-        given, position = answer.logprobs_at(draw.step), len(request.prompt) + draw.step
-        if draw.step < len(answer.token_ids) and draw.token_ids[0] not in (given or {}):
+        logprobs, position = answer.logprobs_at(draw.step), len(request.prompt) + draw.step
+        if draw.step < len(answer.token_ids) and draw.token_ids[0] not in (logprobs or {}):
             self._num_without += 1
-        if given is None:
+        if logprobs is None:
             return
-        self._logprobs.add(draw, given, logits, control, position)
+        self._logprobs.add(draw, logprobs, logits, control, position)
         for others in (self._asked.alone, self._asked.again):
-            other = others.get(request.number)
-            if isinstance(other, Completion) and other.token_ids == answer.token_ids:
-                own = other.logprobs_at(draw.step)
-                own = {answer.token_ids[draw.step]: None} if own is None else own
-                self._repeated.add(draw, own, logits, control, position)
+            repeated = others.get(request.number)
+            if isinstance(repeated, Completion) and repeated.token_ids == answer.token_ids:
+                again = repeated.logprobs_at(draw.step)
+                again = {answer.token_ids[draw.step]: None} if again is None else again
+                self._repeated.add(draw, again, logits, control, position)
 
     def result(
         self, plan: Plan, address: Address, settings: Sequence[SamplerSetting], *, truth_s: float
     ) -> SamplerResult:
         """Judge everything."""
-        evidence = {name: own for name, own in self._evidence.items() if own.draws}
+        evidence = {name: setting for name, setting in self._evidence.items() if setting.draws}
         bare = {setting.name for setting in settings if setting.is_bare}
-        claimed = {name: own for name, own in evidence.items() if name not in bare}
+        claimed = {name: setting for name, setting in evidence.items() if name not in bare}
         levels, over_all = Levels.of(evidence), all_totals(claimed)
         results = tuple(self._setting(setting, levels, over_all) for setting in settings)
         definitions = self._logprobs.results()
@@ -148,11 +155,7 @@ class _Judged:
             findings.insert(0, Finding(code=Code.ENDPOINT_LOGPROBS, message=message))
         probed = self._asked.probed
         return SamplerResult(
-            url=address.url,
-            server=probed.server,
-            served_model=probed.dialect.model,
-            model=plan.case.model,
-            dtype=plan.case.dtype,
+            **probed.about(address, plan),
             order=self._chain.steps,
             false_alarm=FALSE_ALARM,
             num_tests=levels.num_tests,
@@ -212,7 +215,7 @@ class _Judged:
         fitting = {definition.name for definition in definitions if definition.fits}
         again = [result for result in self._repeated.results() if result.name in fitting]
         if again and not any(item.fits for item in again):
-            best = min(again, key=lambda each: (each.num_misfits, each.rms_ratio))
+            best = min(again, key=lambda result: (result.num_misfits, result.rms_ratio))
             message = (
                 "the log probabilities of requests that were sent again are wrong, and were right before: they are "
                 f"stale, or of other rows ({best.rms_ratio:.3g} times HF's noise, {best.num_misfits} misfits)"
@@ -221,7 +224,7 @@ class _Judged:
 
     def _unpromised(self) -> Iterator[Finding]:
         if self._num_without and self._asked.probed.has("logprobs"):
-            num = sum(len(own.draws) for own in self._evidence.values())
+            num = sum(len(evidence.draws) for evidence in self._evidence.values())
             message = f"{self._num_without} of {num} tokens have no log probability; the probe's tokens had one"
             yield Finding(code=Code.ENDPOINT_LOGPROBS, message=message)
 
@@ -236,13 +239,13 @@ class _Judged:
             message = "the server takes a seed and does not follow it: {}"
             return None, [Finding(code=Code.SEED_DIFFERS, message=message.format(item.detail)) for item in ignored]
         flips: dict[int, list[float]] = {}
-        for draw in (draw for own in self._evidence.values() for draw in own.draws if draw.request in chosen):
+        for draw in (draw for evidence in self._evidence.values() for draw in evidence.draws if draw.request in chosen):
             flips.setdefault(draw.request, []).append(draw.flips)
         counts = {
             "alone than among others": self._num_other(chosen, self._asked.alone),
             "a second time": self._num_other(chosen, self._asked.again),
         }
-        excused, findings = judge_seeds(counts, [sum(own) for own in flips.values()], levels)
+        excused, findings = judge_seeds(counts, [sum(chances) for chances in flips.values()], levels)
         num_alone, num_again = counts.values()
         return SeedResult(
             num_requests=len(chosen),

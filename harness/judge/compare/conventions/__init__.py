@@ -7,36 +7,24 @@ of operation, here in this folder (docs/how-verdicts-work.md); an extension brin
 
 from functools import cache
 
-from harness.base import plugins
+from harness.base.plugins import CONVENTIONS, load_all
 from harness.formats.taps import Kind
-from harness.judge.compare.conventions import (
-    activation,
-    attention,
-    experts,
-    linear,
-    norm,
-    quantised,
-    quantised_cache,
-    rotary,
-)
+from harness.judge.compare.conventions import attention, experts, linear, rotary, rowwise
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 
 _CORE: tuple[Convention, ...] = (
     *attention.CONVENTIONS,
-    *quantised_cache.CONVENTIONS,
     *linear.CONVENTIONS,
-    *quantised.CONVENTIONS,
     *experts.CONVENTIONS,
     *rotary.CONVENTIONS,
-    *norm.CONVENTIONS,
-    *activation.CONVENTIONS,
+    *rowwise.CONVENTIONS,
 )
 
 
 @cache
 def all_conventions() -> tuple[Convention, ...]:
     """Return the conventions of the core, then those of extensions."""
-    brought = (convention for module in plugins.load_all(plugins.CONVENTIONS) for convention in module.CONVENTIONS)
+    brought = (convention for module in load_all(CONVENTIONS) for convention in module.CONVENTIONS)
     return (*_CORE, *brought)
 
 

@@ -70,5 +70,5 @@ class Convention:
     """For the documentation: which order of rounding."""
     kinds: tuple[Kind, ...]
     """Operations that it may apply to."""
-    roundings: Callable[[SuspectRows], Iterator[Rounding]]
+    alternatives: Callable[[SuspectRows], Iterator[Rounding]]
     """Yields the ways in which it applies to the rows; nothing if it does not."""

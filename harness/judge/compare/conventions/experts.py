@@ -19,7 +19,7 @@ from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.taps import ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
-from harness.judge.compare.conventions.quantised import FORMATS, QUANTISED_INPUTS, Blocks
+from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, Blocks
 from harness.oracle.experts import num_experts, reads_slots, run_experts
 from harness.oracle.precision import PreservePrecision, eager_experts
 
@@ -93,15 +93,15 @@ def _run(
     if is_choice.count(True) != 1:
         return None
     chosen = inputs.pop(is_choice.index(True)).to(torch.int64)
-    x, weights = sorted(inputs, key=lambda each: -each.shape[1])
-    own = next(module.parameters()).dtype
+    x, weights = sorted(inputs, key=lambda item: -item.shape[1])
+    weight_dtype = next(module.parameters()).dtype
     products = QuantisedInputs(
         steps, size, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None
     )
 
     def run() -> torch.Tensor:
-        with torch.no_grad(), eager_experts(*subject.hf.configs), PreservePrecision(own), products:
-            return run_experts(module, x.to(own), chosen, weights.to(own))
+        with torch.no_grad(), eager_experts(*subject.hf.configs), PreservePrecision(weight_dtype), products:
+            return run_experts(module, x.to(weight_dtype), chosen, weights.to(weight_dtype))
 
     # The judge is asked within HF's forward, which is watched in its own thread.
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -147,6 +147,6 @@ CONVENTIONS = (
     Convention(
         name="inputs of experts quantised to 8 bits in blocks, as ggml does",
         kinds=(Kind.OTHER,),
-        roundings=_as_ggml,
+        alternatives=_as_ggml,
     ),
 )

@@ -33,14 +33,14 @@ class _Angles:
     exponents: torch.Tensor
     """[P] float64: x in theta^-x."""
     theta: float
-    given: torch.Tensor
+    frequencies: torch.Tensor
     """[P] float32: HF's frequencies."""
     stretch: torch.Tensor
     """[P] float64: what rope scaling makes of a frequency, as a factor."""
 
 
 def _in_float64(angles: _Angles) -> torch.Tensor:
-    return angles.positions[:, None].to(torch.float64) * angles.given.to(torch.float64)
+    return angles.positions[:, None].to(torch.float64) * angles.frequencies.to(torch.float64)
 
 
 def _all_in_float64(angles: _Angles) -> torch.Tensor:
@@ -86,21 +86,21 @@ _ORDERS = (
 def _other_orders(subject: SuspectRows) -> Iterator[Rounding]:
     """Hold the rows to the order that they are nearest to; a few rows seldom tell two of them apart."""
     x = subject.inputs[0].flatten(1).to("cpu", torch.float64)
-    own = _own_rotation(subject, x)
-    if own is not None:
-        angles = _angles(subject, own)
-        allowance = _allowance(angles, own.pairs(own.heads(x)), subject.dtype)
+    rotation = _rotation_of(subject, x)
+    if rotation is not None:
+        angles = _angles(subject, rotation)
+        allowance = _allowance(angles, rotation.pairs(rotation.heads(x)), subject.dtype)
         actual = subject.actual.to("cpu", torch.float64).nan_to_num()
-        expected = partial(_nearest, own, x, angles, actual)
+        expected = partial(_nearest, rotation, x, angles, actual)
         yield Rounding(name=OTHER_ORDER, model=_MODEL, expected=expected, allowance=allowance)
 
 
-def _nearest(own: Rotation, x: torch.Tensor, angles: _Angles, actual: torch.Tensor) -> torch.Tensor:
-    turned = [own.turned(own.heads(x), *own.table(order(angles))) for order in _ORDERS]
-    return min(turned, key=lambda each: float((each - actual).norm()))
+def _nearest(rotation: Rotation, x: torch.Tensor, angles: _Angles, actual: torch.Tensor) -> torch.Tensor:
+    turned = [rotation.turned(rotation.heads(x), *rotation.table(order(angles))) for order in _ORDERS]
+    return min(turned, key=lambda rows: float((rows - actual).norm()))
 
 
-def _own_rotation(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
+def _rotation_of(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
     """Return the rotation that takes the input to what it should be; None if the model has no such."""
     expected, size = subject.expected.to("cpu", torch.float64), subject.hf.head_dim
     if x.shape != expected.shape or x.shape[1] % size:
@@ -112,22 +112,22 @@ def _own_rotation(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
     return None
 
 
-def _angles(subject: SuspectRows, own: Rotation) -> _Angles:
+def _angles(subject: SuspectRows, rotation: Rotation) -> _Angles:
     """Return what the angles are made of; without a theta of the whole model, HF's frequencies are all there is."""
-    num = len(own.frequencies)
+    num = len(rotation.frequencies)
     exponents = torch.arange(0, num, dtype=torch.float64) / num
     parameters = getattr(subject.hf.config, "rope_parameters", None) or {}
     theta = parameters.get("rope_theta")
     if theta is None:
-        theta = float(own.frequencies[1].to(torch.float64) ** -num) if num > 1 else 1.0
+        theta = float(rotation.frequencies[1].to(torch.float64) ** -num) if num > 1 else 1.0
     plain = 1.0 / (float(theta) ** exponents.to(torch.float32))
-    stretch = own.frequencies.to(torch.float64) / plain.to(torch.float64)
+    stretch = rotation.frequencies.to(torch.float64) / plain.to(torch.float64)
     is_plain = (stretch - 1).abs() < 4 * torch.finfo(torch.float32).eps
     return _Angles(
         positions=subject.positions,
         exponents=exponents,
         theta=float(theta),
-        given=own.frequencies,
+        frequencies=rotation.frequencies,
         stretch=torch.where(is_plain, 1.0, stretch),
     )
 
@@ -144,28 +144,28 @@ def _own_positions(subject: SuspectRows) -> Iterator[Rounding]:
     """Hold queries and keys of a layer that predicts further tokens to their rows' own positions, both of them."""
     ahead = subject.operation.tokens_ahead
     x = subject.inputs[0].flatten(1).to("cpu", torch.float64)
-    own = _own_rotation(subject, x) if ahead else None
-    if own is not None and _are_all_turned(subject, own, subject.positions - ahead):
-        angles = replace(_angles(subject, own), positions=subject.positions - ahead)
-        allowance = _allowance(angles, own.pairs(own.heads(x)), subject.dtype)
-        expected = partial(own.turn, x, subject.positions - ahead)
+    rotation = _rotation_of(subject, x) if ahead else None
+    if rotation is not None and _are_all_turned(subject, rotation, subject.positions - ahead):
+        angles = replace(_angles(subject, rotation), positions=subject.positions - ahead)
+        allowance = _allowance(angles, rotation.pairs(rotation.heads(x)), subject.dtype)
+        expected = partial(rotation.turn, x, subject.positions - ahead)
         yield Rounding(name=OWN_POSITIONS, model=_MODEL, expected=expected, allowance=allowance)
 
 
-def _are_all_turned(subject: SuspectRows, own: Rotation, positions: torch.Tensor) -> bool:
+def _are_all_turned(subject: SuspectRows, rotation: Rotation, positions: torch.Tensor) -> bool:
     """Whether queries and keys of the layer are turned for these positions: attention sees their differences alone."""
     operations = [op for op in subject.hf.graph.of_layer(subject.operation.layer) if op.kind is Kind.ROTARY]
     for operation in operations:
-        given, turned = (subject.recorded(tap) for tap in (operation.inputs[0], operation.tap))
-        if given is None or turned is None:
+        source, turned = (subject.recorded(tap) for tap in (operation.inputs[0], operation.tap))
+        if source is None or turned is None:
             return False
-        given, turned = (item.flatten(1).to("cpu", torch.float64) for item in (given, turned))
-        if not float((own.turn(given, positions) - turned).norm()) <= _NEAR * float(turned.norm()):
+        source, turned = (item.flatten(1).to("cpu", torch.float64) for item in (source, turned))
+        if not float((rotation.turn(source, positions) - turned).norm()) <= _NEAR * float(turned.norm()):
             return False
     return len(operations) > 1
 
 
 CONVENTIONS = (
-    Convention(name=OTHER_ORDER, kinds=(Kind.ROTARY,), roundings=_other_orders),
-    Convention(name=OWN_POSITIONS, kinds=(Kind.ROTARY,), roundings=_own_positions),
+    Convention(name=OTHER_ORDER, kinds=(Kind.ROTARY,), alternatives=_other_orders),
+    Convention(name=OWN_POSITIONS, kinds=(Kind.ROTARY,), alternatives=_own_positions),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.attention.softmax import of_probabilities
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from harness.formats.taps import prefix_of
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, ContentIndex, contents_of, history, provenance_of
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 

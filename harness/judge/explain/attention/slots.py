@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.formats.taps import prefix_of
-from harness.judge.compare.attention_context import AttentionContext
-from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.align import Prefixes
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.cache.contents import (
     CacheRead,
     describe_writes,

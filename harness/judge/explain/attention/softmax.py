@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from harness.formats.taps import Kind
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 

@@ -12,8 +12,7 @@ import torch
 
 from harness.formats.taps import Kind
 from harness.judge.compare.align import Rows
-from harness.judge.compare.attention_context import AttentionContext
-from harness.judge.compare.evidence import histories
+from harness.judge.compare.evidence import AttentionContext, histories
 from harness.judge.explain.core.wrong_operation import Downstream, Hypothesis, WrongOperation
 from harness.judge.explain.rotary import frequencies, rotation
 from harness.judge.explain.rotary.positions import places_in_step

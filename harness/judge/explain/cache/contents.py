@@ -12,8 +12,8 @@ from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Rows, is_readback, step_rows
-from harness.judge.compare.attention_context import AttentionContext
-from harness.judge.compare.slot_history import SlotHistory, Write
+from harness.judge.compare.evidence import AttentionContext
+from harness.judge.compare.sequences import SlotHistory, Write
 from harness.judge.explain.core.wrong_operation import WrongOperation, latest
 from harness.results.check import Provenance
 

@@ -7,9 +7,8 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
-from harness.judge.compare.align import is_readback
-from harness.judge.compare.prefixes import Prefixes
-from harness.judge.compare.slot_history import Write
+from harness.judge.compare.align import Prefixes, is_readback
+from harness.judge.compare.sequences import Write
 from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, contents_of, describe_writes
 from harness.judge.explain.core.drafts import given_up, is_draft_of, name_of_row
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of, rounded

@@ -12,8 +12,15 @@ import torch
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, prefix_of
 from harness.judge.compare.align import is_readback
-from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.cache_grids import BLOCKS, GRIDS, blocks_of, clipped, four_bits_cut_off, on_grid
+from harness.judge.compare.cache_format import (
+    BLOCKS,
+    GRIDS,
+    CacheFormat,
+    blocks_of,
+    clipped,
+    four_bits_cut_off,
+    on_grid,
+)
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 

@@ -15,8 +15,8 @@ from torch import nn
 from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Locator, Rows, step_rows
-from harness.judge.compare.attention_context import AttentionContext
-from harness.judge.compare.slot_history import SlotHistory
+from harness.judge.compare.evidence import AttentionContext
+from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.states import StateRuns
 from harness.judge.explain.core.rerun import Rerun, replay
 from harness.oracle.model import HFModel

@@ -11,8 +11,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import LOGITS, Kind
-from harness.judge.compare.conventions.linear import product, rounded_inputs
-from harness.judge.compare.conventions.quantised import quantised_inputs
+from harness.judge.compare.conventions.linear import product, quantised_inputs, rounded_inputs
 from harness.judge.explain.core.formats import (
     HALF_DTYPES,
     Change,

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.judge.compare.guard import guarded
+from harness.judge.compare.evidence import guarded
 from harness.judge.compare.systematic import Effects
 from harness.judge.explain.causes import causes_of
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation

@@ -11,7 +11,7 @@ import torch
 
 from harness.formats.taps import Kind, prefix_of
 from harness.judge.compare.align import all_rows
-from harness.judge.compare.guard import guarded
+from harness.judge.compare.evidence import guarded
 from harness.judge.explain.attention.slots import cache_played_back
 from harness.judge.explain.cache.contents import history
 from harness.judge.explain.cache.entries import at_boundary, is_unwritten, provenance_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.judge.compare.guard import guarded
+from harness.judge.compare.evidence import guarded
 from harness.judge.explain.attention.unrecorded import unrecorded_attention
 from harness.judge.explain.causes import OF_UNRECORDED_ATTENTION, stages_of
 from harness.judge.explain.core.wrong_operation import Explain, Hypothesis, WrongOperation

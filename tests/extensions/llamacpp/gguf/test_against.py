@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.extensions.llamacpp.gguf.weights import rows_of_gguf, rows_of_hf
+from harness.extensions.llamacpp.gguf.model import open_gguf, rows_of_gguf, rows_of_hf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 from harness.formats import checkpoint
 
@@ -88,7 +88,7 @@ def test_a_tensor_of_another_layer(type_name, found, checkpoints):
 def test_scales_of_a_row_shifted_by_one_block(type_name, checkpoints, tmp_path):
     hf = checkpoints / "llama-tiny"
     path = write_gguf(hf, tmp_path / "model.gguf", type_name)
-    model = checkpoint.gguf.open_gguf(path)
+    model = open_gguf(path)
     tensor = model.tensors["blk.1.ffn_down.weight"][0]
     content = bytearray(path.read_bytes())
     size = tensor.type.block_bytes

@@ -12,13 +12,13 @@ from transformers import AutoTokenizer
 
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf import read_source
+from harness.extensions.llamacpp.gguf.architecture import hf_name
+from harness.extensions.llamacpp.gguf.folder import begin_as_the_file_says, write_tokenizer
 from harness.extensions.llamacpp.gguf.model import open_gguf
-from harness.extensions.llamacpp.gguf.names import hf_name
-from harness.extensions.llamacpp.gguf.tokenizer import begin_as_the_file_says, write_tokenizer
 from harness.extensions.llamacpp.gguf.writer import write_gguf
-from harness.extensions.quantised import read_quantised_source
 from harness.formats import checkpoint
 from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.converted import read_quantised_source
 from harness.formats.inspect import inspect_path
 from harness.plan import tokenize
 

@@ -9,8 +9,8 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.errors import Code, HarnessError
+from harness.extensions.server.address import Address
 from harness.extensions.server.audit.run import run_audit
-from harness.extensions.server.endpoint.address import Address
 from harness.plan import plan_engine
 from harness.results.check import Outcome
 from reference_engine import EngineConfig, LLMEngine

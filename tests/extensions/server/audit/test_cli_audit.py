@@ -1,4 +1,4 @@
-"""`harness audit` and `harness.audit`: what is claimed of a server that serves float32, and what is not."""
+"""`harness server audit` and `harness.audit`: what is claimed of a server that serves float32, and what is not."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from harness.formats.checkpoint import resolve
 def test_what_is_served_is_claimed(harness, url):
     pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
     options = ["--dtype", "float32", "--tokens", 400, "--hypotheses", "fp32,fp8,q4"]
-    ran = harness("audit", "--endpoint", url, *options)
+    ran = harness("server", "audit", "--endpoint", url, *options)
     assert ran.status == 0, ran.out
     assert ran.out.startswith(f"PASS  reference_engine at {url} · qwen3-tiny · float32 · 400 tokens\n")
     assert "  served      fp32; every other hypothesis is excluded\n" in ran.out
@@ -20,7 +20,7 @@ def test_what_is_served_is_claimed(harness, url):
 
 def test_another_first_hypothesis_is_a_mismatch(harness, url):
     options = ["--dtype", "float32", "--tokens", 400, "--hypotheses", "fp8,fp32", "--format", "json"]
-    ran = harness("audit", "--endpoint", url, *options)
+    ran = harness("server", "audit", "--endpoint", url, *options)
     assert (ran.status, ran.json["verdict"]) == (1, "mismatch")
     assert (ran.json["claim"], ran.json["remaining"]) == ("fp32", ["fp32"])
     fp8, fp32 = ran.json["hypotheses"]
@@ -42,7 +42,7 @@ def test_nothing_is_claimed_where_two_cannot_be_told(url):
 
 def test_a_cache_in_float8_is_not_claimed_of_one_that_is_not(harness, url):
     options = ["--dtype", "float32", "--tokens", 200, "--hypotheses", "fp32,fp32+kv=fp8"]
-    ran = harness("audit", "--endpoint", url, *options)
+    ran = harness("server", "audit", "--endpoint", url, *options)
     assert ran.status == 0, ran.out
     assert "  served      fp32; every other hypothesis is excluded\n" in ran.out
 
@@ -51,7 +51,7 @@ def test_none_is_claimed_where_another_is_served(harness, url):
     """The server's are none of these weights: what is nearest is said, and not claimed."""
     pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
     options = ["--dtype", "float32", "--tokens", 400, "--hypotheses", "fp8,q4"]
-    ran = harness("audit", "--endpoint", url, *options)
+    ran = harness("server", "audit", "--endpoint", url, *options)
     assert ran.status == 5, ran.out
     assert "no claim: nearest is fp8; every other hypothesis is excluded, but its log prob" in " ".join(ran.out.split())
 
@@ -84,7 +84,7 @@ def served_from_float8(monkeypatch):
 
 def test_a_cache_in_float8_is_claimed(harness, served_from_float8):
     options = ["--dtype", "float32", "--tokens", 200, "--hypotheses", "fp32,fp32+kv=fp8,fp32+kv=fp8_e5m2,fp8"]
-    ran = harness("audit", "--endpoint", served_from_float8, *options)
+    ran = harness("server", "audit", "--endpoint", served_from_float8, *options)
     assert ran.status == 1, ran.out
     assert "  served      fp32+kv=fp8; every other hypothesis is excluded\n" in ran.out
 
@@ -102,6 +102,6 @@ def test_a_cache_in_float8_is_claimed(harness, served_from_float8):
     ],
 )
 def test_options_that_make_no_sense(harness, options, says):
-    ran = harness("audit", *options)
+    ran = harness("server", "audit", *options)
     assert (ran.status, ran.out) == (2, "")
     assert says in ran.err

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.extensions.server.audit import logprobs, tokens
-from harness.extensions.server.audit.views import RAW, View
+from harness.extensions.server.audit import evidence
+from harness.extensions.server.audit.evidence import View
 from harness.extensions.server.sampler.evidence import Draw
+from harness.extensions.server.sampler.logprobs import Definition
 from harness.oracle.sampling import Chain, Past, SamplingSettings
 
 ALPHA = 5e-4
@@ -39,56 +40,56 @@ def _views(seed, distances, *, noise=0.0, settings=(), draws=DRAWS, served=0):
             control = logits[at] + noise * torch.randn(SIZE, generator=generator).double()
             view.add(at, draw, given, logits[at], control)
     numbers, rows, requests = zip(*values, strict=True)
-    table = logprobs.Given(
+    table = evidence.ServerLogprobs(
         values=torch.tensor(numbers).double(), rows=torch.tensor(rows), requests=torch.tensor(requests)
     )
     return views, table
 
 
 def _excluded(views, table):
-    readings = logprobs.readings_of(views)
+    readings = evidence.readings_of(views)
     return [
-        logprobs.is_excluded(own, [reading for reading in readings if reading.at != own.at], table, ALPHA)
+        evidence.is_excluded(own, [reading for reading in readings if reading.at != own.at], table, ALPHA)
         for own in readings
-        if own.name == RAW
+        if own.name == Definition.RAW
     ]
 
 
 def test_the_far_hypothesis_is_excluded_by_tokens_and_the_true_one_is_not():
     views, _ = _views(0, [0.0, 1.0])
-    true, far = tokens.excluded_after(views, ALPHA)
+    true, far = evidence.excluded_after(views, ALPHA)
     assert true is None
     assert far is not None
-    needed = tokens.num_needed(views[0], views[1], ALPHA, 2)
+    needed = evidence.num_draws_needed(views[0], views[1], ALPHA, 2)
     assert far <= needed < DRAWS
 
 
 def test_a_temperature_and_a_cut_are_excluded_by_tokens():
     settings = [SamplingSettings(temperature=0.5), SamplingSettings(top_k=2)]
     views, _ = _views(1, [0.0], settings=settings)
-    true, *others = tokens.excluded_after(views, ALPHA)
+    true, *others = evidence.excluded_after(views, ALPHA)
     assert true is None
     assert all(others)
 
 
 def test_all_are_excluded_where_a_temperature_is_served_that_is_not_among_them():
     views, _ = _views(2, [0.0, 0.5], settings=[SamplingSettings(temperature=0.4)], served=2)
-    assert all(tokens.excluded_after(views[:2], ALPHA))
+    assert all(evidence.excluded_after(views[:2], ALPHA))
 
 
 def test_what_is_within_rounding_is_never_told_by_tokens():
     views, _ = _views(3, [0.0, 0.01], noise=0.3)
-    assert not tokens.is_told(views[0], views[1])
-    assert tokens.num_needed(views[0], views[1], ALPHA, 2) is None
-    assert tokens.excluded_after(views, ALPHA) == [None, None]
+    assert not evidence.is_told(views[0], views[1])
+    assert evidence.num_draws_needed(views[0], views[1], ALPHA, 2) is None
+    assert evidence.excluded_after(views, ALPHA) == [None, None]
 
 
 def test_log_probabilities_tell_below_the_noise():
     views, table = _views(4, [0.0, 0.15], noise=0.1)
-    assert tokens.excluded_after(views, ALPHA) == [None, None], "it is for the tokens to tell nothing here"
+    assert evidence.excluded_after(views, ALPHA) == [None, None], "it is for the tokens to tell nothing here"
     assert _excluded(views, table) == [False, True]
-    assert all(logprobs.fit_of(own, table).rms_ratio < 2 for own in logprobs.readings_of(views))
-    needed = logprobs.num_needed(*logprobs.readings_of(views), table, ALPHA, 1)
+    assert all(evidence.fit_of(own, table).rms_ratio < 2 for own in evidence.readings_of(views))
+    needed = evidence.num_requests_needed(*evidence.readings_of(views), table, ALPHA, 1)
     assert 0 < needed * 10 < 2 * DRAWS
 
 
@@ -99,7 +100,7 @@ def test_log_probabilities_tell_nothing_of_what_is_nowhere_near():
 
 def test_a_systematic_error_excludes_nothing_while_the_true_one_is_nearer():
     views, table = _views(6, [0.0, 0.3], draws=300)
-    first, second = logprobs.readings_of(views)
+    first, second = evidence.readings_of(views)
     leaning = replace(table, values=first.exact + 0.3 * (second.exact - first.exact))
     assert _excluded(views, leaning) == [False, True]
 
@@ -110,7 +111,7 @@ def test_the_true_one_is_excluded_more_seldom_than_is_stated():
     num = 0
     for seed in range(200):
         views, table = _views(seed, [0.0, (0.05, 0.3)[seed % 2]], noise=0.02, draws=80)
-        readings = logprobs.readings_of(views)
-        num += tokens.excluded_after(views, 0.05)[0] is not None
-        num += logprobs.is_excluded(readings[0], readings[1:], table, 0.05)
+        readings = evidence.readings_of(views)
+        num += evidence.excluded_after(views, 0.05)[0] is not None
+        num += evidence.is_excluded(readings[0], readings[1:], table, 0.05)
     assert num <= 400 * 0.05 + 3 * math.sqrt(400 * 0.05)

@@ -1,4 +1,4 @@
-"""`harness tokens`: options, exit statuses and the forms of the report."""
+"""`harness server chat`: options, exit statuses and the forms of the report."""
 
 import pytest
 
@@ -13,21 +13,21 @@ __all__ = ["chat_folder", "chat_server"]
 def test_a_sound_server_and_one_that_drops_the_tools(harness, chat_folder, chat_server, monkeypatch):
     text, address = chat_server
     options = ["--endpoint", address.url, "--model", chat_folder, "--conversations", 20]
-    ran = harness("tokens", *options)
+    ran = harness("server", "chat", *options)
     assert (ran.status, ran.err) == (0, ""), ran.out
     assert ran.out.startswith(f"PASS  reference_engine at {address.url} · ")
     sound = text.encode_chat
     monkeypatch.setattr(text, "encode_chat", lambda messages, tools=None: sound(messages))
-    ran = harness("tokens", *options, "--format", "json")
+    ran = harness("server", "chat", *options, "--format", "json")
     assert (ran.status, ran.json["verdict"]) == (1, "mismatch")
-    assert [own["name"] for own in ran.json["differences"]] == ["tools dropped"]
+    assert [difference["name"] for difference in ran.json["differences"]] == ["tools dropped"]
     assert ran.json["proves"] == "the tokens that the chat was computed from"
 
 
 def test_a_model_without_template_and_a_server_that_is_not_there(harness, chat_folder):
-    ran = harness("tokens", "--endpoint", "http://127.0.0.1:9", "--model", "qwen3-tiny")
+    ran = harness("server", "chat", "--endpoint", "http://127.0.0.1:9", "--model", "qwen3-tiny")
     assert ran.status == 2
     assert "H080: the tokenizer has no chat template" in ran.err
-    ran = harness("tokens", "--endpoint", "http://127.0.0.1:9", "--model", chat_folder, "--format", "json")
+    ran = harness("server", "chat", "--endpoint", "http://127.0.0.1:9", "--model", chat_folder, "--format", "json")
     assert (ran.status, ran.json["error"]["code"]) == (2, "H110")
-    assert harness("tokens", "--model", chat_folder).status == 2
+    assert harness("server", "chat", "--model", chat_folder).status == 2

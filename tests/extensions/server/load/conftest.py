@@ -1,5 +1,5 @@
 """The servers of the endpoint's tests."""
 
-from ..endpoint.conftest import folder, plan, server, spoiling
+from ..check.conftest import folder, plan, server, spoiling
 
 __all__ = ["folder", "plan", "server", "spoiling"]

@@ -1,4 +1,4 @@
-"""`harness load`: options, exit statuses and the forms of the report."""
+"""`harness server load`: options, exit statuses and the forms of the report."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from reference_engine.server.text import Text
 
 from ....loopback import serving
 
-FOLDER = Path(__file__).parents[2] / "cases" / "checkpoints" / "qwen3-tiny"
+FOLDER = Path(__file__).parents[4] / "cases" / "checkpoints" / "qwen3-tiny"
 SIZES = ["--num-requests", 6, "--new-tokens", 4, "--prompt-tokens", "3..9"]
 
 
@@ -29,7 +29,9 @@ def url():
 
 @pytest.fixture
 def load(harness, url):
-    return lambda *options: harness("load", "--endpoint", url, "--model", "qwen3-tiny", "--dtype", "float32", *options)
+    return lambda *options: harness(
+        "server", "load", "--endpoint", url, "--model", "qwen3-tiny", "--dtype", "float32", *options
+    )
 
 
 def test_a_sound_server_passes(load):
@@ -71,6 +73,6 @@ def test_options_that_make_no_sense(load, options, says):
 
 
 def test_no_server(harness):
-    ran = harness("load", "--endpoint", "http://127.0.0.1:9", "--model", "qwen3-tiny", *SIZES)
+    ran = harness("server", "load", "--endpoint", "http://127.0.0.1:9", "--model", "qwen3-tiny", *SIZES)
     assert ran.status == 2
     assert "the server cannot be reached" in ran.err

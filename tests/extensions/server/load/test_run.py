@@ -8,18 +8,18 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from harness.command import forms
 from harness.errors import Code, HarnessError
-from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.address import Address
+from harness.extensions.server.load.command import LOAD
 from harness.extensions.server.load.report import load_text
 from harness.extensions.server.load.run import LoadOptions, run_load
-from harness.judge.jobs.model import planned_model
+from harness.judge.jobs.opened import planned_model
 from harness.oracle.request_file import LoadRequest
 from harness.oracle.requests import Prompt
 from harness.report.document import document as result_document
 from harness.results.check import Outcome
 
-from ..endpoint.conftest import PROMPTS, VICTIM, changed_events, reply
+from ..check.conftest import PROMPTS, VICTIM, changed_events, reply
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_sound_server(load, capsys):
     assert result.times_ms["ttft"].p50 <= result.times_ms["e2e"].p50
     assert result.times_ms["itl"].num_values == result.num_new_tokens - 4
     assert "PASS  reference_engine at http://127.0.0.1" in load_text(result, width=100)
-    forms.LOAD.show(result, "markdown")
+    LOAD.show(result, "markdown")
     assert capsys.readouterr().out.startswith("```")
     document = result_document(result)
     assert (document["verdict"], document["good_share"]) == ("pass", 1)

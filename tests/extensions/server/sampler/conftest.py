@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.address import Address
 from harness.plan import plan_engine
 
 from ....loopback import serving

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.address import Address
 from harness.extensions.server.sampler.run import check_sampler
 from harness.results.check import Outcome
 from reference_engine import EngineConfig, LLMEngine

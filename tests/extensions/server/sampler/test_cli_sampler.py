@@ -1,4 +1,4 @@
-"""`harness sampler`: options, exit statuses and the forms of the report."""
+"""`harness server sampler`: options, exit statuses and the forms of the report."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-FOLDER = Path(__file__).parents[2] / "cases" / "checkpoints" / "qwen3-tiny"
+FOLDER = Path(__file__).parents[4] / "cases" / "checkpoints" / "qwen3-tiny"
 
 
 def test_a_sound_server_passes_and_what_was_not_judged_is_said(harness, url):
     options = ["--dtype", "float32", "--draws", 60, "--only", "top_k", "--only", "typical_p"]
-    ran = harness("sampler", "--endpoint", url, *options)
+    ran = harness("server", "sampler", "--endpoint", url, *options)
     assert (ran.status, ran.err) == (0, ""), ran.out
     assert ran.out.startswith(
         f"PASS  reference_engine at {url} · qwen3-tiny · float32 · 60 draws\n  not judged  typical_p"
@@ -24,7 +24,7 @@ def test_a_sound_server_passes_and_what_was_not_judged_is_said(harness, url):
 def test_json_and_the_status_of_a_mismatch(harness, url):
     # The server's temperature comes first: an order that has it last is not this server's.
     options = ["--dtype", "float32", "--only", "top_p", "--draws", 400, "--order", "llamacpp", "--format", "json"]
-    ran = harness("sampler", "--endpoint", url, *options)
+    ran = harness("server", "sampler", "--endpoint", url, *options)
     assert (ran.status, ran.json["verdict"]) == (1, "mismatch")
     (setting,) = ran.json["settings"]
     assert setting["num_outside"] > 0
@@ -34,7 +34,7 @@ def test_json_and_the_status_of_a_mismatch(harness, url):
 
 
 def test_nothing_judged_is_status_5(harness, url):
-    ran = harness("sampler", "--endpoint", url, "--dtype", "float32", "--only", "typical_p", "--draws", 10)
+    ran = harness("server", "sampler", "--endpoint", url, "--dtype", "float32", "--only", "typical_p", "--draws", 10)
     assert ran.status == 5
     assert ran.out.startswith("NOTHING CHECKED  ")
 
@@ -50,6 +50,6 @@ def test_nothing_judged_is_status_5(harness, url):
     ],
 )
 def test_options_that_make_no_sense(harness, options, says):
-    ran = harness("sampler", *options)
+    ran = harness("server", "sampler", *options)
     assert (ran.status, ran.out) == (2, "")
     assert says in ran.err

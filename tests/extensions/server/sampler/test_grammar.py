@@ -11,10 +11,10 @@ pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 pytest.importorskip("llguidance", reason="the extra `test` is not installed")
 
-from harness.extensions.server.chat.structured.automaton import Automaton
-from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.address import Address
+from harness.extensions.server.chat.automaton import Automaton
+from harness.extensions.server.sampler.requests import chosen_settings
 from harness.extensions.server.sampler.run import check_sampler
-from harness.extensions.server.sampler.settings import chosen_settings
 from harness.oracle.sampling import Chain, SamplingSettings
 from harness.plan import plan_engine
 from harness.results.check import Outcome

@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 
-from harness.extensions.server.sampler.alternatives import alternatives
-from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
+from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence, alternatives
 from harness.extensions.server.sampler.judge import (
     Levels,
     all_totals,

@@ -9,9 +9,9 @@ pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.errors import Code
-from harness.extensions.server.sampler import settings
+from harness.extensions.server.sampler import requests
+from harness.extensions.server.sampler.requests import SamplerSetting
 from harness.extensions.server.sampler.run import check_sampler
-from harness.extensions.server.sampler.settings import SamplerSetting
 from harness.oracle.sampling import SamplingSettings
 from harness.results.check import Outcome
 from reference_engine import EngineConfig, LLMEngine, SamplingParams, model_runner
@@ -40,7 +40,7 @@ class Greedy:
 
 @pytest.fixture(autouse=True)
 def _very_hot(monkeypatch):
-    monkeypatch.setattr(settings, "SETTINGS", (VERY_HOT,))
+    monkeypatch.setattr(requests, "SETTINGS", (VERY_HOT,))
 
 
 @pytest.fixture(scope="module")

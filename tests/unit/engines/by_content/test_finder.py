@@ -8,7 +8,7 @@ import torch
 
 from harness.engines.by_content.hf_run import run_hf
 from harness.engines.by_content.tap_map import TapEvidence
-from harness.engines.tensor_folder.engine import finder_of
+from harness.engines.tensor_folder import finder_of
 from harness.formats.taps import Kind
 from harness.formats.tensors import NamedTensor
 from harness.oracle.model import load_model
@@ -69,7 +69,7 @@ def found(folder, made, *, rounding=2.5e-8):
     finder.find()
     wrong = {
         tap: finder.name(tap)
-        for tap in finder.found
+        for tap in finder.chosen
         if not same(finder.rows(tap), made.taps[tap][-len(finder.rows(tap)) :])
     }
     assert wrong == {}, "tensors that are not the taps they were taken for"
@@ -77,7 +77,7 @@ def found(folder, made, *, rounding=2.5e-8):
 
 
 def by_evidence(finder, evidence):
-    return {tap for tap, item in finder.found.items() if item.evidence is evidence}
+    return {tap for tap, item in finder.chosen.items() if item.evidence is evidence}
 
 
 @pytest.mark.sampled(4)
@@ -87,7 +87,7 @@ def by_evidence(finder, evidence):
 def test_all_that_a_sound_dump_shows_is_found(checkpoints, model, named, dtype):
     made = dump(checkpoints / model, dtype=dtype, named=named, taps=True)
     finder = found(checkpoints / model, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
-    assert by_evidence(finder, TapEvidence.CONTENT) == set(finder.found) == made.shown() == set(made.taps)
+    assert by_evidence(finder, TapEvidence.CONTENT) == set(finder.chosen) == made.shown() == set(made.taps)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -95,8 +95,8 @@ def test_what_is_not_in_the_dump_is_not_found(checkpoints, named):
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, named=named)
     finder = found(folder, made)
-    assert set(finder.found) == made.shown()
-    assert "model.layers.0.attention" not in finder.found
+    assert set(finder.chosen) == made.shown()
+    assert "model.layers.0.attention" not in finder.chosen
 
 
 def scaled(layers):
@@ -140,7 +140,7 @@ def test_a_bug_does_not_hide_what_follows(checkpoints, model, named, fault):
     plant, wrong = FAULTS[fault]
     made = dump(checkpoints / model, plant=plant, named=named, taps=True)
     finder = found(checkpoints / model, made)
-    assert set(finder.found) == set(made.taps)
+    assert set(finder.chosen) == set(made.taps)
     assert by_evidence(finder, TapEvidence.CONSUMERS) == wrong
     assert by_evidence(finder, TapEvidence.NAME) == set()
 
@@ -161,7 +161,7 @@ def test_rows_of_nan_hide_only_themselves(checkpoints, named):
     finder = found(folder, made)
     some = {tap for tap in made.shown() if bool(made.taps[tap].isfinite().any())}
     outputs = {tap for tap in made.shown() if ":" not in made.graph[tap].source}
-    assert set(finder.found) == (outputs if named else some | {"lm_head"})  # no other tensor is as wide
+    assert set(finder.chosen) == (outputs if named else some | {"lm_head"})  # no other tensor is as wide
     assert finder.rows("model.layers.1.mlp.down_proj")[7].isnan().all()
 
 
@@ -171,7 +171,7 @@ def test_a_tensor_of_nan_alone_is_told_by_its_name(checkpoints):
 
     folder = checkpoints / "qwen2-tiny"
     finder = found(folder, dump(folder, plant=plant))
-    assert finder.found["model.layers.1.mlp.down_proj"].evidence is TapEvidence.NAME
+    assert finder.chosen["model.layers.1.mlp.down_proj"].evidence is TapEvidence.NAME
 
 
 def test_the_last_rows_of_the_head_are_found(checkpoints):
@@ -184,7 +184,7 @@ def test_the_last_rows_of_the_head_are_found(checkpoints):
         for tensor in made.tensors
     ]
     finder = found(folder, made)
-    assert finder.found["lm_head"].is_last_row
+    assert finder.chosen["lm_head"].is_last_row
 
 
 def test_in_16_bits_a_bug_that_is_small_in_the_sum_is_found(checkpoints):
@@ -192,5 +192,5 @@ def test_in_16_bits_a_bug_that_is_small_in_the_sum_is_found(checkpoints):
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, dtype=torch.bfloat16, plant=swapped_heads, taps=True)
     finder = found(folder, made, rounding=1.67e-3)
-    assert set(finder.found) == set(made.taps)
+    assert set(finder.chosen) == set(made.taps)
     assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.1.self_attn.o_proj"}

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import harness
-from harness.engines.by_content.columns import Columns
+from harness.engines.by_content.columns import Columns, RowLayout, RowOrder
 from harness.engines.by_content.kept import KeptCache
-from harness.engines.by_content.sites import Site
-from harness.engines.by_content.tables import RowLayout, RowOrder
+from harness.engines.by_content.steps import Site
 from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence, TapMap
 from harness.formats.taps import Graph, Kind, Operation
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.engines.by_content.names import TapNames, elsewhere
+from harness.engines.by_content.finder import TapNames, elsewhere
 from harness.formats.taps import Graph, Kind, Operation
 
 PATHS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.act", "model.layers.1.mlp.down_proj", "model.layers.1")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from harness.engines.by_content.sites import MODULE, RETURNED, SiteWatcher
+from harness.engines.by_content.steps import MODULE, RETURNED, SiteWatcher
 
 
 class Step(nn.Module):

@@ -15,7 +15,7 @@ import harness
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.step_engine import StepEngine
 from harness.engines.by_content.steps import watched_step
-from harness.engines.module.stepper import ModuleStepper
+from harness.engines.module.forward import ModuleStepper
 from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, Split, StepRows
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.engines.by_content.tables import RowLayout, RowOrder, layouts_with_rows
+from harness.engines.by_content.columns import RowLayout, RowOrder, layouts_with_rows
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def test_calls_of_a_forward():
     assert calls.by_path["paired"].outputs == ((31, 8), (31, 8))
     assert calls.by_path["through"].outputs == ((31, 8), None), "a residual that is handed through is none"
     assert [calls.by_path[path].is_single for path in ("alone", "paired", "through")] == [True, False, True]
-    assert calls.by_path["paired"].given("residual") == calls.by_path["paired"].given(0) == (31, 8)
-    assert calls.by_path["alone"].given("residual") is calls.by_path["alone"].given(1) is None
+    assert calls.by_path["paired"].argument("residual") == calls.by_path["paired"].given(0) == (31, 8)
+    assert calls.by_path["alone"].argument("residual") is calls.by_path["alone"].given(1) is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.engines.torch_modules import Calls, ModuleRecorder
 from harness.engines.torch_modules import find_table as find_fused_table
-from harness.engines.torch_modules.calls import ModuleCall
+from harness.engines.torch_modules.parallel_layers import ModuleCall
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import load_model
 

@@ -27,10 +27,10 @@ class PastAllHooks(Model):
 
 
 class Watcher(StepWatcher):
-    def read_batch(self, given):
-        positions = given["positions"].tolist()
+    def read_batch(self, arguments):
+        positions = arguments["positions"].tolist()
         return ForwardBatch(
-            requests=[0], starts=[0, len(positions)], positions=positions, num_padded_rows=len(given["input_ids"]),
+            requests=[0], starts=[0, len(positions)], positions=positions, num_padded_rows=len(arguments["input_ids"]),
             slot_mapping=None,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.engines.torch_modules import Attribute, Fields, PackedHeads, Split
-from harness.engines.torch_modules.values import parts_of, taps_of
+from harness.engines.torch_modules.table import parts_of, taps_of
 from harness.errors import Code, HarnessError
 
 X = torch.arange(24.0).view(2, 12)

@@ -7,6 +7,7 @@ import torch
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RequestInfo
 from harness.formats.recording.arguments import (
+    RequestLengths,
     block_tables,
     column,
     indices,
@@ -15,7 +16,6 @@ from harness.formats.recording.arguments import (
     step_rows,
     validated,
 )
-from harness.formats.recording.rows import RequestLengths
 
 TOKENS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in {9: 3, 2: 1}.items())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.formats.recording import RequestInfo
-from harness.formats.recording.rows import RequestLengths, first_invalid_index
+from harness.formats.recording.arguments import RequestLengths, first_invalid_index
 
 LENGTHS = {9: 3, 2: 1, 40: 5}
 COUNTS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in LENGTHS.items())

@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import load
 
 from harness.errors import HarnessError
-from harness.formats.recording import stream
-from harness.formats.recording.stream import ALIGNMENT, TensorStream, _header_room
+from harness.formats.recording import writer
+from harness.formats.recording.writer import ALIGNMENT, TensorStream, _header_room
 from harness.formats.safetensors_header import LENGTH_BYTES
 
 
@@ -33,7 +33,7 @@ TENSORS = {f"tap{at}": np.arange(7 * at, 7 * at + 6, dtype=np.float32).reshape(2
 @pytest.mark.parametrize("reserve_bytes", [0, 100, 5000])
 def test_a_header_of_any_size(tmp_path, monkeypatch, reserve_bytes, chunk):
     """One that outgrows its room moves the data, a chunk at a time."""
-    monkeypatch.setattr(stream, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", chunk)
     path = tmp_path / "file"
     out = write(path, TENSORS, reserve_bytes)
     out.patch("tap3", (TENSORS["tap3"] + 1).reshape(-1).view(np.uint8).data)

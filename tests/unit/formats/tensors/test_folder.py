@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from harness.errors import Code, HarnessError
-from harness.formats.tensors import files, read_tensors
+from harness.formats import tensors
+from harness.formats.tensors import read_tensors
 
 MARK = "ran"
 
@@ -55,7 +56,7 @@ def test_arrays_in_any_layout(tmp_path, array):
 
 
 def test_large_tensors_are_mapped(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MAP_FROM_BYTES", 8)
+    monkeypatch.setattr(tensors, "_MAP_FROM_BYTES", 8)
     values = torch.randn(50, 30)
     np.save(tmp_path / "a.npy", values.numpy())
     save_file(

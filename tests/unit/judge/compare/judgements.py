@@ -8,8 +8,8 @@ from harness.base.metrics import RowMetrics, row_metrics
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.judged import TapJudgement
-from harness.judge.compare.local_judge import LocalErrors
 from harness.judge.compare.propagated import PropagatedErrors
+from harness.judge.compare.row_judge import LocalErrors
 from harness.results.check import RunResult, TapResult
 
 from .in_memory import Row
@@ -42,8 +42,7 @@ def errors_of(
     """Errors of rows; whatever is beyond its bound is bad."""
     size = floats(roundings)
     limit = floats([bound] * len(roundings) if isinstance(bound, float) else bound)
-    given = {"bad": size > limit, "exact": bool((size == 0).all())} | more
-    return LocalErrors(rows=rows_of(rows), roundings=size, bound=limit, **given)
+    return LocalErrors(rows=rows_of(rows), roundings=size, bound=limit, **more)
 
 
 def metrics_of(actual: torch.Tensor, expected: torch.Tensor) -> RowMetrics:

@@ -7,8 +7,8 @@ import torch
 
 import harness
 from harness.formats.recording import RequestInfo
-from harness.judge.compare.acceptance import compare_acceptance
 from harness.judge.compare.align import Locator
+from harness.judge.compare.tokens import compare_acceptance
 from harness.report.check.sentences import facts
 
 from .in_memory import Step, recording_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 
 GENERATOR = torch.Generator().manual_seed(5)
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 6, 4, 2, 8

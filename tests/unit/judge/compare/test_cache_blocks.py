@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.judge.compare.cache_blocks import FORMATS, quantised, rounded_sums
+from harness.judge.compare.cache_format import FORMATS, quantised, rounded_sums
 
 CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 F32, F16 = np.float32, np.float16

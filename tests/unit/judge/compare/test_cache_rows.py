@@ -90,7 +90,7 @@ def test_a_row_is_whatever_was_written_before_of_the_same_tokens(seed):
     assert errors.roundings.tolist() == pytest.approx([item[3] for item in expected], rel=1e-9)
     assert errors.bad.tolist() == [item[3] > 0 for item in expected]
     assert not errors.bound.any()
-    assert errors.exact == (not any(item[3] for item in expected))
+    assert errors.is_exact == (not any(item[3] for item in expected))
     assert errors.convention is None
 
 
@@ -132,7 +132,7 @@ def off_by_a_bit(row):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_keeps_every_bit(dtype):
     row, name = ROW.to(dtype), str(dtype).removeprefix("torch.")
-    assert one(row, row, dtype=name).exact
+    assert one(row, row, dtype=name).is_exact
     wrong = one(row, off_by_a_bit(row), dtype=name)
     assert wrong.bad.tolist() == [True]
     distance = float((off_by_a_bit(row).double() - row.double()).norm() / row.double().norm())
@@ -143,7 +143,7 @@ def test_a_cache_keeps_every_bit(dtype):
     broken[1] = torch.nan
     assert one(row, broken, dtype=name).roundings.tolist() == [math.inf]
     nan = zero / zero
-    assert one(nan, nan, dtype=name).exact
+    assert one(nan, nan, dtype=name).is_exact
     assert one(nan, off_by_a_bit(nan), dtype=name).bad.tolist() == [True]
 
 
@@ -168,7 +168,7 @@ def test_what_was_computed_in_another_dtype(engine, written, read, is_bad):
 
 def test_a_declared_dtype_is_the_cache_s():
     kept = one(ROW, ROW.half(), cache="float16")
-    assert (kept.bad.tolist(), kept.roundings.tolist(), kept.exact) == ([False], [0.0], False)
+    assert (kept.bad.tolist(), kept.roundings.tolist(), kept.is_exact) == ([False], [0.0], True)
     assert kept.convention == KEPT_AS_DECLARED.format("float16")
     assert not one(ROW, ROW.half().float(), cache="float16").bad.any()
     assert one(ROW, ROW.bfloat16(), cache="float16").bad.all()
@@ -224,7 +224,7 @@ def test_they_are_held_to_the_golden_by_ten_times_its_noise():
         assert errors.roundings.tolist()[:2] == pytest.approx([limit / unit for limit in limits], rel=1e-4)
         assert errors.bound.tolist()[:2] == pytest.approx([RATIO_BOUND * share / unit for share in (0.002, 0.01)])
     assert errors.rows.position.tolist() == [0, 1, 0]
-    assert not errors.exact
+    assert not errors.is_exact
 
 
 @pytest.mark.parametrize("noise", [None, {}, {"k": torch.zeros(0)}, {"v": torch.ones(3)}])

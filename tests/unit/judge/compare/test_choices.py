@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.engines import hf_forward
+from harness.engines import hf_batch
 from harness.errors import Code
 from harness.formats.taps import Kind
-from harness.judge.compare.choices import choice_errors
+from harness.judge.compare.row_judge import choice_errors
 from harness.oracle.watch import Seeing
 from harness.results.check import Outcome, Verdict
 
@@ -154,7 +154,7 @@ def test_sound_choices_are_exact(one, tmp_path):
 
 
 def test_a_router_that_chooses_others_is_found_and_its_experts_are_judged_on_what_it_chose(one, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_forward.Recorder, "choose", Choosing.choose)
+    monkeypatch.setattr(hf_batch.Recorder, "choose", Choosing.choose)
     run = one.compare(one.recorded(label="others").write(tmp_path / "r"))
     assert run.outcome is Outcome.MISMATCH
     assert [item.name for item in run.taps if item.verdict is Verdict.BUG] == [f"{ROUTER}.topk"]

@@ -15,9 +15,8 @@ from harness.extensions.faults.trial import checkpoint
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import SuspectRows, conventions
 from harness.judge.compare.conventions.attention import EAGER, SCALED_FIRST, SCALED_FIRST_BY_ROUNDED
-from harness.judge.compare.conventions.linear import PARTIAL_SUMS, ROUNDED_INPUTS, SUMS_IN_DTYPE
-from harness.judge.compare.conventions.norm import SUMMED_IN_ORDER, UNROUNDED_SUM, error_of_sum
-from harness.judge.compare.conventions.quantised import QUANTISED_INPUTS
+from harness.judge.compare.conventions.linear import PARTIAL_SUMS, QUANTISED_INPUTS, ROUNDED_INPUTS, SUMS_IN_DTYPE
+from harness.judge.compare.conventions.rowwise import SUMMED_IN_ORDER, UNROUNDED_SUM, error_of_sum
 from harness.oracle.rotation import rotations
 from harness.oracle.watch import AttentionCall, Seeing, run_attention, watching
 from harness.results.check import Verdict
@@ -41,7 +40,7 @@ def subject(hf, operation, **given):
 def roundings(subject):
     """Yield the orders of rounding that apply to some rows."""
     for convention in conventions(subject.operation.kind):
-        yield from convention.roundings(subject)
+        yield from convention.alternatives(subject)
 
 
 def names(hf, operation, **given):

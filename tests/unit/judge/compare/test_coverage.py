@@ -10,7 +10,7 @@ from harness.errors import Code
 from harness.formats.recording.manifest import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare import TOKENS
-from harness.judge.compare.align import Locator
+from harness.judge.compare.align import Locator, Prefixes
 from harness.judge.compare.coverage import (
     Requirements,
     check_caches,
@@ -20,7 +20,6 @@ from harness.judge.compare.coverage import (
     shared_rows,
     wanted_rows,
 )
-from harness.judge.compare.prefixes import Prefixes
 from harness.judge.compare.triggers import Traits
 from harness.results.check import Outcome
 

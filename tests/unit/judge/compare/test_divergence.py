@@ -5,7 +5,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare.divergence import first_divergence
+from harness.judge.compare.judged import first_divergence
 from harness.judge.compare.shapes import check_taps
 from harness.results.check import Effect, Outcome, Verdict
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.evidence import MAX_ROWS, AttentionContext, Evidence, histories, merged, spread
+from harness.judge.compare.batch import spread
+from harness.judge.compare.evidence import MAX_ROWS, AttentionContext, Evidence, histories, merged
 from harness.oracle.watch import AttentionCall
 
 from .judgements import floats, rows_of

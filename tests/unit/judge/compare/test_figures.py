@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.compare.figures import _control_figures, tap_result
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.judged import _control_figures, tap_result
+from harness.judge.compare.row_judge import LocalErrors
 from harness.results.check import Effect, RowId
 
 from .judgements import errors_of, judgement, metrics_of, propagated_of
@@ -17,8 +17,7 @@ def errors(control, bound):
     at = torch.arange(len(control))
     return LocalErrors(
         rows=Rows(request=torch.zeros_like(at), position=at, step=torch.zeros_like(at)),
-        roundings=torch.ones(len(control)), bound=torch.tensor(bound), bad=torch.zeros(len(control), dtype=torch.bool),
-        exact=False, control=torch.tensor(control),
+        roundings=torch.ones(len(control)), bound=torch.tensor(bound), control=torch.tensor(control),
     )  # fmt: skip
 
 

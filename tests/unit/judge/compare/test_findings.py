@@ -7,7 +7,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.taps import Kind
-from harness.judge.compare.findings import bad_finding, oracle_finding, systematic_finding
+from harness.judge.compare.judged import bad_finding, oracle_finding, systematic_finding
 from harness.judge.compare.propagated import Propagation
 from harness.results.check import Effect
 

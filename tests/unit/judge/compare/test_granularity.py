@@ -3,7 +3,7 @@
 import pytest
 
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare.granularity import unrecorded_before
+from harness.judge.compare.replay import unrecorded_before
 
 GRAPH = Graph((
     Operation(tap="embed", kind=Kind.EMBEDDING), Operation(tap="norm", kind=Kind.NORM, inputs=("embed",)),

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.formats.taps import Kind
+from harness.formats.taps import KINDS, Kind
 from harness.judge.compare import conventions as registry
 from harness.judge.compare import row_judge
-from harness.judge.compare.guard import guarded
+from harness.judge.compare.evidence import guarded
 
+CONVENTIONS = registry.all_conventions()
 WRONG = (
     "model.layers.0.self_attn.q_proj",
     "model.layers.1.q_rope",
@@ -45,11 +46,11 @@ def test_what_the_reader_must_know_is_raised(error):
 
 
 def raising(convention):
-    def roundings(_subject):
+    def alternatives(_subject):
         yield from ()
         raise ZeroDivisionError(convention.name)
 
-    return replace(convention, roundings=roundings)
+    return replace(convention, alternatives=alternatives)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def wrong(bench, tmp_path_factory):
     """A recording with a wrong operation of every kind that a convention is for; its logits are capped."""
     one = bench("gemma2")
     assert {one.hf.graph[tap].kind for tap in WRONG} == {
-        kind for convention in registry.CONVENTIONS for kind in convention.kinds
+        kind for convention in CONVENTIONS for kind in convention.kinds
     }
     copy = one.recorded()
     for step in copy.computing():
@@ -69,14 +70,14 @@ def wrong(bench, tmp_path_factory):
 
 def judged(wrong, monkeypatch, conventions):
     one, recording = wrong
-    monkeypatch.setattr(registry, "CONVENTIONS", tuple(conventions))
+    monkeypatch.setattr(registry, "all_conventions", lambda: tuple(conventions))
     return one.compare(recording)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("number", range(len(registry.CONVENTIONS)))
+@pytest.mark.parametrize("number", range(len(CONVENTIONS)))
 def test_each_convention_may_raise(wrong, monkeypatch, number):
-    conventions = list(registry.CONVENTIONS)
+    conventions = list(CONVENTIONS)
     own = conventions[number]
     without = judged(wrong, monkeypatch, [convention for convention in conventions if convention is not own])
     conventions[number] = raising(own)
@@ -96,9 +97,9 @@ def test_a_convention_whose_numbers_raise(wrong, monkeypatch):
     def expected():
         raise ValueError("late")
 
-    (eager, *_) = (convention for convention in registry.CONVENTIONS if Kind.NORM in convention.kinds)
-    late = row_judge.Rounding(name="late", model=registry.norm._MODEL, expected=expected)
-    result = judged(wrong, monkeypatch, [replace(eager, roundings=lambda _subject: iter([late]))])
+    (eager, *_) = (convention for convention in CONVENTIONS if Kind.NORM in convention.kinds)
+    late = row_judge.Rounding(name="late", model=KINDS[Kind.NORM].error_model, expected=expected)
+    result = judged(wrong, monkeypatch, [replace(eager, alternatives=lambda _subject: iter([late]))])
     assert any("ValueError: late" in finding.message for finding in result.findings)
 
 

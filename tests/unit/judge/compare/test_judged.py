@@ -81,6 +81,8 @@ def test_verdicts():
     assert judgement(errors_of(SOUND, convention="eager", effect=EFFECT)).verdict is Verdict.SYSTEMATIC
     assert judgement(errors_of([0.0] * 4)).verdict is Verdict.EXACT
     assert judgement(errors_of([0.0] * 4, convention="eager")).verdict is Verdict.EXACT
+    assert judgement(cache=errors_of([0.0] * 4)).verdict is Verdict.EXACT
+    assert judgement(cache=errors_of([0.0] * 4, convention="kept in float16")).verdict is Verdict.CONVENTION
     assert judgement(propagated=propagated_of([0.0] * 4)).verdict is Verdict.EXACT
     assert judgement(propagated=propagated_of([0.0] * 4), is_in_graph=False).verdict is Verdict.EXACT
     assert judgement(propagated=propagated_of([0.0, 0.5, 0.0, 0.0])).verdict is Verdict.NOISE

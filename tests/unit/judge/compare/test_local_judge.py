@@ -1,6 +1,7 @@
 """How the rows of an operation are summed up over batches, and what is kept of the wrong ones; their errors by hand."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,13 @@ from torch import nn
 
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
-from harness.base.workers import Workers
+from harness.base.threads import Workers
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare import local_judge
+from harness.judge.compare import local
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS
-from harness.judge.compare.local_judge import LocalJudge
-from harness.judge.compare.row_judge import RowErrors
+from harness.judge.compare.local import LocalJudge
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import RowSequence
 from harness.judge.compare.systematic import MIN_CHANNELS, MIN_ROWS
 from harness.oracle.watch import AttentionCall
@@ -49,15 +50,15 @@ class Rows:
 
     def judge(self, rows, *, dtype):
         self.asked.append(dtype)
-        return self.prepared.pop(0)
+        return replace(self.prepared.pop(0), rows=rows.rows)
 
     def under_best_convention(self, rows, errors):
-        return self.convention
+        return self.convention and replace(self.convention, rows=rows.rows)
 
 
 @pytest.fixture
 def judge(monkeypatch):
-    monkeypatch.setattr(local_judge, "RowJudge", Rows)
+    monkeypatch.setattr(local, "RowJudge", Rows)
 
     def make(*, is_alone=True, **given):
         hf = SimpleNamespace(graph=GRAPH)
@@ -67,8 +68,10 @@ def judge(monkeypatch):
 
 
 def errors_of(expected, roundings, bound=2.0, **more):
-    given = {"dtype": BF16, "bound": torch.full((len(roundings),), bound, dtype=torch.float64)} | more
-    return RowErrors(roundings=floats(roundings), expected=expected, **given)
+    """Errors whose rows are those that the judge is asked for."""
+    limit = torch.full((len(roundings),), bound, dtype=torch.float64)
+    fields = {"rows": None, "dtype": BF16, "bound": limit} | more
+    return LocalErrors(roundings=floats(roundings), expected=expected, **fields)
 
 
 def draw(num_rows, seed=0, width=WIDTH):
@@ -111,7 +114,7 @@ def test_batches_of_an_operation_are_summed_up(judge):
     assert errors.bound.tolist() == [2, 2, 1.6, 1.6]
     assert (errors.convention, errors.is_bounded_by_control, errors.dtype) == ("some", True, BF16)
     assert not errors.bad.any()
-    assert (errors.exact, found.errors[FIRST.tap].exact) == (False, True)
+    assert (errors.is_exact, found.errors[FIRST.tap].is_exact) == (False, True)
     assert (errors.control, found.evidence, found.is_partial) == (None, {}, False)
     assert not found.errors[FIRST.tap].is_bounded_by_control
 
@@ -268,12 +271,12 @@ def test_choices_that_are_right_leave_no_evidence(judge):
     made = judge(stops_early=True)
     choose(made, [[1, 0], [0, 1], [0, 1], [1, 0]])
     assert made.judgement().evidence == {}
-    assert made.judgement().errors[CHOICE.tap].exact
+    assert made.judgement().errors[CHOICE.tap].is_exact
     assert not made.is_decided
 
 
 def test_a_choice_that_rounding_explains_is_right(judge, monkeypatch):
-    monkeypatch.setattr(local_judge, "choice_errors", lambda _rows: floats([1.5, 1.0, 0.0, 1.001]))
+    monkeypatch.setattr(local, "choice_errors", lambda _rows: floats([1.5, 1.0, 0.0, 1.001]))
     made = judge()
     choose(made, [[0, 1]] * 4)
     found = made.judgement()
@@ -392,7 +395,7 @@ def test_what_earlier_batches_added_is_kept_under_a_convention(judge):
 @pytest.mark.parametrize(("shape", "num_heads"), [((3, 2 * WIDTH), 1), ((3, 2, WIDTH), 2), ((3, 1, 2, WIDTH), 1)])
 def test_heads_are_those_of_the_tensor(judge, shape, num_heads):
     rows = SimpleNamespace(operation=FIRST, value=SimpleNamespace(rows=torch.zeros(shape)))
-    found = judge(may_truncate=True)._new_effects(rows, F32)
+    found = judge(may_truncate=True)._new_effects(rows, errors_of(None, [], dtype=F32))
     assert (found.num_heads, found.kind, found.dtype) == (num_heads, Kind.LINEAR, F32)
     assert found.may_truncate
 

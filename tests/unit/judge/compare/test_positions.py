@@ -3,8 +3,7 @@
 import pytest
 
 from harness.formats.taps import Graph, Kind, Operation
-from harness.judge.compare.positions import MAX_POSITIONS, position_errors
-from harness.judge.compare.propagated import Propagation
+from harness.judge.compare.propagated import MAX_POSITIONS, Propagation, position_errors
 
 from .judgements import propagated_of
 

@@ -3,7 +3,7 @@
 import torch
 
 from harness.formats.recording import RequestInfo
-from harness.judge.compare.prefixes import Prefixes
+from harness.judge.compare.align import Prefixes
 
 from .judgements import rows_of
 

@@ -6,8 +6,8 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind
+from harness.judge.compare.conventions.attention import CONVENTIONS
 from harness.judge.compare.conventions.entry import SuspectRows
-from harness.judge.compare.conventions.quantised_cache import CONVENTIONS
 from harness.oracle.model import load_model
 from harness.oracle.watch import Seeing, run_attention, watching
 
@@ -76,8 +76,8 @@ def first_rounding(hf, call, name):
         hf=hf, operation=operation, dtype=torch.float32, rows=rows, positions=rows, actual=unknown, expected=unknown,
         call=call, inputs=[], declared=Numerics(cache=name),
     )  # fmt: skip
-    convention = CONVENTIONS[0]  # the other is of formats with scales
-    return next(iter(convention.roundings(subject)))
+    convention = CONVENTIONS[2]  # the last is of formats with scales
+    return next(iter(convention.alternatives(subject)))
 
 
 def roundings(expected, actual):

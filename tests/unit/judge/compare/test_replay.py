@@ -5,10 +5,9 @@ import torch
 
 from harness.base.threads import one_thread
 from harness.formats.taps import Kind
-from harness.judge.compare.batch import make_batches
-from harness.judge.compare.local_judge import LocalJudge, unrecorded_before
-from harness.judge.compare.replay import Replay, put_back
-from harness.judge.compare.row_sample import RowSample
+from harness.judge.compare.batch import RowSample, make_batches
+from harness.judge.compare.local import LocalJudge
+from harness.judge.compare.replay import Replay, put_back, unrecorded_before
 from harness.judge.compare.sequences import sequences
 from harness.oracle.paired import run_pair
 from harness.results.check import Outcome, Verdict

@@ -50,11 +50,11 @@ def tried(monkeypatch):
     """Subjects that conventions were asked for; there are none but those that a test adds."""
     tried = SimpleNamespace(subjects=[], found=[])
 
-    def roundings(subject):
+    def alternatives(subject):
         tried.subjects.append(subject)
         yield from tried.found
 
-    convention = Convention(name="the test's", kinds=(), roundings=roundings)
+    convention = Convention(name="the test's", kinds=(), alternatives=alternatives)
     monkeypatch.setattr(row_judge, "conventions", lambda kind: [convention])
     return tried
 

@@ -7,8 +7,8 @@ import torch
 
 from harness.formats.recording import RequestInfo
 from harness.judge.compare.align import Rows
+from harness.judge.compare.batch import CONFIDENCE, RowSample, rows_standing_out
 from harness.judge.compare.propagated import PropagatedErrors, Propagation
-from harness.judge.compare.row_sample import CONFIDENCE, RowSample, rows_standing_out
 from harness.judge.compare.sequences import RowSequence
 
 

@@ -13,10 +13,10 @@ from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.explain import explain_run
 from harness.judge.jobs.check import run_check
+from harness.oracle import sketch_rows as sketches
 from harness.oracle.make_golden import cached_golden, make_golden
 from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
-from harness.oracle.sketch import rows as sketches
 from harness.results.check import Outcome
 
 from .conftest import NUM_NEW

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from harness.judge.compare.slot_history import SlotHistory, Write
+from harness.judge.compare.sequences import SlotHistory, Write
 
 from .in_memory import Step, recording_of
 

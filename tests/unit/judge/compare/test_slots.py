@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.errors import Code
-from harness.judge.compare.slots import slot_conflicts
+from harness.judge.compare.sequences import slot_conflicts
 
 from .in_memory import Step, recording_of
 

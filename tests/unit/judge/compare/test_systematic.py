@@ -228,7 +228,7 @@ def test_what_hf_does_too_is_no_alarm_in_a_recording(bench, tmp_path, monkeypatc
     assert verdict[f"{prefix}act"] in (Verdict.NOISE, Verdict.EXACT)
     assert verdict[f"{prefix}gate_proj"] is Verdict.BUG
     monkeypatch.setattr(
-        "harness.judge.compare.local_judge.beyond_control", lambda effects, _control, allowance=0.0: effects.strongest()
+        "harness.judge.compare.local.beyond_control", lambda effects, _control, allowance=0.0: effects.strongest()
     )
     verdict = {tap.name: tap.verdict for tap in one.compare(recording).taps}
     assert verdict[f"{prefix}act"] is Verdict.SYSTEMATIC, "and would be one but for its control"

@@ -14,8 +14,7 @@ from harness.formats.taps import Kind
 from harness.judge.compare import compare_run
 from harness.judge.compare.align import Locator, Rows, step_rows
 from harness.judge.compare.cache import cache_errors
-from harness.judge.compare.local import local_errors
-from harness.judge.compare.local_judge import LocalJudgement
+from harness.judge.compare.local import LocalJudgement, local_errors
 from harness.judge.compare.run import Comparison
 from harness.judge.explain import explain_run
 from harness.oracle.make_golden import cached_golden

@@ -11,7 +11,7 @@ from harness.formats.case import RequestSpec
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.explain import explain_run
-from harness.judge.jobs.engine_run import record_run
+from harness.judge.jobs.opened import record_run
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import load_model
 from harness.plan import plan_request

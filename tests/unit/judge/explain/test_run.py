@@ -10,7 +10,7 @@ from torch import nn
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.explain import run
 from harness.judge.explain.run import _Explainer, explain_run
 from harness.oracle.golden import Golden
@@ -90,8 +90,8 @@ def test_a_row_of_the_cache_is_its_own_or_that_of_the_same_tokens_or_the_goldens
 
 def errors_of(places, bad, *, effect=None, unrecorded=()):
     numbers = torch.arange(1.0, len(places) + 1, dtype=torch.float64)
-    return LocalErrors(rows=rows(*places), roundings=10 * numbers, bound=numbers, bad=torch.tensor(bad), exact=True,
-                       effect=effect, unrecorded=unrecorded)  # fmt: skip
+    roundings = torch.where(torch.tensor(bad), 10 * numbers, 0.0)
+    return LocalErrors(rows=rows(*places), roundings=roundings, bound=numbers, effect=effect, unrecorded=unrecorded)
 
 
 def test_the_wrong_rows_of_a_cache_in_the_order_of_their_places(explainer):

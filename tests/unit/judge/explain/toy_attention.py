@@ -13,7 +13,7 @@ import torch
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.core.wrong_operation import WrongOperation
 
 from .toys import ToyModel, failure_of, random, recorded

@@ -16,7 +16,7 @@ from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
-from harness.judge.compare.slot_history import SlotHistory
+from harness.judge.compare.sequences import SlotHistory
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 from ....recording_writer import new_writer

@@ -167,11 +167,11 @@ def test_a_module_is_taken(tensors):
 
 
 def test_the_command(tensors, tmp_path, capsys):
-    assert run(["weights", "llama-tiny", "llama-tiny"]) == 0
+    assert run(["inspect", "llama-tiny", "--against", "llama-tiny"]) == 0
     assert capsys.readouterr().out.startswith("PASS  ")
-    assert run(["weights", "qwen3-tiny", "llama-tiny", "--format", "markdown"]) == 1
+    assert run(["inspect", "qwen3-tiny", "--against", "llama-tiny", "--format", "markdown"]) == 1
     assert "| tensor" in capsys.readouterr().out
-    assert run(["weights", str(tmp_path), "llama-tiny"]) == 2
+    assert run(["inspect", str(tmp_path), "--against", "llama-tiny"]) == 2
 
 
 def test_json_has_every_tensor(tensors):

@@ -177,15 +177,15 @@ class Raises(FullAttention):
 
 
 class CacheZeroed(FullAttention):
-    def attend(self, q, k_cache, v_cache, **given):
-        out = super().attend(q, k_cache, v_cache, **given)
+    def attend(self, q, k_cache, v_cache, **options):
+        out = super().attend(q, k_cache, v_cache, **options)
         k_cache.zero_()
         return out
 
 
 class QueriesScaled(FullAttention):
-    def attend(self, q, k_cache, v_cache, **given):
-        out = super().attend(q, k_cache, v_cache, **given)
+    def attend(self, q, k_cache, v_cache, **options):
+        out = super().attend(q, k_cache, v_cache, **options)
         q *= 0.5
         return out
 

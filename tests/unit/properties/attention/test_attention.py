@@ -8,15 +8,19 @@ import torch
 from hypothesis import settings
 
 from harness.errors import HarnessError
-from harness.properties.attention.batches import FOCUSES
 from harness.properties.attention.cache import check_read_back, check_store
-from harness.properties.attention.case import AttentionCase
+from harness.properties.attention.case import FOCUSES, AttentionCase
 from harness.properties.attention.definition import expected_output
-from harness.properties.attention.parts import check_merge, check_padded
 from harness.properties.attention.subject import AttentionUnderTest, not_checked
-from harness.properties.attention.suite import check_batching, check_definition, check_placement
+from harness.properties.attention.suite import (
+    check_batching,
+    check_definition,
+    check_merge,
+    check_padded,
+    check_placement,
+)
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.reference.attention import ContiguousSubject, PagedSubject, RecomputeSubject
 
 from . import full_attention

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from harness.properties.attention.batches import FOCUSES
 from harness.properties.attention.cache import check_read_back, check_store
+from harness.properties.attention.case import FOCUSES
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.attention.suite import check_batching, check_definition, check_placement
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.reference.attention import TritonSubject
 
 from ...reference_engine.fast.kernels.launching import DEVICES, IGNORE_NUMPY, launch_on

@@ -8,9 +8,9 @@ from hypothesis import settings
 
 from harness.properties.attention.subject import AttentionUnderTest, not_checked
 from harness.properties.attention.suite import check_definition
-from harness.properties.core.adapter import NamedAdapter
+from harness.properties.core.falsify import NamedAdapter
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 
 from . import forms
 

@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 
 from harness.properties.core import falsify
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 
 from ...reference_engine.fast.kernels.launching import IGNORE_NUMPY, launch_on
 from .kernel_mutants import MUTANTS, PACKAGE, SURVIVORS, Mutant

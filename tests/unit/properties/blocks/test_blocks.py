@@ -9,7 +9,7 @@ from hypothesis import settings
 from harness.properties.blocks.adapter import OPTIONAL
 from harness.properties.blocks.suite import not_checked, search_block_manager
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.reference.blocks import BlockManagerSubject
 
 from ..programs import assert_fails_in_its_last_line

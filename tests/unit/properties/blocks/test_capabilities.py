@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.properties.blocks.suite import search_block_manager
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 
 from .chained import ChainedManager, Held
 

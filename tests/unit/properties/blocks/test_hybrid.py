@@ -4,7 +4,7 @@ import pytest
 
 from harness.properties.blocks.suite import not_checked, search_block_manager
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 
 from ..programs import assert_fails_in_its_last_line
 from . import chained, hybrid, swapping

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.properties.blocks.suite import search_block_manager
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.reference.blocks import BlockManagerSubject
 
 from ..mutation import Mutant

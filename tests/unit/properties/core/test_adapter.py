@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.properties.core.adapter import NamedAdapter, hides_parameters, takes
+from harness.properties.core.falsify import NamedAdapter, hides_parameters, takes
 
 
 class Made:

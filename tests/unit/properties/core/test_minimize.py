@@ -7,8 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.findings import PropertyError, PropertyFinding, Violation
-from harness.properties.core.invariants import Invariant
+from harness.properties.core.findings import Invariant, PropertyError, PropertyFinding, Violation
 from harness.properties.core.machine import Machine, NotApplicable, action
 from harness.properties.core.minimize import minimize
 from harness.properties.core.subject import Subject
@@ -57,9 +56,9 @@ def test_steps_and_arguments_become_as_small_as_they_can() -> None:
         ("add", {"number": 3, "words": [1, 2]}),
         ("add", {"number": 9, "words": [3, 1, 2]}),
     ]
-    found = minimize(CounterMachine, trace, Invariant.POOL_PARTITION)
-    assert found is not None
-    assert found.machine.subject.program(found.violation) == (
+    smallest = minimize(CounterMachine, trace, Invariant.POOL_PARTITION)
+    assert smallest is not None
+    assert smallest.machine.subject.program(smallest.violation) == (
         f"from {__name__} import Counter\n\n"
         "counter = Counter(num_blocks=1, block_size=1)\n"
         "result = counter.add(5, [])\n"
@@ -82,9 +81,9 @@ def test_a_prompt_of_whole_blocks_becomes_one_block(num_words: int) -> None:
         ("start", {"num_blocks": 8, "block_size": 16}),
         ("add", {"number": 3, "words": [0] * num_words}),
     ]
-    found = minimize(WholeBlocks, trace, Invariant.POOL_PARTITION)
-    assert found is not None
-    assert found.trace[-1] == ("add", {"number": 3, "words": [0] * 16})
+    smallest = minimize(WholeBlocks, trace, Invariant.POOL_PARTITION)
+    assert smallest is not None
+    assert smallest.trace[-1] == ("add", {"number": 3, "words": [0] * 16})
 
 
 def test_what_does_not_happen_again_cannot_be_made_smaller() -> None:

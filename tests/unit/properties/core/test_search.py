@@ -9,10 +9,10 @@ from hypothesis import reject
 
 from harness.errors import Code, HarnessError
 from harness.properties.blocks.suite import search_block_manager
-from harness.properties.core import search as search_module
+from harness.properties.core import search
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
-from harness.properties.core.watchdog import HangError, call_limited, time_limit
+from harness.properties.core.search import PROFILES
+from harness.properties.core.subject import HangError, call_limited, time_limit
 from harness.properties.scheduler.suite import search_scheduler
 
 from ..blocks.chained import ChainedManager
@@ -165,8 +165,8 @@ class Endless(TwoPhaseScheduler):
 
 
 def test_a_call_that_never_returns_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "CALL_LIMIT_S", 0.3)
-    monkeypatch.setattr(search_module, "SHRINKING_LIMIT_S", 0.05)
+    monkeypatch.setattr(search, "CALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(search, "SHRINKING_LIMIT_S", 0.05)
     findings = search_scheduler(Endless, DEV, is_first_enough=True).findings
     assert findings[0].invariant == 21
     assert findings[0].what.startswith("schedule did not return within")

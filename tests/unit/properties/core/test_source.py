@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.properties.core.source import plain_text, spell
+from harness.properties.core.subject import plain_text, spell
 
 
 @pytest.mark.parametrize(

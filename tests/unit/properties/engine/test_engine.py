@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.engine.case import RELATIONS
 from harness.properties.engine.suite import check_engine, not_checked, refusal
 from harness.properties.reference.engine import EngineSubject, LlamaEngine, Qwen2Engine
@@ -82,8 +82,8 @@ class LastChunkOnly(Counting):
 
 class OrderMatters(Counting):
     def generate(self, prompts: Any, max_new_tokens: Any) -> list[list[int]]:
-        found = super().generate(prompts, max_new_tokens)
-        return [[(token + i) % self.vocab_size for token in own] for i, own in enumerate(found)]
+        generated = super().generate(prompts, max_new_tokens)
+        return [[(token + i) % self.vocab_size for token in tokens] for i, tokens in enumerate(generated)]
 
 
 class WarmUpMatters(Counting):

@@ -7,13 +7,13 @@ from hypothesis import settings
 
 from harness.engines import Capabilities
 from harness.errors import Code, HarnessError
-from harness.properties.core.adapter import NamedAdapter
+from harness.properties.core.falsify import NamedAdapter
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.engine import installed
 from harness.properties.engine.installed import installed_engine
 from harness.properties.engine.suite import check_engine, refusal
-from harness.pytest_plugin.properties import adapters
+from harness.pytest_plugin import properties
 
 FEW = settings(PROFILES["dev"].settings(), max_examples=10)
 PROMPT = list(range(7, 18))
@@ -97,11 +97,11 @@ def test_what_depends_on_the_batch_is_found_and_the_program_names_the_engine(mon
 
 
 def test_the_options_of_pytest_name_engine_and_checkpoint():
-    adapter = adapters._installed("reference", "llama-tiny")
+    adapter = properties._installed("reference", "llama-tiny")
     assert adapter.expression == "installed_engine('reference', 'llama-tiny')"
     assert adapter.imports == ("from harness.properties.engine.installed import installed_engine",)
     assert adapter.target.folder.name == "llama-tiny"
-    assert adapters._installed("reference", None).expression == "installed_engine('reference')"
+    assert properties._installed("reference", None).expression == "installed_engine('reference')"
 
 
 def test_an_engine_without_control_is_told_what_cannot_be_checked():

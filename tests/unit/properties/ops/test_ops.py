@@ -9,15 +9,12 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from harness.properties.core.findings import Counterexample, PropertyError
-from harness.properties.core.profiles import PROFILES
-from harness.properties.ops.adapter import OpsUnderTest, not_checked
+from harness.properties.core.search import PROFILES
+from harness.properties.ops.adapter import OpsUnderTest, RandomRows, not_checked
 from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import Norm, NormCase, check_norms
 from harness.properties.ops.rotary import check_rotary
-from harness.properties.ops.rows import RandomRows
-from harness.properties.ops.sampling import SampledRow, check_frequency, check_sampling
-from harness.properties.ops.stopping import check_stopping
-from harness.properties.ops.tokenizer import check_tokenizer
+from harness.properties.ops.tokens import SampledRow, check_frequency, check_sampling, check_stopping, check_tokenizer
 from harness.properties.reference.ops import Ops
 from reference_engine.requests.detokenizer import Detokenizer
 
@@ -167,7 +164,7 @@ def test_a_token_that_comes_a_few_times_is_no_finding(logits: tuple[float, ...],
 
 class TooWarm(Ops):
     def sample(self, logits: torch.Tensor, *, temperatures: Any, **others: Any) -> list[int]:
-        return super().sample(logits, temperatures=[1.3 * own for own in temperatures], **others)
+        return super().sample(logits, temperatures=[1.3 * temperature for temperature in temperatures], **others)
 
 
 @pytest.mark.parametrize("logits", [(0.0, 1.0), (0.0, 0.25, 3.25), (3.0, *[-1.0] * 7)])

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.scheduler.suite import not_checked, search_scheduler
 
 from ..programs import assert_fails_in_its_last_line

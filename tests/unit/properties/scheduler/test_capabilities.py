@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.scheduler.suite import search_scheduler
 
 from ..blocks.chained import Held
@@ -78,8 +78,8 @@ CASES = [
 @pytest.mark.parametrize(("scheduler", "declared", "otherwise"), CASES)
 def test_what_is_declared_is_no_finding(scheduler: type, declared: dict[str, Any], otherwise: set[int]) -> None:
     search_scheduler(type("Declared", (scheduler,), declared), DEV).raise_findings()
-    found = search_scheduler(scheduler, CI, is_first_enough=True).findings
-    assert {finding.invariant for finding in found} == otherwise
+    findings = search_scheduler(scheduler, CI, is_first_enough=True).findings
+    assert {finding.invariant for finding in findings} == otherwise
 
 
 def test_a_prompt_that_is_cut_is_a_finding_where_none_should_be() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.reference.scheduler import SchedulerSubject
 from harness.properties.scheduler.suite import search_scheduler
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 from harness.properties.core.findings import PropertyError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.reference.scheduler import SchedulerSubject
 from harness.properties.scheduler.adapter import OPTIONAL
 from harness.properties.scheduler.suite import not_checked, search_scheduler

@@ -79,10 +79,10 @@ class Pool:
     def find(self, token_ids: Sequence[int], salt: str) -> Snapshot | None:
         """Return the longest snapshot of a prefix that leaves a token to compute."""
         for length in range(len(token_ids) - 1, 0, -1):
-            found = self.snapshots.get(self.key(token_ids[:length], salt))
-            if found is not None and found.token_ids == tuple(token_ids[:length]):
-                self.snapshots.move_to_end(found.key)
-                return found
+            snapshot = self.snapshots.get(self.key(token_ids[:length], salt))
+            if snapshot is not None and snapshot.token_ids == tuple(token_ids[:length]):
+                self.snapshots.move_to_end(snapshot.key)
+                return snapshot
         return None
 
     def key(self, token_ids: Sequence[int], salt: str) -> Key:
@@ -105,19 +105,19 @@ class CheckpointedStates:
         self.num_transfers = 0
 
     def allocate(self, request_id: int, token_ids: Sequence[int], salt: str = "") -> int | None:
-        found = self.pool.find(token_ids, salt)
-        state = 0 if found is None else self.pool.memory[found.slot]  # its slot may be the one that is taken
+        snapshot = self.pool.find(token_ids, salt)
+        state = 0 if snapshot is None else self.pool.memory[snapshot.slot]  # its slot may be the one that is taken
         slot = self.pool.take()
         if slot is None:
             return None
         self.pool.memory[slot] = state
         request = self.requests[request_id] = Request(salt=salt, slot=slot)
-        request.token_ids = [] if found is None else list(found.token_ids)
+        request.token_ids = [] if snapshot is None else list(snapshot.token_ids)
         return len(request.token_ids)
 
     def lookup(self, token_ids: Sequence[int], salt: str = "") -> int:
-        found = self.pool.find(token_ids, salt)
-        return 0 if found is None else len(found.token_ids)
+        snapshot = self.pool.find(token_ids, salt)
+        return 0 if snapshot is None else len(snapshot.token_ids)
 
     def write(self, request_id: int, token_ids: Sequence[int], states: Sequence[int]) -> None:
         request = self.requests[request_id]
@@ -148,9 +148,9 @@ class CheckpointedStates:
 
     def rewind(self, request_id: int, num_tokens: int) -> int:
         request = self.requests[request_id]
-        found = self.pool.find(request.token_ids[: num_tokens + 1], request.salt)
-        request.token_ids = [] if found is None else list(found.token_ids)
-        self.pool.memory[request.slot] = 0 if found is None else self.pool.memory[found.slot]
+        snapshot = self.pool.find(request.token_ids[: num_tokens + 1], request.salt)
+        request.token_ids = [] if snapshot is None else list(snapshot.token_ids)
+        self.pool.memory[request.slot] = 0 if snapshot is None else self.pool.memory[snapshot.slot]
         return len(request.token_ids)
 
     def draft(self, request_id: int, token_ids: Sequence[int], states: Sequence[int]) -> None:
@@ -193,19 +193,21 @@ class CheckpointedStates:
     # The connector
 
     def offload(self, token_ids: Sequence[int], salt: str = "") -> int | None:
-        found = self.pool.find(token_ids, salt)
-        target = None if found is None or found.key in self.host.snapshots else self.host.take()
-        if found is None or target is None:
+        snapshot = self.pool.find(token_ids, salt)
+        target = None if snapshot is None or snapshot.key in self.host.snapshots else self.host.take()
+        if snapshot is None or target is None:
             return None
-        return self.begin(Transfer(snapshot=found, target=target, is_load=False))
+        return self.begin(Transfer(snapshot=snapshot, target=target, is_load=False))
 
     def load(self, request_id: int, token_ids: Sequence[int], salt: str = "") -> int | None:
-        found = self.host.find(token_ids, salt)
-        target = None if found is None else self.pool.take()
-        if found is None or target is None:
+        snapshot = self.host.find(token_ids, salt)
+        target = None if snapshot is None else self.pool.take()
+        if snapshot is None or target is None:
             return None
         request = Request(salt=salt, slot=target)
-        return self.begin(Transfer(snapshot=found, target=target, is_load=True, request=request, request_id=request_id))
+        return self.begin(
+            Transfer(snapshot=snapshot, target=target, is_load=True, request=request, request_id=request_id)
+        )
 
     def begin(self, transfer: Transfer) -> int:
         transfer.snapshot.num_readers += 1

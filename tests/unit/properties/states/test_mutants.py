@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.states.suite import search_state_cache
 
 from ..mutation import Mutant

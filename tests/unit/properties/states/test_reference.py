@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.reference.states import StateCacheSubject
 from harness.properties.states.suite import search_state_cache
 from reference_engine.block_pool import NULL_BLOCK

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from harness.errors import Code, HarnessError
-from harness.properties.core.profiles import PROFILES
+from harness.properties.core.search import PROFILES
 from harness.properties.states.adapter import OPTIONAL, REQUIRED
 from harness.properties.states.suite import not_checked, search_state_cache
 

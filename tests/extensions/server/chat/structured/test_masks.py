@@ -10,9 +10,8 @@ pytest.importorskip("llguidance", reason="the package llguidance is not installe
 
 import harness
 from harness.errors import HarnessError
-from harness.extensions.server.chat.structured.automaton import SPACING, Automaton
-from harness.extensions.server.chat.structured.naming import is_open
-from harness.extensions.server.chat.structured.schemas import object_of
+from harness.extensions.server.chat.automaton import SPACING, Automaton
+from harness.extensions.server.chat.masks import is_open, object_of
 from harness.formats.checkpoint import HFTokenizer
 from harness.report.document import document
 

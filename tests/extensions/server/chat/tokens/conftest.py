@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.address import Address
 
 from .....loopback import serving
 

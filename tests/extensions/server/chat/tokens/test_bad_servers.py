@@ -9,8 +9,8 @@ pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 from harness.errors import HarnessError
-from harness.extensions.server.chat.tokens.run import check_tokens
-from harness.extensions.server.endpoint.address import Address
+from harness.extensions.server.address import Address
+from harness.extensions.server.chat.run import check_tokens
 from harness.formats.checkpoint import Checkpoint
 from harness.results.check import Outcome
 

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from harness.extensions.server.chat.tokens.report import tokens_text
-from harness.extensions.server.chat.tokens.run import check_tokens, compare_renderings
+from harness.extensions.server.chat.report import tokens_text
+from harness.extensions.server.chat.run import check_tokens, compare_renderings
 from harness.formats.checkpoint import Checkpoint
 from harness.report.document import document as result_document
 from harness.results.check import Outcome

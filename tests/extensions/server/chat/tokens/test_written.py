@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from harness.extensions.server.chat.tokens.report import tokens_text
-from harness.extensions.server.chat.tokens.result import TokensResult
-from harness.extensions.server.chat.tokens.written import Writing
-from harness.extensions.server.endpoint.client import Client
+from harness.extensions.server.chat.report import tokens_text
+from harness.extensions.server.chat.result import TokensResult
+from harness.extensions.server.chat.written import Writing
+from harness.extensions.server.client import Client
 from reference_engine.requests import stopping
 from reference_engine.server import answer, chat, choice, completions
 from reference_engine.server.schema import _Request
@@ -215,7 +215,7 @@ def test_a_server_that_does_as_vllm_does_is_sound(chat_server, tokenizer, monkey
         is_hidden = request.echo and request.return_token_ids
         return await run(request.model_copy(update={"echo": False}) if is_hidden else request)
 
-    monkeypatch.setattr("harness.extensions.server.chat.tokens.written._PROMPTS", ("one two ",))
+    monkeypatch.setattr("harness.extensions.server.chat.written._PROMPTS", ("one two ",))
     requests(as_vllm)(monkeypatch, chat_server[0])
     writing = written(chat_server[1], tokenizer)
     assert (writing.differences, writing.not_judged) == ([], {})
@@ -235,7 +235,7 @@ def test_a_fault_is_found_and_named(chat_server, tokenizer, monkeypatch, name):
 @pytest.mark.slow
 def test_what_is_said_of_a_text_and_how_to_ask_again(chat_server, tokenizer, monkeypatch):
     text, address = chat_server
-    monkeypatch.setattr("harness.extensions.server.chat.tokens.written._PROMPTS", ("one two ",))
+    monkeypatch.setattr("harness.extensions.server.chat.written._PROMPTS", ("one two ",))
     requests(lambda request, run: run(request.model_copy(update={"echo": False})))(monkeypatch, text)
     writing = written(address, tokenizer)
     result = TokensResult(

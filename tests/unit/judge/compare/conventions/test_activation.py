@@ -7,13 +7,13 @@ from torch.nn.functional import gelu, relu, silu
 from harness.base.metrics import rounding_unit, row_errors
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.conventions.activation import ABSOLUTE_NORMAL, ABSOLUTE_SIGMOID, CONVENTIONS
 from harness.judge.compare.conventions.entry import SuspectRows
+from harness.judge.compare.conventions.rowwise import ABSOLUTE_NORMAL, ABSOLUTE_SIGMOID, CONVENTIONS
 
 from ..judgements import draw
 
 ROWS, WIDTH = 4, 32
-CONVENTION, TABLE = CONVENTIONS
+CONVENTION, TABLE = CONVENTIONS[2:]
 UNIT = rounding_unit(torch.float32)
 
 
@@ -23,7 +23,7 @@ def found(expected, *inputs, dtype=torch.float32, convention=CONVENTION, **decla
         actual=expected, expected=expected, rows=torch.arange(ROWS), positions=torch.arange(ROWS), inputs=list(inputs),
         declared=Numerics(**declared),
     )  # fmt: skip
-    return list(convention.roundings(subject))
+    return list(convention.alternatives(subject))
 
 
 @pytest.mark.parametrize(("of", "name"), [(silu, ABSOLUTE_SIGMOID), (gelu, ABSOLUTE_NORMAL)])

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from harness.base.numerics import Numerics
+from harness.extensions.quantised.conventions import CONVENTIONS as DECLARED
 from harness.formats.checkpoint import resolve
 from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.experts import CONVENTIONS
@@ -64,10 +65,10 @@ def float8_of_groups(x, size):
 
 
 def errors(subject):
-    convention, of_ggml = CONVENTIONS
+    (of_ggml,), (_, convention) = CONVENTIONS, DECLARED
     found = []
-    assert list(of_ggml.roundings(subject)) == [], "no format of ggml's was declared"
-    for rounding in convention.roundings(subject):
+    assert list(of_ggml.alternatives(subject)) == [], "no format of ggml's was declared"
+    for rounding in convention.alternatives(subject):
         error = (subject.actual - rounding.expected()).norm(dim=1) / subject.actual.norm(dim=1)
         found.append((float(error.median()), rounding))
     return sorted(found, key=lambda each: each[0])
@@ -112,9 +113,9 @@ def int8_of_blocks(x):
 def test_inputs_in_blocks_are_those_of_ggml(of_scheme):
     """Of an engine that declares weights in such a format, whatever the checkpoint says."""
     subject = replace(of_scheme("w4a16", int8_of_blocks), declared=Numerics(weights=("F16", "Q4_0")))
-    _, of_ggml = CONVENTIONS
-    (rounding,) = of_ggml.roundings(subject)
+    (of_ggml,) = CONVENTIONS
+    (rounding,) = of_ggml.alternatives(subject)
     assert rounding.name == "inputs quantised to Q8_0"
     error = (subject.actual - rounding.expected()).norm(dim=1) / subject.actual.norm(dim=1)
     assert float(error.median()) < 1e-6
-    assert list(of_ggml.roundings(replace(subject, declared=Numerics(weights=("F16",))))) == []
+    assert list(of_ggml.alternatives(replace(subject, declared=Numerics(weights=("F16",))))) == []

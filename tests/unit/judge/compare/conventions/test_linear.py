@@ -26,7 +26,7 @@ from harness.judge.compare.conventions.linear import (
 from ..judgements import draw
 
 ROWS, IN, OUT = 3, 8, 5
-ROUNDED, SHARED, AFTER = (convention.roundings for convention in CONVENTIONS)
+ROUNDED, SHARED, AFTER = (convention.alternatives for convention in CONVENTIONS[:3])
 
 
 def subject_of(weight, x, *, bias=None, dtype=torch.bfloat16, name="o_proj", inputs=None, module=None, **declared):

@@ -8,14 +8,13 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.conventions import quantised
+from harness.judge.compare.conventions import linear
 from harness.judge.compare.conventions.entry import SuspectRows
-from harness.judge.compare.conventions.linear import ROUNDED_INPUTS
-from harness.judge.compare.conventions.quantised import CONVENTIONS, QUANTISED_INPUTS, quantised_inputs
+from harness.judge.compare.conventions.linear import CONVENTIONS, QUANTISED_INPUTS, ROUNDED_INPUTS, quantised_inputs
 
 from ..judgements import draw
 
-ADAPTED, QUANTISED = (convention.roundings for convention in CONVENTIONS)
+ADAPTED, QUANTISED = (convention.alternatives for convention in CONVENTIONS[3:])
 Q8_0, Q8_K = (QUANTISED_INPUTS.format(name) for name in ("Q8_0", "Q8_K"))
 
 
@@ -148,7 +147,7 @@ def test_a_row_that_is_wrong_elsewhere_stays_wrong():
 
 @pytest.mark.parametrize(("most", "is_resolved"), [(3, True), (2, False)])
 def test_more_ties_than_can_be_told_are_left(monkeypatch, most, is_resolved):
-    monkeypatch.setattr(quantised, "_MAX_TIES", most)
+    monkeypatch.setattr(linear, "_MAX_TIES", most)
     weight, x = draw(8, 32), torch.cat((tied(2.5, 5.5), tied(9.5)))
     integers = x.round()
     integers[:, 1] = torch.tensor([3.0, 9.0])

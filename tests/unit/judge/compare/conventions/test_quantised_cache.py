@@ -9,17 +9,15 @@ from torch import nn
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.cache_blocks import Stored, quantised, rounded_sums
-from harness.judge.compare.cache_format import CacheFormat
-from harness.judge.compare.conventions import quantised_cache
-from harness.judge.compare.conventions.attention import MODEL
+from harness.judge.compare.cache_format import CacheFormat, Stored, quantised, rounded_sums
+from harness.judge.compare.conventions import attention
+from harness.judge.compare.conventions.attention import CONVENTIONS, KEPT, MODEL, ROUNDED_PROBABILITIES, ROUNDED_SUMS
 from harness.judge.compare.conventions.entry import SuspectRows
-from harness.judge.compare.conventions.quantised_cache import CONVENTIONS, KEPT, ROUNDED_PROBABILITIES, ROUNDED_SUMS
 from harness.oracle.watch import AttentionCall
 
 from ..judgements import draw
 
-QUANTISED_CACHE, _ = (convention.roundings for convention in CONVENTIONS)
+QUANTISED_CACHE = CONVENTIONS[2].alternatives
 BATCH, HEADS, KV_HEADS, TOKENS, SIZE = 2, 4, 2, 5, 64
 ROWS = torch.tensor([9, 0, 6])
 UNIT = rounding_unit(torch.float32)
@@ -167,9 +165,7 @@ def operands(*, slack):
 
 
 def room_of(query, key, value):
-    return quantised_cache._allowance_of_ties(
-        subject_of(call_of()), call_of(), quantised_cache._Operands(query, key, value)
-    )
+    return attention._allowance_of_ties(subject_of(call_of()), call_of(), attention._Operands(query, key, value))
 
 
 def by_loop(query, key, value):

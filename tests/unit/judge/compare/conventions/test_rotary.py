@@ -16,7 +16,7 @@ from harness.judge.compare.conventions.rotary import CONVENTIONS, OTHER_ORDER, O
 
 from ..judgements import draw
 
-ORDERS, OWN = (convention.roundings for convention in CONVENTIONS)
+ORDERS, OWN = (convention.alternatives for convention in CONVENTIONS)
 F32 = np.float32
 SIZE, PAIRS, HEADS, THETA = 8, 4, 3, 10_000.0
 POSITIONS = (0, 1, 700, 3000)

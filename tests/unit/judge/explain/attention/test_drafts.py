@@ -5,7 +5,7 @@ import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
-from harness.judge.compare.attention_context import AttentionContext
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.attention.slots import nothing_forgotten, rejected_drafts
 from harness.judge.explain.cache.entries import other_row, replayed_reads
 from harness.judge.explain.rotary.positions import _behind_given_up

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.judge.compare.slot_history import SlotHistory, Write
+from harness.judge.compare.sequences import SlotHistory, Write
 from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
 
 LAYER = 1

@@ -12,7 +12,8 @@ from torch import nn
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.experts import experts, mixture
-from harness.judge.explain.experts.mixture import mixture_of, num_experts
+from harness.judge.explain.experts.mixture import mixture_of
+from harness.oracle.experts import num_experts
 
 from ..toys import ToyModel, by_cause, failure_of, random, recorded
 

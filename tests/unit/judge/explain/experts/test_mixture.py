@@ -11,15 +11,8 @@ from torch import nn
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.experts import experts
-from harness.judge.explain.experts.mixture import (
-    changed,
-    experts_of,
-    mixture_of,
-    one_expert,
-    others_like,
-    recorded_choices,
-    run_experts,
-)
+from harness.judge.explain.experts.mixture import changed, experts_of, mixture_of, others_like, recorded_choices
+from harness.oracle.experts import one_expert, run_experts
 
 from ..toys import ToyModel, by_cause, failure_of, random, recorded
 from .test_experts import Experts, expert

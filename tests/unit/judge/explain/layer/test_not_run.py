@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.compare.local_judge import LocalErrors
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.explain.run import layers_that_did_not_run
 from harness.oracle.precision import upcast
 
@@ -31,11 +31,10 @@ class Without:
 
 def explained(bench, tensor):
     rows = Rows.concat([bench.rows(TAP)])
-    bad = torch.ones(len(rows), dtype=torch.bool)
     unrecorded = tuple(op.tap for op in bench.hf.graph.of_layer(1))
     errors = LocalErrors(
         rows=rows, roundings=torch.full((len(rows),), 1e6, dtype=torch.float64),
-        bound=torch.full((len(rows),), 20.0, dtype=torch.float64), bad=bad, exact=False, unrecorded=unrecorded,
+        bound=torch.full((len(rows),), 20.0, dtype=torch.float64), unrecorded=unrecorded,
     )  # fmt: skip
     operation = bench.hf.graph[TAP]
     with torch.no_grad(), upcast(torch.float64, bench.hf.module(operation.module)):
@@ -60,7 +59,7 @@ def test_a_layer_that_was_only_not_recorded(bench):
 def test_elsewhere_nothing_is_said(bench, tap):
     rows = bench.rows(TAP)
     ones = torch.ones(len(rows), dtype=torch.float64)
-    errors = LocalErrors(rows=rows, roundings=ones, bound=ones, bad=ones > 2, exact=False, unrecorded=())
+    errors = LocalErrors(rows=rows, roundings=ones, bound=ones)
     operation = bench.hf.graph[tap]
     without = Without(bench, bench.tap(TAP))
     assert layers_that_did_not_run(operation, errors, bench.hf, without, bench.dtype, "") is None

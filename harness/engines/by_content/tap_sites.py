@@ -1,0 +1,368 @@
+"""Finds the places of taps in three steps: many requests of one token each, then a prompt and one token more.
+
+At position 0 rotary turns nothing and attention sees one value, so a mistake in rotary, mask or cache does not hide the
+map. The prompt and the token after it tell apart what is the same at position 0, and show where the rows are.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, permutations, product
+from math import inf, prod
+
+import torch
+
+from harness.engines.by_content.columns import (
+    Columns,
+    RowLayout,
+    layouts_with_rows,
+    limit_of_same,
+    relative_error,
+    tables_of,
+)
+from harness.engines.by_content.finder import TapFinder, TapNames
+from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.steps import MODULE, RETURNED, Site
+from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence
+from harness.formats.taps import Kind, Operation
+from harness.oracle.model import HFModel
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTap:
+    """A tap of the first step."""
+
+    places: Sequence[tuple[Site, Columns]]
+    """Where it is; several places may hold the same value at position 0, and others later."""
+    evidence: TapEvidence
+
+
+def find_first(
+    hf: HFModel, ids: Sequence[int], seen: Mapping[Site, torch.Tensor], *, rounding: float
+) -> dict[str, FirstTap]:
+    """Return the taps among the tensors of a step of many requests of one token; `hf` is in float32."""
+    sites = {site.name: site for site in seen}
+    tables = tables_of({site.name: tensor for site, tensor in seen.items()}, len(ids))
+    names = TapNames(hf.graph, [site.name for site in seen if site.what == MODULE])
+    finder = TapFinder(hf, torch.tensor(ids)[:, None], tables, names, rounding=rounding)
+    finder.find()
+    return {
+        tap: FirstTap([(sites[tables[fit.index].name], fit.columns) for fit in finder.holding(tap)], chosen.evidence)
+        for tap, chosen in finder.chosen.items()
+    }
+
+
+_NO_VALUES = (Kind.CACHE, Kind.STATE, Kind.CHOICE)
+"""What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
+_MOST_CANDIDATES = 24
+_MOST_TRIALS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A source with its rows in the prompt and the token after it, [T, W]; or in the last row of each alone, [2, W]."""
+
+    source: ShownSite
+    rows: torch.Tensor
+    is_sampled_only: bool = False
+
+
+class LaterSteps:
+    """The engine's tensors in two steps of one request."""
+
+    def __init__(
+        self,
+        hf: HFModel,
+        ids: Sequence[int],
+        prefill: Mapping[Site, torch.Tensor],
+        decode: Mapping[Site, torch.Tensor],
+        *,
+        is_again: bool,
+        rounding: float,
+    ) -> None:
+        """Take the steps.
+
+        Args:
+            hf: the model that the engine should be.
+            ids: the prompt, and one token.
+            prefill: tensors of the prompt's step.
+            decode: tensors of the token's step.
+            is_again: whether the second step computes the prompt again.
+            rounding: RMS relative error of one rounding in the engine.
+        """
+        self._hf, self._ids, self._rounding = hf, torch.tensor(ids)[None], rounding
+        self._prefill, self._decode, self._num_tokens = prefill, decode, len(ids) - 1
+        self._is_again = is_again
+        self._order = {site: at for at, site in enumerate(prefill)}
+        self._taken: set[ShownSite] = set()
+        """Sources that hold a tap for certain."""
+        self._pending: dict[str, list[_Read]] = {}
+        """Tensors that hold a tap's value at position 0, and not at later ones."""
+        self._found: dict[str, _Read] = {}
+        self.taps: dict[str, MappedTap] = {}
+        self.uncertain: dict[str, str] = {}
+
+    def tell_apart(self, first: Mapping[str, FirstTap]) -> None:
+        """Find the sources of each tap, in the order of HF's run; then those that only other taps tell.
+
+        Args:
+            first: where each tap is at position 0.
+        """
+        run_hf(self._hf, self._ids, lambda operation, value: self._look(operation, value, first))
+        logits = self._hf.graph.logits
+        returned = self._sampled(self._returned(logits))
+        if logits not in self.taps and returned is not None:
+            self._take(logits, [returned], TapEvidence.DEFINITION)
+        for operation in reversed(self._hf.graph.operations):
+            lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
+            lost = [item for item in lost if item.kind not in _NO_VALUES]
+            if lost and not operation.is_kept and self._own(operation.tap) is not None:
+                self._find_by(operation, lost)
+        self._prefer_content()
+        if returned is not None:  # whatever the engine does to a product that holds HF's logits, this is what it serves
+            self._take(logits, [returned], TapEvidence.DEFINITION)
+        unclear = [tap for tap in self._pending if tap not in self.taps]
+        self.uncertain |= dict.fromkeys(
+            unclear, "the tensors that hold it at position 0 hold another value at later ones"
+        )
+
+    def _look(self, operation: Operation, value: torch.Tensor, first: Mapping[str, FirstTap]) -> torch.Tensor | None:
+        tap = first.get(operation.tap)
+        if tap is None:
+            return None
+        reads = [self._long(site, columns, operation) for site, columns in tap.places]
+        candidates = [read for read in reads if read is not None]
+        if not candidates:
+            self.uncertain[operation.tap] = "no tensor that holds it at position 0 has a row for each token of a prompt"
+            return None
+        errors = [relative_error(read.rows, value[-len(read.rows) :]) for read in candidates]
+        nearest = min(errors)
+        limit = limit_of_same(nearest, self._rounding)
+        holding = [read for read, error in zip(candidates, errors, strict=True) if error <= limit]
+        if nearest > self._held:  # the engine has another value, or this tensor is another one at later positions
+            self._pending[operation.tap] = left = [read for read in candidates if read.source not in self._taken]
+            return self._in_place_of(value, left[-1]) if left else None
+        self._taken |= {read.source for read in holding}
+        is_by_consumers = tap.evidence is TapEvidence.CONSUMERS
+        self._take(operation.tap, holding, TapEvidence.CONSUMERS if is_by_consumers else TapEvidence.CONTENT)
+        return self._in_place_of(value, holding[0])
+
+    @staticmethod
+    def _in_place_of(value: torch.Tensor, read: _Read) -> torch.Tensor:
+        """Return the engine's rows in the place of HF's, whose first ones stay where the engine has only the last."""
+        missing = len(value) - len(read.rows)
+        return torch.cat([value[:missing].to(read.rows), read.rows]) if missing else read.rows
+
+    @property
+    def _held(self) -> float:
+        """Relative error up to which a tensor is the value, where another may be meant."""
+        return max(1e-4, 24 * self._rounding)
+
+    def _take(self, tap: str, reads: Sequence[_Read], evidence: TapEvidence) -> None:
+        """Take sources for a tap: what modules return first."""
+
+        def is_indirect(read: _Read) -> tuple[bool, bool]:
+            return not read.source.columns.is_rising, read.source.site.what != MODULE
+
+        ordered = sorted(reads, key=is_indirect)
+        self.uncertain.pop(tap, None)
+        self._found[tap] = ordered[0]
+        self.taps[tap] = MappedTap(
+            tap=tap,
+            evidence=evidence,
+            sources=tuple(source for read in ordered for source in self._sources(read)),
+            is_sampled_only=ordered[0].is_sampled_only,
+        )
+
+    def _sources(self, read: _Read) -> Iterator[ShownSite]:
+        """Yield the ways to read what was taken."""
+        yield read.source
+        if read.is_sampled_only:
+            for same_row in self._of_one_row(read.source.site, read.source.columns):
+                if same_row.source != read.source and torch.equal(same_row.rows, read.rows):
+                    yield same_row.source
+
+    def _long(self, site: Site, columns: Columns, operation: Operation) -> _Read | None:
+        """Return the rows of a site, in whatever dimension they are; None if it has not as many."""
+        for layout, _rows in layouts_with_rows(self._prefill[site], self._num_tokens):
+            read = self._read(ShownSite(site=site, layout=layout, columns=columns))
+            if read is not None:
+                return read
+        return next(self._of_one_row(site, columns), None) if operation.tap in self._hf.graph.prunable else None
+
+    def _of_one_row(self, site: Site, columns: Columns) -> Iterator[_Read]:
+        """Yield the one row of a site, counted by each dimension that may: a step of several requests tells which."""
+        for layout, _rows in layouts_with_rows(self._prefill[site], 1):
+            read = self._sampled(ShownSite(site=site, layout=layout, columns=columns))
+            if read is not None:
+                yield read
+
+    def _sampled(self, source: ShownSite) -> _Read | None:
+        """Return the one row that a source has in each of the steps; None if it has less rows or columns."""
+        rows = [source.read(step[source.site], range(1)) for step in (self._prefill, self._decode)]
+        if rows[0] is None or rows[1] is None:
+            return None
+        return _Read(source, torch.cat([rows[0], rows[1]]), is_sampled_only=True)
+
+    def _read(self, source: ShownSite) -> _Read | None:
+        """Return a source's rows in both steps; None if it has not as many rows or columns, or is not there."""
+        if source.site not in self._prefill or source.site not in self._decode:
+            return None
+        num, decode = self._num_tokens, self._decode[source.site]
+        dim, parts = source.layout.dim, source.layout.parts
+        is_of_context = dim < decode.dim() and decode.shape[dim] == (num + 1) * parts
+        source = replace(source, is_of_context=self._is_again or is_of_context)
+        long = source.read(self._prefill[source.site], range(num))
+        short = source.read(decode, range(num, num + 1))
+        return None if long is None or short is None else _Read(source, torch.cat([long, short]))
+
+    def _own(self, tap: str) -> _Read | None:
+        """Return the tensor that was found for a tap, or that may be it."""
+        return self._found.get(tap) or next(reversed(self._pending.get(tap, ())), None)
+
+    def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
+        """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""
+        candidates = [self._candidates(operation, reader) for operation in lost]
+        for chosen in islice(product(*candidates), _MOST_TRIALS):
+            taken = dict(zip((op.tap for op in lost), chosen, strict=True))
+            if self._is_computed_from(reader, taken):
+                for tap, read in self._nearest_of_exchanged(reader, taken).items():
+                    self._take(tap, [read], TapEvidence.CONSUMERS)
+                if reader.tap not in self.taps:
+                    self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
+                return
+
+    def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
+        """Whether HF computes from tensors what the engine has, and would not if one of them were zero."""
+
+        def error_of(inputs: Mapping[str, _Read]) -> float:
+            return self._errors_with(reader, inputs).get(reader.tap, inf)
+
+        without = ({**taken, tap: replace(read, rows=torch.zeros_like(read.rows))} for tap, read in taken.items())
+        return error_of(taken) <= self._held and all(error_of(item) > self._held for item in without)
+
+    def _nearest_of_exchanged(self, reader: Operation, taken: Mapping[str, _Read]) -> Mapping[str, _Read]:
+        """Return the same tensors for taps as HF's values are nearest to: a sum is the same in any order."""
+        if len(taken) == 1:
+            return taken
+        best, least = taken, inf
+        for order in permutations(taken.values()):
+            exchanged = dict(zip(taken, order, strict=True))
+            if any(exchanged[tap].rows.shape != read.rows.shape for tap, read in taken.items()):
+                continue
+            errors = self._errors_with(reader, exchanged)
+            if errors.get(reader.tap, inf) <= self._held and (error := sum(errors[tap] for tap in exchanged)) < least:
+                best, least = exchanged, error
+        return best
+
+    def _errors_with(self, reader: Operation, taken: Mapping[str, _Read]) -> dict[str, float]:
+        """Return how far tensors are from HF's values, of taps that take them and of the operation that reads them."""
+        errors: dict[str, float] = {}
+
+        def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
+            read = taken.get(operation.tap) or self._own(operation.tap)
+            if read is None:
+                return None
+            if operation.tap in taken or operation.tap == reader.tap:
+                errors[operation.tap] = relative_error(read.rows, value[-len(read.rows) :])
+            if operation.tap == reader.tap:
+                raise EndOfRun
+            return self._in_place_of(value, read)
+
+        run_hf(self._hf, self._ids, look)
+        return errors
+
+    def _prefer_content(self) -> None:
+        """Take the tensors that hold what HF computes from those found, where the one that was taken does not.
+
+        An input that was found later may show that what was computed from another one is that of another layer.
+        """
+        kept = set[str]()
+        while kept_too := self._put_right(kept):
+            kept |= kept_too
+
+    def _put_right(self, kept: Collection[str]) -> set[str]:
+        """Take such tensors, unless what the engine computes next is from those that were taken before.
+
+        Args:
+            kept: taps whose tensors stay.
+
+        Returns:
+            Taps whose tensors have to stay, too: nothing was taken.
+        """
+        taken, needed = dict[str, list[_Read]](), set[str]()
+
+        def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
+            tap, current = operation.tap, self._found.get(operation.tap)
+            if current is None:
+                return None
+            if not self._holds(current, value) and self.taps[tap].evidence is not TapEvidence.DEFINITION:
+                holding = [read for read in self._whole(operation, self._prefill) if self._holds(read, value)]
+                if not holding:
+                    needed.update(taken.keys() & self._by_consumers & {*operation.inputs})
+                elif tap not in kept:
+                    taken[tap] = holding
+            return self._in_place_of(value, taken.get(tap, [current])[0])
+
+        run_hf(self._hf, self._ids, look)
+        if not needed:
+            for tap, reads in taken.items():
+                self._take(tap, reads, TapEvidence.CONTENT)
+        return needed
+
+    @property
+    def _by_consumers(self) -> set[str]:
+        """Taps whose tensors were found by what is computed from them."""
+        return {tap for tap, mapped in self.taps.items() if mapped.evidence is TapEvidence.CONSUMERS}
+
+    def _holds(self, read: _Read, value: torch.Tensor) -> bool:
+        return relative_error(read.rows, value[-len(read.rows) :]) <= self._held
+
+    def _whole(self, operation: Operation, sites: Iterable[Site]) -> Iterator[_Read]:
+        """Yield the tensors at sites that have a row for each token, and as many columns as a tap."""
+        columns = Columns(start=0, stop=prod(operation.shape))
+        for site in sites:
+            for layout, rows in layouts_with_rows(self._prefill[site], self._num_tokens):
+                if rows.shape[1] == columns.stop:
+                    read = self._read(ShownSite(site=site, layout=layout, columns=columns))
+                    if read is not None:
+                        yield read
+
+    def _candidates(self, operation: Operation, reader: Operation) -> list[_Read]:
+        """Return what may be an operation's value, each once: what is like another layer's sources first.
+
+        For a norm that reads it these alone: it makes the same of all multiples of a value.
+        """
+        sites = list(self._prefill)
+        known = [at for tap in operation.inputs if (at := self._place(tap)) is not None]
+        between = sites[max(known, default=0) + 1 : self._place(reader.tap)]
+        others: Iterable[_Read] = ()
+        if reader.kind is not Kind.NORM:
+            others = (*self._pending.get(operation.tap, ()), *self._whole(operation, reversed(between)))
+        reads: list[_Read] = []
+        for read in (*map(self._read, self._like(operation)), *others):
+            if read is not None and not any(torch.equal(read.rows, earlier.rows) for earlier in reads):
+                reads.append(read)
+        return reads[:_MOST_CANDIDATES]
+
+    def _place(self, tap: str) -> int | None:
+        """Return where in the run a tap is."""
+        if tap in self.taps:
+            return self._order[self.taps[tap].sources[0].site]
+        return self._order[self._pending[tap][-1].source.site] if self._pending.get(tap) else None
+
+    def _like(self, operation: Operation) -> Iterator[ShownSite]:
+        """Yield what is to the operation's layer what sources are to other layers, for the same site of HF's."""
+        for tap, mapped in self.taps.items():
+            mapped_operation = self._hf.graph[tap]
+            if (
+                mapped_operation.site == operation.site
+                and mapped_operation.layer is not None
+                and operation.layer is not None
+            ):
+                for source in mapped.sources[:4]:
+                    for site in source.site.elsewhere(mapped_operation.layer, operation.layer):
+                        yield replace(source, site=site)
+
+    def _returned(self, logits: str) -> ShownSite:
+        (width,) = self._hf.graph[logits].shape
+        return ShownSite(site=Site("", 0, RETURNED), layout=RowLayout(dim=0), columns=Columns(start=0, stop=width))

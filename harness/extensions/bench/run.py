@@ -1,0 +1,347 @@
+"""The benchmark: build the model, open the engines, see that they agree, and time them."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+
+from harness.base.environment import describe_machine
+from harness.base.files import scratch_folder
+from harness.base.progress import Progress, quiet_transformers
+from harness.engines.adapter import engine_module, refuse_unknown_options
+from harness.engines.reference_backend import choose_backend
+from harness.engines.reference_threads import engine_threads
+from harness.errors import Code, HarnessError
+from harness.extensions.bench.agreement import Agreement, find_divergences, judge_divergences
+from harness.extensions.bench.hf import load_hf_model
+from harness.extensions.bench.peer import (
+    OURS,
+    BenchConfig,
+    BenchWorkload,
+    Generation,
+    Peer,
+    even_workload,
+    uneven_workload,
+)
+from harness.extensions.bench.peers import PEERS, OpenPeers, check_peer_names, open_peers, peer_groups
+from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure
+from harness.extensions.bench.shape import Shape, Sizes, build_checkpoint, find_shape, sizes_of
+from harness.formats.case import DTYPES
+from harness.formats.checkpoint import Checkpoint
+
+CONTINUOUS_BATCHING_LOGGER = "ContinuousBatchingLogger"
+
+
+@contextmanager
+def quiet_peers() -> Iterator[None]:
+    """Silence transformers, with its continuous batching, which warns of its memory at every start."""
+    logger = logging.getLogger(CONTINUOUS_BATCHING_LOGGER)
+    was_disabled = logger.disabled
+    logger.disabled = True
+    try:
+        with quiet_transformers():
+            yield
+    finally:
+        logger.disabled = was_disabled
+
+
+NUM_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+NUM_COPIES = 5
+
+
+def copy_bandwidth(device: str) -> float:
+    """Return bytes read plus bytes written a second, of the fastest of a few copies far larger than any cache."""
+    kind = torch.device(device).type
+    source = torch.zeros(NUM_BYTES[kind], dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * NUM_BYTES[kind] / min(_seconds(source, target) for _ in range(NUM_COPIES))
+
+
+def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    _synchronize(source)
+    start = time.perf_counter()
+    target.copy_(source)
+    _synchronize(source)
+    return time.perf_counter() - start
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+BATCH_SIZES = (1, 16)
+Tokens = dict[str, Sequence[Sequence[int]]]
+"""The tokens generated for each request of a workload, by engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A workload with all of its generations, one a repeat, by engine."""
+
+    workload: BenchWorkload
+    generations: dict[str, list[Generation]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Found:
+    """The results of all groups of engines."""
+
+    timed: list[Timed]
+    tokens: list[Tokens]
+    """Of each workload."""
+    copies: list[float] = field(default_factory=list)
+    """Copy bandwidths, bytes a second."""
+    agreements: list[Agreement] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    grown_bytes: dict[str, int] = field(default_factory=dict)
+    """Resident memory, by engine."""
+
+    @property
+    def copy_bytes_per_second(self) -> float:
+        """Median of the copy bandwidths."""
+        return median(self.copies)
+
+
+def run_bench(
+    *,
+    shape_name: str,
+    checkpoint: Checkpoint | None = None,
+    dtype: str,
+    device: str,
+    repeats: int,
+    seed: int = 0,
+    peer_names: Sequence[str] = (),
+    num_requests: int | None = None,
+    engine_options: Mapping[str, str],
+    progress: Progress,
+    engine: str = OURS,
+) -> BenchResult:
+    """Benchmark an engine and its peers on a model of a shape.
+
+    Without a checkpoint the weights of the shape are random; `shape_name` is then its name, and else the user's name of
+    the checkpoint. Without peer names all are timed; `num_requests` stands in place of the shape's own number for the
+    uneven workload.
+
+    Raises:
+        HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
+            UNKNOWN_ENGINE; ENGINE_LACKS_METHOD: the engine cannot continue prompts.
+    """
+    sizes: Sizes = find_shape(shape_name) if checkpoint is None else sizes_of(checkpoint)
+    check_peer_names(peer_names)
+    _check_engine(engine, engine_options)
+    _check_dtype(dtype)
+    workloads = _workloads(sizes, seed, num_requests or sizes.uneven.num_requests)
+    with (
+        quiet_peers(),
+        engine_threads(sizes.hidden_size, device) as threads,
+        scratch_folder("harness-") as temporary,
+    ):
+        progress("building the model", 0, 1)
+        if isinstance(sizes, Shape):
+            folder = temporary / "model"
+            num_parameters = build_checkpoint(sizes, folder, dtype=dtype, seed=seed, device=device)
+        else:
+            assert checkpoint is not None
+            folder = checkpoint.folder
+            num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
+        setting = BenchConfig(
+            folder=folder,
+            scratch=temporary,
+            dtype=dtype,
+            device=device,
+            num_threads=torch.get_num_threads(),
+            max_request_len=max(max(own.request_lens) for own in workloads),
+            max_total_len=max(sum(own.request_lens) for own in workloads),
+            max_requests=max(len(own.prompts) for own in workloads),
+            engine=engine,
+            engine_options=engine_options,
+        )
+        groups = peer_groups(peer_names, device, engine)
+        found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
+        backend = _reference_backend(found, setting)
+        machine = describe_machine(device)
+    return BenchResult(
+        shape=shape_name,
+        num_parameters=num_parameters,
+        dtype=dtype,
+        seed=seed,
+        repeats=repeats,
+        machine=machine,
+        copy_bytes_per_second=found.copy_bytes_per_second,
+        copy_spread=(min(found.copies), max(found.copies)),
+        measures=_measures(found.timed, engine),
+        shares=_shares(found, sizes, num_parameters, dtype) if isinstance(sizes, Shape) else [],
+        agreements=found.agreements,
+        absent=found.absent,
+        engine=engine,
+        resident_bytes=found.grown_bytes,
+        threads=threads,
+        reference_backend=backend,
+    )
+
+
+def _reference_backend(found: Found, setting: BenchConfig) -> str:
+    """Describe the backend of the reference engine, the one that is timed or a peer; empty if it is neither."""
+    if not any(OURS in own for own in found.tokens):
+        return ""
+    chosen = choose_backend(setting.options_of(OURS), folder=setting.folder, device=setting.device)
+    return chosen.description
+
+
+def _check_engine(engine: str, options: Mapping[str, str]) -> None:
+    """Refuse a name that no engine has, and options that are not read."""
+    if engine not in PEERS:
+        engine_module(engine)  # raises where there is none
+    elif engine != OURS:
+        refuse_unknown_options(engine, options, ())
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise HarnessError(Code.BAD_OPTION, "unknown dtype", where="--dtype", expected=", ".join(DTYPES), actual=dtype)
+
+
+def _workloads(sizes: Sizes, seed: int, num_requests: int) -> list[BenchWorkload]:
+    """Return the even workloads, one for each of `BATCH_SIZES`, and after them the uneven one."""
+    even = [
+        even_workload(
+            size, prompt_len=sizes.prompt_len, output_len=sizes.decode_len, vocab_size=sizes.vocab_size, seed=seed
+        )
+        for size in BATCH_SIZES
+    ]
+    uneven = replace(sizes.uneven, num_requests=num_requests)
+    return [*even, uneven_workload(uneven, vocab_size=sizes.vocab_size, seed=seed)]
+
+
+def _run_groups(
+    groups: Sequence[Sequence[str]],
+    workloads: Sequence[BenchWorkload],
+    setting: BenchConfig,
+    required: Sequence[str],
+    repeats: int,
+    progress: Progress,
+) -> Found:
+    """Time the engines of each group while they are open; their tokens are compared before, or once all are closed."""
+    found = Found(timed=[Timed(workload=own) for own in workloads], tokens=[{} for _ in workloads])
+    for group in groups:
+        with open_peers(group, setting, required=required) as opened:
+            found.absent |= opened.absent
+            found.absent |= _run_once(opened, workloads, found.tokens, progress)
+            found.grown_bytes |= opened.memory.grown_bytes
+            if len(groups) == 1:  # nothing is timed in vain
+                found.agreements = _agree(found.tokens, workloads, setting, progress)
+            found.copies += _time(opened.peers, found.timed, found.tokens, setting.device, repeats, progress)
+    if len(groups) > 1:  # the model that judges needs the memory that the engines had
+        found.agreements = _agree(found.tokens, workloads, setting, progress)
+    return found
+
+
+def _run_once(
+    opened: OpenPeers, workloads: Sequence[BenchWorkload], tokens: Sequence[Tokens], progress: Progress
+) -> dict[str, str]:
+    """Run everything once, which also warms everything up, and keep the tokens of each workload.
+
+    Returns what an engine says that it does not serve, and why.
+    """
+    not_served = {}
+    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
+        progress("comparing tokens", index, len(workloads))
+        for peer in opened.peers:
+            try:
+                with opened.memory.of(peer.name):
+                    own[peer.name] = peer.generate(workload).token_ids
+            except HarnessError as error:
+                if error.code is not Code.ENGINE_CANNOT_SERVE:
+                    raise
+                not_served[f"{peer.name}, {workload.name}"] = error.what
+    return not_served
+
+
+def _agree(
+    tokens: Sequence[Tokens], workloads: Sequence[BenchWorkload], setting: BenchConfig, progress: Progress
+) -> list[Agreement]:
+    """Compare each peer's tokens with the engine's, of the workloads that both have run."""
+    engine = setting.engine
+    ties: dict[str, list[float]] = {name: [] for own in tokens for name in own if name != engine}
+    num_requests = dict.fromkeys(ties, 0)
+    model = None
+    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
+        progress("judging tokens", index, len(workloads))
+        if engine not in own:
+            continue
+        for name in own.keys() - {engine}:
+            num_requests[name] += len(workload.prompts)
+        divergences = find_divergences(workload, own, engine)
+        if divergences:
+            model = model or load_hf_model(setting, "float32")
+            judged = judge_divergences(divergences, workload, own[engine], model, dtype=setting.dtype, engine=engine)
+            for name, distances in judged.items():
+                ties[name] += distances
+    return [
+        Agreement(peer=name, num_requests=num_requests[name], num_ties=len(own), worst_tie_stds=max(own, default=0.0))
+        for name, own in ties.items()
+    ]
+
+
+def _time(
+    peers: Sequence[Peer],
+    timed: Sequence[Timed],
+    tokens: Sequence[Tokens],
+    device: str,
+    repeats: int,
+    progress: Progress,
+) -> list[float]:
+    """Time engines in turn in each repeat, in the opposite order in every second one; return copy bandwidths.
+
+    What an engine has made no tokens for, it does not serve.
+    """
+    copies = []
+    for repeat in range(repeats):
+        progress("timing", repeat, repeats)
+        copies.append(copy_bandwidth(device))
+        for own, served in zip(timed, tokens, strict=True):
+            for peer in peers if repeat % 2 == 0 else reversed(peers):
+                if peer.name in served and (peer.shows_steps or own is timed[-1]):
+                    own.generations.setdefault(peer.name, []).append(peer.generate(own.workload))
+    return copies
+
+
+def _measures(timed: Sequence[Timed], engine: str) -> list[Measure]:
+    *even, uneven = timed
+    num_prompt_tokens = len(even[0].workload.prompts[0])
+
+    def measure(name: str, unit: str, timed: Timed, value: Callable[[Generation], float]) -> Measure:
+        samples = {peer: [value(run) for run in runs] for peer, runs in timed.generations.items() if runs}
+        return Measure(name=name, unit=unit, is_higher_better=unit == "tok/s", samples=samples, engine=engine)
+
+    return [
+        measure("prefill, batch 1", "tok/s", even[0], lambda run: num_prompt_tokens / run.prefill_seconds),
+        *(
+            measure(f"decode step, {own.workload.name}", "ms", own, lambda run: 1000 * run.decode_step_seconds)
+            for own in even
+        ),
+        measure("uneven workload", "tok/s", uneven, lambda run: uneven.workload.num_output_tokens / run.seconds),
+    ]
+
+
+def _shares(found: Found, shape: Shape, num_parameters: int, dtype: str) -> list[BandwidthShare]:
+    """Relate a decode step's bytes to its time; an embedding that is not the head is read by the row, for nothing."""
+    num_read = num_parameters - (0 if shape.is_tied else shape.vocab_size * shape.hidden_size)
+
+    def share(timed: Timed) -> BandwidthShare:
+        workload, runs_of = timed.workload, timed.generations.items()
+        num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
+        num_bytes = int((num_read + num_cached) * getattr(torch, dtype).itemsize)
+        steps = {name: median(run.decode_step_seconds for run in runs) for name, runs in runs_of if runs}
+        return BandwidthShare(
+            batch_size=len(workload.prompts),
+            bytes_per_step=num_bytes,
+            shares={name: num_bytes / seconds / found.copy_bytes_per_second for name, seconds in steps.items()},
+        )
+
+    return [share(timed) for timed in found.timed[: len(BATCH_SIZES)]]

@@ -1,1 +1,0 @@
-"""HuggingFace's own quantised forms that run on a CPU: torchao's and compressed-tensors'."""

@@ -1,0 +1,57 @@
+"""`harness server check`: a server's tokens and log probabilities against HF's."""
+
+from typing import Annotated
+
+import typer
+
+from harness.command import options as opt
+from harness.command.forms import Forms
+from harness.command.grouped import grouped
+from harness.command.output import STATUS
+from harness.command.progress import progress_bar
+from harness.extensions.server.address import AddressOptions
+from harness.formats.case import RequestSpec
+
+ENDPOINT = Forms(
+    human="harness.extensions.server.check.report:endpoint_text",
+    json="harness.extensions.server.check.report:endpoint_json",
+    is_fenced=True,
+)
+
+_OF_A_SERVER = ("model", "hf", "dtype", "device", "truth", "requests", "max_new_tokens", "lora", "other_loras")
+"""Fields of a case that say what the server should answer."""
+
+
+@grouped
+def check(
+    server: AddressOptions,
+    arguments: Annotated[opt.Given, opt.CaseOptions(*_OF_A_SERVER)],
+    *,
+    again: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Prompts that the server gets again: alone, repeated, reversed, continued."
+        ),
+    ] = 4,
+    local_files_only: opt.LocalFilesOnly = False,
+    format: Annotated[str, ENDPOINT.option()] = "human",
+) -> int:
+    """Check a server by the tokens and log probabilities that it returns.
+
+    HuggingFace runs over the server's own tokens. --dtype is the server's.
+    """
+    address = server.address()  # first: it says which package the client lacks
+    with progress_bar() as report:
+        from harness.extensions.server.check.run import check_endpoint
+        from harness.plan import plan_request
+
+        if not {"model", "requests"} & arguments.keys():
+            arguments["requests"] = [RequestSpec(prompt=text) for text in _DEFAULT_PROMPTS]
+        plan = plan_request(**arguments, local_files_only=local_files_only)
+        result = check_endpoint(plan, address, num_again=again, progress=report)
+    ENDPOINT.show(result, format)
+    return STATUS[result.outcome]
+
+
+_DEFAULT_PROMPTS = ("hu rin pun | hu", "shau zen shu zei da dan | shau", "dei lou zo ge | dei lou", "vau win to | vau")
+"""For the embedded model, which recites."""

@@ -1,1 +1,0 @@
-"""A suite as text, Markdown, JSON, a page with a matrix, and a JUnit file."""

@@ -1,0 +1,95 @@
+"""The harness's own folders: its cache, with the digests of files, and the cases that come with it.
+
+To hash gigabytes takes seconds, so files that did not change are hashed once.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.base.files import json_digest, write_text
+from harness.errors import Code, HarnessError
+
+
+def cache_dir() -> Path:
+    """Return the folder for goldens and hashes: `$HARNESS_CACHE`, or `~/.cache/inference-harness`."""
+    chosen = os.environ.get("HARNESS_CACHE")
+    return Path(chosen) if chosen else Path("~/.cache/inference-harness").expanduser()
+
+
+def embedded_cases() -> Path:
+    """Return the folder of the cases that come with the harness, in a wheel and in a checkout."""
+    package = Path(__file__).parents[2]
+    for folder in (package / "embedded", package.parent / "cases"):
+        if folder.is_dir():
+            return folder
+    raise HarnessError(
+        Code.BAD_CASE,
+        "this installation lacks the embedded cases",
+        where=package,
+        hint="install inference-harness again, or name a checkpoint with --model",
+    )
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SETTLED_NS = 2_000_000_000
+"""Age from which a stamp tells one content from another: two writes within one tick of the clock have one stamp."""
+
+
+class FileStamp(NamedTuple):
+    """Place, size and times of a file, read without opening it: they change whenever it is written again."""
+
+    path: str
+    """With links resolved."""
+    num_bytes: int
+    modified_ns: int
+    changed_ns: int
+    """When the system last changed the file's entry: `cp -p` and `touch -r` set the other time back, and not this."""
+
+    @classmethod
+    def of(cls, file: Path) -> "FileStamp":
+        """Return a file's stamp; raises OSError where the file is gone."""
+        status = file.stat()
+        return cls(str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def files_digest(stamps: Mapping[Path, FileStamp]) -> str:
+    """Return the sha256 over the bytes of files in order, in hexadecimal; remembered while the stamps are the same."""
+    memo = cache_dir() / "weights" / json_digest(list(stamps.values()))
+    with suppress(OSError, UnicodeDecodeError):
+        known = memo.read_text().strip()
+        if _SHA256.fullmatch(known):
+            return known
+    digest = hashlib.sha256()
+    for file in stamps:
+        with file.open("rb", buffering=0) as stream:
+            hashlib.file_digest(stream, lambda: digest)  # goes on with it
+    if all(time.time_ns() - stamp.changed_ns > _SETTLED_NS for stamp in stamps.values()):
+        with suppress(HarnessError):  # a cache that cannot be written costs time, not correctness
+            write_text(memo, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def folder_digest(place: Path, suffixes: tuple[str, ...] = ("",)) -> str:
+    """Return a digest of a file, or of all files in a folder with their names; hidden ones are left out.
+
+    Where the place is missing, that is what the digest says. Names with one of the `suffixes` count.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    names = {path: str(path.relative_to(place)) for path in sorted(place.rglob("*")) if path.is_file()}
+    names = {place: place.name} if place.is_file() else names
+    counted = {
+        path: FileStamp.of(path)
+        for path, name in names.items()
+        if name.endswith(suffixes) and not any(part.startswith(".") for part in Path(name).parts)
+    }
+    listed = [(names[path], stamp.num_bytes) for path, stamp in counted.items()]
+    return hashlib.sha256(f"{json.dumps(listed)} {files_digest(counted)}".encode()).hexdigest()

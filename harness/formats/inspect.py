@@ -1,0 +1,259 @@
+"""What is in a file or folder of tensors, and what a checkpoint lacks for its own config, as tables and as text.
+
+Of safetensors files only headers are read, and neither torch nor transformers is imported for them.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from harness.base.files import exists
+from harness.errors import Code, HarnessError, printable
+from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
+from harness.formats.checkpoint.against_config import against_config
+from harness.formats.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from harness.formats.checkpoint.locate import at_hand, reader_of
+from harness.formats.recording.format import MANIFEST_NAME
+from harness.formats.safetensors_header import Header, TensorEntry, read_header
+
+__all__ = ["inspect_path", "render_text"]
+
+_SUMMARY = (
+    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings", "rope_parameters", "rope_scaling",
+    "rope_theta", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config",
+)  # fmt: skip
+
+
+def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Describe what holds tensors, as JSON-able tables.
+
+    The path is a safetensors file, a GGUF file with its shards, a checkpoint's folder or embedded name, a recording, a
+    golden, or a folder of dumped tensors.
+
+    Returns:
+        `kind` (`file`, `gguf`, `checkpoint`, `recording`, `golden` or `tensors`) and `path`. Of files and checkpoints
+        `files` (headers and tensors) and `totals`; of a checkpoint and a GGUF file also `config` and `against_config`
+        (`missing`, `unexpected`, `misshapen`, `tied`, or the reason why not compared). Of recordings `summary`,
+        `requests`, `steps` by phase and `taps`; of dumps `tensors` and `left_out`.
+
+    Raises:
+        HarnessError: NOT_A_CHECKPOINT, BAD_CONFIG, MISSING_SHARD, DAMAGED_SAFETENSORS, TENSORS_CONTRADICT_CONFIG
+            where index and shards disagree, UNSUPPORTED_ARCHITECTURE; as the reader of what lies at `path`.
+    """
+    path = at_hand(Path(path))
+    if (path / MANIFEST_NAME).is_file():
+        return recording_tables(path)
+    if path.is_dir():
+        return tensor_tables(path) if _is_dump(path) else _inspect_checkpoint(Checkpoint(path))
+    if not exists(path):
+        what = "there is no such file or folder"
+        raise HarnessError(Code.NOT_A_CHECKPOINT, what, where=path, hint="check the path")
+    reader = reader_of(path)
+    described = None if reader is None else reader.describe(path)
+    if described is not None:
+        return described
+    return file_tables("file", path, {path: read_header(path)})
+
+
+def _is_dump(folder: Path) -> bool:
+    """Whether a folder holds tensors, and nowhere what only a checkpoint or a recording has."""
+    inside = list(folder.rglob("*"))
+    if {CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, WEIGHTS_NAME} & {path.name for path in inside}:
+        return False
+    from harness.formats.tensors import SUFFIXES
+
+    return any(path.suffix.lower() in SUFFIXES for path in inside)
+
+
+def _inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    config, tensors = checkpoint.config, checkpoint.tensors
+    info = file_tables("checkpoint", checkpoint.folder, checkpoint.headers)
+    info["config"] = {key: config[key] for key in _SUMMARY if key in config}
+    against = against_config(checkpoint.folder, config, {name: entry for name, (entry, _) in tensors.items()})
+    return info | {"against_config": against}
+
+
+def file_tables(kind: str, path: Path, headers: Mapping[Path, Header]) -> dict[str, Any]:
+    """Describe safetensors files and what is in them."""
+    total = totals([entry for header in headers.values() for entry in header.tensors])
+    tables = [_file_table(file, header) for file, header in headers.items()]
+    return {"schema_version": 1, "kind": kind, "path": str(path), "files": tables, "totals": total}
+
+
+def _file_table(file: Path, header: Header) -> dict[str, Any]:
+    return {
+        "file": file.name,
+        "num_bytes": header.file_bytes,
+        "header_bytes": header.header_bytes,
+        "data_offset": header.data_offset,
+        "metadata": header.metadata,
+        "tensors": [tensor_table(entry) for entry in header.tensors],
+    }
+
+
+def tensor_table(entry: TensorEntry) -> dict[str, Any]:
+    """Describe one tensor."""
+    return {
+        "name": entry.name,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "begin": entry.begin,
+        "end": entry.end,
+        "num_bytes": entry.num_bytes,
+    }
+
+
+def totals(entries: list[TensorEntry]) -> dict[str, Any]:
+    """Count tensors, elements and bytes, by dtype and of all."""
+    tensors, parameters, num_bytes = Counter[str](), Counter[str](), Counter[str]()
+    for entry in entries:
+        tensors[entry.dtype] += 1
+        parameters[entry.dtype] += entry.num_elements
+        num_bytes[entry.dtype] += entry.num_bytes
+    by_dtype = {
+        dtype: {"num_tensors": tensors[dtype], "num_parameters": parameters[dtype], "num_bytes": num_bytes[dtype]}
+        for dtype in sorted(tensors)
+    }
+    return {
+        "num_tensors": tensors.total(),
+        "num_parameters": parameters.total(),
+        "num_bytes": num_bytes.total(),
+        "by_dtype": by_dtype,
+    }
+
+
+def recording_tables(path: Path) -> dict[str, Any]:
+    """Describe a recording or golden; the tensors are not read, nor their digests checked.
+
+    Raises:
+        HarnessError: as `Recording.open`, and for a step file that is missing or damaged.
+    """
+    from harness.formats.recording import Recording
+
+    with Recording.open(path, verify=False) as recording:
+        manifest, steps, rows = recording.manifest, recording.steps, Counter[str]()
+        for step in steps:
+            for name in step.tap_names:
+                covered = step.rows_of(name)
+                rows[name] += step.entry.num_rows if covered is None else len(covered)
+        return {
+            "schema_version": 1,
+            "kind": "golden" if manifest.producer.name == "harness.oracle" else "recording",
+            "path": str(path),
+            "summary": {
+                "producer": f"{manifest.producer.name} {manifest.producer.version}",
+                "model": manifest.model.id,
+                "dtype": manifest.dtype,
+                "device": manifest.device,
+                "schedule": manifest.schedule,
+                "rank": manifest.rank,
+                "world_size": manifest.world_size,
+                "num_bytes": sum(step.entry.num_bytes for step in steps),
+            },
+            "requests": [
+                {
+                    "id": request.id,
+                    "prompt_length": request.prompt_length,
+                    "num_tokens": len(request.token_ids),
+                    "draft_of": request.draft_of,
+                }
+                for request in manifest.requests
+            ],
+            "steps": [
+                {"phase": phase, "num_steps": len(entries), "num_rows": sum(entry.num_rows for entry in entries)}
+                for phase in dict.fromkeys(step.phase for step in steps)
+                if (entries := [step.entry for step in steps if step.phase == phase])
+            ],
+            "taps": [
+                {"name": tap.name, "dtype": tap.dtype, "shape": list(tap.shape), "num_rows": rows[tap.name]}
+                for tap in manifest.taps
+            ],
+        }
+
+
+def tensor_tables(path: Path) -> dict[str, Any]:
+    """Describe a folder of dumped tensors.
+
+    Raises:
+        HarnessError: as `read_tensors`.
+    """
+    from harness.formats.tensors import read_tensors
+
+    dump = read_tensors(path)
+    tensors = [
+        {
+            "name": tensor.name,
+            "dtype": str(tensor.tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.tensor.shape),
+        }
+        for tensor in dump.tensors
+    ]
+    return {
+        "schema_version": 1,
+        "kind": "tensors",
+        "path": str(path),
+        "tensors": tensors,
+        "left_out": list(dump.left_out),
+    }
+
+
+def render_text(info: Mapping[str, Any]) -> str:
+    """Return the tables of `inspect_path` for a terminal."""
+    parts = [f"{info['kind']} {info['path']}"]
+    parts += [_table(sorted(info[name].items()), [name, "value"]) for name in ("config", "summary") if name in info]
+    parts += [_rows(info[name]) for name in ("requests", "steps", "taps", "tensors") if name in info]
+    parts += [f"left out: {item}" for item in info.get("left_out", ())]
+    parts += map(_render_file, info.get("files", ()))
+    if "totals" in info:
+        parts += _render_totals(info["totals"])
+    if "against_config" in info:
+        parts.append(_render_against_config(info["against_config"]))
+    return printable("\n\n".join(parts))
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table whose columns are the keys of its rows."""
+    cells = [["" if cell is None else cell for cell in row.values()] for row in rows]
+    return _table(cells, [name.removeprefix("num_").replace("_", " ") for name in rows[0]]) if rows else ""
+
+
+def _render_totals(totals: Mapping[str, Any]) -> Iterator[str]:
+    rows = [(name, *numbers.values()) for name, numbers in totals["by_dtype"].items()]
+    rows.append(("all", totals["num_tensors"], totals["num_parameters"], totals["num_bytes"]))
+    yield _table(rows, ["dtype", "tensors", "parameters", "bytes"])
+    if "bits_per_weight" in totals:
+        yield f"{totals['bits_per_weight']:.2f} bits per weight"
+
+
+def _render_file(file: Mapping[str, Any]) -> str:
+    head = f"{file['file']}: {file['num_bytes']} bytes, header {file['header_bytes']}, data from {file['data_offset']}"
+    metadata = [f"  {key}: {value}" for key, value in sorted(file["metadata"].items())]
+    rows = [
+        (tensor["name"], tensor["dtype"], tensor["shape"], tensor["begin"], tensor["end"], tensor["num_bytes"])
+        for tensor in file["tensors"]
+    ]
+    return "\n".join([head, *metadata, _table(rows, ["tensor", "dtype", "shape", "begin", "end", "bytes"])])
+
+
+def _render_against_config(comparison: Mapping[str, Any]) -> str:
+    if not comparison["compared"]:
+        return f"not compared with the config: {comparison['reason']}"
+    rows = [("missing", name, "") for name in comparison["missing"]]
+    rows += [("unexpected", name, "") for name in comparison["unexpected"]]
+    rows += [
+        ("misshapen", row["name"], f"expected {row['expected']}, actual {row['actual']}")
+        for row in comparison["misshapen"]
+    ]
+    if not rows:
+        return "the tensors are those that the config asks for"
+    return _table(rows, ["against the config", "tensor", ""])
+
+
+def _table(rows: Iterable[Iterable[object]], headers: list[str]) -> str:
+    cells = [[str(cell) for cell in row] for row in rows]
+    return tabulate(cells, headers=headers, disable_numparse=True)

@@ -1,1 +1,0 @@
-"""A profile in every form."""

@@ -1,0 +1,248 @@
+"""Trace summaries and differences for a terminal and as JSON, and a flame graph as one page without a network."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from harness.report.check.sentences import printable
+from harness.report.document import SCHEMA_VERSION, plain
+from harness.report.terminal import fitted_table
+from harness.results.trace import CriticalPath, FlameFrame, LinkKind, TraceDiff, TraceSummary
+
+_IDLE = ("host_late_us", "queued_us", "other_us")
+MAX_ROWS = 20
+_MAX_PRODUCTS = 10
+"""Rows of a table."""
+_NAME_WIDTH = 60
+"""A kernel's name holds its template arguments, thousands of characters of them."""
+
+
+def summary_text(summaries: Sequence[TraceSummary], *, peak_flops_per_s: float | None = None) -> str:
+    """Return one block a file; products as shares of a peak where one is given."""
+    parts = [*(_summary(summary, peak_flops_per_s) for summary in summaries), _devices(summaries)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _modules(summary: TraceSummary) -> str:
+    """Return the modules as a tree: each under the one that calls it."""
+    rows = [
+        [
+            *_cells("  " * module.path.count("/") + module.path.rpartition("/")[2], module.count),
+            *_cells(module.num_operators, module.self_us, module.total_us),
+            *(_cells(module.device_us) if summary.devices else []),
+        ]
+        for module in summary.modules
+    ]
+    header = ["module", "calls", "operators", "self us", "us", *(["GPU us"] if summary.devices else [])]
+    return _limited(rows, header, num_names=1)
+
+
+def _module_kernels(summary: TraceSummary) -> str:
+    rows = [
+        _cells(_shown(_innermost(kernel.path), 40), kernel.name, kernel.count, kernel.total_us)
+        for kernel in summary.module_kernels
+    ]
+    return _limited(rows, ["module", "kernel", "count", "GPU us"])
+
+
+def _innermost(path: str) -> str:
+    """Return the last two modules of a path, which tell a projection of attention from one of the MLP."""
+    return "/".join(path.split("/")[-2:])
+
+
+def _products(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
+    rows = [
+        [
+            *_cells(product.name, product.shapes, product.count, product.time_us),
+            f"{product.flops_per_s / 1e9:,.1f}",
+            *([f"{product.flops_per_s / peak_flops_per_s:.1%}"] if peak_flops_per_s else []),
+        ]
+        for product in summary.products[:_MAX_PRODUCTS]
+    ]
+    time = "GPU us" if any(product.has_device for product in summary.products) else "us"
+    return _limited(rows, ["product", "shapes", "count", time, "GFLOP/s", *(["of peak"] if peak_flops_per_s else [])])
+
+
+def _devices(summaries: Sequence[TraceSummary]) -> str:
+    """Return a row for each device of each trace: ranks side by side."""
+    rows = []
+    for summary in summaries:
+        for device in summary.devices:
+            idle_us = [sum(getattr(idle, name) for idle in device.idle) for name in _IDLE]
+            launches, hidden = device.launches, device.communication
+            busy = f"{device.busy_us / device.span_us:.1%}" if device.span_us else "-"
+            delay = f"{launches.delay_us_median:,.1f}"
+            rows.append(
+                [
+                    *_cells(None if summary.rank is None else str(summary.rank), device.span_us, busy, *idle_us),
+                    *_cells(launches.num_launches, delay, launches.num_shorter_than_launch),
+                    *(_cells(hidden.total_us, f"{hidden.hidden_share:.0%}") if hidden else ("-", "-")),
+                ]
+            )
+    header = ["rank", "GPU span us", "busy", "host late us", "queued us", "other us"]
+    header += ["launches", "delay us", "short", "comm us", "hidden"]
+    return fitted_table(rows, header) if rows else ""
+
+
+def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
+    parts = [f"{_shown(summary.path, 200)}: {summary.num_events:,} events in {summary.duration_us / 1e3:,.2f} ms"]
+    if summary.phases:
+        rows = [_cells(phase.name, phase.count, phase.total_us) for phase in summary.phases]
+        parts.append(fitted_table(rows, ["phase", "steps", "us"]))
+    if summary.operations:
+        operations = [
+            _cells(row.phase, row.name, row.count, row.num_operators, row.total_us) for row in summary.operations
+        ]
+        parts.append(fitted_table(operations, ["phase", "operation", "count", "operators", "us"], num_names=2))
+    parts += [_modules(summary), _module_kernels(summary), _products(summary, peak_flops_per_s)]
+    operators = [_cells(row.phase, row.name, row.count, row.self_us, row.total_us) for row in summary.operators]
+    parts.append(_limited(operators, ["phase", "operator", "count", "self us", "us"]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def critical_paths_text(paths: Sequence[CriticalPath]) -> str:
+    """Return the critical path of each file."""
+    return "\n\n".join(map(critical_path_text, paths))
+
+
+def critical_path_text(path: CriticalPath) -> str:
+    """Return what the duration is made of: by kind, then by name."""
+    total_us = path.total_us or 1.0
+    kinds = sorted(LinkKind, key=path.time_us, reverse=True)
+    by_kind = [
+        _cells(kind.value, path.time_us(kind), f"{path.time_us(kind) / total_us:.1%}")
+        for kind in kinds
+        if path.time_us(kind)
+    ]
+    by_name = [
+        _cells(link.kind.value, link.name, link.count, link.total_us, f"{link.total_us / total_us:.1%}")
+        for link in path.links
+    ]
+    parts = [
+        f"{_shown(path.path, 200)}: the critical path of {path.total_us / 1e3:,.2f} ms",
+        fitted_table(by_kind, ["kind", "us", "share"]),
+        _limited(by_name, ["kind", "name", "count", "us", "share"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def diff_text(diff: TraceDiff) -> str:
+    """Return what ran more or less often, then what took another time."""
+    parts = [
+        f"the phase {_shown(name)} has {before:,} step{'s' * (before != 1)} before and {after:,} after: "
+        "counts of it differ for that"
+        for name, before, after in diff.steps
+        if before != after
+    ]
+    counted = [
+        [*_cells(row.phase, row.name), *_change(row.num_operators_before, row.num_operators_after)]
+        for row in diff.operations
+        if row.is_of_count
+    ]
+    parts.append(_limited(counted, ["phase", "operation", "operators", "after", "change"]))
+    modules = [
+        [*_cells(row.name), *_change(row.num_operators_before, row.num_operators_after)]
+        for row in diff.modules
+        if row.is_of_count
+    ]
+    parts.append(_limited(modules, ["module", "operators", "after", "change"], num_names=1))
+    for is_of_count in (True, False):
+        rows = [
+            [
+                *_cells(row.phase, row.name, row.count_before, row.count_after),
+                *_change(row.self_us_before, row.self_us_after),
+            ]
+            for row in diff.changes
+            if row.is_of_count == is_of_count
+        ]
+        parts.append(_limited(rows, ["phase", "operator", "count", "after", "self us", "after", "change"]))
+    if not any(row.is_of_count for row in diff.changes):
+        parts.insert(0, "every operator runs as often as before; times differ from run to run, and are no finding")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _limited(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names: int = 2) -> str:
+    left = len(rows) - MAX_ROWS
+    more = f"\nand {left:,} more" if left > 0 else ""
+    return f"{fitted_table(rows[:MAX_ROWS], header, num_names=num_names)}{more}" if rows else ""
+
+
+def _cells(*values: str | float | None) -> list[str]:
+    """Return the cells of a row: names, counts, and microseconds, which are floats."""
+    return [_shown(value) if value is None or isinstance(value, str) else f"{value:,.0f}" for value in values]
+
+
+def _change(before: float, after: float) -> list[str]:
+    return [*_cells(before, after), f"{after - before:+,.0f}"]
+
+
+def _shown(name: str | None, width: int = _NAME_WIDTH) -> str:
+    """Return a name in one line of printable characters; a trace may be hostile."""
+    text = printable(name or "-")
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def diff_json(diff: TraceDiff) -> dict[str, Any]:
+    """Return what changed between two traces."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "changes": plain(diff.changes),
+        "operations": plain(diff.operations),
+        "modules": plain(diff.modules),
+        "steps": [{"phase": name, "before": old, "after": new} for name, old, new in diff.steps],
+    }
+
+
+LEAST_SHARE = 0.001
+"""Of the whole: what is narrower is left out."""
+_MAX_DEPTH = 200
+_STYLE = """
+:root { color-scheme: light dark; --paper: #fdfdfb; --ink: #1c1d1f; --quiet: #6b6d70; }
+@media (prefers-color-scheme: dark) { :root { --paper: #151617; --ink: #e4e3df; --quiet: #94979a; } }
+body { margin: 0; padding: 1.5rem; background: var(--paper); color: var(--ink); font: 14px/1.4 system-ui, sans-serif; }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere; } p { color: var(--quiet); }
+.flame { overflow-x: auto; } .flame > div { min-width: 40rem; }
+.row { display: flex; } .frame { min-width: 0; }
+.name { display: block; height: 1.15rem; margin: 0 1px 1px 0; padding: 0 .25rem; overflow: hidden; white-space: nowrap;
+  text-overflow: ellipsis; font: 11px/1.15rem ui-monospace, monospace; color: #1c1d1f; border-radius: 1px; }
+.c0 { background: #e8c27a; } .c1 { background: #dfa573; } .c2 { background: #86bbd8; } .c3 { background: #a9c9a4; }
+"""
+
+
+def flame_html(root: FlameFrame) -> str:
+    """Return the page."""
+    title = escape(printable(root.name))
+    body = "".join(_frames(root, root.total_us or 1.0, 0))
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
+        f"<p>{root.total_us / 1e3:,.2f} ms on the CPU, all threads; point at a frame for its time. "
+        f'Frames below {LEAST_SHARE:.1%} are left out.</p><div class="flame"><div>{body}</div></div></html>\n'
+    )
+
+
+def _frames(outer: FlameFrame, whole_us: float, depth: int) -> Iterator[str]:
+    """Yield what an outer frame calls, side by side, each with what it calls below."""
+    children = [child for child in outer.children.values() if child.total_us >= LEAST_SHARE * whole_us]
+    if not children or depth > _MAX_DEPTH:
+        return
+    yield '<div class="row">'
+    for child in sorted(children, key=lambda child: -child.total_us):
+        share = 100 * child.total_us / max(outer.total_us, sum(one.total_us for one in children))
+        about = (
+            f"{child.name} · {child.total_us / 1e3:,.3f} ms, {child.total_us / whole_us:.1%} · {child.count:,} times"
+        )
+        yield f'<div class="frame" style="width:{share:.3f}%">'
+        yield f'<span class="name c{_color(child.name)}" title="{escape(printable(about))}">'
+        yield f"{escape(printable(child.name))}</span>"
+        yield from _frames(child, whole_us, depth + 1)
+        yield "</div>"
+    yield "</div>"
+
+
+def _color(name: str) -> int:
+    """Return a colour by kind: module, Python function, operator, anything else."""
+    if name.startswith("nn.Module"):
+        return 0
+    return 2 if "::" in name else 1 if "): " in name else 3

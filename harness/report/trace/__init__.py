@@ -1,1 +1,0 @@
-"""Figures of a trace in every form."""

@@ -1,0 +1,230 @@
+"""Sound servers pass in every way of sending; wrong ones are found, and by what."""
+
+import asyncio
+import json
+import shutil
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("httpx", reason="the extra `serve` is not installed")
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+from harness.extensions.faults.catalogue import choose
+from harness.extensions.server.address import Address
+from harness.extensions.server.check.report import endpoint_json, endpoint_text
+from harness.extensions.server.check.run import check_endpoint
+from harness.extensions.server.completion import Dialect
+from harness.extensions.server.probe import Probed, parameters
+from harness.results.check import Outcome
+from reference_engine import EngineConfig, LLMEngine
+from reference_engine.server.app import build_app
+from reference_engine.server.text import Text
+
+from ....loopback import serving
+from .conftest import PROMPTS, asked_otherwise, changed, make_plan, reply
+
+WAYS = ["together", "repeated", "alone", "reversed", "continued", "streamed", "prompt"]
+
+
+@contextmanager
+def served(folder, *, dtype, **options):
+    config = EngineConfig(dtype=dtype, max_num_seqs=16, enable_prefix_caching=True, **options)
+    with LLMEngine(folder, config) as engine, serving(build_app(engine, Text(folder), model="tiny")) as url:
+        yield Address(url=url)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_sound_server_passes_in_every_way(folder, dtype):
+    with served(folder, dtype=dtype) as address:
+        result = check_endpoint(make_plan(folder, dtype=dtype), address)
+    assert [run.schedule for run in result.runs] == WAYS
+    assert {run.outcome for run in result.runs} == {Outcome.PASS}
+    assert not [run.findings for run in result.runs if run.findings]
+    together = result.runs[0]
+    assert (together.num_requests, together.num_failed, together.num_tokens) == (4, 0, 32)
+    assert together.tokens.compared == 32
+    assert [own.kind for own in together.logprobs] == ["chosen", "top"]
+    assert together.logprobs[1].num_values == 5 * 32
+    assert [own.kind for own in result.runs[-1].logprobs] == ["chosen", "top", "prompt"]
+    assert all(0 < own.rms_ratio <= own.rms_bound for run in result.runs for own in run.logprobs)
+
+
+def test_what_the_probe_finds(folder, server):
+    _, url = server
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
+    assert (result.server, result.served_model) == ("reference_engine", "tiny")
+    assert {capability.name for capability in result.capabilities if capability.is_there} == {
+        "/health", "/v1/models", "token id prompts", "logprobs", "return_token_ids", "return_tokens_as_token_ids",
+        "ignore_eos", "repetition_penalty", "prompt logprobs", "streaming", "/tokenize",
+        "temperature", "top_k", "top_k of -1", "top_p", "min_p", "seed", "stop",
+    }  # fmt: skip
+    assert not [capability.name for capability in result.capabilities if capability.is_ignored]
+
+
+def with_config(folder, tmp_path, **fields):
+    """A copy of a checkpoint whose config.json says something else."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    for name, value in fields.items():
+        (config["rope_parameters"] if name == "rope_theta" else config)[name] = value
+    (other / "config.json").write_text(json.dumps(config))
+    return other
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_another_rope_base_is_found_by_the_root_mean_square(folder, tmp_path, dtype):
+    theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
+    other = with_config(folder, tmp_path, rope_theta=2 * theta)
+    prompts = [[1, *range(5 + at, 25 + at), 3, *range(5 + at, 9 + at)] for at in range(6)]
+    plan = make_plan(folder, dtype=dtype, prompts=prompts, max_new_tokens=16)
+    with served(other, dtype=dtype) as address:
+        result = check_endpoint(plan, address, num_again=0)
+    (run,) = result.runs
+    assert result.outcome is Outcome.MISMATCH
+    assert any(finding.code == "H117" and "root mean square" in finding.message for finding in run.findings)
+    assert max(own.rms_ratio for own in run.logprobs) > 3
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_a_prefix_taken_for_another_is_found_where_prompts_are_repeated(folder, is_planted):
+    (fault,) = choose(["collision-taken-for-a-hit"])
+    prompts = [list(prompt) for prompt in fault.setting.prompts]
+    plan = make_plan(folder, prompts=prompts)
+    with fault.inject() if is_planted else nullcontext(), served(folder, dtype="float32", block_size=8) as address:
+        result = check_endpoint(plan, address)
+    wrong = {run.schedule for run in result.runs if run.findings}
+    assert ("repeated" in wrong) == is_planted
+    assert (result.outcome is Outcome.MISMATCH) == is_planted
+
+
+def test_a_server_of_text_is_judged_by_its_text(folder, server):
+    app, url = server
+    seen = []
+
+    async def text_alone(inner, scope, receive, send, body):
+        """Refuse token ids and the fields that name them."""
+        seen.append(body)
+        fields = {"return_token_ids", "return_tokens_as_token_ids", "ignore_eos"}
+        if isinstance(body["prompt"], str) and not fields & body.keys():
+            await inner(scope, receive, send)
+        else:
+            await reply(send, b'{"error": {"message": "text alone"}}', status=400)
+
+    app.spoil, app.spoils_all = text_alone, True
+    plan = make_plan(folder, prompts=[PROMPTS[0], PROMPTS[3]], max_new_tokens=6)
+    result = check_endpoint(plan, Address(url=url), num_again=1)
+    assert result.outcome is Outcome.PASS
+    assert {"token id prompts", "return_token_ids"} <= {
+        capability.name for capability in result.capabilities if not capability.is_there
+    }
+    assert result.runs[0].tokens.compared == 3 + 6  # the first ends at its end of text
+    assert all(isinstance(body["prompt"], str) for body in seen[1:])
+
+
+def without_echo(at):
+    """Leave a token out of the log probabilities of an echo."""
+
+    def forget(answer):
+        logprobs = answer["choices"][0]["logprobs"]
+        if logprobs and logprobs["token_logprobs"][0] is None:
+            for values in logprobs.values():
+                del values[at]
+            logprobs["token_logprobs"][0] = None
+
+    return changed(forget)
+
+
+@pytest.mark.slow
+def test_an_echo_without_its_first_token_is_read(folder, server):
+    """llama-cpp-python's echo leaves the begin-of-text token out."""
+    app, url = server
+    app.spoil, app.spoils_all = without_echo(0), True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
+    assert result.outcome is Outcome.PASS
+    (prompt,) = [own for own in result.runs[-1].logprobs if own.kind == "prompt"]
+    assert prompt.num_values == sum(len(ids) - 2 for ids in PROMPTS)
+
+
+@pytest.mark.slow
+def test_an_echo_without_its_last_token_lacks_that_and_no_other(folder, server):
+    """llama-cpp-python's, where no token begins a text."""
+    app, url = server
+    app.spoil, app.spoils_all = without_echo(-1), True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
+    (prompt,) = [own for own in result.runs[-1].logprobs if own.kind == "prompt"]
+    assert prompt.num_values == sum(len(ids) - 1 for ids in PROMPTS)
+    found = [finding for run in result.runs for finding in run.findings]
+    assert {finding.position - len(PROMPTS[finding.request]) for finding in found} == {0}
+    assert "none of 1 log probabilities of the new tokens are there" in {
+        item.message.partition(";")[0] for item in found
+    }
+
+
+def test_a_server_that_takes_no_temperature_above_two_is_asked_at_two(folder, server):
+    """OpenAI's servers and vLLM's: what shows at a temperature of 100 alone is no parameter that the server lacks."""
+    app, url = server
+
+    async def refuse_heat(inner, scope, receive, send, body):
+        if body["temperature"] > 2:
+            await reply(send, b'{"error": {"message": "temperature must be in [0, 2]"}}', status=400)
+        else:
+            await inner(scope, receive, send)
+
+    app.spoil, app.spoils_all = refuse_heat, True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
+    assert {"temperature", "top_k", "top_p", "seed"} <= {
+        capability.name for capability in result.capabilities if capability.is_there
+    }
+
+
+def test_a_penalty_that_leaves_the_prompt_out_is_not_called_ignored():
+    """llama-cpp-python's: where an answer repeats no token of its own, nothing shows it."""
+
+    class Deaf:
+        async def post(self, _path, _body):
+            return {"choices": [{"text": "abc", "token_ids": [5, 6, 7], "finish_reason": "length"}]}
+
+    found = Probed(dialect=Dialect(model="m", options=(("repeat_penalty", 1.0),)))
+    asyncio.run(parameters(Deaf(), found, [5, 6], SimpleNamespace(has=lambda _token_id: True, is_there=False)))
+    (penalty,) = [capability for capability in found.capabilities if capability.name == "repeat_penalty"]
+    assert (penalty.is_ignored, penalty.detail) == (False, "taken; the answer repeats no token, so nothing shows it")
+
+
+def test_a_penalty_shows_in_tokens_whose_log_probabilities_are_sound(folder, server):
+    app, url = server
+    app.spoil, app.spoils_all = asked_otherwise(lambda body: body | {"repetition_penalty": 1.5}), True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
+    assert {finding.code for finding in result.runs[0].findings} == {"H048"}
+    assert any("the server penalises or draws" in note for note in result.notes)
+
+
+def test_tokens_alone_are_judged_where_there_are_no_logprobs(folder, server):
+    app, url = server
+    app.spoil, app.spoils_all = changed(lambda answer: answer["choices"][0].update(logprobs=None)), True
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=0)
+    assert result.outcome is Outcome.PASS
+    assert result.runs[0].logprobs == ()
+    assert any("no log probabilities" in note for note in result.notes)
+
+
+def test_both_reports_say_what_was_found(folder, server):
+    app, url = server
+    app.spoil = changed(lambda answer: answer["choices"][0]["logprobs"] and positive(answer))
+    result = check_endpoint(make_plan(folder), Address(url=url), num_again=1)
+    text = endpoint_text(result, width=80)
+    assert text.startswith(f"MISMATCH  reference_engine at {url} · qwen3-tiny · float32 · 4 prompts\n")
+    assert "H117" in text
+    assert max(map(len, text.splitlines()[1:])) <= 100
+    document = json.loads(json.dumps(endpoint_json(result), allow_nan=False))
+    assert document["verdict"] == "mismatch"
+    assert {finding["code"] for finding in document["findings"]} == {"H117"}
+    assert document["runs"][0]["logprobs"][0]["rms_ratio"] > 0
+
+
+def positive(answer):
+    answer["choices"][0]["logprobs"]["token_logprobs"][0] = 0.5
