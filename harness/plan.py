@@ -1,4 +1,4 @@
-"""A plan: what is to be checked, with every name resolved before anything costs time."""
+"""A plan: a check with every name resolved, before any slow work."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from harness.oracle.requests import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A check to be made, with every name resolved."""
+    """A check with every name resolved."""
 
     case: Case
     """All options, with the name of the dtype for `auto`; its model is as the user named it."""
@@ -28,11 +28,11 @@ class Plan:
     prompts: tuple[Prompt, ...]
     schedules: tuple[Schedule, ...]
     subject: Engine | None = None
-    """The engine itself if it is at hand; None: the installed one of the case's name is opened."""
+    """The engine object, if there is one; None: the installed engine of the case's name is opened."""
     notes: tuple[str, ...] = ()
 
     def changed(self, **fields: Any) -> "Plan":
-        """Return the plan with other values in its case: what they resolve to has to be the same."""
+        """Return the plan with other values in its case, which must not change what the names resolve to."""
         return replace(self, case=self.case.model_copy(update=fields))
 
     @property
@@ -42,13 +42,13 @@ class Plan:
 
     @property
     def engine_options(self) -> dict[str, str]:
-        """Options of the engine, which finds a LoRA adapter as its option `lora`."""
+        """Options of the engine; a LoRA adapter is its option `lora`."""
         options = {name: str(value) for name, value in self.case.engine_options.items()}
         return options if self.case.lora is None else {**options, "lora": str(self.case.lora)}
 
     @property
     def has_default_schedules(self) -> bool:
-        """Whether these are the default schedules: those that the engine cannot follow are then left out."""
+        """Whether these are the default schedules: the plan then leaves out those that the engine cannot follow."""
         return not self.case.schedules
 
     @property
@@ -85,11 +85,11 @@ class Plan:
 def plan_request(
     *, case: Case | None = None, subject: Engine | None = None, local_files_only: bool = True, **changes: Any
 ) -> Plan:
-    """Resolve a case, or the embedded default, with the changes that are given.
+    """Resolve a case, or the embedded default, with changes.
 
     Args:
         case: None for the embedded default, or for a case made of `model` and `requests`.
-        subject: the engine itself, where it is at hand; `engine` is then what it is called.
+        subject: the engine object, if there is one; `engine` is then its name.
         local_files_only: never ask the hub.
         changes: fields of a case; None, or an empty sequence, leaves the case's.
 
@@ -107,10 +107,10 @@ def plan_request(
 
 
 def plan_engine(**changes: Any) -> Plan:
-    """Resolve an engine and its checkpoint where the requests come from elsewhere: of a profile, or of a search.
+    """Resolve an engine and its checkpoint without requests, which a profile or a search brings.
 
     Args:
-        changes: as `plan_request` takes them; one request of one token stands for what is run.
+        changes: as for `plan_request`; one request of one token stands for the workload.
 
     Raises:
         HarnessError: as `plan_request`.
@@ -122,7 +122,7 @@ def _default_case(changes: Mapping[str, Any]) -> Case:
     """Return the embedded default, or a case of the user's own model or prompts."""
     model, engine, requests = changes.get("model"), changes.get("engine"), changes.get("requests")
     default = load_case(embedded_cases() / "default.toml")
-    if requests:  # a workload of its own, not a change to the default's
+    if requests:  # a new workload, not a change to the default's
         return Case(schema_version=1, model=model or default.model, requests=list(requests))
     if model is not None:
         what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
@@ -159,7 +159,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
 
 
 def _refuse_contradictions(case: Case) -> None:
-    """Refuse options that make no sense, by themselves or together."""
+    """Refuse options that make no sense, alone or together."""
 
     def refuse(where: str, what: str, **details: Any) -> NoReturn:
         raise HarnessError(Code.BAD_OPTION, what, where=where, **details)
@@ -200,9 +200,9 @@ def _refuse_contradictions(case: Case) -> None:
 
 
 def _schedules(names: Sequence[str], prompt_lengths: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
-    """Return the schedules to run, and those of the default that the prompts cannot reach.
+    """Return the schedules to run, and the default schedules that the prompts cannot reach.
 
-    One that was asked for by its name, and is not reached, fails when it is run.
+    A schedule that was asked for by name and is not reached fails when it runs.
     """
     if names:
         return parse_schedules(names), []

@@ -1,19 +1,25 @@
 """A small, readable LLM inference engine: paged KV cache with shared prefixes, chunked prefill, continuous batching.
 
-Its core is read in one sitting, in this order:
+The core is read in one sitting, in this order:
 
 1. `engine`: requests in, tokens out, a step at a time;
 2. `requests.sequence`: the state of one request, and the chunk of it that a step computes;
 3. `scheduler`, `block_manager`, `block_pool`, `prefix_cache`: who computes what next, and where its K and V lie;
 4. `model_runner`, `batch`: one step, from chunks to tensors to tokens;
 5. `model`, `layers`, `rotary`: the decoder;
-6. `attention.backend`, `attention.paged`, `attention.sdpa`, `kv_cache`: attention through block tables; with recurrent
-   layers also `state_cache`, `families.qwen3_next`, with latents in the cache `families.latent_attention`;
+6. `attention.paged`, `kv_cache`: attention through block tables;
 7. `sampler`: the next tokens.
 
-`share` and `acceleration` are what the core knows of the rooms beside it, and it runs without them: `parallel` (several
-processes) and `fast` (kernels, packed weights, recorded steps). The other rooms: `requests`, `checkpoint`, `families`,
-`lora`, `observing`, `server`.
+What can be read later, or left out:
+
+- of requests: `control` (fork, rewind, suspend), `speculation` (drafts), `requests` (limits, parameters, text),
+  `scores` (penalties, log probabilities);
+- of the model: `loader` (a checkpoint on its device), `checkpoint`, `families` (layers of few families, how a decoder
+  is built), `lora`, `rope_types`, `cache_spec`;
+- of attention: `attention.backend` (the interface), `attention.sdpa` (the call of torch's kernel), the other backends;
+- `tensor_parallel` and `parallel` (several processes), `kernels` and `fast` (kernels, packed weights, recorded steps):
+  the first of each is all that the core knows of the second, and it runs without;
+- `hooks` (observers, checks of the cache), `server`, `launch` and `cli` (the command line).
 
 Importing the package costs nothing: torch is loaded when the first name that needs it is asked for.
 """

@@ -20,10 +20,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from reference_engine.block_pool import NULL_BLOCK
-from reference_engine.lora.adapter import Adapter
+from reference_engine.lora.adapter import Adapter, rows_by_adapter
 from reference_engine.observer import Observer
 from reference_engine.requests.sequence import ScheduledChunk
-from reference_engine.state_cache import Piece
 
 __all__ = ["Batch", "build_batch", "sampled_rows", "slots_of"]
 
@@ -60,8 +59,8 @@ class Batch:
     """The attention backend's plan, made once for all layers."""
     adapters: Sequence[tuple[Adapter, torch.Tensor]] = ()
     """LoRA adapters of the step, each with its rows, int64."""
-    pieces: Sequence[Piece] = ()
-    """The rows by the states that they go on from; nothing where no layer has a state."""
+    pieces: Sequence[Any] = ()
+    """The rows by the states that they start from (`families.state_cache.Piece`); empty where no layer has a state."""
 
     @property
     def num_single(self) -> int:
@@ -111,20 +110,10 @@ def build_batch(
         sampled_rows_=None if len(rows) == len(positions_T) else parts[4],
         observer=observer,
         rope_lens=[chunk.sequence.rope_len for chunk in chunks if chunk.sequence.rope_len is not None],
-        adapters=_rows_by_adapter(chunks, requests_T, adapters, device) if adapters else (),
+        adapters=()
+        if not adapters
+        else rows_by_adapter(adapters, [chunk.sequence.params.adapter for chunk in chunks], requests_T, device),
     )
-
-
-def _rows_by_adapter(
-    chunks: Sequence[ScheduledChunk], requests_T: np.ndarray, adapters: Mapping[str, Adapter], device: torch.device
-) -> Sequence[tuple[Adapter, torch.Tensor]]:
-    names = [chunk.sequence.params.adapter for chunk in chunks]
-    found = []
-    for name in sorted({name for name in names if name is not None}):
-        is_own_R = np.array([own == name for own in names])
-        rows_T = torch.from_numpy(np.flatnonzero(is_own_R[requests_T])).to(device)
-        found.append((adapters[name], rows_T))
-    return found
 
 
 def slots_of(chunk: ScheduledChunk, block_size: int) -> list[int]:

@@ -6,7 +6,7 @@ until its place is needed. Block 0 is the null block: never handed out, it is wh
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from reference_engine.errors import BlockError, CapacityError, ConfigError
@@ -165,31 +165,6 @@ class BlockPool:
     def num_owners(self, block: int) -> int:
         """Count the block tables that own `block`."""
         return self._num_owners[block]
-
-    def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Verify that unused, idle and live blocks partition the pool, and that owners are `block_tables`, if given.
-
-        Raises:
-            BlockError: they do not; this is a bug of the pool, or of code that changed it from outside.
-        """
-        expected = [block for block in range(1, self.num_blocks) if self._num_owners[block] == 0]
-        free = [*self._unused, *self._idle]
-        self._expect("free blocks are not those without an owner", expected, sorted(free))
-        self._expect("an owner count is impossible", (0, True), (self._num_owners[0], min(self._num_owners) >= 0))
-        cached = set() if self.prefix_cache is None else set(self.prefix_cache.prefixes)
-        self._expect("idle blocks are not the cached ones without an owner", cached & set(free), set(self._idle))
-        if block_tables is not None:
-            tables = [list(table) for table in block_tables]
-            self._expect(
-                "a block is twice in one table", [], [table for table in tables if len(set(table)) < len(table)]
-            )
-            counts = Counter(block for table in tables for block in table)
-            owners = {block: num for block, num in enumerate(self._num_owners) if num}
-            self._expect("owner counts are not those of the block tables", dict(counts), owners)
-
-    def _expect(self, what: str, expected: object, actual: object) -> None:
-        if expected != actual:
-            raise BlockError(what, where="BlockPool.check", expected=expected, actual=actual)
 
     def _evict(self) -> int:
         """Give up the content of the idle block that is least likely to be asked for again."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.errors import ConfigError
 
 __all__ = ["DTYPES", "KV_CACHE_DTYPES", "EngineConfig"]
@@ -122,4 +124,63 @@ class EngineConfig:
             raise ConfigError(
                 f"{name} is too small or no integer", where=f"EngineConfig.{name}",
                 expected=f"an integer of at least {minimum}", actual=repr(value),
+            )  # fmt: skip
+
+    def resolve_dtype(self, model_config: ModelConfig) -> str:
+        """Return the name of the dtype of weights and activations.
+
+        Raises:
+            ConfigError: the checkpoint's own is asked for, and is not supported.
+        """
+        name = (model_config.dtype or "float32") if self.dtype == "auto" else self.dtype
+        if name not in DTYPES:
+            raise ConfigError(
+                "the checkpoint's dtype is not supported", where="config.json", expected=" or ".join(DTYPES),
+                actual=name, hint="Name one with EngineConfig.dtype.",
+            )  # fmt: skip
+        return name
+
+    def resolve_max_model_len(self, model_config: ModelConfig) -> int:
+        """Return the most tokens of prompt and continuation together.
+
+        Raises:
+            ConfigError: more are asked for than the model allows.
+        """
+        limit = model_config.rope.max_positions(model_config.max_position_embeddings)
+        if self.max_model_len is not None and self.max_model_len > limit:
+            raise ConfigError(
+                "max_model_len is more than the model allows", where="EngineConfig.max_model_len",
+                expected=f"at most {limit}, by max_position_embeddings and the rotary scaling",
+                actual=self.max_model_len,
+            )  # fmt: skip
+        return self.max_model_len or limit
+
+    def check_model(self, model_config: ModelConfig, *, has_adapters: bool, has_ranks: bool) -> None:
+        """Refuse what cannot be served together.
+
+        Raises:
+            ConfigError: adapters, of which a part would be left out; or compiled layers that are recurrent.
+        """
+        obstacles = {
+            "several ranks": has_ranks,
+            "recurrent layers": bool(model_config.delta_nets),
+            "latent attention": model_config.latent is not None,
+        }
+        for name in (name for name, is_there in obstacles.items() if has_adapters and is_there):
+            raise ConfigError("adapters are not served with this", where="EngineConfig", expected="off", actual=name)
+        if self.compile_layers and model_config.delta_nets:
+            raise ConfigError(
+                "recurrent layers are not compiled", where="EngineConfig.compile_layers", expected=False, actual=True
+            )
+
+    def check_prefix_caching(self, has_blocks: bool, backends_with_blocks: Iterable[str]) -> None:
+        """Refuse a prefix cache whose attention backend has no blocks.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if self.enable_prefix_caching and not has_blocks:
+            raise ConfigError(
+                "prefix caching needs blocks", where="EngineConfig.enable_prefix_caching",
+                expected=f"attention_backend {' or '.join(backends_with_blocks)}", actual=self.attention_backend,
             )  # fmt: skip

@@ -8,85 +8,14 @@ Shapes: T tokens, R requests, C context tokens, B blocks, S slots in a block, K 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.errors import CapacityError
 
-__all__ = ["CacheSpec", "KVCache", "cache_budget_bytes", "context_slots"]
-
-# Without num_blocks: on the CPU, where untouched memory costs nothing, and on a GPU, as a share of what is free.
-CPU_CACHE_BYTES = 1 << 30
-CUDA_CACHE_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSpec:
-    """The sizes that a backend needs to lay out its cache."""
-
-    num_layers: int
-    """Those that keep K and V."""
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    block_size: int
-    num_blocks: int | None
-    """None: as many as the limits below can use, within a share of the memory."""
-    max_num_seqs: int
-    max_model_len: int
-    layer_windows: tuple[int | None, ...]
-    """Latest tokens that each layer sees; None: all of them."""
-    budget_bytes: int = CPU_CACHE_BYTES
-    """Memory for a cache without `num_blocks`."""
-    value_dim: int | None = None
-    """Of values that are the first part of the keys and not stored again; None: values are as wide as keys."""
-    score_scale: float | None = None
-    """Factor of the scores; None: 1 / sqrt(H)."""
-    state_bytes: int = 0
-    """Beside K and V of a block, the states that are kept with it."""
-    stored_dtype: torch.dtype | None = None
-    """A float8, to which K and V are rounded when they are stored; None: `dtype`."""
-    scales: tuple[tuple[float, float], ...] = ()
-    """Of K and of V for each layer: what they are divided by before that; none: 1."""
-    prepare: Callable[[torch.Tensor], None] = lambda memory: None
-    """Called with the cache's memory before it is first touched."""
-
-    @property
-    def kept_dtype(self) -> torch.dtype:
-        """Return what K and V are stored in."""
-        return self.dtype if self.stored_dtype is None else self.stored_dtype
-
-    @property
-    def num_streams(self) -> int:
-        """Tensors that are stored of a token in a layer: K and V, or K alone."""
-        return 2 if self.value_dim is None else 1
-
-    @property
-    def scaling(self) -> dict[str, Any]:
-        """Return the argument of torch's attention beside its tensors and its window, where there is one."""
-        return {} if self.score_scale is None else {"scale": self.score_scale}
-
-    def default_num_blocks(self, block_size: int) -> int:
-        """Count the blocks, the null block included, that the limits can use and the memory can hold."""
-        wanted = self.max_num_seqs * -(-self.max_model_len // block_size)
-        num_heads = self.num_streams * self.num_layers * block_size * self.num_kv_heads
-        block_bytes = num_heads * self.head_dim * self.kept_dtype.itemsize + self.state_bytes
-        return 1 + max(1, min(wanted, self.budget_bytes // block_bytes))
-
-
-def cache_budget_bytes(device: torch.device, *, num_engines: int = 1) -> int:
-    """Return what each of `num_engines` that are opened on a device at the same time may take for its cache."""
-    if device.type == "cpu":
-        return CPU_CACHE_BYTES
-    num_free_bytes, _ = torch.cuda.mem_get_info(device)
-    # What torch keeps for its next tensors is free, too.
-    num_free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(CUDA_CACHE_SHARE * num_free_bytes) // num_engines
+__all__ = ["KVCache", "context_slots"]
 
 
 class KVCache:

@@ -114,13 +114,13 @@ class MLP:
 
     def __call__(self, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]; `prefix` starts the names of the taps."""
-        own = self.name
-        stacked = batch.adapt(prefix, f"{own}.gate_up_proj", x_TD, self.gate_up_proj(x_TD))
+        name = self.name
+        stacked = batch.adapt(prefix, f"{name}.gate_up_proj", x_TD, self.gate_up_proj(x_TD))
         gate_TF, up_TF = stacked.chunk(2, dim=-1)
-        batch.tap(prefix, f"{own}.gate_proj", gate_TF)
-        batch.tap(prefix, f"{own}.up_proj", up_TF)
+        batch.tap(prefix, f"{name}.gate_proj", gate_TF)
+        batch.tap(prefix, f"{name}.up_proj", up_TF)
         act_TF = self.activation(gate_TF) * up_TF
-        batch.tap(prefix, f"{own}.act", act_TF)
-        out_TD = batch.adapt(prefix, f"{own}.down_proj", act_TF, self.down_proj(act_TF))
-        batch.tap(prefix, f"{own}.down_proj", out_TD)
+        batch.tap(prefix, f"{name}.act", act_TF)
+        out_TD = batch.adapt(prefix, f"{name}.down_proj", act_TF, self.down_proj(act_TF))
+        batch.tap(prefix, f"{name}.down_proj", out_TD)
         return out_TD

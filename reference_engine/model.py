@@ -1,4 +1,4 @@
-"""The decoder: one for all families, which differ by config alone.
+"""The decoder. `families.build` assembles it from the weights; layers that few families have are in `families`.
 
 Shapes: T tokens, N query heads, K KV heads, H head dim, D hidden, V vocab, R sampled rows.
 """
@@ -13,26 +13,8 @@ import torch
 
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
-from reference_engine.checkpoint.experts import ExpertsShape
-from reference_engine.checkpoint.model_config import ModelConfig
-from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING
-from reference_engine.families.experts import build_experts
-from reference_engine.families.gemma3 import SandwichLayer, ScaledEmbedding, ZeroCentredRMSNorm
-from reference_engine.families.latent_attention import build_latent_attention
-from reference_engine.families.qwen3_next import build_delta_net
-from reference_engine.layers import (
-    ACTIVATIONS,
-    MLP,
-    FeedForward,
-    Linear,
-    RMSNorm,
-    Rotation,
-    TokenMixer,
-)
-from reference_engine.quantised import QuantisedLinear, quantised_linear
+from reference_engine.layers import FeedForward, Linear, RMSNorm, Rotation, TokenMixer
 from reference_engine.rotary import RotaryEmbedding, apply_rotary
-from reference_engine.share import Share
-from reference_engine.state_cache import StateCache
 
 __all__ = ["Attention", "Decoder", "DecoderLayer", "Forward", "Layer"]
 
@@ -136,38 +118,6 @@ class Decoder:
     local_layers: frozenset[int] = frozenset()
     """Numbers of those layers."""
 
-    @classmethod
-    def build(
-        cls,
-        config: ModelConfig,
-        weights: dict[str, torch.Tensor],
-        rotary: RotaryEmbedding,
-        backend: AttentionBackend,
-        share: Share,
-        *,
-        local_rotary: RotaryEmbedding | None = None,
-        states: StateCache | None = None,
-        product: Callable[[torch.Tensor, torch.Tensor | None], Linear] = Linear,
-        quantised: QuantisedLinear = quantised_linear,
-    ) -> Decoder:
-        """Assemble the decoder from the parameters that `load_weights` returns.
-
-        Those of matrix products are taken out of `weights`, so that what `product` makes of one replaces it in memory.
-        """
-        table, layers = weights[TOKEN_EMBEDDING], range(config.num_hidden_layers)
-        head = share.head(_with_scales(config, weights, LM_HEAD, weights[LM_HEAD], None, product, quantised))
-        return cls(
-            embed_tokens=_build_embedding(config, table, share),
-            rotary=rotary,
-            layers=tuple(
-                _build_layer(config, weights, backend, layer, share, product, quantised, states) for layer in layers
-            ),
-            norm=_norm_class(config)(weights["model.norm.weight"], config.rms_norm_eps),
-            lm_head=head,
-            local_rotary=local_rotary,
-            local_layers=frozenset(i for i, window in enumerate(config.layer_windows) if window is not None),
-        )
-
     def __call__(self, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], or None when no row is sampled."""
         x_TD = self.embed_tokens(batch.token_ids_T)
@@ -189,102 +139,3 @@ class Decoder:
         logits_RV = self.lm_head(x_TD)
         batch.tap("", "lm_head", logits_RV)
         return logits_RV
-
-
-def _norm_class(config: ModelConfig) -> type[RMSNorm]:
-    return ZeroCentredRMSNorm if config.family.has_zero_centred_norms else RMSNorm
-
-
-def _build_embedding(
-    config: ModelConfig, table_VD: torch.Tensor, share: Share
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    own = share.embedding(table_VD)
-    if not config.family.scales_embedding:
-        return own
-    return ScaledEmbedding(own, torch.tensor(config.hidden_size**0.5).to(table_VD))
-
-
-def _with_scales(
-    config: ModelConfig,
-    weights: dict[str, torch.Tensor],
-    name: str,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
-    quantised: QuantisedLinear,
-) -> Linear:
-    """Return the product with a weight, and with its scales where it has some."""
-    scale_OB = weights.pop(f"{name}_scale", None)
-    if scale_OB is None:
-        return product(weight_OI, bias_O)
-    block = None if config.quantisation is None else config.quantisation.block
-    return quantised(weight_OI, bias_O, scale_OB, None if block is None else block[1])
-
-
-def _build_layer(
-    config: ModelConfig,
-    weights: dict[str, torch.Tensor],
-    backend: AttentionBackend,
-    layer: int,
-    share: Share,
-    product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
-    quantised: QuantisedLinear,
-    states: StateCache | None,
-) -> Layer:
-    prefix = f"model.layers.{layer}."
-
-    def norm(name: str) -> RMSNorm:
-        return _norm_class(config)(weights[f"{prefix}{name}.weight"], config.rms_norm_eps)
-
-    def linear(name: str) -> Linear:
-        weight, bias = weights.pop(f"{prefix}{name}.weight"), weights.get(f"{prefix}{name}.bias")
-        return _with_scales(config, weights, f"{prefix}{name}.weight", weight, bias, product, quantised)
-
-    def row_parallel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return share.row_parallel(linear(name))
-
-    mixer: TokenMixer
-    if layer in config.delta_nets:
-        assert states is not None, "whoever builds the decoder of such a model gives it states"
-        mixer = build_delta_net(config, layer, weights, linear, states)
-    elif config.latent is not None:
-        mixer = build_latent_attention(config.latent, layer, weights, linear, backend)
-    else:
-        mixer = _build_attention(config, layer, backend, norm, linear, row_parallel)
-    shape, activation = config.mlps.get(layer), ACTIVATIONS[config.family.activation]
-    mlp: FeedForward
-    if isinstance(shape, ExpertsShape):
-        correction = weights.get(f"{prefix}mlp.gate.e_score_correction_bias")
-        mlp = build_experts(shape, linear, row_parallel, activation, correction)
-    else:
-        mlp = MLP(linear("mlp.gate_up_proj"), row_parallel("mlp.down_proj"), activation)
-    layer_class = DecoderLayer if len(config.family.layer_norms) == 2 else SandwichLayer
-    return layer_class(
-        prefix=prefix,
-        attention=mixer,
-        mlp=mlp,
-        **{name: norm(name) for name in config.family.layer_norms},
-    )
-
-
-def _build_attention(
-    config: ModelConfig,
-    layer: int,
-    backend: AttentionBackend,
-    norm: Callable[[str], RMSNorm],
-    linear: Callable[[str], Linear],
-    row_parallel: Callable[[str], Callable[[torch.Tensor], torch.Tensor]],
-) -> Attention:
-    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    is_gated = config.family.gates_attention
-    return Attention(
-        layer=config.attention_layers.index(layer),
-        head_dim=config.head_dim,
-        qkv_sizes=[num_q * (1 + is_gated), num_kv, num_kv],
-        qkv_proj=linear("self_attn.qkv_proj"),
-        o_proj=row_parallel("self_attn.o_proj"),
-        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-        backend=backend,
-        is_gated=is_gated,
-    )

@@ -34,10 +34,10 @@ class Prefix:
     salt: str
     """Requests of different salts share nothing."""
 
-    def is_same(self, other: Prefix) -> bool:
+    def is_same(self, prefix: Prefix) -> bool:
         """Compare all tokens and the salt. Chains that have met before are told by identity, without walking them."""
         mine: Prefix | None = self
-        theirs: Prefix | None = other
+        theirs: Prefix | None = prefix
         while mine is not theirs:
             if mine is None or theirs is None or mine.token_ids != theirs.token_ids or mine.salt != theirs.salt:
                 return False

@@ -191,8 +191,7 @@ def engine_of(folder: Path, right: Path, dtype: torch.dtype, *, is_native: bool)
         dtype: of the activations.
         is_native: whether transformers loads the checkpoint itself.
     """
-    from harness.engines.hf import HFEngine
-    from harness.engines.quantised_form import load_quantised
+    from harness.engines.hf import HFEngine, load_quantised
     from harness.formats.checkpoint import Checkpoint, resolve
     from harness.oracle.model import HFModel, load_model
 

@@ -10,7 +10,7 @@ from harness.errors import Code, HarnessError
 ENGINES = "inference_harness.engines"
 """Functions that open an engine on a checkpoint (`harness.engines.OpenEngine`)."""
 COMMANDS = "inference_harness.commands"
-"""Commands of the command line (`harness.command.entry.Command`)."""
+"""Commands of the command line (`harness.command.entry.CommandEntry`)."""
 READERS = "inference_harness.readers"
 """Readers of checkpoints that are not in HuggingFace's layout (`harness.formats.checkpoint.locate.Reader`)."""
 CONVENTIONS = "inference_harness.conventions"

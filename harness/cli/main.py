@@ -15,7 +15,7 @@ import typer.core
 from harness.base.environment import own_commit
 from harness.base.plugins import COMMANDS, load_all
 from harness.cli.supervisor import supervise
-from harness.command.entry import Command, Panel
+from harness.command.entry import CommandEntry, Panel
 from harness.command.interrupts import INTERRUPTED, Interrupts
 from harness.command.output import results_on, write, write_json
 from harness.command.strict import StrictCommand
@@ -50,10 +50,12 @@ Environment:
 """
 
 
-def _core(name: str, panel: Panel, help: str, function: str | None = None, *, has_engines: bool = False) -> Command:
+def _core(
+    name: str, panel: Panel, help: str, function: str | None = None, *, has_engines: bool = False
+) -> CommandEntry:
     module = name.replace("-", "_")
     target = f"harness.cli.{module}:{function or module}"
-    return Command(name=name, panel=panel, help=help, target=target, has_engines=has_engines)
+    return CommandEntry(name=name, panel=panel, help=help, target=target, has_engines=has_engines)
 
 
 _COMMANDS = (
@@ -65,8 +67,6 @@ _COMMANDS = (
     _core("new-adapter", Panel.CHECK, "Write the files of a new adapter."),
     _core("profile", Panel.PROFILE, "Profile prefill and decode of an engine.", has_engines=True),
     _core("gate", Panel.PROFILE, "Compare a profile with a baseline."),
-    _core("generate", Panel.OTHERS, "Continue a prompt or a conversation."),
-    _core("serve", Panel.OTHERS, "Serve a model with the reference engine."),
 )
 """Commands of the core, in the order of the help; those of extensions follow in their panels."""
 
@@ -194,7 +194,7 @@ def error_json(error: HarnessError) -> dict[str, Any]:
     }
 
 
-def commands() -> dict[str, Command]:
+def commands() -> dict[str, CommandEntry]:
     """Return all commands in the order of the help: of each panel the core's, then those of the extensions."""
     known = [*_COMMANDS, *load_all(COMMANDS)]
     panels = list(Panel)
@@ -222,7 +222,7 @@ class _Commands(typer.core.TyperGroup):
                     formatter.write_dl(rows)
 
 
-def _imported(command: Command) -> Any:
+def _imported(command: CommandEntry) -> Any:
     module, _, name = command.target.partition(":")
     target = getattr(import_module(module), name)
     if isinstance(target, typer.Typer):

@@ -15,7 +15,7 @@ class Panel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class CommandEntry:
     """One command; an extension names its own by an entry point of the group `inference_harness.commands`."""
 
     name: str

@@ -77,7 +77,6 @@ _REPORT = "harness.report"
 DOCUMENT = f"{_REPORT}.document:document"
 """Makes a document of any result."""
 _FAULTS = "harness.extensions.faults.tables"
-_ANSWER = "harness.cli.answer:TimedContinuation"
 
 CHECKS = Forms(
     human=f"{_REPORT}.check.dtypes:checks_text",
@@ -101,4 +100,3 @@ SETTINGS = Forms(human=f"{_REPORT}.settings:settings_text", json=f"{_REPORT}.set
 GOLDEN = Forms(human="harness.cli.golden:golden_text", json=_DOCUMENT)
 TAP_MAP = Forms(human="harness.cli.tap_map:map_text", json=_DOCUMENT)
 RECORDING = Forms(human="harness.cli.record:recording_text", json=_DOCUMENT)
-CONTINUATION = Forms(human=f"{_ANSWER}.line", json=f"{_ANSWER}.json")

@@ -173,26 +173,6 @@ def _text_request(text: str, where: str) -> RequestSpec:
     return RequestSpec(prompt=text)
 
 
-def one_request(prompt: str | None, chat: Path | None) -> RequestSpec:
-    """Return the request of a command that takes one: a text, or the file of a conversation.
-
-    Raises:
-        HarnessError: not one of both is given, or it cannot be read.
-    """
-    if prompt is not None and chat is None:
-        return _text_request(prompt, "--prompt")
-    if chat is not None and prompt is None:
-        return _read_chat(chat, "--chat")
-    raise HarnessError(
-        Code.BAD_OPTION,
-        "one request is continued",
-        where="--prompt, --chat",
-        expected="one of both",
-        actual="neither" if chat is None else "both",
-        hint="a conversation in the file may end with the prompt",
-    )
-
-
 def _read_chat(path: Path, option: str) -> RequestSpec:
     expected = 'a list of messages, or {"messages": [...], "tools": [...]}'
     try:

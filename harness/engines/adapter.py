@@ -166,7 +166,7 @@ class Capabilities:
     """What a `Timeline` may say to it: requests arrive at any step, and what is named here; None: it follows schedules
     by name only."""
     numerics: Numerics | None = None
-    """Set if its arithmetic is not all in its dtype: chooses the conventions that it is held to."""
+    """Set if its arithmetic is not all in its dtype: chooses the conventions that it is judged by."""
     notes: tuple[str, ...] = ()
     """What its adapter has set in it, for the report."""
     sources: Mapping[str, TapSource] = field(default_factory=dict)
@@ -327,7 +327,7 @@ def engine_module(name: str) -> str:
 
 
 def check_engine(name: str, engine: object) -> None:
-    """Refuse what is no engine, or has declarations that cannot be read.
+    """Refuse an object that is no engine, or whose declarations cannot be read.
 
     Raises:
         HarnessError: ENGINE_FAILED.
@@ -395,7 +395,7 @@ def engine_errors(engine: str) -> Iterator[None]:
 
 @contextmanager
 def engine_refusals(engine: str, where: Path | str) -> Iterator[None]:
-    """Say of what an engine refuses, in its own words, that it cannot serve the model.
+    """Turn what an engine raises into an error that says, in the engine's words, that it cannot serve the model.
 
     For engines that have no error of their own for it, and raise ValueError, RuntimeError, OSError, ...
 
@@ -461,7 +461,7 @@ def _load(entry: EntryPoint) -> OpenEngine:
         opened: OpenEngine = entry.load()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a foreign package does at import
+    except BaseException as error:  # a foreign package may raise anything at import
         raise HarnessError(
             Code.ENGINE_FAILED,
             f"the engine {entry.name!r} cannot be imported: {type(error).__name__}: {error}",

@@ -1,14 +1,18 @@
 """HF itself as an engine under test: prefill and decode through its own KV cache, eager or sdpa.
 
-HF as an engine shows what a sound engine scores, and checks HF's own decode against HF's own forward. `HFSession` runs
-it step by step, for profiles: requests that are added together are one batch of equally long prompts, since HF would
-pad others, and a profile is not to measure padding.
+HF as an engine shows what a sound engine scores, and checks HF's own decode against HF's own forward. A checkpoint that
+another package quantised is loaded by that package through transformers. `HFSession` runs HF step by step for profiles:
+requests that are added together are one batch of equally long prompts, since HF would pad others, and a profile is not
+to measure padding.
 """
 
 from __future__ import annotations
 
+import io
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +22,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from harness.base.progress import quiet_transformers
 from harness.engines.adapter import Capabilities, Engine, Workload, refuse_unknown_options
 from harness.engines.hf_batch import HFBatch, ShownTap
 from harness.engines.module_settings import settings_of_modules
-from harness.engines.quantised_form import served_model
 from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, OperationWatcher
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.converted import read_quantised_source
+from harness.formats.checkpoint import Checkpoint
+from harness.formats.checkpoint.converted import read_quantised_source, served_folder
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import EMBEDDING, Graph, layer_prefix
 from harness.oracle.caches import cache_argument
@@ -328,3 +333,59 @@ def _window(config: Any, layer: Any) -> int | None:
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]  # transformers is untyped here
     return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+
+
+def load_quantised(folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Return transformers' model of a checkpoint in a dtype, quantised as the options or the checkpoint say."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **options
+    )
+    return model.eval().requires_grad_(False)
+
+
+def served_model(folder: Path, dtype: torch.dtype, device: str) -> HFModel:
+    """Load what a folder was dequantised from as transformers does: with its packed weights.
+
+    Args:
+        folder: as `resolve` returned it for a quantised checkpoint.
+        dtype: of what is not quantised.
+        device: where it runs.
+
+    Raises:
+        HarnessError: QUANTISER_REFUSED.
+    """
+    where = served_folder(folder)
+    with quantising(str(where), "install the package that it names, or --engine-option weights=dequantised"):
+        model = load_quantised(where, dtype=dtype).to(device)
+    return HFModel(model=model, checkpoint=Checkpoint(folder), dtype=dtype, device=torch.device(device))
+
+
+@contextmanager
+def quantising(
+    where: str, hint: str = "leave the type out; docs/quant.md names the versions that were tried"
+) -> Iterator[None]:
+    """Silence the quantisers, and turn what they raise into an error.
+
+    Raises:
+        HarnessError: QUANTISER_REFUSED.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torchao says at import which of its CUDA libraries are not there
+    try:
+        with quiet_transformers(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    except HarnessError:
+        raise
+    except Exception as error:  # of torchao, compressed-tensors or transformers: assertions, KeyError, RuntimeError
+        message = " ".join(str(error).split())[:300]
+        raise HarnessError(
+            Code.QUANTISER_REFUSED,
+            f"the model cannot be quantised or run in this type: {type(error).__name__}: {message}",
+            where=where,
+            hint=hint,
+        ) from error
+    finally:
+        logging.disable(before)

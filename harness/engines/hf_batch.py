@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from harness.engines.adapter import Part, Workload, engine_refusals
 from harness.engines.poison import Poison, fill
-from harness.engines.read_back import write_read_back, write_states
+from harness.engines.record import write_read_back, write_states
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Kind, Operation, prefix_of
 from harness.oracle.caches import new_cache
@@ -169,7 +169,7 @@ class HFBatch:
             self._run_decode(decoder)
 
     def run_preempted(self) -> None:
-        """Let every request but the first lose its cache half way through its decode, and compute it again."""
+        """Drop the cache of every request but the first half way through its decode, and compute it again."""
         lost = self._lanes[1:] or self._lanes
         num_steps = max(len(lane.request.token_ids) - lane.request.prompt_length for lane in lost) // 2
         with HFDecoder(self._hf) as decoder:
@@ -270,14 +270,14 @@ class HFBatch:
             at = end
 
     def _sees_ahead(self, lane: _Lane, position: int) -> bool:
-        """Whether attention looks from before a position to after it: a part of an image sees all of it (Gemma 3)."""
+        """Whether attention looks from before a position to after it: an image's token may see all of it (Gemma 3)."""
         images = self._images.get(lane.request.id)
         if images is None or not images.is_seen_whole or not 0 < position < lane.request.prompt_length:
             return False
         return any(bool(types[position - 1] and types[position]) for types in images.types.values())
 
     def _token_types(self) -> dict[str, torch.Tensor]:
-        """Return what the forward is told of the kinds of its tokens, and of all before them, padding included."""
+        """Return the types of the forward's tokens and of all before them, padding included, by the argument's name."""
         tables = {}
         for name in {name for images in self._images.values() for name in images.types}:
             table = torch.zeros(len(self._lanes), len(self._mask[0]), dtype=torch.int64, device=self._hf.device)
@@ -340,7 +340,7 @@ class HFBatch:
 
     @contextmanager
     def _poisoned(self, forward: BatchForward, decoder: HFDecoder) -> Iterator[None]:
-        """Fill what a forward must not let into its rows: the cache before it, and the embeddings of padding in it."""
+        """Fill what must not reach the rows of a forward: the cache before it, and the embeddings of padding in it."""
         if self._poison is None:
             yield
             return

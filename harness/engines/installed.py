@@ -1,4 +1,4 @@
-"""An engine that is another package: whether it is installed, in a version that its adapter was run with."""
+"""Checks that the package of an engine is installed, in a version that its adapter was run with."""
 
 from dataclasses import dataclass
 from importlib import import_module

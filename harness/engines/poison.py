@@ -1,7 +1,8 @@
 """Memory that no live row may depend on, filled with values that show whether one does.
 
-An engine is given a `Poison` with its workload, and calls it before each step. Whatever holds its memory has the two
-methods of `Holder`, or one of them; rows of padding are filled by `fill_rows`, where the engine has the tensor at hand.
+An engine is given a `Poison` with its workload, and calls it before each step. The object that holds its memory has the
+methods `fill_unused` and `fill_states`, or one of them; where the engine has the tensor at hand, `fill_rows` fills rows
+of padding.
 """
 
 import math

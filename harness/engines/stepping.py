@@ -19,7 +19,10 @@ from harness.results.profile import StepShape
 if TYPE_CHECKING:
     import torch
 
-
+_MOST_IDLE_STEPS = 1000
+"""Steps in a row without a token, beyond one for each token of all prompts, before an engine is said to be stuck."""
+_WATCHED = ("phases", "model", "watching", "weights", "cache_tensors")
+"""Attributes that a session needs to be watched."""
 PREPARE, SAMPLE, COMMIT = "engine.prepare", "engine.sample", "engine.commit"
 """Names of what an engine does on the host: before its model runs, to choose the tokens, and afterwards."""
 ROTARY = "model.rotary_emb"
@@ -248,9 +251,6 @@ def open_session(engine: Engine, *, max_num_tokens: int, max_num_seqs: int) -> C
     return ClosableSession(engine.name, session)
 
 
-_WATCHED = ("phases", "model", "watching", "weights", "cache_tensors")
-
-
 def _opened(engine: Engine, max_num_tokens: int, max_num_seqs: int) -> TokenSession:
     if not isinstance(engine, Steppable):
         raise HarnessError(
@@ -288,7 +288,7 @@ class Continuation:
             raise _lacks(engine, "open_session or generate", "cannot continue a prompt")
 
     def steps(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Iterator[NewTokens]:
-        """Yield the new tokens of each step that made some, until every prompt has as many as it is to have.
+        """Yield the new tokens of each step that made some, until every prompt has all of its new tokens.
 
         Raises:
             HarnessError: ENGINE_LACKS_METHOD, ENGINE_FAILED, or what the engine raises.
@@ -327,10 +327,6 @@ class Continuation:
         if not isinstance(tokens, Mapping):
             raise _lacks(self._engine, "a mapping, from each request to its new token", "does not say its tokens")
         return tokens
-
-
-_MOST_IDLE_STEPS = 1000
-"""Steps in a row without a token, beyond one for each token of all prompts, before an engine is said to be stuck."""
 
 
 def _stuck(engine: Engine, num_steps: int, lacking: Counter[int]) -> HarnessError:

@@ -39,7 +39,7 @@ def die_with_the_parent(lifeline: int, *, owner: int) -> None:
     """Have the kernel kill `owner` when the parent's end of the pipe is closed, whatever runs here.
 
     Args:
-        lifeline: the end of a pipe that nobody writes to, whose other end the parent alone has.
+        lifeline: the end of a pipe that is never written to; only the parent has the other end.
         owner: number of this process, or of its group with a minus.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, owner)
@@ -60,7 +60,7 @@ class _Worker:
         self._engine: Engine | None = None
 
     def answer(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Do a job; return what came of it."""
+        """Do a job and return its result."""
         try:
             with engine_errors(job["engine"]):
                 result = self._do(job)

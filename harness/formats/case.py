@@ -16,13 +16,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 _Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Path = Annotated[Path, Field(strict=False)]
-"""In JSON, which a suite sends its cases as, a path is a text."""
+"""A suite sends its cases as JSON, where a path is a text."""
 
 
 Truth = Literal["auto", "float64", "float32"]
 """Precision in which HuggingFace's own forward says what is right; `auto`: what the engine's dtype needs."""
 TapPreset = Literal["all", "cache", "logits", "tokens"]
-"""Taps that must have been recorded; all: every tap that the engine does not declare lacking."""
+"""Taps that must have been recorded; all: every tap that the engine does not declare as unsupported."""
 TAP_PRESETS: tuple[str, ...] = get_args(TapPreset)
 
 
@@ -59,7 +59,7 @@ class RequestSpec(BaseModel):
     request: `pixel_values`, `image_grid_thw`, `mm_token_type_ids`, ..."""
     max_new_tokens: _Count | None = None
     continuation: Annotated[list[int], Field(min_length=1)] | None = None
-    """Token ids that follow the prompt in the place of HF's own greedy ones; max_new_tokens then says nothing."""
+    """Token ids that follow the prompt in place of HF's greedy ones; max_new_tokens is then ignored."""
 
     @model_validator(mode="after")
     def _one_of_three(self) -> "RequestSpec":
@@ -81,11 +81,11 @@ class ProfileSection(BaseModel):
     phases: list[Literal["prefill", "decode", "mixed"]] = []
     """Empty: all that the engine has."""
     baseline: str | None = None
-    """File with what the profile may need, relative to the case's; None: it is held to nothing."""
+    """File with the limits of the profile, relative to the case's file; None: there are no limits."""
 
 
 class Case(BaseModel):
-    """A check, as a file, the command line or Python asks for it. Paths are relative to the case's file.
+    """A check, as a file, the command line or Python describes it. Paths are relative to the case's file.
 
     This is the one place where an option of a check is declared. A field is a key of case files, unless its `Option`
     says otherwise; a field with an `Option` is an option of `harness check`.
@@ -109,7 +109,7 @@ class Case(BaseModel):
         Option(
             "--hf FOLDER",
             "HuggingFace checkpoint that a .gguf model, or an export of ONNX Runtime or OpenVINO, was made from: its "
-            "configuration and tokenizer are used, and every tensor of a .gguf file is held against it.",
+            "configuration and tokenizer are used, and every tensor of a .gguf file is compared with it.",
         ),
     ] = None
     engine: Annotated[str, Field(min_length=1), Option("--engine NAME", "Engine under test. [default: reference]")] = (
@@ -189,7 +189,7 @@ class Case(BaseModel):
         ),
     ] = []
     require: list[Trigger] = []
-    """Triggers that the case as it is written reaches, and must go on reaching."""
+    """Triggers that the case must reach."""
     only: Annotated[
         TapPreset | None,
         Option(
@@ -274,11 +274,11 @@ class Case(BaseModel):
         return {name: item for name, item in declared if isinstance(item, Option)}
 
     def replaced(self, **changes: Any) -> "Case":
-        """Return the case with the fields that are given in place of its own.
+        """Return the case with some fields replaced.
 
-        None, or an empty sequence, leaves the case's. Another engine has other options, so the case's own stay with its
-        engine. What the case requires to be reached goes as soon as anything is replaced that decides what is reached:
-        dtype, device, truth and process do not.
+        None, or an empty sequence, keeps the case's value. Options of an engine are dropped with that engine. The
+        required triggers are dropped as soon as a change may decide which triggers are reached; dtype, device, truth
+        and process cannot.
 
         Raises:
             TypeError: there is no such field.

@@ -139,8 +139,7 @@ def recording_tables(path: Path) -> dict[str, Any]:
         manifest, steps, rows = recording.manifest, recording.steps, Counter[str]()
         for step in steps:
             for name in step.tap_names:
-                covered = step.rows_of(name)
-                rows[name] += step.entry.num_rows if covered is None else len(covered)
+                rows[name] += step.num_rows_of(name)
         return {
             "schema_version": 1,
             "kind": "golden" if manifest.producer.name == "harness.oracle" else "recording",

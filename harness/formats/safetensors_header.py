@@ -1,8 +1,8 @@
 """Reads the header of a safetensors file, and believes nothing it says before having checked it.
 
 Pure Python: `harness inspect` and the recording reader need a file's layout, not its tensors. The checks are those of
-https://huggingface.co/docs/safetensors (Format) with every number held against the size of the file, so that a damaged
-or hostile file costs no more memory than its real header.
+https://huggingface.co/docs/safetensors (Format) with every number checked against the size of the file, so that a
+damaged or hostile file costs no more memory than its real header.
 """
 
 import json

@@ -94,7 +94,7 @@ class KindTraits:
     error_model: ErrorModel | None
     """Its derived bound; None if the control alone says what rounding may do."""
     least_effect: float = 0.05
-    """Smallest gain or trend, in roundings to a 16-bit dtype, that is held against an engine."""
+    """Smallest gain or trend, in roundings to a 16-bit dtype, that counts as a mistake of an engine."""
     has_heads: bool = False
     """Whether a row is made of heads, each of which may be off by itself."""
     repeats_by_position: bool = False
@@ -167,7 +167,7 @@ class Operation:
 
     @property
     def layer(self) -> int | None:
-        """Decoder layer it belongs to; None for what stands outside of the layers."""
+        """Decoder layer it belongs to; None for a tap outside of the layers."""
         return layer_of(self.tap)
 
     @property

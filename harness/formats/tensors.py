@@ -92,7 +92,7 @@ def _loaded(path: Path) -> object:
             _refuse(path, f"the file cannot be read: {why[:200]}")
         hint = "save tensors alone, in dicts and lists: torch.save({name: tensor, ...}, path)"
         _refuse(path, "the file holds more than tensors, and reading it would run code", actual=_asked(why), hint=hint)
-    except Exception as error:  # whatever torch raises on a damaged archive
+    except Exception as error:  # torch may raise anything on a damaged archive
         _refuse(path, f"the file cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}")
 
 

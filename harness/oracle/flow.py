@@ -74,7 +74,7 @@ class Flow(TorchDispatchMode):
         return self._origins.get(_storage(tensor), NOWHERE) if part is None else part
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """Say where a tensor comes from, in the place of what was noted."""
+        """Set the origin of a tensor, whatever was noted of it before."""
         if tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes():
             self._note(tensor, origin)
         else:

@@ -8,6 +8,7 @@ those of the steps) and of itself. One golden serves every schedule.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -66,11 +67,11 @@ class GoldenInfo(BaseModel):
     """All that the numbers depend on: weights, config, prompts, dtypes, versions."""
     noise_sha256: str
     manifest_sha256: str
-    """Digest of the recording's manifest: the noise and the graph are of these steps and of no others."""
+    """Digest of the recording's manifest, whose steps the noise and the graph belong to."""
     operations: tuple[_OperationEntry, ...]
     aliases: dict[str, str]
     sketched: dict[str, tuple[int, ...]] = {}
-    """Shapes of the rows of taps that are kept as sketches (oracle/sketch/rows.py); empty where all values are."""
+    """Shapes of the rows of taps that are kept as sketches (oracle/sketch_rows.py); empty where all values are."""
     sha256: str = ""
     """Digest of all other fields."""
 
@@ -142,7 +143,7 @@ class Golden:
 
     @cached_property
     def graph(self) -> Graph:
-        """Operations of the model; where nobody wrote them down, as far as the names of the taps tell them."""
+        """Operations of the model; without golden.json, as far as the names of the taps tell."""
         if self.info is not None:
             return self.info.graph()
         return graph_of_taps(entry.name for entry in self.recording.manifest.taps)
@@ -245,11 +246,10 @@ def _refuse_implausible(path: Path, recording: Recording, graph: Graph, noise: M
 
 def _num_rows(recording: Recording) -> dict[str, int]:
     """Count the rows of every tap over all steps."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for step in recording.steps:
         for tap in step.tap_names:
-            covered = step.rows_of(tap)
-            counts[tap] = counts.get(tap, 0) + (step.entry.num_rows if covered is None else len(covered))
+            counts[tap] += step.num_rows_of(tap)
     return counts
 
 

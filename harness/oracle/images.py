@@ -117,7 +117,7 @@ class DecoderInputs:
 
 
 class _CapturedError(BaseException):
-    """Ends a forward before its decoder; no handler of the model's code is to catch it."""
+    """Ends a forward before its decoder; a BaseException, so that no handler of the model's code catches it."""
 
 
 @torch.no_grad()
@@ -169,7 +169,7 @@ Cell = tuple[DecoderInputs | None, int]
 
 @contextmanager
 def handing(hf: UntracedModel, cells: Sequence[Sequence[Cell]]) -> Iterator[None]:
-    """Hand rows of requests with images to the text decoder, [B, C], in the place of what it would be given."""
+    """Hand rows of requests with images to the text decoder, [B, C], in place of its usual inputs."""
 
     def put(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         rows = [(*place, inputs, at) for place, (inputs, at) in _numbered(cells) if inputs is not None]
@@ -207,7 +207,7 @@ def _filled(text_rows: Any, cells: Sequence[Sequence[Cell]], name: str, rows: Se
 
 
 def _positions(text_positions: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
-    """Return [A, B, C] in the place of the engine's own positions [B, C], which are right for text."""
+    """Return positions [A, B, C] that replace the engine's positions [B, C], which are right for text."""
     num_axes = next(len(inputs.positions) for *_, inputs, _ in rows if inputs.positions is not None)
     table = text_positions.expand(num_axes, *text_positions.shape[-2:]).clone()
     for lane, column, inputs, at in rows:

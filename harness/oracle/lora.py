@@ -107,7 +107,7 @@ class AdapterConfig(BaseModel):
         return isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear"
 
     def targets(self, path: str) -> bool:
-        """Whether the module at `path` is one of those that are changed; `all-linear` says so of each."""
+        """Whether the adapter changes the module at `path`; with `all-linear` it changes each."""
         if self.exclude_modules and _names(self.exclude_modules, path):
             return False
         if self.targets_all_linear:
@@ -293,7 +293,7 @@ def add_adapter(hf: HFModel, folder: Path) -> None:
 
 
 def adapter_notes(hf: HFModel) -> Iterator[str]:
-    """Say it if a model's adapter changes nothing: no check sees whether an engine applies it."""
+    """Yield a note if a model's adapter changes nothing: then no check sees whether an engine applies it."""
     adapted = [module for module in hf.model.modules() if isinstance(module, LoraLinear)]
     num_idle = sum(not (module.lora_a.any() and module.lora_b.any()) for module in adapted)
     if num_idle:

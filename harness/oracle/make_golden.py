@@ -116,7 +116,7 @@ def _folder(key: Mapping[str, Any], *, keeps_values: bool) -> Path:
 
 
 def _open_cached(folder: Path, key: Mapping[str, Any]) -> Golden:
-    """Open a cached golden, and see that every byte of it is what was written, for this key.
+    """Open a cached golden, and verify that every byte of it is as it was written for this key.
 
     Raises:
         HarnessError: it is damaged, or another one.
@@ -131,7 +131,7 @@ def _open_cached(folder: Path, key: Mapping[str, Any]) -> Golden:
 
 
 def _discard(folder: Path) -> None:
-    """Take a damaged golden away, by a rename first: another process may be reading what is put in its place."""
+    """Remove a damaged golden, by a rename first: another process may already read the one that replaces it."""
     with suppress(OSError), scratch_folder(".damaged-", folder.parent) as aside:
         folder.rename(aside / "golden")
 

@@ -441,7 +441,7 @@ class _Side:
         return (requests + positions).flatten()
 
     def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
-        """See `Watcher.attend`; what is not finite is kept away from the rows that do not see it."""
+        """See `Watcher.attend`; values that are not finite do not reach rows that do not see them."""
         cleaned, hole = _without_holes(call)
         self._call = cleaned if call.query.shape[2] == self._num_tokens else None  # else attention among other things
         positions = torch.arange(self._num_tokens)
@@ -457,7 +457,7 @@ class _Side:
 
 
 def _replaced(value: torch.Tensor, replacement: torch.Tensor) -> torch.Tensor:
-    """Put another value into a tensor, so that all of the model's code that holds it goes on with it.
+    """Write a replacement into a tensor, so that all of the model's code that holds the tensor goes on with it.
 
     A residual stream is read twice, by a norm and by the sum after it, and only the norm's input is shown. A view of
     something larger is left alone: whoever is given the new value reads that.

@@ -47,7 +47,7 @@ class Arrivals:
 
 
 def parse_lengths(text: str, option: str) -> Callable[[random.Random], int]:
-    """Return a distribution of numbers of tokens: `128`, `64..512` (all alike), or `exp:256` (exponential, that mean).
+    """Return a distribution of numbers of tokens: `128`, `64..512` (uniform), or `exp:256` (exponential, that mean).
 
     Raises:
         HarnessError: BAD_OPTION.
@@ -111,7 +111,7 @@ def read_requests(
     Each line has `prompt`, `prompt_token_ids`, or a number of random `prompt_tokens`, and may have `max_tokens` and
     `at`, the seconds after the first. `tokenize` returns the tokens of a prompt that is text; random prompts are made
     of `ids`. Requests without `at` are sent as `arrivals` says, and `max_tokens` draws the length of an answer where a
-    line says nothing of it.
+    line has no `max_tokens`.
 
     Raises:
         HarnessError: BAD_OPTION: the file cannot be read, or a line cannot be understood.

@@ -140,7 +140,7 @@ def _values(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return what is projected of each row of a tap, and the norms of the rows: [rows, W] and [rows].
 
-    Of a wide tap that is its sketch (oracle/sketch/rows.py), also where the golden keeps all values.
+    Of a wide tap that is its sketch (oracle/sketch_rows.py), also where the golden keeps all values.
     """
     rows, is_sketch = step.tap(tap), tap in golden.sketched
     if tap in sketched and not is_sketch and is_wide(rows):

@@ -219,7 +219,7 @@ def _is_mask(rows: torch.Tensor) -> bool:
 
 
 def _bridged(shown: dict[str, Shown], kept: dict[str, Shown]) -> Iterator[tuple[str, Shown]]:
-    """Yield the values that are kept; one computed from a value that is left out comes from what is behind that."""
+    """Yield the values that are kept; a value computed from one that is left out comes from that one's sources."""
 
     def whole(origin: Origin) -> Origin:
         bridged = Origin((), origin.operations)

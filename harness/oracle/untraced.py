@@ -29,7 +29,7 @@ _PASSED_THROUGH = ("harness/oracle/watch.py", "harness/oracle/precision.py", "ha
 
 @contextmanager
 def hf_failures(folder: Path) -> Iterator[None]:
-    """Turn what HF's code raises in this block into an error that names it; other exceptions stay what they are.
+    """Turn what HF's code raises in this block into an error that blames it; other exceptions pass.
 
     Raises:
         HarnessError: HF_FAILED.
@@ -108,7 +108,7 @@ class UntracedModel:
         return 0 if self.mtp is None else self.mtp.tokens_ahead(path)
 
     def followed_by(self, following: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
-        """Say which tokens follow those that forwards in the block are given: layers that look ahead are told."""
+        """Give the layers that predict further tokens the tokens that follow those of the forwards in the block."""
         return nullcontext() if self.mtp is None else self.mtp.followed_by(following)
 
     @property
@@ -206,7 +206,7 @@ def frequencies_follow_length(config: Any) -> bool:
 
 
 def _forget_lengths(model: nn.Module) -> None:
-    """Put the first frequencies back: of the type `dynamic`, HF keeps a long request's for the next one."""
+    """Restore the first frequencies: with scaling of type `dynamic`, HF keeps those of a long request for the next."""
     for module in model.modules():
         for name, original in module.named_buffers(recurse=False):
             kind, is_original, _ = name.partition("original_inv_freq")

@@ -67,7 +67,7 @@ def chosen_positions(chosen: torch.Tensor, scores: torch.Tensor, width: int) -> 
 
 
 def choice_of_positions(positions: torch.Tensor, like: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return positions [..., width] as indices of the shape of `like`: one of the row's own in the place of -1."""
+    """Return positions [..., width] as indices of the shape of `like`; a position of the same row replaces -1."""
     rows = positions.sort(dim=-1, descending=True).values[..., : like.shape[-1]].reshape(like.shape)
     return torch.where(rows < 0, rows[..., :1], rows).clamp(0, num_tokens - 1)
 
@@ -114,17 +114,17 @@ class Watcher(Protocol):
     """Is shown the values of a forward in the order of the run."""
 
     def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
-        """Return what the forward is to go on with in the place of `value`; None to go on with it."""
+        """Return the value with which the forward goes on; None to go on with `value`."""
 
     def attend(self, call: AttentionCall, function: Callable[..., Any]) -> Any:
         """Compute attention by HF's own function; return what that returns, the context [B, T, N, H] first."""
 
     def choose(self, source: str, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
-        """Return the indices [..., k] to go on with in the place of those `chosen` by their `scores` [..., n]."""
+        """Return the indices [..., k] that replace those `chosen` by their `scores` [..., n]; None to keep them."""
 
 
 class Seeing:
-    """A watcher that only looks."""
+    """A watcher that replaces nothing."""
 
     def __init__(self, sink: Callable[[str, torch.Tensor], None]) -> None:
         """Show every value to `sink`, which must copy what it keeps."""
@@ -161,7 +161,7 @@ def run_attention(call: AttentionCall, function: Callable[..., Any]) -> Any:
 
 
 class Watch:
-    """Hooks on a model, and who is shown what in which thread."""
+    """Hooks on a model, and the watcher of each thread."""
 
     def __init__(self, hf: UntracedModel) -> None:
         self._hf = hf
@@ -246,7 +246,7 @@ class Watch:
 
 
 class _Run:
-    """One forward as it is watched: which modules are being run, and how often each was."""
+    """A forward that is being watched: which modules run, and how often each value was shown."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Weights of a model that is too large to be held: each part is read from the checkpoint while it runs.
 
-A tensor that is a parameter as it stands is mapped from the file: on a CPU, in the same dtype, it is read when it is
-used, and costs no memory of its own. What HF merges, splits or converts on the way (experts into one tensor, a fused
-projection into three) goes through HF's own loader.
+A tensor that needs no conversion is mapped from the file: on a CPU, in the same dtype, it is read when it is used, and
+takes no memory of its own. Tensors that HF merges, splits or converts (experts into one tensor, a fused projection into
+three) go through HF's own loader.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class StreamedWeights:
         )
         self._folder, self._headers = checkpoint.folder, checkpoint.tensors
         self._converted: set[str] = set()
-        """Parameters that are not the tensor of the checkpoint as it stands."""
+        """Parameters that are converted from tensors of the checkpoint."""
         self._keys_of = self._plan()
         self._give_embedding_a_device()
         self._empty: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))

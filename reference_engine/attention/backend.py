@@ -1,24 +1,19 @@
-"""The interface of an attention backend, and how one is found by name.
+"""The interface of an attention backend; `attention.select` has those that there are, by name.
 
 Shapes: T tokens, C context tokens, N query heads, K KV heads, H head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from reference_engine.attention.contiguous import ContiguousAttention
-from reference_engine.attention.limits import Limits
-from reference_engine.attention.paged import PagedAttention
-from reference_engine.attention.recompute import RecomputeAttention
 from reference_engine.batch import Batch
-from reference_engine.errors import ConfigError
-from reference_engine.kv_cache import CacheSpec, KVCache
+from reference_engine.kv_cache import KVCache
 
-__all__ = ["BACKENDS", "AttentionBackend", "BackendClass", "find_backend"]
+__all__ = ["AttentionBackend"]
 
 
 class AttentionBackend(Protocol):
@@ -48,56 +43,3 @@ class AttentionBackend(Protocol):
 
     def read_back(self, layer: int, block_table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stored K and V, each [C, K, H], of a request's first `num_tokens` positions."""
-
-
-class BackendClass(Protocol):
-    """Opens a backend; knows its limits before."""
-
-    @property
-    def limits(self) -> Limits | None:
-        """The limits of what it can serve; None: it serves everything."""
-
-    @property
-    def has_blocks(self) -> bool:
-        """See `AttentionBackend.has_blocks`."""
-
-    def __call__(self, spec: CacheSpec, /) -> AttentionBackend:
-        """Allocate the cache."""
-
-
-BACKENDS: Mapping[str, BackendClass] = {
-    "paged": PagedAttention,
-    "contiguous": ContiguousAttention,
-    "recompute": RecomputeAttention,
-}
-
-
-def find_backend(name: str, spec: CacheSpec, backends: Mapping[str, BackendClass] | None = None) -> BackendClass:
-    """Return the backend of this name, to be called with `spec`; nothing is allocated yet. None: of `BACKENDS`.
-
-    Raises:
-        ConfigError: there is none, or it cannot serve `spec`; the message lists those that can.
-    """
-    backends = BACKENDS if backends is None else backends
-    fitting = ", ".join(own for own, backend in backends.items() if not _refusals(backend, spec))
-    if name not in backends:
-        raise ConfigError(
-            "unknown attention backend",
-            where="EngineConfig.attention_backend",
-            expected=f"one of {fitting}",
-            actual=name,
-        )
-    refusals = _refusals(backends[name], spec)
-    if refusals:
-        raise ConfigError(
-            f"the attention backend {name} does not serve this",
-            where="EngineConfig.attention_backend",
-            expected="; ".join(expected for expected, _ in refusals),
-            actual="; ".join(actual for _, actual in refusals),
-            hint=f"Backends that do: {fitting or 'none'}.",
-        )
-    return backends[name]
-
-
-def _refusals(backend: BackendClass, spec: CacheSpec) -> list[tuple[str, str]]:
-    return [] if backend.limits is None else backend.limits.refusals(spec)

@@ -14,7 +14,8 @@ import torch
 
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
-from reference_engine.kv_cache import CacheSpec, KVCache
+from reference_engine.cache_spec import CacheSpec
+from reference_engine.kv_cache import KVCache
 
 __all__ = ["ContiguousAttention"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.cache_spec import CacheSpec
 
 __all__ = ["CacheLimits", "Limits", "refusals_of_stored_dtype"]
 

@@ -20,7 +20,8 @@ from reference_engine.attention.limits import Limits
 from reference_engine.attention.sdpa import attend_chunk, attend_single, first_key
 from reference_engine.batch import Batch
 from reference_engine.block_pool import NULL_BLOCK
-from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
+from reference_engine.cache_spec import CacheSpec
+from reference_engine.kv_cache import KVCache, context_slots
 
 __all__ = ["PagedAttention", "PagedPlan"]
 

@@ -46,10 +46,10 @@ class DeltaNetShape:
 
     def tensors(self, prefix: str, hidden_size: int) -> Iterator[tuple[str, Placement]]:
         """Yield the checkpoint's tensors of one layer and their places; `prefix` starts their names."""
-        own = f"{prefix}linear_attn."
-        yield from stacked(own, "in_proj_qkvz", {"in_proj_qkvz": self.conv_size + self.value_size}, hidden_size)
-        yield from stacked(own, "in_proj_ba", {"in_proj_ba": 2 * self.num_value_heads}, hidden_size)
-        yield from stacked(own, "out_proj", {"out_proj": hidden_size}, self.value_size)
+        mixer = f"{prefix}linear_attn."
+        yield from stacked(mixer, "in_proj_qkvz", {"in_proj_qkvz": self.conv_size + self.value_size}, hidden_size)
+        yield from stacked(mixer, "in_proj_ba", {"in_proj_ba": 2 * self.num_value_heads}, hidden_size)
+        yield from stacked(mixer, "out_proj", {"out_proj": hidden_size}, self.value_size)
         shapes = {
             "conv1d.weight": (self.conv_size, 1, self.kernel_size),
             "dt_bias": (self.num_value_heads,),
@@ -57,7 +57,7 @@ class DeltaNetShape:
             "norm.weight": (self.value_head_dim,),
         }
         for name, shape in shapes.items():
-            yield own + name, Placement(own + name, shape)
+            yield mixer + name, Placement(mixer + name, shape)
 
 
 def qwen3_next_delta_nets(fields: ConfigFields) -> Mapping[int, DeltaNetShape]:

@@ -58,13 +58,14 @@ class ExpertsShape:
             yield correction, Placement(correction, router[:1], stays_float32=True)
         gate_up = {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
         for expert in range(self.num_experts):
-            own = f"{prefix}experts.{expert}."
-            yield from stacked(own, "gate_up_proj", gate_up, hidden_size)
-            yield from stacked(own, "down_proj", {"down_proj": hidden_size}, self.intermediate_size)
+            expert_prefix = f"{prefix}experts.{expert}."
+            yield from stacked(expert_prefix, "gate_up_proj", gate_up, hidden_size)
+            yield from stacked(expert_prefix, "down_proj", {"down_proj": hidden_size}, self.intermediate_size)
         if self.shared_size:
-            own, gate_up = f"{prefix}{self.shared_name}.", {"gate_proj": self.shared_size, "up_proj": self.shared_size}
-            yield from stacked(own, "gate_up_proj", gate_up, hidden_size)
-            yield from stacked(own, "down_proj", {"down_proj": hidden_size}, self.shared_size)
+            expert_prefix = f"{prefix}{self.shared_name}."
+            gate_up = {"gate_proj": self.shared_size, "up_proj": self.shared_size}
+            yield from stacked(expert_prefix, "gate_up_proj", gate_up, hidden_size)
+            yield from stacked(expert_prefix, "down_proj", {"down_proj": hidden_size}, self.shared_size)
         if self.is_shared_gated:
             yield from stacked(prefix, "shared_expert_gate", {"shared_expert_gate": 1}, hidden_size)
 
@@ -110,8 +111,8 @@ def qwen3_next_experts(fields: ConfigFields) -> Mapping[int, ExpertsShape]:
     if fields.values.get("num_experts") == 0:
         return {}
     shared_size = fields.positive_int("shared_expert_intermediate_size", 512)
-    given = ConfigFields({"norm_topk_prob": True, **fields.values}, fields.where)
-    return {layer: replace(shape, shared_size=shared_size) for layer, shape in qwen3_moe_experts(given).items()}
+    with_default = ConfigFields({"norm_topk_prob": True, **fields.values}, fields.where)
+    return {layer: replace(shape, shared_size=shared_size) for layer, shape in qwen3_moe_experts(with_default).items()}
 
 
 def deepseek_v3_experts(fields: ConfigFields) -> Mapping[int, ExpertsShape]:

@@ -48,19 +48,19 @@ class LatentShape:
 
     def tensors(self, prefix: str, hidden_size: int) -> Iterator[tuple[str, Placement]]:
         """Yield the checkpoint's tensors of one layer and their places; `prefix` starts their names."""
-        own, num_q, rank = f"{prefix}self_attn.", self.num_heads * self.head_dim, self.query_rank
+        attention, num_q, rank = f"{prefix}self_attn.", self.num_heads * self.head_dim, self.query_rank
         if rank is None:
-            yield from stacked(own, "q_proj", {"q_proj": num_q}, hidden_size)
+            yield from stacked(attention, "q_proj", {"q_proj": num_q}, hidden_size)
         else:
-            yield from stacked(own, "q_a_proj", {"q_a_proj": rank}, hidden_size, self.has_bias)
-            yield f"{own}q_a_layernorm.weight", Placement(f"{own}q_a_layernorm.weight", (rank,))
-            yield from stacked(own, "q_b_proj", {"q_b_proj": num_q}, rank)
+            yield from stacked(attention, "q_a_proj", {"q_a_proj": rank}, hidden_size, self.has_bias)
+            yield f"{attention}q_a_layernorm.weight", Placement(f"{attention}q_a_layernorm.weight", (rank,))
+            yield from stacked(attention, "q_b_proj", {"q_b_proj": num_q}, rank)
         latent = {"kv_a_proj_with_mqa": self.cached_dim}
-        yield from stacked(own, "kv_a_proj_with_mqa", latent, hidden_size, self.has_bias)
-        yield f"{own}kv_a_layernorm.weight", Placement(f"{own}kv_a_layernorm.weight", (self.rank,))
+        yield from stacked(attention, "kv_a_proj_with_mqa", latent, hidden_size, self.has_bias)
+        yield f"{attention}kv_a_layernorm.weight", Placement(f"{attention}kv_a_layernorm.weight", (self.rank,))
         expanded = {"kv_b_proj": self.num_heads * (self.plain_dim + self.value_dim)}
-        yield from stacked(own, "kv_b_proj", expanded, self.rank)
-        yield from stacked(own, "o_proj", {"o_proj": hidden_size}, self.num_heads * self.value_dim, self.has_bias)
+        yield from stacked(attention, "kv_b_proj", expanded, self.rank)
+        yield from stacked(attention, "o_proj", {"o_proj": hidden_size}, self.num_heads * self.value_dim, self.has_bias)
 
 
 def deepseek_v3_latent(fields: ConfigFields) -> LatentShape:

@@ -71,17 +71,17 @@ def read_cache_scales(folder: str | Path, layers: Sequence[int]) -> tuple[tuple[
     Raises:
         CheckpointError: a layer lacks one, or has one for each head, or one that is not positive.
     """
-    found: dict[tuple[int, str], torch.Tensor] = {}
+    scales: dict[tuple[int, str], torch.Tensor] = {}
     for path in _find_shards(Path(folder)):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (a file of safetensors is no mapping)
                 match = _CACHE_SCALE.search(name)
                 if match:
-                    found[int(match[1]), match[2]] = file.get_tensor(name).to(torch.float32)
-    if not found:
+                    scales[int(match[1]), match[2]] = file.get_tensor(name).to(torch.float32)
+    if not scales:
         return ()
     wanted = [(layer, part) for layer in layers for part in "kv"]
-    held = {at: found[at].flatten()[:4].tolist() if at in found else [] for at in wanted}
+    held = {at: scales[at].flatten()[:4].tolist() if at in scales else [] for at in wanted}
     wrong = [
         f"{part}_scale of layer {layer}: {scales}"
         for (layer, part), scales in held.items()
@@ -215,8 +215,8 @@ def _read(
     for name, placement in table.items():
         shape = (num_rows[placement.parameter], *placement.shape[1:])
         if placement.parameter not in parameters:
-            own = torch.float32 if placement.stays_float32 else scales.dtypes.get(placement.parameter, dtype)
-            parameters[placement.parameter] = torch.empty(shape, dtype=own, device=device)
+            kept_dtype = torch.float32 if placement.stays_float32 else scales.dtypes.get(placement.parameter, dtype)
+            parameters[placement.parameter] = torch.empty(shape, dtype=kept_dtype, device=device)
         tensor = _part(source[name].get_slice(name), placement.shape, rank)
         parameters[placement.parameter][placement.row : placement.row + placement.shape[0]].copy_(tensor)
     return parameters

@@ -53,15 +53,15 @@ class QuantisedTensors:
         stray = {
             name for name in source if name.endswith(_OF_INPUTS) and name.rpartition(".")[0] + ".weight" in weights
         }
-        found = cls(
+        tensors = cls(
             quantisation,
             weights,
             frozenset({_scale_of(name, quantisation) for name in weights} | stray),
             source,
             folder,
         )
-        found._check(table)
-        return found
+        tensors._check(table)
+        return tensors
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -83,7 +83,7 @@ class QuantisedTensors:
         for name, placement in self.weights.items():
             parts.setdefault(placement.parameter, []).append((placement.row, self._scale(name, placement)))
         for parameter, scales in parts.items():
-            in_order = [scale for _, scale in sorted(scales, key=lambda each: each[0])]
+            in_order = [scale for _, scale in sorted(scales, key=lambda named: named[0])]
             widest = max(scale.shape[1] for scale in in_order)
             parameters[f"{parameter}_scale"] = torch.cat(
                 [scale.expand(len(scale), widest) for scale in in_order]
@@ -92,15 +92,15 @@ class QuantisedTensors:
     def _scale(self, name: str, placement: Placement) -> torch.Tensor:
         """Return the scales of one weight, a row for each output."""
         assert self.quantisation is not None
-        own = _scale_of(name, self.quantisation)
-        scale: torch.Tensor = self.source[own].get_tensor(own).to(torch.float32)
+        scale_name = _scale_of(name, self.quantisation)
+        scale: torch.Tensor = self.source[scale_name].get_tensor(scale_name).to(torch.float32)
         (num_outputs, num_inputs), block = placement.shape, self.quantisation.block
         expected = [(num_outputs, 1), (num_outputs,), (1,), ()]
         if block is not None:
             expected = [(-(-num_outputs // block[0]), -(-num_inputs // block[1]))]
         if tuple(scale.shape) not in expected or not bool(((scale > 0) & (scale < math.inf)).all()):
             raise CheckpointError(
-                f"scales of a quantised weight do not fit it: {own}", where=self.folder,
+                f"scales of a quantised weight do not fit it: {scale_name}", where=self.folder,
                 expected=f"positive numbers of shape {' or '.join(map(str, expected))}",
                 actual=f"{list(scale.shape)}, from {float(scale.min()):g} to {float(scale.max()):g}",
             )  # fmt: skip
@@ -112,11 +112,12 @@ class QuantisedTensors:
         assert self.quantisation is not None
         for name, placement in self.weights.items():
             header = self.source[name].get_slice(name)
-            found = tuple(header.get_shape()), header.get_dtype()
-            if found != (placement.shape, self.quantisation.dtype):
+            header_values = tuple(header.get_shape()), header.get_dtype()
+            if header_values != (placement.shape, self.quantisation.dtype):
                 raise CheckpointError(
                     f"a quantised weight contradicts config.json: {name}", where=self.folder,
-                    expected=f"{placement.shape} in {self.quantisation.dtype}", actual=f"{found[0]} in {found[1]}",
+                    expected=f"{placement.shape} in {self.quantisation.dtype}",
+                    actual=f"{header_values[0]} in {header_values[1]}",
                 )  # fmt: skip
         quantised = {weight.parameter for weight in self.weights.values()}
         if TOKEN_EMBEDDING in quantised:

@@ -79,12 +79,12 @@ def read_ropes(
     parameters = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise ConfigError("rope_parameters is no object", where=fields.where, expected="an object", actual=parameters)
-    own: Any = parameters
+    full: Any = parameters
     local: Any = {}
     if local_theta is not None and _is_by_layer_type(parameters):
-        own, local = (parameters.get(name) or {} for name in ("full_attention", "sliding_attention"))
+        full, local = (parameters.get(name) or {} for name in ("full_attention", "sliding_attention"))
     partial = family.default_partial_rotary_factor
-    rope = _rope(fields, own, "rope_theta", family.default_rope_theta, max_position_embeddings, partial)
+    rope = _rope(fields, full, "rope_theta", family.default_rope_theta, max_position_embeddings, partial)
     if local_theta is None:
         return rope, None
     local_rope = _rope(fields, local, "rope_local_base_freq", local_theta, max_position_embeddings)
@@ -99,8 +99,8 @@ def read_ropes(
 def _partial_factor(fields: ConfigFields, parameters: Mapping[str, Any], default: float | None) -> float:
     """Return the share of each head that is rotated; `default` is None where the family rotates all of it."""
     name = "partial_rotary_factor"
-    given = {name: fields.values.get(name), **parameters}
-    factor = ConfigFields(given, fields.where).number(name, default or 1.0)
+    known = {name: fields.values.get(name), **parameters}
+    factor = ConfigFields(known, fields.where).number(name, default or 1.0)
     if factor > 1 or (default is None and factor != 1):
         expected = "1.0" if default is None else "at most 1.0"
         raise UnsupportedModelError(f"unsupported {name}", where=fields.where, expected=expected, actual=factor)
@@ -125,16 +125,16 @@ def _rope(
             "unsupported rope_parameters", where=fields.where, expected="one set for all layers",
             actual=list(parameters) if isinstance(parameters, Mapping) else parameters,
         )  # fmt: skip
-    given = {"rope_theta": values.get(theta_field), **parameters}
-    theta = ConfigFields(given, fields.where).number("rope_theta", default_theta)
-    own = {"original_max_position_embeddings": max_position_embeddings, **parameters}
+    known = {"rope_theta": values.get(theta_field), **parameters}
+    theta = ConfigFields(known, fields.where).number("rope_theta", default_theta)
+    rope = {"original_max_position_embeddings": max_position_embeddings, **parameters}
     if values.get("original_max_position_embeddings") is not None:  # outranks the nested one, as in transformers
-        own["original_max_position_embeddings"] = values["original_max_position_embeddings"]
-    rope_type = str(own.get("rope_type", own.get("type", "default")))
+        rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    rope_type = str(rope.get("rope_type", rope.get("type", "default")))
     if rope_type == "dynamic":  # which knows no other original context, as in transformers
-        own["original_max_position_embeddings"] = max_position_embeddings
+        rope["original_max_position_embeddings"] = max_position_embeddings
     if rope_type == "longrope":
-        original_len = ConfigFields(own, fields.where).positive_int("original_max_position_embeddings")
-        own["factor"] = own.get("factor") or max_position_embeddings / original_len
+        original_len = ConfigFields(rope, fields.where).positive_int("original_max_position_embeddings")
+        rope["factor"] = rope.get("factor") or max_position_embeddings / original_len
     partial = _partial_factor(fields, parameters, default_partial)
-    return RopeConfig(rope_type=rope_type, theta=theta, parameters=own, partial_factor=partial)
+    return RopeConfig(rope_type=rope_type, theta=theta, parameters=rope, partial_factor=partial)

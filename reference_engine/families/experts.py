@@ -15,6 +15,7 @@ import torch
 
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.experts import ExpertsShape, Groups
+from reference_engine.families.parts import LayerParts
 from reference_engine.layers import MLP, Linear
 
 __all__ = ["Expert", "Experts", "GroupedExperts", "build_experts"]
@@ -73,8 +74,8 @@ class Experts:
         out_TD = torch.zeros_like(x_TD)
         for number in chosen_TC.unique().tolist():  # in order, so that each token's sum has one order
             rows, places = torch.where(chosen_TC == number)
-            own = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
-            out_TD.index_add_(0, rows, own.to(out_TD.dtype))
+            weighted = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
+            out_TD.index_add_(0, rows, weighted.to(out_TD.dtype))
         batch.tap(prefix, "mlp.experts", out_TD)
         return out_TD
 
@@ -128,28 +129,26 @@ class GroupedExperts(Experts):
         return scores_TE.topk(self.num_chosen, dim=-1).indices
 
 
-def build_experts(
-    shape: ExpertsShape,
-    linear: Callable[[str], Linear],
-    row_parallel: Callable[[str], Callable[[torch.Tensor], torch.Tensor]],
-    activation: Callable[[torch.Tensor], torch.Tensor],
-    correction_E: torch.Tensor | None,
-) -> Experts:
-    """Assemble the experts of a layer; `linear` and `row_parallel` take the names of its products."""
-    names = [f"mlp.experts.{number}" for number in range(shape.num_experts)]
+def build_experts(shape: ExpertsShape, parts: LayerParts) -> Experts:
+    """Assemble the experts of a layer."""
     shared = None
     if shape.shared_size:
         name = f"mlp.{shape.shared_name}"
-        shared = MLP(linear(f"{name}.gate_up_proj"), row_parallel(f"{name}.down_proj"), activation, name)
-    parts: dict[str, Any] = {
-        "router": linear("mlp.gate"),
-        "experts": tuple(Expert(linear(f"{name}.gate_up_proj"), row_parallel(f"{name}.down_proj")) for name in names),
+        gate_up_proj, down_proj = parts.linear(f"{name}.gate_up_proj"), parts.row_parallel(f"{name}.down_proj")
+        shared = MLP(gate_up_proj, down_proj, parts.activation, name)
+    names = [f"mlp.experts.{number}" for number in range(shape.num_experts)]
+    arguments: dict[str, Any] = {
+        "router": parts.linear("mlp.gate"),
+        "experts": tuple(
+            Expert(parts.linear(f"{name}.gate_up_proj"), parts.row_parallel(f"{name}.down_proj")) for name in names
+        ),
         "num_chosen": shape.num_chosen,
         "normalizes_weights": shape.normalizes_weights,
-        "activation": activation,
+        "activation": parts.activation,
         "shared": shared,
-        "shared_gate": linear("mlp.shared_expert_gate") if shape.is_shared_gated else None,
+        "shared_gate": parts.linear("mlp.shared_expert_gate") if shape.is_shared_gated else None,
     }
-    if shape.groups is None or correction_E is None:
-        return Experts(**parts)
-    return GroupedExperts(**parts, groups=shape.groups, correction_E=correction_E)
+    if shape.groups is None:
+        return Experts(**arguments)
+    correction_E = parts.weight("mlp.gate.e_score_correction_bias")
+    return GroupedExperts(**arguments, groups=shape.groups, correction_E=correction_E)

@@ -12,7 +12,6 @@ Shapes: T tokens, D hidden, N heads, L latent, P plain and R rotated part of a h
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from reference_engine.attention.backend import AttentionBackend
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.latent import LatentShape
+from reference_engine.families.parts import LayerParts
 from reference_engine.layers import Linear, RMSNorm, Rotation
 from reference_engine.rotary import apply_rotary
 
@@ -48,11 +48,11 @@ class LatentAttention:
 
     def __call__(self, x_TD: torch.Tensor, rotation: Rotation, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]; `prefix` starts the names of the taps."""
-        own = self.shape
-        q_TNP, q_TNR = self.queries(x_TD, batch, prefix).split([own.plain_dim, own.rotary_dim], dim=-1)
+        shape = self.shape
+        q_TNP, q_TNR = self.queries(x_TD, batch, prefix).split([shape.plain_dim, shape.rotary_dim], dim=-1)
         compressed = self.kv_a_proj(x_TD)
         batch.tap(prefix, "self_attn.kv_a_proj_with_mqa", compressed)
-        latent_TL, k_TR = compressed.split([own.rank, own.rotary_dim], dim=-1)
+        latent_TL, k_TR = compressed.split([shape.rank, shape.rotary_dim], dim=-1)
         latent_TL = self.kv_a_layernorm(latent_TL)
         batch.tap(prefix, "self_attn.kv_a_layernorm", latent_TL)
         q_TNR, k_T1R = self._rotate(q_TNR, rotation), self._rotate(k_TR[:, None], rotation)
@@ -106,31 +106,28 @@ class Queries:
         return q_TNX
 
 
-def build_latent_attention(
-    shape: LatentShape,
-    layer: int,
-    weights: MutableMapping[str, torch.Tensor],
-    linear: Callable[[str], Linear],
-    backend: AttentionBackend,
-) -> LatentAttention:
-    """Assemble the attention of a layer; `linear` takes the names of its products."""
-    own = f"model.layers.{layer}.self_attn."
-    expand_NXL = weights.pop(f"{own}kv_b_proj.weight").unflatten(0, (shape.num_heads, -1))
+def build_latent_attention(shape: LatentShape, parts: LayerParts) -> LatentAttention:
+    """Assemble the attention of a layer."""
+    expand_NXL = parts.take_weight("self_attn.kv_b_proj.weight").unflatten(0, (shape.num_heads, -1))
     key_weight_NPL, value_weight_NHL = expand_NXL.split([shape.plain_dim, shape.value_dim], dim=1)
     has_latent = shape.query_rank is not None
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(parts.weight(f"self_attn.{name}.weight"), _NORM_EPS)
+
     return LatentAttention(
-        layer=layer,
+        layer=parts.layer,
         shape=shape,
         queries=Queries(
             num_heads=shape.num_heads,
-            q_a_proj=linear("self_attn.q_a_proj") if has_latent else None,
-            q_a_layernorm=RMSNorm(weights[f"{own}q_a_layernorm.weight"], _NORM_EPS) if has_latent else None,
-            q_proj=linear("self_attn.q_b_proj" if has_latent else "self_attn.q_proj"),
+            q_a_proj=parts.linear("self_attn.q_a_proj") if has_latent else None,
+            q_a_layernorm=norm("q_a_layernorm") if has_latent else None,
+            q_proj=parts.linear("self_attn.q_b_proj" if has_latent else "self_attn.q_proj"),
         ),
-        kv_a_proj=linear("self_attn.kv_a_proj_with_mqa"),
-        kv_a_layernorm=RMSNorm(weights[f"{own}kv_a_layernorm.weight"], _NORM_EPS),
+        kv_a_proj=parts.linear("self_attn.kv_a_proj_with_mqa"),
+        kv_a_layernorm=norm("kv_a_layernorm"),
         key_weight_NPL=key_weight_NPL,
         value_weight_NHL=value_weight_NHL,
-        o_proj=linear("self_attn.o_proj"),
-        backend=backend,
+        o_proj=parts.linear("self_attn.o_proj"),
+        backend=parts.whole.backend,
     )

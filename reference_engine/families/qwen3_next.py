@@ -8,7 +8,7 @@ H value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,9 @@ from torch.nn.functional import conv1d, silu, softplus
 
 from reference_engine.batch import Batch
 from reference_engine.checkpoint.delta_net import DeltaNetShape
-from reference_engine.checkpoint.model_config import ModelConfig
+from reference_engine.families.parts import LayerParts
+from reference_engine.families.state_cache import Piece, StateCache
 from reference_engine.layers import Linear, Rotation
-from reference_engine.state_cache import Piece, StateCache
 
 __all__ = ["GatedDeltaNet", "GatedRMSNorm", "build_delta_net", "gated_delta_rule"]
 
@@ -77,12 +77,12 @@ class GatedDeltaNet:
 
     def _split(self, qkvz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q, k and v side by side, [T, C], and the gates [T, N, H]: the product has them by key head."""
-        own = self.shape
-        by_head = qkvz.view(len(qkvz), own.num_key_heads, -1)
-        values = own.value_size // own.num_key_heads
-        q, k, v, gate = by_head.split([own.key_head_dim, own.key_head_dim, values, values], dim=-1)
+        shape = self.shape
+        by_head = qkvz.view(len(qkvz), shape.num_key_heads, -1)
+        values = shape.value_size // shape.num_key_heads
+        q, k, v, gate = by_head.split([shape.key_head_dim, shape.key_head_dim, values, values], dim=-1)
         qkv_TC = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)
-        return qkv_TC, gate.reshape(len(gate), own.num_value_heads, own.value_head_dim)
+        return qkv_TC, gate.reshape(len(gate), shape.num_value_heads, shape.value_head_dim)
 
     def _scan(self, qkv_TC: torch.Tensor, decay_TN: torch.Tensor, beta_TN: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return what each row reads of its state, [T, N, H]."""
@@ -153,9 +153,9 @@ def _correct(
     faded = decay.cumsum(-1)
     is_later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     between = (faded[..., :, None] - faded[..., None, :]).masked_fill(is_later, float("-inf")).exp()
-    own = (beta * faded.exp())[..., None] * k
+    updated = (beta * faded.exp())[..., None] * k
     system = beta[..., None] * (k @ k.mT) * between
-    missed = beta[..., None] * v - own @ state
+    missed = beta[..., None] * v - updated @ state
     corrections = torch.linalg.solve_triangular(system, missed, upper=False, unitriangular=True)
     out = (q * faded.exp()[..., None]) @ state + ((q @ k.mT) * between) @ corrections
     kept = k * (faded[..., -1:] - faded).exp()[..., None]
@@ -166,24 +166,19 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def build_delta_net(
-    config: ModelConfig,
-    layer: int,
-    weights: Mapping[str, torch.Tensor],
-    linear: Callable[[str], Linear],
-    states: StateCache,
-) -> GatedDeltaNet:
-    """Assemble the mixer of a layer; `linear` takes the names of its products."""
-    own = f"model.layers.{layer}.linear_attn."
+def build_delta_net(parts: LayerParts) -> GatedDeltaNet:
+    """Assemble the mixer of a layer."""
+    config, states = parts.whole.config, parts.whole.states
+    assert states is not None, "whoever builds the decoder of such a model gives it states"
     return GatedDeltaNet(
-        layer=tuple(config.delta_nets).index(layer),
-        shape=config.delta_nets[layer],
-        in_proj_qkvz=linear("linear_attn.in_proj_qkvz"),
-        in_proj_ba=linear("linear_attn.in_proj_ba"),
-        conv_weight_C1W=weights[f"{own}conv1d.weight"],
-        dt_bias_N=weights[f"{own}dt_bias"],
-        a_log_N=weights[f"{own}A_log"],
-        norm=GatedRMSNorm(weights[f"{own}norm.weight"], config.rms_norm_eps),
-        out_proj=linear("linear_attn.out_proj"),
+        layer=tuple(config.delta_nets).index(parts.layer),
+        shape=config.delta_nets[parts.layer],
+        in_proj_qkvz=parts.linear("linear_attn.in_proj_qkvz"),
+        in_proj_ba=parts.linear("linear_attn.in_proj_ba"),
+        conv_weight_C1W=parts.weight("linear_attn.conv1d.weight"),
+        dt_bias_N=parts.weight("linear_attn.dt_bias"),
+        a_log_N=parts.weight("linear_attn.A_log"),
+        norm=GatedRMSNorm(parts.weight("linear_attn.norm.weight"), config.rms_norm_eps),
+        out_proj=parts.linear("linear_attn.out_proj"),
         states=states,
     )

@@ -92,26 +92,38 @@ class FusedDecoder:
         return added
 
     def _attention(
-        self, own: Attention, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
+        self,
+        attention: Attention,
+        x_TD: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: Batch,
+        prefix: str,
     ) -> torch.Tensor:
         """Return [T, D]: what `model.Attention` does."""
-        qkv = own.qkv_proj(x_TD)
-        q, k, v = torch.split(qkv, own.qkv_sizes, dim=-1)
+        qkv = attention.qkv_proj(x_TD)
+        q, k, v = torch.split(qkv, attention.qkv_sizes, dim=-1)
         for name, projected in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             batch.tap(prefix, f"self_attn.{name}", projected)
-        q_TNH, k_TKH = self._norm_rotate(own, qkv, rotation, batch, prefix)
-        context = own.backend.attend(own.layer, q_TNH, k_TKH, v.view(len(v), -1, own.head_dim), batch).flatten(1)
+        q_TNH, k_TKH = self._norm_rotate(attention, qkv, rotation, batch, prefix)
+        context = attention.backend.attend(
+            attention.layer, q_TNH, k_TKH, v.view(len(v), -1, attention.head_dim), batch
+        ).flatten(1)
         batch.tap(prefix, "attention", context)
-        out_TD = own.o_proj(context)
+        out_TD = attention.o_proj(context)
         batch.tap(prefix, "self_attn.o_proj", out_TD)
         return out_TD
 
     def _norm_rotate(
-        self, own: Attention, qkv: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch, prefix: str
+        self,
+        attention: Attention,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: Batch,
+        prefix: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q [T, N, H] and k [T, K, H], two views of [T, A, H]."""
-        num_heads, num_kv_heads = (size // own.head_dim for size in own.qkv_sizes[:2])
-        q_norm, k_norm = own.q_norm, own.k_norm
+        num_heads, num_kv_heads = (size // attention.head_dim for size in attention.qkv_sizes[:2])
+        q_norm, k_norm = attention.q_norm, attention.k_norm
         q_weight, k_weight, eps = None, None, 0.0
         if q_norm is not None and k_norm is not None:
             q_weight, k_weight, eps = q_norm.weight_X, k_norm.weight_X, q_norm.eps
@@ -127,15 +139,15 @@ class FusedDecoder:
         batch.tap(prefix, "k_rope", k_TKH)
         return q_TNH, k_TKH
 
-    def _mlp(self, own: MLP, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+    def _mlp(self, mlp: MLP, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
         """Return [T, D]: what `layers.MLP` does."""
-        gate_up_T2F = own.gate_up_proj(x_TD)
+        gate_up_T2F = mlp.gate_up_proj(x_TD)
         if batch.observer is not None:
             gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
             batch.tap(prefix, "mlp.gate_proj", gate_TF)
             batch.tap(prefix, "mlp.up_proj", up_TF)
         act_TF: torch.Tensor = self.operators.silu_mul(gate_up_T2F)
         batch.tap(prefix, "mlp.act", act_TF)
-        out_TD = own.down_proj(act_TF)
+        out_TD = mlp.down_proj(act_TF)
         batch.tap(prefix, "mlp.down_proj", out_TD)
         return out_TD

@@ -146,9 +146,9 @@ class DecodeGraphs:
         return _Recorded(fixed, replay, logits_RV)
 
 
-def _fitting(known: list[int], own: int) -> int:
+def _fitting(known: list[int], number: int) -> int:
     """Return the smallest of some sizes, in order, that is large enough."""
-    return known[bisect_left(known, own)]
+    return known[bisect_left(known, number)]
 
 
 def _padding(size: int, width: int, device: torch.device) -> _Fixed:

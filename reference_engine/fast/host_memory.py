@@ -19,12 +19,12 @@ CONTROL_GROUPS = (
 
 def available_bytes() -> int:
     """Return the bytes that can be taken without swapping; 0 if the system does not tell (not Linux)."""
-    found = [_machine_bytes()]
+    limits = [_machine_bytes()]
     for limit, used in CONTROL_GROUPS:
         limit_bytes, used_bytes = _number(limit), _number(used)
         if limit_bytes is not None and used_bytes is not None:
-            found.append(max(0, limit_bytes - used_bytes))
-    return min(found)
+            limits.append(max(0, limit_bytes - used_bytes))
+    return min(limits)
 
 
 def _machine_bytes() -> int:

@@ -42,9 +42,9 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the one after its last."""
     if not tensor.is_mkldnn:
         return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    own: Any = torch.ops.mkldnn
-    start = own.data_ptr(tensor)
-    return start, start + own._nbytes(tensor)
+    mkldnn: Any = torch.ops.mkldnn
+    start = mkldnn.data_ptr(tensor)
+    return start, start + mkldnn._nbytes(tensor)
 
 
 def _advise(start: int, stop: int, advice: int) -> None:

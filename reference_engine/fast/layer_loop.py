@@ -69,8 +69,8 @@ class LayerLoop:
     def __call__(self, x_TD: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the residual stream [T, D] after the last layer, normalised."""
         plan: CppPlan = batch.plan
-        given = (batch.slot_mapping_T, plan.tables_RB, plan.context_lens_R)
-        normed_TD: torch.Tensor = self.operator(x_TD, *rotation, *given, *self.tensors, self.windows, *self.numbers)
+        places = (batch.slot_mapping_T, plan.tables_RB, plan.context_lens_R)
+        normed_TD: torch.Tensor = self.operator(x_TD, *rotation, *places, *self.tensors, self.windows, *self.numbers)
         return normed_TD
 
 
@@ -90,19 +90,28 @@ class _Part:
     @classmethod
     def of(cls, layer: DecoderLayer) -> _Part | None:
         """Return the parts of a layer that can be fused; None where one of them is another one."""
-        own, mlp = layer.attention, layer.mlp
-        if not (isinstance(own, Attention) and isinstance(mlp, MLP) and isinstance(own.backend, CppAttention)):
+        attention, mlp = layer.attention, layer.mlp
+        if not (
+            isinstance(attention, Attention) and isinstance(mlp, MLP) and isinstance(attention.backend, CppAttention)
+        ):
             return None
-        found = (own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        products = tuple(item for item in found if isinstance(item, Linear))
+        parts = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        products = tuple(item for item in parts if isinstance(item, Linear))
         few = [product.product for product in products if isinstance(product.product, FewRows)]
         ways = {tuple(item.kernel.keywords.values()) for item in few if isinstance(item.kernel, partial)}
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        qk_norms = tuple(norm for norm in (own.q_norm, own.k_norm) if norm is not None)
+        qk_norms = tuple(norm for norm in (attention.q_norm, attention.k_norm) if norm is not None)
         epsilons, qk_epsilons = {norm.eps for norm in norms}, {norm.eps for norm in qk_norms} or {0.0}
-        if len(few) < len(found) or len(ways) != 1 or len(qk_norms) == 1 or len(epsilons) + len(qk_epsilons) > 2:
+        if len(few) < len(parts) or len(ways) != 1 or len(qk_norms) == 1 or len(epsilons) + len(qk_epsilons) > 2:
             return None
-        num_heads, num_kv_heads = (size // own.head_dim for size in own.qkv_sizes[:2])
+        num_heads, num_kv_heads = (size // attention.head_dim for size in attention.qkv_sizes[:2])
         max_rows = min(item.max_rows for item in few)
         alike = (*epsilons, *qk_epsilons, num_heads, num_kv_heads, *ways.pop(), max_rows)
-        return cls(layer=own.layer, backend=own.backend, norms=norms, products=products, qk_norms=qk_norms, alike=alike)
+        return cls(
+            layer=attention.layer,
+            backend=attention.backend,
+            norms=norms,
+            products=products,
+            qk_norms=qk_norms,
+            alike=alike,
+        )

@@ -26,8 +26,8 @@ def kept_times(kind: str, parts: Iterable[object]) -> dict[str, float]:
         parts: what it depends on besides the processor, torch and the container's share.
     """
     try:
-        found = json.loads(_path(kind, parts).read_text(encoding="utf-8"))
-        return {str(name): float(own) for name, own in found.items()}
+        times = json.loads(_path(kind, parts).read_text(encoding="utf-8"))
+        return {str(name): float(milliseconds) for name, milliseconds in times.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from reference_engine.families.quantised import Float8Product, Int8Product, in_int8, quantised_linear
 from reference_engine.layers import Linear
-from reference_engine.quantised import Float8Product, Int8Product, in_int8, quantised_linear
 
 __all__ = ["Float8Kernel", "Int8Kernel", "with_quantised_kernels"]
 

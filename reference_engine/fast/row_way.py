@@ -57,8 +57,8 @@ def with_row_way(kernel: Any, dtype: torch.dtype) -> Product:
 
 
 def _fastest(milliseconds: Mapping[str, float]) -> RowWay:
-    best, own = min(WAYS, key=lambda way: milliseconds[str(way)]), RowWay()
-    return best if milliseconds[str(best)] <= (1 - LEAST_GAIN) * milliseconds[str(own)] else own
+    best, default = min(WAYS, key=lambda way: milliseconds[str(way)]), RowWay()
+    return best if milliseconds[str(best)] <= (1 - LEAST_GAIN) * milliseconds[str(default)] else default
 
 
 def _measure(kernel: Any, dtype: torch.dtype) -> dict[str, float]:

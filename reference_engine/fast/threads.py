@@ -41,7 +41,7 @@ class ThreadCount:
 
     def __str__(self) -> str:
         """Return one line."""
-        times = ", ".join(f"{number}: {own:.2f} ms" for number, own in self.milliseconds.items())
+        times = ", ".join(f"{number}: {time_ms:.2f} ms" for number, time_ms in self.milliseconds.items())
         return f"{self.num_threads}, {self.source}" + (f" ({times})" if times else "")
 
 
@@ -58,13 +58,13 @@ def choose_num_threads() -> ThreadCount:
         if _is_busy():
             return ThreadCount(torch.get_num_threads(), "torch's own number, the machine is too busy to measure", {})
         milliseconds = _measure(_candidates())
-        keep_times("threads", _candidates(), {str(number): own for number, own in milliseconds.items()})
+        keep_times("threads", _candidates(), {str(number): time_ms for number, time_ms in milliseconds.items()})
     return ThreadCount(_largest_fast(milliseconds), "measured", milliseconds)
 
 
 def _kept() -> dict[int, float]:
     try:
-        return {int(number): own for number, own in kept_times("threads", _candidates()).items()}
+        return {int(number): time_ms for number, time_ms in kept_times("threads", _candidates()).items()}
     except ValueError:
         return {}
 
@@ -76,11 +76,11 @@ def _is_busy() -> bool:
 def _candidates() -> list[int]:
     """Return the processors that this process may use, half of them and so on, and torch's own number."""
     number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = {torch.get_num_threads()}
+    candidates = {torch.get_num_threads()}
     while number:
-        found.add(number)
+        candidates.add(number)
         number //= 2
-    return sorted(found)
+    return sorted(candidates)
 
 
 def _measure(candidates: Sequence[int]) -> dict[int, float]:
@@ -105,4 +105,4 @@ def _measure(candidates: Sequence[int]) -> dict[int, float]:
 
 def _largest_fast(milliseconds: Mapping[int, float]) -> int:
     limit = (1 + SLACK) * min(milliseconds.values())
-    return max(number for number, own in milliseconds.items() if own <= limit)
+    return max(number for number, time_ms in milliseconds.items() if time_ms <= limit)

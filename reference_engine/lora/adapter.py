@@ -11,11 +11,12 @@ Shapes: T tokens, I inputs, O outputs, R rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn.functional import linear
@@ -25,7 +26,7 @@ from reference_engine.checkpoint.weights import Placement, weight_table
 from reference_engine.errors import CheckpointError
 from reference_engine.lora.config import LoraConfig, read_lora_config
 
-__all__ = ["Adapter", "LowRank", "read_adapter"]
+__all__ = ["Adapter", "LowRank", "read_adapter", "rows_by_adapter"]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -60,6 +61,13 @@ class Adapter:
     updates: Mapping[str, tuple[LowRank, ...]]
     """By the product's name: `model.layers.0.self_attn.qkv_proj`."""
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by their paths."""
+        tensors: dict[str, torch.Tensor] = {}
+        for update in (update for updates in self.updates.values() for update in updates):
+            tensors |= {f"{update.name}.lora_A": update.a_RI, f"{update.name}.lora_B": update.b_OR}
+        return tensors
+
     def add(self, product: str, rows_T: torch.Tensor, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
         """Add to some rows of a product's result, in place.
 
@@ -75,6 +83,18 @@ class Adapter:
         for update in updates:
             outputs = slice(update.first_output, update.first_output + len(update.b_OR))
             y_TO[:, outputs] = y_TO[:, outputs].index_add(0, rows_T, update(own_TI))
+
+
+def rows_by_adapter(
+    adapters: Mapping[str, Adapter], names: Sequence[str | None], requests_T: np.ndarray, device: torch.device
+) -> Sequence[tuple[Adapter, torch.Tensor]]:
+    """Return the adapters of a step, each with its rows, int64; `names` are those of its requests."""
+    rows = []
+    for name in sorted({name for name in names if name is not None}):
+        has_adapter_R = np.array([asked == name for asked in names])
+        rows_T = torch.from_numpy(np.flatnonzero(has_adapter_R[requests_T])).to(device)
+        rows.append((adapters[name], rows_T))
+    return rows
 
 
 def read_adapter(
@@ -114,7 +134,7 @@ def read_adapter(
         )
         updates.setdefault(place.parameter.removesuffix(".weight"), []).append(update)
     _check_targets(settings, places, adapted, path)
-    return Adapter(name=name, updates={product: tuple(own) for product, own in updates.items()})
+    return Adapter(name=name, updates={product: tuple(parts) for product, parts in updates.items()})
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

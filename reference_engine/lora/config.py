@@ -135,9 +135,9 @@ class LoraConfig:
     def _layer(self, module: str) -> int | None:
         """Return the number of a module's layer: the first that stands after one of the names."""
         for expression in map(_LAYER.format, self.layer_names) if self.layer_names else (_ANY_LAYER,):
-            found = re.match(expression, module)
-            if found:
-                return None if found["idx"] is None else int(found["idx"])
+            match = re.match(expression, module)
+            if match:
+                return None if match["idx"] is None else int(match["idx"])
         return None
 
 

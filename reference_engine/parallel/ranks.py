@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import embedding
 
+from reference_engine.cache_spec import cache_budget_bytes
 from reference_engine.device import open_device
 from reference_engine.errors import ConfigError, RankError
-from reference_engine.kv_cache import cache_budget_bytes
 from reference_engine.layers import Linear
 from reference_engine.observer import Observer, StepInfo
 from reference_engine.parallel.messages import Command, encode_chunks
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as Request
-from reference_engine.share import Share
+from reference_engine.tensor_parallel import TensorParallel
 
 __all__ = ["Ranks", "RowParallel", "ShardedTaps", "VocabParallelEmbedding", "VocabParallelHead"]
 
@@ -45,7 +45,7 @@ _SHARDED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_rope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks(Share):
+class Ranks(TensorParallel):
     """One process among those that share the model; all but the first do what it tells.
 
     Raises:
@@ -95,39 +95,39 @@ class Ranks(Share):
         return cls.join(address, rank, size, device, num_local=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
     def open_device(self, name: str) -> torch.device:
-        """See `Share.open_device`: the one that was chosen on joining."""
+        """See `TensorParallel.open_device`: the one that was chosen on joining."""
         return open_device(str(self.device))
 
     def cache_budget_bytes(self, device: torch.device) -> int:
-        """See `Share.cache_budget_bytes`; rank 0 hands out the blocks of all ranks, so none may have fewer."""
+        """See `TensorParallel.cache_budget_bytes`; rank 0 hands out the blocks of all ranks, so none may have fewer."""
         return self.least(cache_budget_bytes(device, num_engines=self.num_on_device))
 
     def embedding(self, table_VD: torch.Tensor) -> VocabParallelEmbedding:
-        """See `Share.embedding`."""
+        """See `TensorParallel.embedding`."""
         return VocabParallelEmbedding(table_VD, self)
 
     def row_parallel(self, product: Linear) -> RowParallel:
-        """See `Share.row_parallel`."""
+        """See `TensorParallel.row_parallel`."""
         return RowParallel(product if self.rank == 0 else replace(product, bias_O=None), self)  # a bias is added once
 
     def head(self, product: Linear) -> VocabParallelHead:
-        """See `Share.head`."""
+        """See `TensorParallel.head`."""
         return VocabParallelHead(product, self)
 
     def watching(self, observer: Observer | None) -> ShardedTaps:
-        """See `Share.watching`; ranks but the first have no observer, and only give their parts."""
+        """See `TensorParallel.watching`; ranks but the first have no observer, and only give their parts."""
         return ShardedTaps(self, observer)
 
     def tell_step(self, computed: Sequence[ScheduledChunk], is_observed: bool) -> None:
-        """See `Share.tell_step`."""
+        """See `TensorParallel.tell_step`."""
         self.broadcast([Command.STEP, is_observed, *encode_chunks(computed)])
 
     def tell_copy(self, source: int, target: int) -> None:
-        """See `Share.tell_copy`."""
+        """See `TensorParallel.tell_copy`."""
         self.broadcast([Command.COPY_BLOCK, source, target])
 
     def tell_read_back(self, sequence: Request) -> None:
-        """See `Share.tell_read_back`."""
+        """See `TensorParallel.tell_read_back`."""
         self.broadcast([Command.READ_BACK, *encode_chunks([ScheduledChunk(sequence, 0, sequence.num_computed_tokens)])])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

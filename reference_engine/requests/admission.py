@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
+from reference_engine.checkpoint.rope_config import RopeConfig
 from reference_engine.errors import CapacityError, RequestError
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import Sequence
+from reference_engine.requests.tokenizer import Tokenizer
 
 __all__ = ["Admission"]
 
@@ -22,15 +25,31 @@ class Admission:
     """Tokens of prompt and continuation together."""
     num_usable_blocks: int
     block_size: int
+    rope: RopeConfig | None = None
+    """Decides whether rotary frequencies follow a request's length; None: they do not."""
+    adapters: Collection[str] = ()
+    """Names of the LoRA adapters."""
+    open_tokenizer: Callable[[], Tokenizer] | None = None
+    """Reads the checkpoint's tokenizer; None: prompts are token ids alone."""
 
-    def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
+    def check(self, prompt: str | Iterable[int], params: SamplingParams) -> list[int]:
         """Return the prompt as a list of plain integers.
 
         Raises:
-            RequestError: the prompt is empty, holds what is no token id, or is too long for the model.
+            RequestError: the prompt is empty, holds what is no token id, or is too long for the model; or there is no
+                such adapter.
             CapacityError: the request is larger than the whole pool of blocks.
+            ConfigError: the prompt is text or there are stop strings, and the checkpoint has no tokenizer.
         """
-        prompt = self._check_token_ids(prompt_token_ids, "prompt_token_ids")
+        self._check_stops(params)
+        if params.adapter is not None and params.adapter not in self.adapters:
+            raise RequestError(
+                "no such adapter", where="SamplingParams.adapter", expected=f"one of {sorted(self.adapters)}",
+                actual=params.adapter,
+            )  # fmt: skip
+        if isinstance(prompt, str) and self.open_tokenizer is not None:
+            prompt = self.open_tokenizer().encode(prompt)
+        prompt = self._check_token_ids(prompt, "prompt_token_ids")
         self._check_params(params)
         if not prompt:
             raise RequestError("the prompt is empty", where="prompt_token_ids", expected="at least 1 token", actual=0)
@@ -44,8 +63,10 @@ class Admission:
         Raises:
             RequestError: no token is left to sample, the salt changes, or the request gets too long for the model.
             CapacityError: the request gets larger than the whole pool of blocks.
+            ConfigError: there are stop strings, and the checkpoint has no tokenizer.
         """
         self._check_params(params)
+        self._check_stops(params)
         num_sampled = len(parent.sampled_token_ids)
         if params.max_new_tokens <= num_sampled:
             raise RequestError(
@@ -60,6 +81,15 @@ class Admission:
         self._check_length(parent.num_prompt_tokens, params.max_new_tokens)
         self._check_blocks(parent.num_prompt_tokens, params.max_new_tokens)
 
+    def rope_len(self, num_prompt_tokens: int, params: SamplingParams) -> int | None:
+        """Return the length that a request's rotary frequencies follow: the last sampled token is never computed."""
+        return None if self.rope is None else self.rope.rope_len(num_prompt_tokens + params.max_new_tokens - 1)
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        """Refuse stop strings without a tokenizer at once, not when the first token is looked at."""
+        if params.stop and self.open_tokenizer is not None:
+            self.open_tokenizer()
+
     def _check_params(self, params: SamplingParams) -> None:
         self._check_token_ids(params.forced_token_ids or (), "forced_token_ids")
         self._check_token_ids(params.stop_token_ids, "stop_token_ids")
@@ -70,7 +100,7 @@ class Admission:
                 expected=f"at most the vocabulary of {self.vocab_size}", actual=params.num_logprobs,
             )  # fmt: skip
 
-    def _check_token_ids(self, token_ids: Iterable[int], name: str) -> list[int]:
+    def _check_token_ids(self, token_ids: Iterable[Any], name: str) -> list[int]:
         try:
             checked = [index(token_id) for token_id in token_ids]
         except TypeError as error:

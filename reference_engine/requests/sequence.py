@@ -78,42 +78,6 @@ class Sequence:
         forced = self.forced(ahead)
         return sampled_token_id if forced is None else forced
 
-    def drop_drafts(self, num_tokens: int) -> None:
-        """Take back the guesses after the first so many tokens."""
-        known = self.num_tokens - self.num_drafts
-        del self.token_ids[max(num_tokens, known) :]
-        self.num_drafts = self.num_tokens - known
-
-    def sampling_views(self) -> list[Sequence]:
-        """Return the request as it is at each row that chooses a token: itself, or as if drafts were accepted."""
-        if not self.num_drafts:
-            return [self]
-        first, views = self.num_tokens - self.num_drafts, []
-        for num_tokens in range(first, self.num_tokens + 1):
-            view = self.fork(self.request_id, self.params, self.seed)
-            view.token_ids = self.token_ids[:num_tokens]
-            view.sampled_token_ids = [*self.sampled_token_ids, *self.token_ids[first:num_tokens]]
-            views.append(view)
-        return views
-
-    def rewind(self, num_tokens: int, block_size: int, keeps_states: bool = False) -> None:
-        """Forget all after the first so many tokens; the last of them is computed again.
-
-        With states, which are those at the ends of blocks, all tokens in its block are.
-        """
-        num_sampled = num_tokens - self.num_prompt_tokens
-        del self.token_ids[num_tokens:], self.sampled_token_ids[num_sampled:], self.logprobs[num_sampled:]
-        if num_tokens <= self.num_computed_tokens:
-            self.num_computed_tokens = num_tokens - 1
-            if keeps_states:
-                self.num_computed_tokens -= self.num_computed_tokens % block_size
-        del self.prefixes[self.num_computed_tokens // block_size :]
-
-    def turn_by(self, rope_len: int | None) -> None:
-        """Follow another length from now on: if the frequencies are others, all tokens are computed again."""
-        if rope_len != self.rope_len:
-            self.rope_len, self.num_computed_tokens, self.prefixes = rope_len, 0, []
-
     def append(self, sampled_token_id: int) -> int:
         """Record the engine's choice and return the token that continues the request, the forced one if there is."""
         token_id = self.fed(0, sampled_token_id)

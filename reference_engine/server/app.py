@@ -209,9 +209,9 @@ def _add_errors(app: FastAPI) -> None:
 
 def _key_check(api_key: str | None) -> Callable[[Request], None]:
     def check_key(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
         is_open = api_key is None or request.url.path == "/health"
-        if not is_open and not secrets.compare_digest(given.encode(), str(api_key).encode()):
+        if not is_open and not secrets.compare_digest(key.encode(), str(api_key).encode()):
             raise HTTPException(401, "the API key is missing or wrong")
 
     return check_key

@@ -37,7 +37,7 @@ async def answer_chat(
 ) -> dict[str, Any]:
     """Return the whole answer."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(whole(engine, text, prompt, own)) for own in params]
+        tasks = [group.create_task(whole(engine, text, prompt, sampling)) for sampling in params]
     choices = [
         {
             "index": at,
@@ -68,7 +68,7 @@ async def stream_chat(
     for at in range(len(params)):
         delta = {"role": "assistant", "content": ""}
         yield {**body.head(), "choices": [{"index": at, "delta": delta, "finish_reason": None}]}
-    async with aclosing(merged([pieces(engine, text, prompt, own) for own in params])) as parts:
+    async with aclosing(merged([pieces(engine, text, prompt, sampling) for sampling in params])) as parts:
         async for at, piece in parts:
             num_new += len(piece.token_ids)
             choice = {
@@ -92,10 +92,10 @@ def _logprobs(
     return {
         "content": [
             {
-                **_token(text, token_id, own.logprob, as_ids),
-                "top_logprobs": [_token(text, *pair, as_ids) for pair in own.top],
+                **_token(text, token_id, logprob.logprob, as_ids),
+                "top_logprobs": [_token(text, *pair, as_ids) for pair in logprob.top],
             }
-            for token_id, own in zip(token_ids, logprobs, strict=True)
+            for token_id, logprob in zip(token_ids, logprobs, strict=True)
         ]
     }
 

@@ -41,7 +41,7 @@ async def complete_stream(
     """Yield the events of a stream, those of all choices as they come."""
     body, num_new = Answer("text_completion", "cmpl", model), 0
     params = [_params(request, at) for at in range(request.n)]
-    sources = [pieces(engine, text, prompt, own) for prompt in prompts for own in params]
+    sources = [pieces(engine, text, prompt, sampling) for prompt in prompts for sampling in params]
     offsets, started = [0] * len(sources), set[int]()
     async with aclosing(merged(sources)) as parts:
         async for at, piece in parts:
@@ -103,10 +103,10 @@ def _logprobs(
     texts = [text.token(token_id) for token_id in token_ids]
     return {
         "tokens": [text.name(token_id, as_ids=as_ids) for token_id in token_ids],
-        "token_logprobs": [None if own is None else own.logprob for own in logprobs],
+        "token_logprobs": [None if logprob is None else logprob.logprob for logprob in logprobs],
         "top_logprobs": [
-            None if own is None else {text.name(token, as_ids=as_ids): value for token, value in own.top}
-            for own in logprobs
+            None if logprob is None else {text.name(token, as_ids=as_ids): value for token, value in logprob.top}
+            for logprob in logprobs
         ],
         "text_offset": list(accumulate((len(part) for part in texts[:-1]), initial=offset)) if texts else [],
     }

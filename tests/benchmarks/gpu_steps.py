@@ -54,8 +54,8 @@ def random_weights(_folder: object, config: ModelConfig, dtype: torch.dtype, dev
 
 
 def opened(shape: str, **options: Any) -> LLMEngine:
-    reference_engine.model_runner.load_weights = random_weights
-    reference_engine.model_runner.read_cache_scales = lambda *_: ()
+    reference_engine.loader.load_weights = random_weights
+    reference_engine.cache_spec.read_cache_scales = lambda *_: ()
     folder = tempfile.mkdtemp()
     SHAPES[shape].config().save_pretrained(folder)
     return LLMEngine(folder, EngineConfig(**{**DEFAULTS, **options}))

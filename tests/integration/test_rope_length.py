@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reference_engine.engine import LLMEngine
+from reference_engine.requests.admission import Admission
 from reference_engine.requests.sequence import Sequence
 
 ROPES = {
@@ -61,9 +61,9 @@ def test_frequencies_of_the_prompt_alone_are_found(check, model, monkeypatch):
     """Of the second request, whose prompt does not exceed the original context; of the first, they are right."""
 
     def of_prompt(self, num_prompt_tokens, params):
-        return self.model_config.rope.rope_len(num_prompt_tokens)
+        return self.rope.rope_len(num_prompt_tokens)
 
-    monkeypatch.setattr(LLMEngine, "_rope_len", of_prompt)
+    monkeypatch.setattr(Admission, "rope_len", of_prompt)
     ran = check("plain")
     found = ran.json["first_divergence"]
     assert (ran.status, found["tap"], found["request"]) == (1, "model.layers.0.q_rope", 1)

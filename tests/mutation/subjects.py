@@ -44,8 +44,12 @@ _OTHERS = {
     "compare/run": ("test_outcomes.py", "test_run.py"),
     "compare/systematic": ("test_effects.py", "test_systematic.py"),
     **{
-        f"compare/conventions/{name}": (f"conventions/test_{name}.py", "test_conventions.py")
-        for name in ("attention", "linear", "quantised", "quantised_cache", "rotary")
+        f"compare/conventions/{name}": (*(f"conventions/test_{test}.py" for test in tests), "test_conventions.py")
+        for name, tests in (
+            ("attention", ("attention", "quantised_cache")),
+            ("linear", ("linear", "quantised")),
+            ("rotary", ("rotary",)),
+        )
     },
     "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
     **{

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from harness.engines.by_content import StepEngine
-from harness.engines.torch_modules.cache_layout import CacheLayout
+from harness.engines.torch_modules.paged_cache import CacheLayout
 
 BLOCK, NUM_BLOCKS = 32, 256
 

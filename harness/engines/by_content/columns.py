@@ -22,9 +22,9 @@ _LOOSE = 0.1
 _LEAST_FINE = 2e-5
 _FINE_ROUNDINGS = 24
 _SAME_FACTOR, _SAME_ROUNDINGS = 1.5, 2
-"""Tensors that are nearly as near to a value as the nearest one may be the value as well."""
+"""A tensor that is nearly as near to a value as the nearest one may be the value, too."""
 _MOST_TENSORS = 256
-"""Tensors that are looked at whole, for one value."""
+"""Tensors that are compared as a whole with one value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class ColumnIndex:
         return sorted(fits, key=lambda fit: fit.error)
 
     def error(self, index: int, columns: Columns, value: torch.Tensor) -> float:
-        """Return how far a tensor is from a value [T, W]."""
+        """Return the relative error of a tensor's columns as a value [T, W]."""
         return relative_error(columns.of(self._tables[index]), value)
 
     def _project(self, table: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class ColumnIndex:
         return fits
 
     def _begins(self, at: int, projected: torch.Tensor, distance: float) -> dict[int, set[int]]:
-        """Return by tensor where the value may begin in it if its column `at` is one of the near ones."""
+        """Return, by tensor, the columns at which the value may begin, given the columns near to its column `at`."""
         hits = self._near(projected, distance)
         begins: dict[int, set[int]] = {}
         for index, column in zip(self._owner[hits].tolist(), hits.tolist(), strict=True):

@@ -24,7 +24,7 @@ _INPUT = "input"
 
 
 class TapNames:
-    """Names of tensors, held against the names of taps."""
+    """Names of tensors, compared with the names of taps."""
 
     def __init__(self, graph: Graph, names: Collection[str]) -> None:
         """Take the names."""
@@ -292,7 +292,7 @@ class TapFinder:
         return self._take(self._walk(kept)) if kept else False
 
     def _take(self, findings: dict[str, FoundTensor]) -> bool:
-        """Go on from other findings if they are more, and lose nothing."""
+        """Take other findings if there are more of them and none of the present ones is lost."""
         before, now = (self._sharp(item) for item in (self.chosen, findings))
         is_more = len(now) > len(before) or len(findings) > len(self.chosen)
         if not is_more or not (findings.keys() >= self.chosen.keys() and now >= before):
@@ -380,7 +380,7 @@ class TapFinder:
         return [op for op in graph if op.tap in lost and op.kind is not Kind.CHOICE and not op.is_kept]
 
     def _is_blurred(self, tap: str) -> bool:
-        """Whether a tap was found and is not what HF computes, or is so only in the rough."""
+        """Whether a tap was found whose value is not what HF computes, or only roughly."""
         return tap in self.chosen and not self._is_sharp(self.chosen[tap])
 
     def _is_sharp(self, tensor: FoundTensor) -> bool:

@@ -26,7 +26,7 @@ from harness.engines.by_content.steps import (
 from harness.engines.by_content.tap_map import TapMap
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison
-from harness.engines.read_back import write_read_back, write_states
+from harness.engines.record import write_read_back, write_states
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind
@@ -78,7 +78,7 @@ class StepEngine:
             folder: checkpoint of the model that it runs.
             dtype: of the engine.
             numerics: what is not in its dtype.
-            open_first: opens the engine whose tensors are told, in the place of the one that is checked: the same one
+            open_first: opens the engine that the map is learned from, in place of the checked one: the same engine
                 with weights that HF multiplies as they are.
         """
         self._open_first = open_first or open_stepper
@@ -181,7 +181,7 @@ class _Run:
         self._num_computed = Counter[int]()
         """Rows of each request, by its number in the engine, with those that it has given up or may have taken over."""
         self._longest = 0
-        """Tokens of the longest request that has ended: so many a hit may leave in the cache, if it is wrong."""
+        """Tokens of the longest request that has ended: a wrong hit may leave as many in the cache."""
 
     def begin(self, request: RequestInfo) -> int:
         """Return how many of a prompt's tokens the engine has cached, which it then does not compute.
@@ -271,7 +271,7 @@ class _Run:
         return shown, *watched_run(self._stepper, work, see, only=self._sites, rows=rows, following=following)
 
     def _fill_padding(self, site: Site, tensor: torch.Tensor, spans: Sequence[range]) -> None:
-        """Fill rows of padding where they come from: what is behind the tokens' own embeddings."""
+        """Fill rows of padding in the embedding: those after the rows of the tokens."""
         if self._poison is None or hasattr(self._stepper, "watching"):  # its own way shows copies
             return
         for source in self._embedding:
@@ -294,7 +294,7 @@ def _schedules(order: RowOrder | None, stepper: Stepper, *, has_mtp: bool = Fals
     Args:
         order: of the rows of several requests.
         stepper: the engine.
-        has_mtp: whether layers are judged that are told the next token: a draft in its place is another one.
+        has_mtp: whether MTP layers are judged: they are given the next token, and a draft would be another one.
     """
     is_again = recomputes(stepper)  # each step computes all earlier tokens of its request
     if order is RowOrder.PACKED:

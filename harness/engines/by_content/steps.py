@@ -260,7 +260,7 @@ def watching(stepper: Stepper, see: See, *, only: Collection[Site] | None = None
 
 
 def with_following(stepper: Stepper, work: Work, following: Sequence[Sequence[int]] = ()) -> Any:
-    """Return work as an engine takes it: one with layers that predict further tokens is told the tokens that follow."""
+    """Return work as an engine takes it: an engine with MTP layers also gets the tokens that follow."""
     ahead = tokens_ahead(stepper)
     if not ahead:
         return work

@@ -118,7 +118,7 @@ class LaterSteps:
             if lost and not operation.is_kept and self._own(operation.tap) is not None:
                 self._find_by(operation, lost)
         self._prefer_content()
-        if returned is not None:  # whatever the engine does to a product that holds HF's logits, this is what it serves
+        if returned is not None:  # the engine serves these, even if a product before them holds HF's logits
             self._take(logits, [returned], TapEvidence.DEFINITION)
         unclear = [tap for tap in self._pending if tap not in self.taps]
         self.uncertain |= dict.fromkeys(
@@ -148,7 +148,7 @@ class LaterSteps:
 
     @staticmethod
     def _in_place_of(value: torch.Tensor, read: _Read) -> torch.Tensor:
-        """Return the engine's rows in the place of HF's, whose first ones stay where the engine has only the last."""
+        """Replace HF's rows by the engine's; where the engine has only the last rows, HF's first ones stay."""
         missing = len(value) - len(read.rows)
         return torch.cat([value[:missing].to(read.rows), read.rows]) if missing else read.rows
 

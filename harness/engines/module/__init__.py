@@ -36,8 +36,8 @@ def module_engine(
     """Return the engine that runs a module.
 
     A model of HF's is run with its own cache, in batches and chunks, and its attention is watched. Any other module is
-    run one request at a time; where none of its modules is called as in the checkpoint, its tensors are told by what
-    they hold.
+    run one request at a time; where its modules do not have the checkpoint's names, its tensors are identified by their
+    content.
 
     Args:
         module: with its weights.
@@ -223,7 +223,7 @@ class HFObjectEngine(HFEngine):
             if operation is None or dim is None or operation.tap in taps:
                 return
             if operation.tap == graph.logits and source != "logits":
-                return  # what the model returns counts, whatever it makes it of
+                return  # the logits are what the model returns
             if as_rows(value, dim, *shape)[0].numel() == prod(operation.shape):
                 taps.add(operation.tap)
                 sources[source] = ShownTap(operation, dim)
@@ -237,7 +237,7 @@ class HFObjectEngine(HFEngine):
 
 @contextmanager
 def _failures_are_the_engines() -> Iterator[None]:
-    """Let go of an error that says HF's code raised: here it was called by what is under test."""
+    """Raise what HF's code raised, without the error that blames HF: here the engine under test called that code."""
     try:
         yield
     except HarnessError as error:

@@ -15,7 +15,7 @@ from torch import nn
 from harness.engines.adapter import Capabilities, Workload
 from harness.engines.module.forward import INPUT, Forward, evaluating, showing_values
 from harness.engines.module_settings import settings_of_modules
-from harness.engines.read_back import write_states
+from harness.engines.record import write_states
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind, Operation

@@ -182,7 +182,7 @@ class Forward:
     def leave_out_what_it_refuses(self, ids: Sequence[int]) -> None:
         """Leave out the arguments that have a default if the module raises with them and does not without them.
 
-        Positions ask some modules for a cache of their own, which nobody has made.
+        With positions, some modules read a cache of their own that was never made.
         """
         if self._required == self._fills:
             return

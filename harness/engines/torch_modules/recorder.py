@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from harness.engines.read_back import write_read_back
+from harness.engines.record import write_read_back
 from harness.engines.torch_modules.paged_cache import BlockTables, CacheReader, PagedCache
 from harness.engines.torch_modules.table import Argument, Binding, Entry, Value, bind, parts_of, unfit
 from harness.errors import Code, HarnessError
@@ -176,7 +176,7 @@ class StepRecorder:
         self._writer.tap(name, rows.reshape(-1, *row) if rows.shape[1:].numel() == row.numel() else rows)
 
     def check_fed(self, token_ids: Any, where: str) -> None:
-        """Compare what the embedding was given with what was to be fed."""
+        """Compare the tokens that the embedding was given with the forced ones."""
         expected = list(self._rows.token_ids)
         if not expected or not isinstance(token_ids, torch.Tensor):
             return

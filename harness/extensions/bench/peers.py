@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 
 from harness.engines import engine_names, installed_engine_names, open_engine
-from harness.engines.reference_backend import choose_backend
-from harness.engines.reference_errors import reference_errors
-from harness.engines.reference_options import parse_reference_options
+from harness.engines.reference.errors import parse_reference_options, reference_errors
 from harness.engines.stepping import Continuation
 from harness.errors import Code, HarnessError
 from harness.extensions.bench.peer import OURS, BenchConfig, BenchWorkload, Generation, Peer, PeerMissingError
 from reference_engine import EngineConfig
+from reference_engine.launch import choose_backend
 
 STATM = Path("/proc/self/statm")
 PAGE_BYTES = 4096

@@ -13,8 +13,6 @@ from harness.base.environment import describe_machine
 from harness.base.files import scratch_folder
 from harness.base.progress import Progress, quiet_transformers
 from harness.engines.adapter import engine_module, refuse_unknown_options
-from harness.engines.reference_backend import choose_backend
-from harness.engines.reference_threads import engine_threads
 from harness.errors import Code, HarnessError
 from harness.extensions.bench.agreement import Agreement, find_divergences, judge_divergences
 from harness.extensions.bench.hf import load_hf_model
@@ -32,6 +30,7 @@ from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure
 from harness.extensions.bench.shape import Shape, Sizes, build_checkpoint, find_shape, sizes_of
 from harness.formats.case import DTYPES
 from harness.formats.checkpoint import Checkpoint
+from reference_engine.launch import choose_backend, engine_threads
 
 CONTINUOUS_BATCHING_LOGGER = "ContinuousBatchingLogger"
 

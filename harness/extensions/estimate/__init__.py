@@ -1,8 +1,8 @@
 """What a model needs of memory, bandwidth and arithmetic, from its config alone."""
 
-from harness.command.entry import Command, Panel
+from harness.command.entry import CommandEntry, Panel
 
-COMMAND = Command(
+COMMAND = CommandEntry(
     name="estimate",
     panel=Panel.OTHERS,
     help="Estimate what a model needs on a GPU, from its config.",

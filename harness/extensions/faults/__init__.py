@@ -1,8 +1,8 @@
 """Bugs put into the reference engine on purpose, and the score of the harness on them."""
 
-from harness.command.entry import Command, Panel
+from harness.command.entry import CommandEntry, Panel
 
-COMMAND = Command(
+COMMAND = CommandEntry(
     name="faults",
     panel=Panel.OTHERS,
     help="Put known bugs into the reference engine and show what is found.",

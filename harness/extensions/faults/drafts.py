@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import reference_engine.attention.paged
-import reference_engine.engine
 import reference_engine.model_runner
+import reference_engine.speculation
 from harness.extensions.faults.fault import (
     BLOCK_SIZE,
     FIRST_DECODE,
@@ -55,7 +55,7 @@ def _noting_rejected(slots: set[int]) -> Any:
 
         return verified
 
-    return (reference_engine.engine, "verify", verify)
+    return (reference_engine.speculation, "verify", verify)
 
 
 def _noting_taken_back(slots: set[int]) -> Any:
@@ -243,7 +243,7 @@ FAULTS = [
            replacing((reference_engine.attention.paged, "attend_chunk", _sees_later_drafts)),
            "sees all tokens of its step", _ATTENTION, FIRST_DECODE),
     _fault("one-draft-too-many", "The first rejected draft is taken for an accepted one.",
-           replacing((reference_engine.engine, "verify", _one_too_many)), "rejected draft, position", _K_CACHE,
+           replacing((reference_engine.speculation, "verify", _one_too_many)), "rejected draft, position", _K_CACHE,
            _REJECTED),
     _fault("rejected-hash", "A block is found by its hash before its drafts are verified.",
            replacing((LLMEngine, "_verified", _published_unverified)), "prefix cached in block", None, None,

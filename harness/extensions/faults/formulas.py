@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-import reference_engine.rotary
+import reference_engine.loader
+import reference_engine.rope_types
 from harness.extensions.faults.attention import everywhere
 from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, table_of
 from harness.extensions.faults.injection import replacing
@@ -48,7 +49,7 @@ def _scaled_frequencies(parameters: dict[str, Any]) -> Any:
 
     def change(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
         rope = replace(config.rope, parameters={**config.rope.parameters, **parameters})
-        return reference_engine.rotary.ROPE_TYPES[config.rope.rope_type](rope, config.head_dim)[0]
+        return reference_engine.rope_types.ROPE_TYPES[config.rope.rope_type](rope, config.head_dim)[0]
 
     return frequencies_changed(change)
 
@@ -62,7 +63,7 @@ def _theta_stretched(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
     """NTK: the base is raised so that the longest wavelength grows eightfold."""
     dim = config.head_dim
     rope = replace(config.rope, theta=config.rope.theta * 8 ** (dim / (dim - 2)))
-    return reference_engine.rotary.ROPE_TYPES["default"](rope, dim)[0]
+    return reference_engine.rope_types.ROPE_TYPES["default"](rope, dim)[0]
 
 
 def _head_reads(choose: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
@@ -91,7 +92,7 @@ def _without_layer(index: int) -> Any:
 
         return built
 
-    return replacing((Decoder, "build", make))
+    return replacing((reference_engine.loader, "build_decoder", make))
 
 
 def _stale_head(weights: Weights, config: Any) -> None:

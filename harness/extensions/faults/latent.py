@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+import reference_engine.loader
 from harness.extensions.faults.fault import FIRST, SECOND, Category, table_of
 from harness.extensions.faults.injection import replacing
 from reference_engine.checkpoint.latent import LatentShape
 from reference_engine.families.latent_attention import LatentAttention
 from reference_engine.kv_cache import KVCache
-from reference_engine.model_runner import ModelRunner
 
 _LAYER = "model.layers.0."
 Call = Callable[..., Any]
@@ -48,12 +48,13 @@ def _scaled_by(width: Callable[[LatentShape], int]) -> Any:
     """Scale scores by the root of a width alone."""
 
     def make(original: Call) -> Call:
-        def scaled(self: Any, config: Any, model_dir: Any) -> Any:
-            return replace(original(self, config, model_dir), score_scale=width(self.model_config.latent) ** -0.5)
+        def scaled(model_dir: Any, config: Any, model_config: Any, *args: Any) -> Any:
+            spec = original(model_dir, config, model_config, *args)
+            return replace(spec, score_scale=width(model_config.latent) ** -0.5)
 
         return scaled
 
-    return replacing((ModelRunner, "_cache_spec", make))
+    return replacing((reference_engine.loader, "resolve_cache_spec", make))
 
 
 _fault = table_of(category=Category.ATTENTION, tap=f"{_LAYER}attention", row=SECOND, model="deepseek-v3-tiny")

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
+import reference_engine.families.build
 import reference_engine.layers
-import reference_engine.model
+import reference_engine.loader
 from harness.extensions.faults.fault import FIRST, FIRST_DECODE, Category, FaultConfig, table_of
 from harness.extensions.faults.injection import replacing
 from reference_engine.layers import MLP, RMSNorm
@@ -18,12 +19,12 @@ _LAYER = "model.layers.0."
 
 
 def edited_layers(edit: Callable[[Any], Any]) -> Any:
-    """Change what `_build_layer` returns."""
+    """Change what `build_layer` returns."""
 
     def make(build: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: edit(build(*args, **kwargs))
 
-    return replacing((reference_engine.model, "_build_layer", make))
+    return replacing((reference_engine.families.build, "build_layer", make))
 
 
 def norm_scaled_by(statistic: Callable[[RMSNorm, torch.Tensor], torch.Tensor]) -> Any:
@@ -170,7 +171,7 @@ FAULTS = [
     _fault("norm-weight-skipped", "The second norm of each layer is used without its weight.",
            edited_layers(_unweighted), "weight is not applied", _LAYER + "post_attention_layernorm"),
     _fault("final-norm-skipped", "The logits are made of the residual stream itself.",
-           replacing((Decoder, "build", _without_final_norm)), "norm is skipped", "model.norm"),
+           replacing((reference_engine.loader, "build_decoder", _without_final_norm)), "norm is skipped", "model.norm"),
     _fault("residual-after-norm", "The residual is taken after the first norm.",
            replacing((DecoderLayer, "__call__", _residual_after_the_norm)), "residual is taken after the norm",
            _LAYER + "attn_residual"),

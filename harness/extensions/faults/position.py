@@ -8,7 +8,7 @@ import torch
 
 import reference_engine.model
 import reference_engine.model_runner
-import reference_engine.rotary
+import reference_engine.rope_types
 from harness.extensions.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, FaultConfig, table_of
 from harness.extensions.faults.injection import device_of, replacing
 from reference_engine.rotary import RotaryEmbedding, rotate_half
@@ -80,11 +80,11 @@ def frequencies_changed(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> 
 
 
 def _unscaled(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
-    return reference_engine.rotary.ROPE_TYPES["default"](config.rope, config.head_dim)[0]
+    return reference_engine.rope_types.ROPE_TYPES["default"](config.rope, config.head_dim)[0]
 
 
 def _of_theta_10000(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
-    return reference_engine.rotary.ROPE_TYPES["default"](replace(config.rope, theta=10_000.0), config.head_dim)[0]
+    return reference_engine.rope_types.ROPE_TYPES["default"](replace(config.rope, theta=10_000.0), config.head_dim)[0]
 
 
 def _coarse_table(call: Callable[..., Any]) -> Callable[..., Any]:

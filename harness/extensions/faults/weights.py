@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-import reference_engine.model_runner
+import reference_engine.loader
 from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, table_of
 from harness.extensions.faults.injection import replacing
 
@@ -24,7 +24,7 @@ def loaded(change: Callable[[Weights, Any], None]) -> Any:
 
         return loaded
 
-    return replacing((reference_engine.model_runner, "load_weights", make))
+    return replacing((reference_engine.loader, "load_weights", make))
 
 
 def _qkv_rows(config: Any) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Schedules that are searched: workloads for a live engine, each judged as a check judges (docs/fuzz.md)."""
 
-from harness.command.entry import Command, Panel
+from harness.command.entry import CommandEntry, Panel
 
-COMMAND = Command(
+COMMAND = CommandEntry(
     name="fuzz",
     panel=Panel.SEARCH,
     help="Search workloads that an engine gets wrong.",

@@ -1,8 +1,8 @@
 """`harness quant`: what the formats of a model cost, and what an engine's arithmetic costs besides."""
 
-from harness.command.entry import Command, Panel
+from harness.command.entry import CommandEntry, Panel
 
-COMMAND = Command(
+COMMAND = CommandEntry(
     name="quant",
     panel=Panel.OTHERS,
     help="Measure what quantised formats cost a model.",

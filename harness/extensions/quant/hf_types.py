@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.engines.quantised_form import load_quantised, quantising
+from harness.engines.hf import load_quantised, quantising
 from harness.errors import Code, HarnessError
 from harness.extensions.llamacpp.gguf.model import missing_package
 from harness.extensions.quant.forward import Sequences, TypeRun, hf_distributions, shares

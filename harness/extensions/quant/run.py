@@ -9,7 +9,7 @@ import torch
 
 from harness.base.files import scratch_folder
 from harness.base.progress import Progress
-from harness.engines.quantised_form import quantising, served_model
+from harness.engines.hf import quantising, served_model
 from harness.errors import Code, HarnessError
 from harness.extensions.exports import is_export
 from harness.extensions.llamacpp.engine.options import LlamaCppOptions

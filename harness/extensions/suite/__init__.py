@@ -1,8 +1,8 @@
 """Many checks as one: cases and a matrix become tasks, which run in processes here or on the nodes of a Ray cluster."""
 
-from harness.command.entry import Command, Panel
+from harness.command.entry import CommandEntry, Panel
 
-COMMAND = Command(
+COMMAND = CommandEntry(
     name="suite",
     panel=Panel.SEARCH,
     help="Run many checks as one, here or on a Ray cluster.",

@@ -2,7 +2,7 @@
 
 from harness.formats.checkpoint.cache import cache_dir, embedded_cases
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, Checkpoint
-from harness.formats.checkpoint.locate import resolve
+from harness.formats.checkpoint.locate import embedded_model, resolve
 from harness.formats.checkpoint.tokenizer import HFTokenizer
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "HFTokenizer",
     "cache_dir",
     "embedded_cases",
+    "embedded_model",
     "resolve",
 ]

@@ -26,11 +26,11 @@ _SHARD_BYTES = 1 << 30
 _SUFFIXES = (".json", ".model", ".txt", ".jinja")
 """Of the files of tokenizers, chat templates and settings of generation."""
 GGUF_INFO, QUANTISED_INFO, EXPORT_INFO = "gguf.json", "quantised.json", "export.json"
-"""Files that a folder has when it is complete, by what it was made of."""
+"""Names of the files that mark a complete folder, by what it was made from."""
 
 
 def folder_name(version: int, files: Iterable[Path], *more: object) -> str:
-    """Return a name that changes whenever one of the files is another, or was written again, and with `version`."""
+    """Return a name that changes with `version`, and whenever one of the files is written again."""
     stamps = [FileStamp.of(file) for file in sorted(files) if file.is_file()]
     return json_digest([version, *more, stamps])[:32]
 
@@ -63,7 +63,7 @@ def made_once(folder: Path, marker: str, write: Callable[[Path], Mapping[str, An
 
 
 def read_info(folder: Path, marker: str) -> dict[str, Any]:
-    """Return what was said of a folder as it was made; nothing for a folder that was not made so."""
+    """Return what the marker file of a folder says; nothing for a folder that has none."""
     if not (folder / marker).is_file():
         return {}
     try:
@@ -81,7 +81,7 @@ def write_settings(made: Path, config: Mapping[str, Any], origin: Path | None = 
 
 
 def copy_tokenizer(origin: Path, made: Path) -> None:
-    """Copy what belongs to a tokenizer, or says how a checkpoint generates, as far as it is not there already."""
+    """Copy the files of the tokenizer and the generation settings that are not there already."""
     others = (CONFIG_NAME, GGUF_INFO, QUANTISED_INFO, EXPORT_INFO)
     for file in origin.iterdir():
         is_index = file.name.endswith(".index.json")

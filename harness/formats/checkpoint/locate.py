@@ -45,7 +45,7 @@ class Reader:
 
 
 def reader_of(path: Path) -> Reader | None:
-    """Return the reader of a path; None for HuggingFace's layout, and for what nobody reads.
+    """Return the reader of a path; None for HuggingFace's layout, and where no reader applies.
 
     Raises:
         HarnessError: EXTENSION_FAILED.
@@ -103,6 +103,11 @@ def embedded_folder(model: str) -> Path | None:
     return folder if exists(folder / CONFIG_NAME) else None
 
 
+def embedded_model() -> str:
+    """Return the embedded checkpoint that is used if none is named."""
+    return str(embedded_cases() / "checkpoints" / "qwen3-tiny")
+
+
 def at_hand(path: Path) -> Path:
     """Return the folder of an embedded checkpoint where a path is its name, and else the path."""
     embedded = None if path.exists() else embedded_folder(str(path))
@@ -136,7 +141,7 @@ def _download(model: str, local_files_only: bool, revision: str | None) -> Path:
         not_a_checkpoint("there is no such folder; the hub cannot be reached, nor is it in its cache", model, hint)
     except RepositoryNotFoundError:
         not_a_checkpoint("there is no such folder, nor such a model on the hub", model, "check the name")
-    except Exception as error:  # whatever the network does, it is this input that could not be had
+    except Exception as error:  # the network may fail in any way; the error names what could not be downloaded
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         not_a_checkpoint(f"the hub does not deliver it: {reason}", model, "pass a local folder, or try again")
     return resolve(folder)

@@ -45,7 +45,7 @@ class HFTokenizer:
         """Return the token ids of a text; raises HarnessError (NO_TOKENIZER) where the tokenizer fails."""
         try:
             return [int(token) for token in self.hf(text)["input_ids"]]
-        except Exception as error:  # likewise
+        except Exception as error:  # tokenizers raises bare Exceptions
             raise _unusable(self.folder, error) from error
 
     def chat(
@@ -72,7 +72,7 @@ class HFTokenizer:
                 [dict(message) for message in messages], tools=tools, add_generation_prompt=True, return_dict=False
             )
             return [int(token) for token in token_ids]
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise anything
             raise HarnessError(
                 Code.NO_CHAT_TEMPLATE,
                 f"the chat template cannot be applied: {error}",

@@ -1,6 +1,8 @@
-"""Holds a step file against its manifest: every tensor that it contains, and every row that it names."""
+"""Checks a step file against its manifest: its size and digest, every tensor in it, and every row that it names."""
 
+import hashlib
 import reprlib
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -10,7 +12,7 @@ import torch
 from harness.errors import Code, HarnessError
 from harness.formats.recording.arguments import RequestLengths, first_invalid_index
 from harness.formats.recording.manifest import Manifest, StepEntry
-from harness.formats.safetensors_header import TensorEntry
+from harness.formats.safetensors_header import Header, TensorEntry, read_header
 
 PARTIAL = "rows.of."
 """Prefix of the index tensor of a tap that covers only some of the step's rows."""
@@ -114,3 +116,68 @@ def malformed(where: object, what: str, *, expected: object = None, actual: obje
     """Raise STEP_MALFORMED."""
     hint = "docs/recording-format.md describes the step files; record again"
     raise HarnessError(Code.STEP_MALFORMED, what, where=where, expected=expected, actual=actual, hint=hint)
+
+
+def check_file(path: Path, entry: StepEntry) -> None:
+    """Refuse a step file that is not there, is no regular file of the right size, or leads out of its folder."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        hint = "copy the recording again, with all of its files, or record again"
+        what = f"a step file is missing: {error.strerror}"
+        raise HarnessError(Code.STEP_MISSING, what, where=path, expected=entry.file, hint=hint) from None
+    if not stat.S_ISREG(status.st_mode):
+        malformed(path, "a step file is not a regular file")
+    folder = path.parent
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        malformed(path, "a step file leads out of the recording", expected=folder, actual=path.resolve())
+    if status.st_size != entry.num_bytes:
+        raise truncated(path, entry, status.st_size)
+
+
+def truncated(path: Path, entry: StepEntry, num_bytes: int) -> HarnessError:
+    """Return STEP_TRUNCATED."""
+    return HarnessError(
+        Code.STEP_TRUNCATED,
+        "a step file has another size than the manifest says",
+        where=path,
+        expected=f"{entry.num_bytes} bytes",
+        actual=f"{num_bytes} bytes",
+        hint="copy the recording again, or record again",
+    )
+
+
+def read_step_header(path: Path, entry: StepEntry) -> Header:
+    """Return the header of a step file; raises STEP_MALFORMED or STEP_TRUNCATED."""
+    try:
+        header = read_header(path)
+    except HarnessError as error:
+        raise HarnessError(
+            Code.STEP_MALFORMED,
+            f"a step file is no safetensors file: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            actual=error.actual,
+            hint=error.hint,
+        ) from error
+    if header.file_bytes != entry.num_bytes:
+        raise truncated(path, entry, header.file_bytes)
+    return header
+
+
+def check_digest(path: Path, expected: str) -> None:
+    """Compare the digest of a step file with that of its manifest; raises STEP_ALTERED."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        actual = f"cannot be read: {error.strerror}"
+    if actual != expected:
+        raise HarnessError(
+            Code.STEP_ALTERED,
+            "a step file is not the one that was recorded: its sha256 differs",
+            where=path,
+            expected=expected,
+            actual=actual,
+            hint="copy the recording again, or record again",
+        )

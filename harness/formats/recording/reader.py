@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording.check import PARTIAL, StepRules, malformed
+from harness.formats.recording.check import PARTIAL, StepRules, check_digest, check_file, read_step_header, truncated
 from harness.formats.recording.format import DTYPES, MANIFEST_NAME
 from harness.formats.recording.manifest import (
     RESERVED_PREFIXES,
@@ -30,7 +30,7 @@ from harness.formats.recording.manifest import (
     TapEntry,
     load_manifest,
 )
-from harness.formats.safetensors_header import Header, TensorEntry, read_header
+from harness.formats.safetensors_header import TensorEntry
 
 TORCH_DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, short in DTYPES.items()}
 """The dtypes that a recording holds, as torch's own."""
@@ -45,7 +45,7 @@ class Recording:
     """A recording opened for reading.
 
     Use it as a context manager: the digests of the step files are computed in the background, and leaving the block
-    waits for them. What was read before is to be trusted only after that, or after `verify_all`.
+    waits for them. Trust what was read before only after that, or after `verify_all`.
     """
 
     path: Path
@@ -158,7 +158,7 @@ class Recording:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="recording-digest")
         for step in self.steps:
             if step.entry.sha256 is not None:
-                step.digest = pool.submit(_check_digest, step.path, step.entry.sha256)
+                step.digest = pool.submit(check_digest, step.path, step.entry.sha256)
         weakref.finalize(self, pool.shutdown, wait=False, cancel_futures=True)
 
 
@@ -253,6 +253,11 @@ class Step:
         """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
         return self._optional(PARTIAL + self._stored(name))
 
+    def num_rows_of(self, name: str) -> int:
+        """Return how many of the step's rows the tap covers."""
+        covered = self.rows_of(name)
+        return self.entry.num_rows if covered is None else len(covered)
+
     def check(self) -> None:
         """Check the file against the manifest, but for its digest.
 
@@ -267,7 +272,7 @@ class Step:
             return
         if self.digest.cancelled():
             if wait:
-                _check_digest(self.path, self.entry.sha256)
+                check_digest(self.path, self.entry.sha256)
         elif wait or self.digest.done():
             self.digest.result()
 
@@ -286,14 +291,14 @@ class Step:
     def _layout(self) -> Mapping[str, TensorEntry]:
         """Return where the tensors lie, read and checked at the first call."""
         if self._checked_layout is None:
-            _check_file(self.path, self.entry)
+            check_file(self.path, self.entry)
             try:
-                header = _read_step_header(self.path, self.entry)
+                header = read_step_header(self.path, self.entry)
                 self._data_offset, tensors = header.data_offset, header.by_name()
                 self._rules.check(self.path, self.entry, tensors, partial(self._read_index, tensors))
             except HarnessError:
                 if self.entry.sha256 is not None:
-                    _check_digest(self.path, self.entry.sha256)  # if the file was altered, that is what to say
+                    check_digest(self.path, self.entry.sha256)  # if the file was altered, that is what to say
                 raise
             self._checked_layout = tensors
         return self._checked_layout
@@ -311,12 +316,12 @@ class Step:
         try:
             with self.path.open("rb", buffering=0) as file:
                 if (size := os.fstat(file.fileno()).st_size) != self.entry.num_bytes:
-                    raise _truncated(self.path, self.entry, size)
+                    raise truncated(self.path, self.entry, size)
                 if tensor.num_bytes < _MAP_FROM_BYTES or begin % dtype.itemsize:
                     file.seek(begin)
                     data = np.empty(tensor.num_bytes, np.uint8)
                     if file.readinto(data.data) != tensor.num_bytes:
-                        raise _truncated(self.path, self.entry, self.path.stat().st_size)
+                        raise truncated(self.path, self.entry, self.path.stat().st_size)
                 else:
                     data = np.memmap(file, mode="c", offset=begin, shape=tensor.num_bytes)
         except (OSError, ValueError) as error:  # a mapping raises ValueError beyond the end of the file
@@ -340,7 +345,7 @@ def _read_file(path: Path, entry: StepEntry) -> bytearray:
         with path.open("rb", buffering=0) as file:
             size = file.readinto(content)
             if size != entry.num_bytes or file.read(1):
-                raise _truncated(path, entry, path.stat().st_size)
+                raise truncated(path, entry, path.stat().st_size)
     except OSError as error:
         raise _unreadable(path, error) from None
     return content
@@ -365,65 +370,3 @@ def _manifest_path(folder: Path) -> Path:
         expected=f"a folder with {MANIFEST_NAME} and one safetensors file per step",
         hint="record again: a recording that was interrupted has no manifest",
     )
-
-
-def _check_file(path: Path, entry: StepEntry) -> None:
-    """Refuse a step file that is not there, is no regular file of the right size, or leads out of its folder."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        hint = "copy the recording again, with all of its files, or record again"
-        what = f"a step file is missing: {error.strerror}"
-        raise HarnessError(Code.STEP_MISSING, what, where=path, expected=entry.file, hint=hint) from None
-    if not stat.S_ISREG(status.st_mode):
-        malformed(path, "a step file is not a regular file")
-    folder = path.parent
-    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        malformed(path, "a step file leads out of the recording", expected=folder, actual=path.resolve())
-    if status.st_size != entry.num_bytes:
-        raise _truncated(path, entry, status.st_size)
-
-
-def _truncated(path: Path, entry: StepEntry, num_bytes: int) -> HarnessError:
-    return HarnessError(
-        Code.STEP_TRUNCATED,
-        "a step file has another size than the manifest says",
-        where=path,
-        expected=f"{entry.num_bytes} bytes",
-        actual=f"{num_bytes} bytes",
-        hint="copy the recording again, or record again",
-    )
-
-
-def _read_step_header(path: Path, entry: StepEntry) -> Header:
-    try:
-        header = read_header(path)
-    except HarnessError as error:
-        raise HarnessError(
-            Code.STEP_MALFORMED,
-            f"a step file is no safetensors file: {error.what}",
-            where=error.where,
-            expected=error.expected,
-            actual=error.actual,
-            hint=error.hint,
-        ) from error
-    if header.file_bytes != entry.num_bytes:
-        raise _truncated(path, entry, header.file_bytes)
-    return header
-
-
-def _check_digest(path: Path, expected: str) -> None:
-    try:
-        with path.open("rb", buffering=0) as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        actual = f"cannot be read: {error.strerror}"
-    if actual != expected:
-        raise HarnessError(
-            Code.STEP_ALTERED,
-            "a step file is not the one that was recorded: its sha256 differs",
-            where=path,
-            expected=expected,
-            actual=actual,
-            hint="copy the recording again, or record again",
-        )

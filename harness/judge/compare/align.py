@@ -84,9 +84,9 @@ _CHUNK_BYTES = 64 << 20
 
 
 def chunks(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Group consecutive steps until they hold enough rows, of all taps, to be worth handling at once.
+    """Group consecutive steps until they hold enough rows to be compared at once.
 
-    A decode step has a row or two; measuring each by itself would cost a hundred times the arithmetic.
+    A decode step has a row or two. To measure each step alone would cost a hundred times the arithmetic.
     """
     chunk: list[Step] = []
     rows = num_bytes = 0
@@ -106,7 +106,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Locator:
-    """Finds rows of a recording by (request, position); a row recorded more than once is found where it was last."""
+    """Finds rows of a recording by (request, position). Of a row that was recorded more than once it finds the last."""
 
     def __init__(self, recording: Recording, aliases: Mapping[int, int] | None = None) -> None:
         """Read nothing yet; a request named in `aliases` is looked up as the one it repeats."""
@@ -125,11 +125,11 @@ class Locator:
         return len(requests), max((len(request.token_ids) for request in requests), default=0)
 
     def _dense(self, request: torch.Tensor) -> torch.Tensor:
-        """Request ids to rows of a table: ids may be any integers."""
+        """Return the row of each request in the tables: ids may be any integers."""
         return torch.searchsorted(self.request_ids, request)
 
     def _originals(self, request: torch.Tensor) -> torch.Tensor:
-        """Ids of requests to those they are looked up as."""
+        """Replace the id of each request that repeats another by the id of that request."""
         originals = request
         for alias, original in self._aliases.items():  # an alias may be the id of another original
             originals = torch.where(request == alias, original, originals)
@@ -137,7 +137,7 @@ class Locator:
 
     @cached_property
     def _signatures(self) -> dict[str, tuple[str, ...]]:
-        """Taps recorded at exactly the same rows share one table."""
+        """By tap, what is equal for taps that were recorded at exactly the same rows: they share one table."""
         parts: dict[str, list[str]] = {}
         for step in self.recording.steps:
             for tap in step.tap_names:
@@ -206,9 +206,9 @@ class Locator:
 def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = False) -> dict[int, int]:
     """Return which request of `expected` each additional request of `actual` repeats, by their ids.
 
-    Every request of `expected` is in `actual` under the same id. What `actual` has besides are the same tokens once
-    more, or their beginning: a request that was sent again, or forked. Of a pool, `actual` holds what it likes, under
-    ids of its own. Drafts that were given up are nothing that `expected` has.
+    Every request of `expected` is in `actual` under the same id. Each additional request of `actual` has the same
+    tokens, or their beginning: it was sent again, or forked. Of a pool, `actual` holds any of the requests, under any
+    ids. Drafts that were rejected are not in `expected`.
 
     Raises:
         HarnessError: DIFFERENT_PROMPTS: rows of different requests mean different things.

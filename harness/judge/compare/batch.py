@@ -18,9 +18,9 @@ from harness.judge.compare.propagated import Propagation
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 
 CONFIDENCE = 0.95
-"""Probability of a wrong row in the sample, for as many wrong rows as are said to be found."""
+"""Probability that the sample holds one of `RowSample.least_found` wrong rows."""
 _SHARE_STANDING_OUT = 4
-"""One row that stands out against the golden for so many that are drawn."""
+"""Rows that are drawn for one row that stands out against the golden."""
 _REQUEST = 1 << 32
 """Above every position."""
 
@@ -29,8 +29,8 @@ _REQUEST = 1 << 32
 class RowSample:
     """A sample of the positions of each request.
 
-    Of every stretch of so many positions one is drawn at random. Besides, both borders of what a step computed are in
-    it, and the rows that stand out most against the golden.
+    The positions are divided into stretches of equal length, and one position of each is drawn at random. The sample
+    also holds the first and last position that a step computed, and the rows that differ most from the golden.
     """
 
     num_rows: int
@@ -65,30 +65,30 @@ class RowSample:
         return position[inside][: max(1, self.num_rows // _SHARE_STANDING_OUT)].tolist()
 
     def least_found(self, length: int) -> int:
-        """Return from how many wrong rows of one operation on, of so many rows, one is drawn as likely as `CONFIDENCE`.
+        """Return the least number of wrong rows, among `length` rows, of which one is drawn with `CONFIDENCE`.
 
-        Of k wrong rows among the s of a stretch none is drawn with 1 - k / s. That of all stretches is largest where
-        each has as many as every other, and all are as long as the longest.
+        With k wrong rows among the s of a stretch, none is drawn with probability 1 - k / s. Over all stretches this
+        probability is largest where they share the wrong rows evenly, and all are as long as the longest.
         """
         stretch = math.ceil(length / self.num_rows)
         return next(k for k in range(1, stretch * self.num_rows + 1) if self._missed(k, stretch) <= 1 - CONFIDENCE)
 
     def _missed(self, num_wrong: int, stretch: int) -> float:
-        """Return the probability that none of some wrong rows is drawn, wherever they are."""
+        """Return the largest probability, over all places of the wrong rows, that none of them is drawn."""
         per_stretch, more = divmod(num_wrong, self.num_rows)
         return float((1 - (per_stretch + 1) / stretch) ** more * (1 - per_stretch / stretch) ** (self.num_rows - more))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRows:
-    """How many rows a sample left out."""
+    """Numbers of rows that a sample holds and leaves out."""
 
     judged: int = 0
     """Rows at which products and attention were judged."""
     left_out: int = 0
     """Rows at which they were not."""
     least_found: int | None = None
-    """See `RowSample.least_found`: the most of all groups; None if nothing was left out."""
+    """The largest `RowSample.least_found` of all groups; None if nothing was left out."""
 
 
 def _borders(sequence: RowSequence) -> Iterator[int]:
@@ -100,16 +100,16 @@ def _borders(sequence: RowSequence) -> Iterator[int]:
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:
-    """Return at most so many of the items, the first among them, spread over all."""
+    """Return at most `count` of the items, spread evenly over all, beginning with the first."""
     if len(items) <= count:
         return list(items)
     return [items[at * len(items) // count] for at in range(count)]
 
 
 def rows_standing_out(propagation: Propagation) -> Rows | None:
-    """Return all rows that were compared with the golden: first the one that is farthest off for its tap.
+    """Return all rows that were compared with the golden, those with the largest error for their tap first.
 
-    Errors are taken over their tap's median: one row that is wrong stands out in its own tap and in those after it.
+    Errors are divided by the median of their tap: a wrong row stands out in its own tap and in those after it.
     """
     keys, sizes = [], []
     for errors in propagation.errors.values():
@@ -150,8 +150,8 @@ class PaddedBatch:
         Args:
             recording: the engine's.
             sequences: of its rows.
-            positions: [n] int64, ascending: those at which products and attention are judged; None for all.
-            ahead: tokens of a request that layers see after a row's own, where it has so many more.
+            positions: [n] int64, ascending: where products and attention are judged; None for all.
+            ahead: number of the request's next tokens that layers see after a row's own token, where it has them.
         """
         self.recording, self.sequences = recording, sequences
         self._tokens = [_tokens(sequence, ahead) for sequence in sequences]
@@ -180,7 +180,7 @@ class PaddedBatch:
         return self._padded([torch.tensor(tokens) for tokens in self._tokens], 0).view(-1, self.num_tokens)
 
     def is_followed(self, num_tokens: int) -> torch.Tensor:
-        """[places] bool: where the batch has so many more tokens of the request."""
+        """[places] bool: where the batch has `ahead` more tokens of the request."""
         ends = torch.tensor(list(map(len, self._tokens)))
         return (torch.arange(self.num_tokens) + num_tokens < ends[:, None]).flatten()
 
@@ -246,13 +246,13 @@ class PaddedBatch:
 
 
 def _tokens(sequence: RowSequence, ahead: int) -> list[int]:
-    """Return the tokens of a sequence, and those that follow; with images all of the request's."""
+    """Return the tokens of a sequence and the next `ahead`; all of the request's tokens if it has images."""
     tokens = list(sequence.request.token_ids)
     return tokens[: len(sequence) + ahead] if sequence.request.inputs is None else tokens
 
 
 def _rotary_lengths(recording: Recording) -> dict[int, int]:
-    """Return the length that the frequencies of each request follow; nothing where they follow that of a forward."""
+    """Return the length that decides the rotary frequencies of each request; empty if that of a forward does."""
     manifest = recording.manifest
     if manifest.numerics is None or not manifest.numerics.rotates_by_request:
         return {}
@@ -261,7 +261,7 @@ def _rotary_lengths(recording: Recording) -> dict[int, int]:
 
 
 def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int, int]) -> torch.Tensor:
-    """[tokens] bool: its own rows, and cached ones of a request of another length, whose keys may not fit this one."""
+    """[tokens] bool: the sequence's own rows, and cached rows of requests of another length: their keys may not fit."""
     if not lengths:
         return sequence.is_own
     is_judged, length = sequence.is_own.clone(), lengths[sequence.request.id]
@@ -285,9 +285,10 @@ def make_batches(
     *,
     ahead: int = 0,
 ) -> list[PaddedBatch]:
-    """Group sequences of similar lengths so that a batch has at most so many tokens, padding included.
+    """Group sequences of similar lengths so that a batch has at most `max_tokens` tokens, padding included.
 
-    One with images is alone. With a sample each batch has its positions. For `ahead` see `PaddedBatch`.
+    A sequence with images is a batch of its own. A sample chooses the positions of each batch. For `ahead` see
+    `PaddedBatch`.
     """
     groups: list[list[RowSequence]] = []
     for sequence in sorted(sequences, key=len, reverse=True):

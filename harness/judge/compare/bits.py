@@ -1,7 +1,7 @@
-"""Two runs of the same requests bit for bit: which operations gave other bits though they were given the same.
+"""Compare two runs of the same requests bit for bit: which operations gave other outputs for the same inputs.
 
 A bit that changes in one operation changes all that follows. So an operation is compared only in rows whose inputs are
-the same in both runs, for one that looks back all rows before it too.
+the same in both runs. For an operation that looks back, the inputs of all earlier rows have to be the same, too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ class ComparedRows:
     position: torch.Tensor
     """int64."""
     is_changed: torch.Tensor
-    """bool: some bit differs."""
+    """bool: a bit differs."""
     roundings: torch.Tensor
     """float64: the difference relative to the row's norm in the first run, in roundings of the engine's dtype."""
 
@@ -96,7 +96,7 @@ def _intersection(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _inputs_are_same(operation: Operation, same: Mapping[str, torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """[tokens] bool: rows whose inputs are the same; of an operation that may look back, those of all rows before."""
+    """[tokens] bool: rows whose inputs are the same, and those of all earlier rows if the operation may look back."""
     is_same = torch.ones(num_tokens, dtype=torch.bool)
     for tap in operation.inputs:
         is_same &= same.get(tap, torch.zeros_like(is_same))
@@ -105,7 +105,7 @@ def _inputs_are_same(operation: Operation, same: Mapping[str, torch.Tensor], num
 
 
 def rows_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return [rows] bool: some bit is another; both are [rows, W] of one dtype."""
+    """Return [rows] bool: a bit differs; both are [rows, W] of one dtype."""
     ours, theirs = (x.contiguous().view(torch.uint8) for x in (left, right))
     return (ours != theirs).any(dim=1)
 
@@ -117,7 +117,7 @@ def _roundings(left: torch.Tensor, right: torch.Tensor, unit: float) -> torch.Te
 
 
 def first_changed(compared: Iterable[ComparedRows], graph: Graph) -> ComparedRows | None:
-    """Return the first row that changed, by itself: in the lowest position the first operation of the run."""
+    """Return the first row that changed, alone: the first operation of the run at the lowest position."""
     order = {operation.tap: at for at, operation in enumerate(graph)}
     best: tuple[int, int] | None = None
     first: ComparedRows | None = None

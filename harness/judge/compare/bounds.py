@@ -5,10 +5,10 @@ Of known kinds of operation the bound is derived (docs/how-verdicts-work.md), in
     bound = roundings * largest + accumulation * (1 + amplification) * fine + scores * score_sensitivity * fine
             + products * amplification + underflow
 
-`largest` (about 2.3) is the largest relative error of one rounding over its RMS: a row dominated by one channel reaches
-it. `fine` is the rounding of the accumulator (float32, whatever the engine's dtype) in units of the engine's dtype:
-1 in float32, 1.5e-5 in bfloat16. The amplifications are measured per row, so a row whose terms cancel gets the room it
-needs and no other row does. The constants are measured: reports/cpu/noise-floors.md.
+`largest` (about 2.3) is the largest relative error of one rounding over its RMS. A row that one channel dominates
+reaches it. `fine` is the rounding of the accumulator (float32, whatever the engine's dtype) in units of the engine's
+dtype: 1 in float32, 1.5e-5 in bfloat16. The amplifications are measured per row, so a row whose terms cancel gets the
+room it needs and no other row does. The constants are measured: reports/cpu/noise-floors.md.
 
 Everything else is bounded by its *control*: what HF's own module loses in the engine's dtype on the same inputs.
 """

@@ -1,4 +1,4 @@
-"""The KV cache read back through the block table, bit for bit against what was written."""
+"""Compare the KV cache, read back through the block table, bit for bit with what was written."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from harness.base.metrics import RowMetrics, rounding_unit, row_metrics
 from harness.formats.recording import Step
 from harness.formats.taps import Graph, Kind, Operation, prefix_of
 from harness.judge.compare.align import Locator, Prefixes, Rows, is_readback, step_rows
+from harness.judge.compare.bits import rows_differ
 from harness.judge.compare.cache_format import CacheFormat
 from harness.judge.compare.propagated import RATIO_BOUND
 from harness.judge.compare.row_judge import LocalErrors
@@ -32,11 +33,12 @@ def cache_errors(
 ) -> Iterator[tuple[Operation, LocalErrors]]:
     """Compare every `k_cache` and `v_cache` row with the key or value last recorded before it for the same tokens.
 
-    Any differing bit is an error: a cache stores, it does not compute. What was computed in a wider dtype is stored in
-    the engine's, or in the one that is declared for the cache; a cache of a dtype narrower than that shows as rounding.
-    Where no row of these tokens was recorded (a prefix that was taken over, an engine that shows its cache and not
-    what it writes), the row is wrong unless it is as near to the golden's as HF's own noise allows. How near it is, is
-    estimated for taps that are `sketched` in `expected`.
+    Any differing bit is an error: a cache stores, it does not compute. Rows that were computed in a wider dtype are
+    stored in the engine's dtype, or in the dtype that is declared for the cache; a narrower cache shows as rounding.
+
+    Where no row of these tokens was recorded (a prefix was taken over, or the engine shows its cache and not what it
+    writes), the row is wrong unless it is as near to the golden's as HF's own noise allows. The distance is estimated
+    for taps that are `sketched` in `expected`.
     """
     writes = _Writes(locator)
     for operation in graph:
@@ -67,7 +69,7 @@ class _Writes:
         return self._formats[operation.tap]
 
     def differs(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
-        """[rows] bool: what was read is not what a cache of this engine makes of what was written."""
+        """[rows] bool: what was read differs from what a cache of this engine stores of what was written."""
         declared = self.declared(operation)
         if declared is not None and declared.dtype is None:
             return declared.differs(read, written)
@@ -76,8 +78,8 @@ class _Writes:
     def stored(self, read: torch.Tensor, written: torch.Tensor, operation: Operation) -> torch.Tensor:
         """Return what was written as a cache of this engine holds it.
 
-        That is in the declared format, or in the engine's dtype; a cache whose content is in neither keeps what it is
-        given.
+        That is the declared format, or the engine's dtype. A cache whose content is in neither keeps its input
+        unchanged.
         """
         declared = self.declared(operation)
         if declared is not None and declared.dtype is None:
@@ -108,7 +110,7 @@ class _Writes:
         return tables
 
     def is_kept(self, step: Step, rows: Rows, read: torch.Tensor, operation: Operation) -> torch.Tensor:
-        """Return [rows] bool: any write before `step` of the same tokens holds the bits that were read."""
+        """Return [rows] bool: a write of the same tokens before `step` holds the bits that were read."""
         tap = operation.inputs[0]
         wanted, kept = self.prefixes.of(rows), torch.zeros(len(rows), dtype=torch.bool)
         for writer in self.locator.recording.steps[: step.index]:
@@ -132,7 +134,7 @@ class _Part:
 
 
 def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
-    """Compare the rows with a known writer."""
+    """Compare the rows whose writing was recorded with what was written."""
     source = operation.inputs[0]
     for step, rows, read in _read(operation, writes):
         latest = writes.before(step, rows, source)
@@ -142,7 +144,7 @@ def _read_back(operation: Operation, writes: _Writes) -> Iterator[_Part]:
         rows, read = rows.select(present), read[present]
         written = writes.locator.gather(source, latest[present]).flatten(1)
         bad = writes.differs(read, written, operation)
-        if bool(bad.any()):  # of several who computed the same tokens, the cache may keep any
+        if bool(bad.any()):  # of several rows with the same tokens, the cache may keep any
             bad[bad.clone()] = ~writes.is_kept(step, rows.select(bad), read[bad], operation)
         distance = row_metrics(read, writes.stored(read, written, operation)).relative_l2 / rounding_unit(read.dtype)
         roundings = torch.where(bad, torch.where(distance > 0, distance, torch.inf), 0.0)
@@ -209,7 +211,7 @@ def _joined(parts: Sequence[_Part], declared: CacheFormat | None) -> LocalErrors
 
 
 def _clips(parts: Sequence[_Part]) -> str:
-    """Say how many numbers are clipped, and in which KV heads; empty where none is."""
+    """Return a note of the numbers that are clipped, by KV head; empty where none is."""
     counts = [part.clipped for part in parts if part.clipped is not None]
     by_head = torch.stack(counts).sum(dim=0).tolist() if counts else []
     if not sum(by_head):
@@ -219,8 +221,7 @@ def _clips(parts: Sequence[_Part]) -> str:
 
 
 def _differs(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-    """[rows] bool: any bit differs. Two NaN of the same bits are equal: the cache is not to blame for them."""
+    """[rows] bool: a bit differs. Two NaN of the same bits are equal: the cache did not make them."""
     if read.dtype != written.dtype:
         return (read.to(torch.float64) != written.to(torch.float64)).any(dim=1)
-    read_bytes, written_bytes = (x.contiguous().view(torch.uint8) for x in (read, written))
-    return (read_bytes != written_bytes).any(dim=1)
+    return rows_differ(read, written)

@@ -22,26 +22,26 @@ from harness.base.numerics import Numerics
 
 _BLOCK = 32
 _LEVELS = {"Q4_0": 8, "Q5_0": 16}
-"""Formats whose value of the largest magnitude becomes minus this many steps."""
+"""Formats whose value of the largest magnitude becomes minus this number of steps."""
 _STEPS = {"Q4_1": 15, "Q5_1": 31}
-"""Formats with so many steps from the least value, which is kept, to the largest."""
+"""Formats that store the least value of a block, and this number of steps from it to the largest."""
 _CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Of IQ4_NL."""
 FORMATS = ("Q8_0", *_LEVELS, *_STEPS, "IQ4_NL")
 _TIE = 5 * 2.0**-24
-"""Distance from the middle of two integers, as a share of the number, within which float32 may round either way: ours
-is the product with one quotient (two roundings), another's with the inverse of a quotient (three)."""
+"""Distance from the middle of two integers, as a share of the number, within which float32 may round up or down: here a
+number is multiplied by one quotient (two roundings), in ggml by the inverse of a quotient (three)."""
 _TIE_ROTATED = 2e-4
-"""The distance itself, of values that were turned, by sums in any order."""
+"""The distance itself for rotated values, which are sums in any order."""
 _NEAR = 1e-6
-"""Relative error of the scale of a block of turned values: on a tie of float16 it may round either way."""
+"""Relative error of the scale of a block of rotated values: on a tie of float16 it may round up or down."""
 _NEAR_SUMS = 4e-6
 """The same where the scale is a quotient of sums over the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The content of a cache; tensors [..., W], in the order and the basis of the cache."""
+    """The content of a cache; tensors [..., W] in the order and the basis of the cache."""
 
     values: torch.Tensor
     """float64."""
@@ -57,7 +57,7 @@ def quantised(x: torch.Tensor, name: str, *, is_exact: bool = True) -> Stored:
     Args:
         x: values as the engine has them.
         name: one of `FORMATS`.
-        is_exact: whether they are the engine's own bits; else they are near them.
+        is_exact: whether these are the engine's own bits; otherwise they are near them.
     """
     blocks = x.to(torch.float32).unflatten(-1, (-1, _BLOCK))
     if name in _STEPS:
@@ -91,7 +91,7 @@ def _from_minimum(blocks: torch.Tensor, num_steps: int, is_exact: bool) -> Store
     integers, step, minimum = shifted.floor().clamp(max=num_steps), _float16(scale), _float16(least)
     slack = torch.where(_is_tie(scaled, shifted, is_exact), step, 0.0)
     if not is_exact:
-        extent = blocks.abs().amax(dim=-1, keepdim=True)  # of which the errors of turning are a share
+        extent = blocks.abs().amax(dim=-1, keepdim=True)  # the errors of rotating are a share of it
         slack = slack + integers * _allowance(scale, _NEAR, extent / num_steps) + _allowance(least, _NEAR, extent)
     return Stored((integers * step + minimum).flatten(-2), slack.flatten(-2), minimum.squeeze(-1))
 
@@ -107,7 +107,7 @@ def _in_codebook(blocks: torch.Tensor, is_exact: bool) -> Stored:
     weight = wide.square()
     total = (weight * chosen.square()).sum(dim=-1, keepdim=True)
     scale = torch.where(total > 0, (weight * chosen * wide).sum(dim=-1, keepdim=True) / total, 0.0)
-    scale = scale.to(torch.float32)  # of a block of almost nothing float16 makes 0, as ggml does before
+    scale = scale.to(torch.float32)  # float16 makes a tiny scale 0, which ggml does earlier
     step = _float16(scale)
     to_tie, nearest = (scaled.to(torch.float64)[..., None] - middles).abs().min(dim=-1)
     is_tie = to_tie <= _TIE * scaled.abs() if is_exact else to_tie < _TIE_ROTATED
@@ -158,7 +158,7 @@ def _allowance(value: torch.Tensor, share: float, extent: torch.Tensor | None = 
 
 
 _QUOTIENT = 2.0**-21
-"""Relative error of a quotient in float32, of its scale too: near a tie it may be rounded either way."""
+"""Relative error of a quotient in float32 and of its scale: near a tie it may be rounded up or down."""
 
 
 def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -174,7 +174,7 @@ GRIDS: Mapping[str, tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = {
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     },
 }
-"""Formats of few bits: the largest number, and the nearest one to a number within."""
+"""Formats of few bits: the largest number, and the function that returns the nearest number within the range."""
 SHARES: Mapping[str, tuple[int, ...]] = {"token": (1, -1), "head": (-1,)}
 """Dimensions of [R, K, ..., H] over which numbers share a scale that follows their largest."""
 
@@ -211,10 +211,10 @@ def _in_e4m3(share: torch.Tensor, still: torch.Tensor) -> torch.Tensor:
 BLOCKS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mxfp4": _power_of_two, "nvfp4": _in_e4m3,
 }  # fmt: skip
-"""Formats of four bits: from a sixth of a block's largest number, and a scale that stands still, to the block's scale.
-`nvfp4` has both, and the block's is a number of E4M3; that of `mxfp4` is a power of two, and nothing else."""
+"""Formats of four bits: functions from a sixth of a block's largest number and a fixed scale to the block's scale. That
+of `nvfp4` is a number of E4M3 times the fixed scale; that of `mxfp4` is a power of two alone."""
 FOUR_BITS = (6.0, nearest_of_four_bits)
-"""Of the formats in `BLOCKS`, what `GRIDS` has of others."""
+"""The entry of `GRIDS` for the formats in `BLOCKS`."""
 
 
 def blocks_of(x: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ def blocks_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of_blocks(x: torch.Tensor, name: str, still: torch.Tensor, off: float = 0.0) -> torch.Tensor:
-    """Return the scale of each of [R, K, ..., H], float64: of its block, the largest of which is off by a share."""
+    """Return the scale of the block of each of [R, K, ..., H], float64; the block's largest number is off by `off`."""
     share = blocks_of(x.to(torch.float64)).abs().amax(dim=-1, keepdim=True) * (1 + off) / FOUR_BITS[0]
     scale = BLOCKS[name](share, still[..., None])
     of_each: torch.Tensor = torch.where(scale > 0, scale, 1.0).expand(*scale.shape[:-1], BLOCK_SIZE).flatten(-2)
@@ -232,9 +232,9 @@ def scale_of_blocks(x: torch.Tensor, name: str, still: torch.Tensor, off: float 
 
 
 def in_blocks(x: torch.Tensor, name: str, still: torch.Tensor) -> Stored:
-    """Return what is stored of [R, K, ..., H] in blocks, with a scale that stands still and can be broadcast to it.
+    """Return what is stored of [R, K, ..., H] in blocks, with a fixed scale that can be broadcast to it.
 
-    The scale of a block near a tie may be either of two, and so may a number near one.
+    The scale of a block near a tie may be either of two scales, and a number near a tie either of two numbers.
     """
     held = [
         on_grid(x, name, scale_of_blocks(x, name, still, off)) for off in (0.0, -_QUOTIENT, _QUOTIENT)
@@ -244,12 +244,12 @@ def in_blocks(x: torch.Tensor, name: str, still: torch.Tensor) -> Stored:
 
 
 def grid(name: str) -> tuple[float, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the largest number of a format, and what gives the nearest one; raises KeyError for others."""
+    """Return the largest number of a format, and the function to its nearest number; raises KeyError for others."""
     return FOUR_BITS if name in BLOCKS else GRIDS[name]
 
 
 def clipped(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Cut scaled numbers at the ends of a format; integers have one more below."""
+    """Clip scaled numbers to the range of a format; integers have one more negative number."""
     top = grid(name)[0]
     return x.clamp(-top - (name.startswith("int")), top)
 
@@ -263,7 +263,7 @@ def on_grid(x: torch.Tensor, name: str, scale: torch.Tensor) -> Stored:
 
 
 def scale_of_largest(x: torch.Tensor, name: str, share: str) -> torch.Tensor:
-    """Return the scale, float64, under which the largest of those that share it becomes the largest of the format."""
+    """Return the scale, float64, that maps the largest number that shares it to the largest of the format."""
     largest = x.to(torch.float32).abs().amax(dim=SHARES[share], keepdim=True)
     scale: torch.Tensor = (torch.where(largest > 0, largest, 1.0) / GRIDS[name][0]).to(torch.float64)
     return scale
@@ -284,7 +284,7 @@ class CacheFormat:
     interleaved_heads: int = 0
     """See `Numerics`."""
     rotation: int = 0
-    """Size of the Hadamard matrix that turns parts of heads."""
+    """Size of the Hadamard matrix that rotates parts of heads."""
 
     @classmethod
     def declared(
@@ -309,12 +309,12 @@ class CacheFormat:
 
     @property
     def has_scale(self) -> bool:
-        """Whether numbers are divided before they are stored."""
+        """Whether numbers are divided by a scale before they are stored."""
         return bool(self.scales or self.scale_of) or self.name in BLOCKS
 
     @property
     def title(self) -> str:
-        """The name, with what has a scale."""
+        """The name, with what shares a scale."""
         if self.scale_of:
             return f"{self.name} with a scale for each {'token' if self.scale_of == 'token' else 'head of a token'}"
         if len(self.scales) == 1:
@@ -323,7 +323,7 @@ class CacheFormat:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype; None for a format of blocks or with scales, and for what is neither."""
+        """The dtype; None for a format that is not a plain dtype."""
         dtype = None if self.has_scale else getattr(torch, self.name, None)
         return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
@@ -355,7 +355,7 @@ class CacheFormat:
         return scale_of_blocks(x, self.name, still) if self.name in BLOCKS else still
 
     def still(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scales that stand still, float64, so that they fit [R, K, ..., H]; 1 where there are none."""
+        """Return the fixed scales, float64, in a shape that fits [R, K, ..., H]; 1 where there are none."""
         scales = torch.tensor(self.scales or (1.0,), dtype=torch.float64, device=x.device)
         return scales.view(1, -1, *([1] * (x.dim() - 2)))
 
@@ -375,9 +375,9 @@ class CacheFormat:
         return quantised(turned, self.name, is_exact=not self.rotation)
 
     def num_clipped(self, x: torch.Tensor) -> torch.Tensor:
-        """Count the numbers of each KV head that lie beyond the largest of the format: [K] int64, of rows as `stored`.
+        """Count the numbers of each KV head that lie beyond the range of the format: [K] int64, of rows as in `stored`.
 
-        Of these the cache gives back the largest; half a step beyond is still a rounding.
+        For these the cache returns the largest number of the format. Half a step beyond is still a rounding.
         """
         heads = x.unflatten(1, (self.num_heads, -1)) if x.dim() == 2 else x
         top = grid(self.name)[0]
@@ -390,13 +390,13 @@ class CacheFormat:
         return is_beyond.sum(dim=[dim for dim in range(heads.dim()) if dim != 1])
 
     def differs(self, read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-        """[R] bool: rows [R, W] that were read are not what the cache makes of those that were written."""
+        """[R] bool: rows [R, W] that were read differ from what the cache stores of the written rows."""
         held = self.stored(written)
         error = (self.turned(read.to(torch.float64)) - held.values).abs()
         allowance = held.slack * (1 + 1e-6)
-        if self.rotation:  # the basis is undone in float32 where the cache is read
+        if self.rotation:  # the reader undoes the basis in float32
             allowance = allowance + 1e-6 * held.values.abs().amax(dim=-1, keepdim=True)
-        if self.has_scale:  # the product with the scale is rounded where the cache is read
+        if self.has_scale:  # the reader rounds the product with the scale
             info = torch.finfo(read.dtype)  # below its smallest normal number the steps are all alike
             allowance = allowance + info.eps * held.values.abs().clamp(min=info.tiny)
         return ~(error <= allowance).all(dim=1)

@@ -20,18 +20,18 @@ from harness.results.check import Coverage, Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a recording must hold, and how much of it must have been judged, so that it may pass."""
+    """What a recording must hold, and the share of it that must have been judged, to pass."""
 
     wanted: Sequence[str] | None = None
     """Taps that must have been recorded; None for those of the golden."""
     not_offered: Sequence[str] = ()
-    """Sites that the engine declares it cannot record; reported only."""
+    """Sites that the engine declares unsupported; they are only reported."""
     sampled_only: Collection[str] = ()
     """Taps that the engine computes for sampled rows only."""
     require: Sequence[str] = ("decode",)
     """Triggers that the workload must have reached."""
     accepts_tokens: bool = False
-    """Whether equal tokens are enough to pass where not one operation could be judged."""
+    """Whether equal tokens are enough to pass where no operation could be judged."""
     least_compute: float = 0.0
     """Share of the model's multiply-adds whose output must be judged to pass."""
 
@@ -53,11 +53,11 @@ def wanted_rows(tap: str, locator: Locator, graph: Graph, sampled_only: Collecti
     wanted = torch.zeros_like(locator.recorded(tap))
     for row, request in enumerate(requests):
         begin = request.prompt_length - 1 if is_sampled_only else 0
-        if is_cache and graph[tap].kind is Kind.STATE:  # at its end: what is kept before is for the engine to say
+        if is_cache and graph[tap].kind is Kind.STATE:  # at its end: the engine decides which earlier states it keeps
             begin = len(request.token_ids) - 1
-        if window is not None:  # what no later row will see may be dropped
+        if window is not None:  # the engine may drop rows that no later row sees
             begin = max(begin, len(request.token_ids) - window + 1)
-        if is_cache and request.draft_of is not None:  # what is given up need not be there at the end
+        if is_cache and request.draft_of is not None:  # rejected drafts need not be there at the end
             continue
         wanted[row, begin : len(request.token_ids) - ahead] = True
     return wanted
@@ -75,10 +75,10 @@ def shared_rows(recorded: torch.Tensor, prefixes: Prefixes) -> torch.Tensor:
 
 
 def resumed_rows(recording: Recording, prefixes: Prefixes) -> torch.Tensor:
-    """Return [requests, positions] bool: prompt rows that a request left out in the midst of its prompt.
+    """Return [requests, positions] bool: prompt rows that a request left out in the middle of its prompt.
 
-    It was preempted there, and found more in the cache than it had computed: others had computed the same tokens by
-    then.
+    It was preempted there, and found more in the cache than it had computed itself: other requests had computed the
+    same tokens meanwhile.
     """
     requests = sorted(recording.manifest.requests, key=lambda request: request.id)
     left_out = torch.zeros(prefixes.table.shape, dtype=torch.bool)
@@ -106,15 +106,15 @@ def check_coverage(
     traits: Traits | None = None,
     also: Iterable[str] = (),
 ) -> tuple[Coverage, list[Finding]]:
-    """Count what is there of what must be there.
+    """Count the required rows that were recorded.
 
     Args:
         locator: of the engine's recording.
         graph: of the model.
-        taps: that must be there.
+        taps: that must have been recorded.
         requirements: of the run; triggers are required only of a recording with steps.
-        traits: of the model, as far as it is known.
-        also: triggers that were reached and cannot be told from the recording's steps.
+        traits: of the model, where it is known.
+        also: triggers that were reached and that the recorded steps do not show.
     """
     findings = list[Finding]()
     expected = recorded = 0
@@ -158,7 +158,7 @@ def _rows_missing(tap: str, missing: torch.Tensor, locator: Locator) -> Finding:
 
 
 def check_caches(locator: Locator, graph: Graph, usable: Iterable[str], judged: Iterable[str]) -> list[Finding]:
-    """Return a finding for each cache that was read back and could be held to nothing."""
+    """Return a finding for each cache that was read back and had nothing to be compared with."""
     unjudged = set(usable) & set(locator.taps()) - set(judged)
     return [
         Finding(
@@ -188,16 +188,16 @@ def check_tokens(locator: Locator, num_compared: int) -> list[Finding]:
 
 
 LEAST_JUDGED = 0.5
-"""Share of the multiply-adds below which a comparison that found nothing is no pass: more of the model's work was left
-out than was looked at."""
+"""Share of the multiply-adds below which a comparison without findings is no pass: most of the model's work was not
+judged."""
 
 
 def judged_compute(hf: HFModel, judged: Collection[str], *, num_tokens: int) -> float:
-    """Return the share of a model's multiply-adds whose output was judged, by itself or in what is computed from it.
+    """Return the share of a model's multiply-adds whose output was judged, itself or through what is computed from it.
 
     Args:
         hf: the model.
-        judged: taps that were held to something.
+        judged: taps that were judged.
         num_tokens: tokens that a query sees, for the products of attention.
     """
     cost = multiply_adds(hf, num_tokens)
@@ -219,10 +219,10 @@ def judged_or_before(graph: Graph, judged: Iterable[str]) -> set[str]:
 
 
 def multiply_adds(hf: HFModel, num_tokens: int) -> Mapping[str, float]:
-    """Return the multiply-adds of each operation for one token, by tap; operations of none are left out.
+    """Return the multiply-adds of each operation for one token, by tap; operations without any are left out.
 
-    Of a product they are the elements of its weights; of experts the share that a token chooses; of attention those of
-    scores and context over `num_tokens` keys. The lookup of an embedding has none.
+    A product has one for each element of its weights; experts have the share that a token chooses; attention has those
+    of scores and context over `num_tokens` keys. The lookup of an embedding has none.
     """
     cost: dict[str, float] = {}
     by_module = {op.module: op.tap for op in hf.graph if not op.is_kept}
@@ -245,7 +245,7 @@ def multiply_adds(hf: HFModel, num_tokens: int) -> Mapping[str, float]:
 def unjudged(graph: Graph, judged: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return what was judged only through what is computed from it, and what was not judged at all.
 
-    Both are names of sites; of taps where a site was judged in other layers.
+    Both are names of sites, or of taps where a site was judged in other layers.
     """
     reached = judged_or_before(graph, judged)
     through = {op.tap for op in graph if op.tap in reached and op.tap not in judged}
@@ -260,19 +260,19 @@ def _as_sites(graph: Graph, taps: Collection[str]) -> tuple[str, ...]:
 
 
 def _holder(path: str, by_module: Mapping[str, str]) -> str | None:
-    """Return the tap of the module itself, or of the nearest one around it that shows one."""
+    """Return the tap of the module, or of the nearest module around it that has one."""
     while path and path not in by_module:
         path = path.rpartition(".")[0]
     return by_module.get(path)
 
 
 def _num_weights(module: nn.Module) -> int:
-    """Count the elements of a module's own matrices: biases and gains are added or scaled with, not multiplied out."""
+    """Count the elements of a module's own matrices. Biases and gains have no products."""
     return sum(weight.numel() for weight in module.parameters(recurse=False) if weight.dim() > 1)
 
 
 def _chosen_experts(hf: HFModel) -> float:
-    """Return the share of the experts that computes a token; 1 where the config names no number."""
+    """Return the share of the experts that computes a token; 1 where the config does not state it."""
     chosen = getattr(hf.config, "num_experts_per_tok", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     there = next((number for name in names if (number := getattr(hf.config, name, None))), None)

@@ -30,7 +30,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext:
-    """Rows of one request, and the history that each of them was to read."""
+    """Rows of one request, and the history that each of them has to read."""
 
     rows: Rows
     """T of them."""
@@ -41,14 +41,14 @@ class AttentionContext:
     value: torch.Tensor
     """[S, K, H] float64."""
     key_step: torch.Tensor
-    """[S] int64: step in which the key was computed by the request itself; -1 for one that was there before."""
+    """[S] int64: step in which the request computed the key; -1 for a key that was in the cache before."""
     scale: float
     window: int | None
     softcap: float | None = None
     seen: torch.Tensor | None = None
-    """[T, S] bool: keys that HF's mask shows each query; None for all up to it, or those of the window."""
+    """[T, S] bool: keys that HF's mask shows each query; None for all keys up to the query, within the window."""
     sinks: torch.Tensor | None = None
-    """[N] float64: logits that take part in the softmax and have no value."""
+    """[N] float64: logits that take part in the softmax without a value."""
 
     @property
     def num_groups(self) -> int:
@@ -57,7 +57,7 @@ class AttentionContext:
 
     @property
     def distance(self) -> torch.Tensor:
-        """[T, S]: how far before the query a key lies; negative for later ones."""
+        """[T, S]: positions from the key to the query; negative for later keys."""
         return self.rows.position[:, None] - torch.arange(len(self.key))
 
     @property
@@ -108,7 +108,7 @@ class AttentionContext:
         value_heads: torch.Tensor | None = None,
         softmax: Elementwise | None = None,
     ) -> torch.Tensor:
-        """Return the context [T, N*H] of attention with some of its parts replaced.
+        """Return the context [T, N*H] of attention, with parts replaced.
 
         Args:
             visible: [T, S] bool.
@@ -116,7 +116,7 @@ class AttentionContext:
             value: [S, K, H].
             scale: factor of the scores.
             heads: [N], the KV head that each query head reads.
-            value_heads: [N], the one whose values it reads, where that is another.
+            value_heads: [N], the KV head whose values it reads; None for that of the keys.
             softmax: from masked scores to probabilities.
         """
         scores = self.scores(key=key, scale=scale, heads=heads)
@@ -130,7 +130,7 @@ class AttentionContext:
         return (p_NTS.nan_to_num(0.0) @ v_NSH).transpose(0, 1).flatten(1)
 
     def select(self, keep: torch.Tensor) -> "AttentionContext":
-        """Return the view of some of its rows."""
+        """Return the context of some of the rows."""
         return replace(
             self,
             rows=self.rows.select(keep),
@@ -144,16 +144,16 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 MAX_ROWS = 192
-"""Wrong rows of an operation that are kept."""
+"""Largest number of wrong rows of an operation that are kept."""
 MAX_LAYERS = 3
-"""Layers of which one and the same operation is kept: one fault repeats itself in every layer."""
+"""Layers of which the same operation is kept: one fault repeats itself in every layer."""
 _MAX_HISTORIES = 6
 _MAX_ROWS_OF_HISTORY = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartInputs:
-    """What is needed to run the part of the model with an operation again, over all of a batch."""
+    """The batch and the call with which the part of the model with an operation can be run again."""
 
     batch: PaddedBatch
     call: PartCall
@@ -161,27 +161,27 @@ class PartInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Wrong rows of one operation, `R` of them, with what they were computed from."""
+    """Wrong rows of one operation, `R` of them, with the inputs that they were computed from."""
 
     operation: Operation
     rows: Rows
     expected: torch.Tensor
-    """[R, W] float64, what the rows should be."""
+    """[R, W] float64: what the rows should be."""
     inputs: Sequence[torch.Tensor]
     """[R, ...] float64 each, in the order of the operation's inputs; token ids of an embedding; empty for attention."""
     roundings: torch.Tensor
     bound: torch.Tensor
     dtype: torch.dtype
-    """The unit that they are given in."""
+    """The unit of `roundings` and `bound`."""
     histories: tuple[AttentionContext, ...] = ()
-    """Attention only; their rows one after the other are `rows`."""
+    """Of attention only; their rows, one history after the other, are `rows`."""
     unrecorded: tuple[str, ...] = ()
-    """Taps before the operation that were not recorded, so that HF computed them."""
+    """Taps before the operation that HF computed because they were not recorded."""
     part_inputs: PartInputs | None = None
     """Of the first batch with wrong rows; None outside of the parts of the model."""
 
     def select(self, keep: torch.Tensor) -> "Evidence":
-        """Return the evidence of some rows, given by their indices; of attention all stay."""
+        """Return the evidence of the rows with some indices; of attention all rows stay."""
         if self.histories:
             return self
         return replace(
@@ -197,7 +197,7 @@ class Evidence:
 def histories(
     batch: PaddedBatch, call: AttentionCall, places: torch.Tensor
 ) -> tuple[tuple[AttentionContext, ...], torch.Tensor]:
-    """Return the histories behind wrong rows of attention, of some rows of some requests, and their places."""
+    """Return the histories of a choice of wrong rows of attention, and the places of these rows."""
     contexts, kept = [], []
     lines = places // batch.num_tokens
     for line in spread(lines.unique().tolist(), _MAX_HISTORIES):
@@ -236,7 +236,7 @@ def _heads(x_NTH: torch.Tensor) -> torch.Tensor:
 
 
 def merged(parts: Sequence[Evidence]) -> Evidence:
-    """Put the evidence of several batches together, and keep no more rows than of one."""
+    """Join the evidence of several batches, and keep no more rows than of one batch."""
     first = parts[0]
     if len(parts) == 1:
         joined = first
@@ -258,14 +258,14 @@ def merged(parts: Sequence[Evidence]) -> Evidence:
 
 @contextmanager
 def guarded(name: str, failures: list[str]) -> Iterator[None]:
-    """Let nothing that is raised in the block pass but a HarnessError, whose reader has to act.
+    """Stop every exception of the block and note it, except a HarnessError, whose reader has to act.
 
     Args:
         name: what is tried, for the note.
-        failures: takes the note: what was raised, and the file and line of ours that raised it.
+        failures: gets the note: what was raised, and the file and line of this package that raised it.
 
     Raises:
-        HarnessError: the block raised it: a checkpoint that changed, a recording that is damaged.
+        HarnessError: the block raised it: a checkpoint changed, or a recording is damaged.
     """
     try:
         yield

@@ -19,15 +19,15 @@ from harness.results.check import Divergence, Effect, Finding, RowId, TapResult,
 
 @dataclass(frozen=True, kw_only=True)
 class TapJudgement:
-    """All that is known of one tap."""
+    """All judgements on one tap."""
 
     operation: Operation
     errors: LocalErrors | None
-    """Replayed on the engine's own inputs, or read back from its cache: the sharpest judgement where there is one."""
+    """Replayed on the engine's own inputs, or read back from its cache; where it exists, it decides."""
     propagated: PropagatedErrors | None
     """Against the golden."""
     is_in_graph: bool
-    """Whether propagation may judge it; a tap the graph does not know is measured only."""
+    """Whether propagation may judge it; a tap that is not in the graph is only measured."""
 
     @property
     def rows(self) -> Rows:
@@ -38,13 +38,13 @@ class TapJudgement:
 
     @cached_property
     def bad(self) -> torch.Tensor:
-        """[rows] bool: out of bounds by the sharpest judgement there is."""
+        """[rows] bool: out of bounds by the judgement that decides."""
         if self.errors is not None:
             return self.errors.bad
         assert self.propagated is not None
         if not self.is_in_graph:
             return torch.zeros(len(self.rows), dtype=torch.bool)
-        # Where the expected side is not finite there is nothing to hold finite rows to; that is a finding of its own.
+        # Where the expected side is not finite, finite rows have no reference; that is another finding.
         return self.propagated.is_far | ~self.propagated.metrics.is_finite
 
     @property
@@ -54,7 +54,7 @@ class TapJudgement:
 
     @cached_property
     def effect(self) -> Effect | None:
-        """The direction that the errors of all rows have together, if no row is out of bounds by itself."""
+        """The direction that the errors of all rows have together, if no single row is out of bounds."""
         return None if self.is_bad or self.errors is None else self.errors.effect
 
     @property
@@ -98,7 +98,7 @@ class TapJudgement:
         return Verdict.CONVENTION if self.errors.convention else Verdict.NOISE
 
     def ratio_at(self, at: int) -> float | None:
-        """Return the propagated error of a judged row over HF's own, where the row was compared with the golden."""
+        """Return the ratio of a judged row's propagated error to HF's own; None if the golden does not have the row."""
         if self.propagated is None:
             return None
         request, position = self.rows.request[at], self.rows.position[at]
@@ -107,7 +107,7 @@ class TapJudgement:
 
 
 def judge(graph: Graph, errors: Mapping[str, LocalErrors], propagation: Propagation) -> list[TapJudgement]:
-    """Put the judgements of each tap together, in graph order; taps outside of the graph come last, unjudged."""
+    """Join the judgements of each tap, in the order of the graph; taps outside of the graph come last, unjudged."""
     known = graph.by_tap
     others = [Operation(tap=tap, kind=Kind.OTHER) for tap in propagation.errors if tap not in known]
     return [
@@ -123,7 +123,7 @@ def judge(graph: Graph, errors: Mapping[str, LocalErrors], propagation: Propagat
 
 
 def bad_finding(judged: TapJudgement) -> Finding:
-    """Say in words how a bad tap is bad."""
+    """Return the finding on a tap with bad rows."""
     at, tap, code = judged.first_bad, judged.operation.tap, judged.code
     request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
     count = f"{int(judged.bad.sum())} of {len(judged.rows)} rows, the first at request {request}, position {position}"
@@ -153,7 +153,7 @@ def bad_finding(judged: TapJudgement) -> Finding:
 
 
 def _not_tried(judged: TapJudgement) -> str:
-    """Say which conventions the operation was not held to, because they raised."""
+    """Return a note of the conventions that raised, so that the operation was not judged under them."""
     failures = () if judged.errors is None else judged.errors.failures
     return f"; conventions that could not be tried: {', '.join(failures)}" if failures else ""
 
@@ -178,7 +178,7 @@ def choice_finding(tap: str, rows: Rows) -> Finding:
 
 
 def systematic_finding(judged: TapJudgement) -> Finding:
-    """Say in words in which direction the rows of a tap are off, none of which is out of bounds."""
+    """Return the finding on a tap whose rows are all within their bounds and have a direction together."""
     effect, tap = judged.effect, judged.operation.tap
     assert effect is not None
     what = f"{effect.kind} {effect.which}".strip()
@@ -191,7 +191,7 @@ def systematic_finding(judged: TapJudgement) -> Finding:
 
 
 def oracle_finding(propagation: Propagation) -> Finding | None:
-    """Say where the expected side is not finite, if it is so anywhere."""
+    """Return the finding on the first tap whose expected side is not finite; None if there is none."""
     for tap, errors in propagation.errors.items():
         broken = ~torch.isfinite(errors.metrics.expected_norm)
         if bool(broken.any()):
@@ -203,7 +203,7 @@ def oracle_finding(propagation: Propagation) -> Finding | None:
 
 
 def tap_result(judged: TapJudgement) -> TapResult:
-    """Sum a tap up."""
+    """Return the figures of one tap for the report, over all its rows."""
     errors, propagated = judged.errors, judged.propagated
     judged_by = "propagated" if judged.is_in_graph else "none"
     if errors is not None:
@@ -232,7 +232,7 @@ def tap_result(judged: TapJudgement) -> TapResult:
 
 
 def _row_id(judged: TapJudgement, at: int) -> RowId:
-    """Name a row, and within it the element that is furthest off if that was measured."""
+    """Return the identity of a row, and of the element in it with the largest error if that was measured."""
     request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
     index = -1
     if judged.propagated is not None:
@@ -292,7 +292,7 @@ def first_divergence(
 
 
 def _state_before(wrong: TapJudgement | None, judged: Sequence[TapJudgement]) -> TapJudgement | None:
-    """Return the state that was wrong before the first wrong operation of its layer: what goes on from it, is, too."""
+    """Return the state that was wrong before the first wrong operation of its layer, which continues from it."""
     if wrong is None or not wrong.is_bad:
         return wrong
     first = int(wrong.rows.step[wrong.bad].min())
@@ -305,7 +305,7 @@ def _state_before(wrong: TapJudgement | None, judged: Sequence[TapJudgement]) ->
 
 
 def _of_values(judged: TapJudgement, actual: Recording) -> Divergence:
-    """Describe the first bad row of a wrong tap, or the first row of all if none is bad by itself."""
+    """Describe the first bad row of a wrong tap, or its first row if no single row is bad."""
     errors = judged.errors
     at = judged.first_bad if judged.is_bad else judged.rows.first(torch.ones(len(judged.rows), dtype=torch.bool))
     step = int(judged.rows.step[at])

@@ -21,6 +21,7 @@ from harness.base.threads import Workers, num_spare_threads
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
+from harness.judge.compare.conventions.entry import HALF
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartInputs, histories, merged
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
 from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
@@ -45,7 +46,7 @@ class LocalJudgement:
     evidence: Mapping[str, Evidence]
     """Of taps with wrong rows."""
     is_partial: bool = False
-    """Whether the model was left at the first part with a wrong operation: what lies after it was not judged."""
+    """Whether the replay ended at the first part of the model with a wrong operation: later parts were not judged."""
     sampled: SampledRows = field(default_factory=SampledRows)
 
 
@@ -70,11 +71,11 @@ only together they have a direction that rounding does not have."""
 
 
 class LocalJudge(Judge):
-    """Judges the rows of every operation and sums them up.
+    """Judges the rows of every operation and joins the results.
 
-    `add` and `settle` run on the thread of the truth. `add` leaves the measuring (`_measure`) to the workers, while the
-    model goes on; `settle` takes what they measured into the totals (`_take`), in the order of the run. A worker
-    changes nothing but the effects of its operation, whose batches are measured one after the other.
+    `add` and `settle` run on the thread of the truth. `add` lets the workers measure (`_measure`), while the model
+    continues; `settle` adds the results to the totals (`_take`), in the order of the run. A worker changes only the
+    effects of its operation, whose batches are measured one after the other.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class LocalJudge(Judge):
 
     @property
     def is_decided(self) -> bool:
-        """See `Judge.is_decided`: where it stops early, whether an operation that was judged by itself is wrong."""
+        """See `Judge.is_decided`: if the judge stops early, whether an operation that was judged by itself is wrong."""
         return self._stops_early and self._has_bad
 
     def _measure(self, rows: TapRows, totals: _TapTotals) -> _Measured:
@@ -140,7 +141,7 @@ class LocalJudge(Judge):
         """Take what was measured into the totals."""
         totals.errors.append(replace(errors, expected=None))
         if rows.unrecorded and not self._is_within_part(rows):
-            return  # what would have to be run again for a cause reaches over several parts of the model
+            return  # a cause would have to run several parts of the model again
         self._has_bad |= bool(errors.bad.any()) and not rows.unrecorded
         if bool(wrong.any()):
             self._keep_evidence(rows, totals, errors, wrong)
@@ -159,7 +160,7 @@ class LocalJudge(Judge):
         return Effects(rows.operation.kind, errors.dtype, num_heads=num_heads, may_truncate=self._may_truncate)
 
     def _add_effects(self, rows: TapRows, totals: _TapTotals, errors: LocalErrors) -> None:
-        """Add the rows to what is tested for a direction; the control's only where it will be asked for."""
+        """Add the rows to the sums that show a direction; the control's rows only where they are needed."""
         assert totals.effects is not None
         assert totals.control_effects is not None
         slope = _slope(rows, errors)
@@ -174,7 +175,7 @@ class LocalJudge(Judge):
     def _without_direction(
         self, rows: TapRows, effects: Effects, before: Effects | None, errors: LocalErrors
     ) -> tuple[Effects, LocalErrors]:
-        """Return effects and errors under a convention that the direction of the errors comes of; else as they are."""
+        """Return effects and errors under the convention that causes the direction; unchanged if there is no such."""
         best = self._rows.under_best_convention(rows, errors)
         if best is None or best.num_bad > errors.num_bad or best.typical >= errors.typical:
             return effects, errors
@@ -183,7 +184,7 @@ class LocalJudge(Judge):
         return (effects, errors) if beyond_control(under_best, None, allowance=best.allowance) else (under_best, best)
 
     def _keep_evidence(self, rows: TapRows, totals: _TapTotals, errors: LocalErrors, bad: torch.Tensor) -> None:
-        """Keep wrong rows; of choices, with the scores that they were to be made by in the place of their inputs."""
+        """Keep wrong rows with their inputs; of choices, with the truth's scores as their inputs."""
         operation, is_choice = rows.operation, rows.operation.kind is Kind.CHOICE
         if not self._is_kept(operation, totals):
             return
@@ -212,14 +213,14 @@ class LocalJudge(Judge):
         )
 
     def _is_kept(self, operation: Operation, totals: _TapTotals) -> bool:
-        """Whether evidence of an operation is kept still: of a site, that of the first layers."""
+        """Whether more evidence of an operation is kept: of a site, that of the first layers."""
         if not totals.evidence and self._num_kept[operation.site] == MAX_LAYERS:
             return False
         self._num_kept[operation.site] += not totals.evidence
         return True
 
     def judgement(self) -> LocalJudgement:
-        """Sum up what was judged, in the order of the run."""
+        """Return all judgements, in the order of the run."""
         in_order = [op.tap for op in self.graph if op.tap in self._totals]
         return LocalJudgement(
             errors={tap: self._errors(tap, self._totals[tap]) for tap in in_order},
@@ -237,7 +238,7 @@ class LocalJudge(Judge):
 
 
 def _add(effects: Effects, rows: TapRows, errors: LocalErrors, slope: torch.Tensor | None) -> torch.Tensor:
-    """Add the rows that can be judged; return which these are, [R] bool."""
+    """Add the rows that can be judged, and return which rows these are: [R] bool."""
     assert errors.expected is not None
     judged = errors.roundings.isfinite()
     effects.add(rows.places % rows.batch.num_tokens, rows.actual, errors.expected, judged, slope)
@@ -245,8 +246,8 @@ def _add(effects: Effects, rows: TapRows, errors: LocalErrors, slope: torch.Tens
 
 
 def _slope(rows: TapRows, errors: LocalErrors) -> torch.Tensor | None:
-    """[R, W] how the rows move with the softmax scale; None where a row shows that by itself, or there is none."""
-    if rows.value.call is None or errors.dtype not in (torch.bfloat16, torch.float16) or errors.num_bad:
+    """[R, W]: how the rows move with the softmax scale; None where single rows show that, or there is no such scale."""
+    if rows.value.call is None or errors.dtype not in HALF or errors.num_bad:
         return None
     call, at = judged_queries(rows)
     slope = score_slope(call).flatten(0, 1)
@@ -280,7 +281,7 @@ def local_errors(
         hf: the model in the engine's dtype.
         usable: recorded taps whose shape and dtype fit.
         truth: `float64`, `float32` or `auto`.
-        stops_early: go no further than the first part of the model with an operation that is out of bounds.
+        stops_early: end at the first part of the model with an operation that is out of bounds.
         sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
     """
@@ -318,13 +319,13 @@ def local_errors(
 
 
 def control_arithmetic(recording: Recording) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what the control computes in another way than HF, since the engine declares it."""
+    """Return the context in which the control computes as the engine declares, where that differs from HF."""
     numerics = recording.manifest.numerics
     return SoftplusByLog if numerics is not None and numerics.softplus_by_log else nullcontext
 
 
 def _with_batch(sampled: SampledRows, batch: PaddedBatch, sample: RowSample | None) -> SampledRows:
-    """Add the rows of a batch, of which a sample is judged, or all."""
+    """Add the rows of a batch, all of them judged or a sample."""
     num_rows = int(batch.is_own.sum())
     if sample is None:
         return replace(sampled, judged=sampled.judged + num_rows)

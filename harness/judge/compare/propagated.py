@@ -1,6 +1,6 @@
-"""Propagated judgement: an engine's rows against the golden's, as a ratio to the error HF itself makes.
+"""Propagated judgement: the distance of an engine's rows to the golden's, as a ratio to the error that HF itself makes.
 
-Nothing but a pass over two recordings: tap by tap, memory-mapped, each row found by (request, position).
+It is one pass over two recordings, tap by tap, memory-mapped; each row is found by (request, position).
 """
 
 import math
@@ -18,11 +18,11 @@ from harness.oracle.sketch_rows import estimated_metrics
 from harness.results.check import LogitResult, PositionError
 
 RATIO_BOUND = 10.0
-"""Largest ratio of a row's error to HF's own that passes if nothing but propagation can judge. HF's eager against
+"""Largest ratio of a row's error to HF's own that passes if only propagation can judge. HF's eager against
 HF's sdpa reaches 4 on the tiny models (reports/cpu/noise-floors.md); a bug upstream gives hundreds."""
 _MOST_CARRIED = 1000.0
-"""Most that sound operations may make of the noise that is estimated where none was measured. Two backends of the
-reference engine differ by 110 times the estimate after two layers of qwen3-tiny in float32."""
+"""Largest factor by which sound operations may enlarge noise that is estimated. Two backends of the reference engine
+differ by 110 times the estimate after two layers of qwen3-tiny in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class PropagatedErrors:
     bound: float = RATIO_BOUND
     """Largest ratio that passes."""
     has_noise: bool = True
-    """Whether the noise is HF's own and was measured; else it is estimated."""
+    """Whether the noise is HF's own and was measured; otherwise it is estimated."""
 
     @property
     def is_far(self) -> torch.Tensor:
-        """[rows] bool: out of the bound, where the expected side is finite."""
+        """[rows] bool: beyond the bound, where the expected side is finite."""
         return ~(self.ratio <= self.bound) & self.metrics.expected_norm.isfinite()
 
 
@@ -51,7 +51,7 @@ class Propagation:
     errors: dict[str, PropagatedErrors] = field(default_factory=dict)
     logits: LogitResult | None = None
     other_choices: dict[str, Rows] = field(default_factory=dict)
-    """Rows in which a router chose others than the golden's: what follows then depends on more than rounding."""
+    """Rows in which a router chose other indices than the golden's: later rows then differ by more than rounding."""
 
 
 @dataclass(slots=True)
@@ -83,8 +83,8 @@ def propagated_errors(
     Args:
         actual: the engine's recording.
         expected: a golden, or any recording of the same requests.
-        noise: HF's own relative L2 error per row of `expected`; taps without it are measured against the noise that
-            independent roundings would add up to, `unit * sqrt(operations so far)`.
+        noise: HF's own relative L2 error per row of `expected`; for taps without it, the noise is estimated as the sum
+            of independent roundings, `unit * sqrt(operations so far)`.
         graph: of the model.
         usable: taps whose shape and dtype fit.
         sketched: taps of which `expected` holds sketches: their distances are estimated.
@@ -110,7 +110,7 @@ def propagated_errors(
             part.rows.append(rows)
             part.metrics.append((estimated_metrics if tap in sketched else row_metrics)(ours, theirs))
             if tap in floors:
-                # A row where HF happened to be exact says nothing of what rounding may do: the median is the least.
+                # HF may happen to be exact in a row, which says nothing of rounding: the median is the least noise.
                 part.noise.append(noise[tap][places[:, 2]].to(torch.float64).clamp(min=floors[tap]))
             else:
                 part.noise.append(torch.full((len(places),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
@@ -125,11 +125,11 @@ def propagated_errors(
 def _with_bounds(
     errors: dict[str, PropagatedErrors], measured: Collection[str], graph: Graph
 ) -> dict[str, PropagatedErrors]:
-    """Give taps without measured noise a bound that grows with what those before them give.
+    """Give taps without measured noise a bound that grows with the ratios of the taps before them.
 
-    A softmax and a norm may enlarge what comes in, by how much only the model says. So an operation is far off if it
-    makes more than `RATIO_BOUND` times the largest ratio of all rows before it. What follows a wrong operation is held
-    to what that one gave.
+    A softmax and a norm may enlarge an error, and only the model says by how much. So an operation is far off if its
+    ratio exceeds `RATIO_BOUND` times the largest ratio of all rows before it. An operation after a wrong one is
+    compared with the ratio of the wrong one.
     """
     largest = 1.0
     for tap in (operation.tap for operation in graph if operation.tap in errors and operation.tap not in measured):
@@ -141,12 +141,12 @@ def _with_bounds(
 
 
 def what_logits_show(noise: torch.Tensor, graph: Graph) -> str:
-    """Say what a comparison of nothing but logits can find: `errors of 12 % of a row, ...`.
+    """Return a note of what a comparison of logits alone can find: `errors of 12 % of a row, ...`.
 
     A relative change of each weight by its own random amount moves the output of each product by as much, and the
-    products add up as independent errors do, to the root of their number. Of changes that were planted in four tiny
-    models in three dtypes, what was found first was 1 to 2 times as large, and 5 times in one model in float32
-    (docs/how-verdicts-work.md): twice the estimate is said.
+    products add up as independent errors do, to the root of their number. Planted changes in four tiny models in
+    three dtypes were found from 1 to 2 times the estimate on, and from 5 times in one model in float32
+    (docs/how-verdicts-work.md). The note states twice the estimate.
 
     Args:
         noise: [rows] HF's own relative L2 error of the logits.
@@ -163,7 +163,7 @@ def what_logits_show(noise: torch.Tensor, graph: Graph) -> str:
 def _pair(
     steps: Sequence[Step], tap: str, expected: Locator
 ) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Find the expected rows of a tap of some steps; rows that the other side lacks are left out."""
+    """Return the rows of a tap in some steps, and their expected rows; rows that `expected` lacks are left out."""
     rows = Rows.concat([step_rows(step, tap) for step in steps])
     places = expected.find(tap, rows)
     present = places[:, 0] >= 0
@@ -185,7 +185,7 @@ def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:
 
 
 MAX_POSITIONS = 256
-"""Of longer requests neighbouring positions share an entry."""
+"""Largest number of entries; in longer requests neighbouring positions share one."""
 
 
 def position_errors(propagation: Propagation, graph: Graph) -> tuple[PositionError, ...]:

@@ -1,13 +1,13 @@
 """Forced replay: HF's forward over an engine's rows, each recorded value put back as soon as it has been compared.
 
-Who calls whom, for each part of the model (oracle/paired.py; the two forwards never run at the same time):
+The calls for each part of the model (oracle/paired.py; the two forwards never run at the same time):
 
 1. The thread of the truth calls `Replay.part_begins`, and lets the control's thread run the part.
 2. The control's thread calls `Replay.control` at each operation: it keeps what the control gave, and puts the
    recorded rows back.
 3. The truth's thread runs the same part and calls `Replay.truth` at each operation: it hands the rows and the
    control's to the `Judge`, and puts the recorded rows back. The judge may leave measuring to worker threads.
-4. The truth's thread calls `Replay.part_done`: the judge waits for its workers, as the part's weights go now.
+4. The truth's thread calls `Replay.part_done`: the judge waits for its workers, as the part's weights are freed now.
 """
 
 from collections import Counter
@@ -40,12 +40,12 @@ class TapRows:
     control_scores: torch.Tensor | None
     """[rows, n] of a router's choice: the control's scores."""
     values: Mapping[str, torch.Tensor]
-    """[places, ...] of its inputs, as the truth went on with them."""
+    """[places, ...] of its inputs, as the truth's forward used them."""
     value: Value
     unrecorded: tuple[str, ...] = ()
-    """Taps between the recorded ones and this one: not recorded, so HF computed them; empty if all inputs were."""
+    """Taps between the recorded ones and this one, which HF computed; empty if all inputs were recorded."""
     part: PartCall | None = None
-    """What the part of the model with the operation was called with; None outside of all parts."""
+    """The call of the part of the model with the operation; None outside of all parts."""
 
     @property
     def rows(self) -> Rows:
@@ -78,7 +78,7 @@ class TapRows:
 class Judge:
     """Judges rows of one operation after the other; all calls come from the thread of the truth.
 
-    This one judges none: the replay then only puts back what was recorded.
+    This class judges no row: the replay then only puts back what was recorded.
     """
 
     def __init__(self, graph: Graph, usable: Collection[str]) -> None:
@@ -86,22 +86,22 @@ class Judge:
         self.usable = usable
         """Recorded taps whose shape and dtype fit."""
         self.unrecorded_before: Mapping[str, tuple[str, ...] | None] = dict.fromkeys(op.tap for op in graph)
-        """See `granularity.unrecorded_before`; None where an operation is not judged."""
+        """See `unrecorded_before`; None where an operation is not judged."""
 
     def add(self, rows: TapRows) -> None:
         """Judge some rows of an operation, now or before `settle` returns."""
 
     def settle(self) -> None:
-        """Finish with all rows that were added: the weights go."""
+        """Finish the rows that were added, before their weights are freed."""
 
     @property
     def is_decided(self) -> bool:
-        """Whether nothing further is to be judged."""
+        """Whether the replay may end here."""
         return False
 
 
 class DecidedError(Exception):
-    """Ends a replay whose judge has seen enough; whoever runs the replay catches it."""
+    """Ends a replay whose judge is decided; the caller of the replay catches it."""
 
 
 class Replay:
@@ -112,11 +112,11 @@ class Replay:
         self._control: dict[str, torch.Tensor] = {}
         self._control_scores: dict[str, torch.Tensor] = {}
         self._recorded_rows: dict[str, RecordedRows] = {}
-        """Rows that the control was given and the truth is still to be given."""
+        """Rows that were put back into the control's forward and not yet into the truth's."""
         self._is_recorded: dict[str, torch.Tensor] = {}
         """[places] bool of each tap: where the engine recorded it."""
         self._values: dict[str, torch.Tensor] = {}
-        """[places, ...] of each tap that an operation is still to read, as the truth went on with them."""
+        """[places, ...] of each tap that an operation has yet to read, as the truth's forward used them."""
         self._part: PartCall | None = None
         computed = (op for op in judge.graph if not op.is_kept)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
@@ -191,7 +191,7 @@ class Replay:
             raise DecidedError
 
     def _judge_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> None:
-        """Hand the rows to the judge that the engine computed itself from recorded inputs, or over unrecorded taps."""
+        """Give the judge the rows that the engine computed itself, from recorded inputs or through unrecorded taps."""
         unrecorded = self._judge.unrecorded_before.get(value.operation.tap, ())
         control = self._control.pop(value.operation.tap, None)
         scores = self._control_scores.pop(value.operation.tap, None)
@@ -218,7 +218,7 @@ class Replay:
             )
 
     def _inputs_recorded(self, operation: Operation) -> torch.Tensor:
-        """[places] bool: where all inputs were recorded, for attention with all of the history."""
+        """[places] bool: where all inputs were recorded; of attention, with the whole history."""
         are_recorded = torch.ones(self._batch.num_places, dtype=torch.bool)
         for index, tap in enumerate(operation.inputs):
             is_recorded = self._is_recorded.get(tap, torch.zeros_like(are_recorded))
@@ -228,7 +228,7 @@ class Replay:
         return are_recorded
 
     def _put_back(self, value: Value, recorded: RecordedRows, here: RecordedRows, at: torch.Tensor) -> torch.Tensor:
-        """Return the rows to go on with: of a sample all rows, as they were recorded."""
+        """Return the rows with which the forward continues: of a sample, all rows as they were recorded."""
         if value.operation.tap in self._sampled and value.places is not None:
             rows = value.rows.new_zeros(self._batch.num_places, *value.rows.shape[1:])
             return put_back(rows, recorded.places.to(rows.device), recorded.rows)
@@ -244,7 +244,7 @@ class Replay:
         return RecordedRows(places=recorded.places[keep], rows=recorded.rows[keep]) if bool(keep.any()) else None
 
     def _keep(self, value: Value, replaced: torch.Tensor | None) -> None:
-        """Keep a value until the last operation that reads it has been judged; the model may change its own."""
+        """Keep a value until the last operation that reads it has been judged; the model may change its tensor."""
         operation = value.operation
         for tap in operation.inputs:
             self._num_readers[tap] -= 1
@@ -257,7 +257,7 @@ class Replay:
 
 
 def _where(value: Value, recorded: RecordedRows) -> tuple[RecordedRows, torch.Tensor] | None:
-    """Return the recorded rows that a value has, and their numbers among its rows; None if there are none."""
+    """Return the recorded rows that are among a value's rows, and their indices there; None if there are none."""
     if value.places is None:
         return recorded, recorded.places.to(value.rows.device)
     at = torch.searchsorted(value.places, recorded.places).clamp(max=len(value.places) - 1)
@@ -269,12 +269,12 @@ def _where(value: Value, recorded: RecordedRows) -> tuple[RecordedRows, torch.Te
 
 
 def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hidden states among a part's arguments: what recorded rows are put into; all else stays as it is."""
+    """Return the hidden states among a part's arguments, into which recorded rows are put; the rest stays as it is."""
     return {name: value for name, value in kwargs.items() if name == "hidden_states"}
 
 
 def _usable_rows(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torch.Tensor:
-    """Return the recorded rows, HF's own choice in the place of indices that do not exist."""
+    """Return the recorded rows, with HF's own choice instead of indices that do not exist."""
     if value.scores is None or value.operation.among_tokens:
         return recorded.rows
     possible = are_indices(recorded.rows, value.scores.shape[-1])
@@ -286,12 +286,12 @@ def _usable_rows(value: Value, recorded: RecordedRows, at: torch.Tensor) -> torc
 
 
 def are_indices(chosen: torch.Tensor, num_scores: int) -> torch.Tensor:
-    """[rows] bool: whether all indices of a row, [rows, ..., k], name one of so many scores."""
+    """[rows] bool: whether all indices of a row, [rows, ..., k], are below the number of scores."""
     return ((chosen >= 0) & (chosen < num_scores)).flatten(1).all(dim=1)
 
 
 def put_back(rows: torch.Tensor, at: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-    """Return the rows with what was recorded in its place."""
+    """Return the rows with the recorded rows at some indices."""
     values = recorded.to(rows.device, rows.dtype)
     if len(at) == len(rows) and bool((at == torch.arange(len(rows), device=at.device)).all()):
         return values.reshape(rows.shape)
@@ -303,9 +303,8 @@ def put_back(rows: torch.Tensor, at: torch.Tensor, recorded: torch.Tensor) -> to
 def unrecorded_before(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:
     """Return, for each recorded tap whose inputs were not all recorded, the unrecorded taps that HF computes before it.
 
-    They reach back to the nearest recorded taps. None if they reach back to the model's own tokens: then all of it so
-    far would be judged as one operation, and propagation judges that better. Tokens that a layer looks ahead to are
-    near.
+    They reach back to the nearest recorded taps. None if they reach back to the model's tokens: the whole model so far
+    would be judged as one operation, and propagation judges that better. Tokens that a layer looks ahead to are near.
     """
     between_taps: dict[str, tuple[str, ...] | None] = {}
     for operation in graph:

@@ -16,6 +16,7 @@ from harness.formats.taps import KINDS, ErrorModel, Kind
 from harness.judge.compare.align import Rows
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
+from harness.judge.compare.conventions.entry import HALF
 from harness.judge.compare.evidence import guarded
 from harness.judge.compare.replay import TapRows
 from harness.judge.compare.sequences import NOWHERE
@@ -26,13 +27,13 @@ from harness.results.check import Effect
 
 
 def choice_errors(rows: TapRows) -> torch.Tensor:
-    """Return how far each row's choice is from the truth's, as a multiple of what rounding allows: [rows] float64.
+    """Return the distance of each row's choice from the truth's, as a multiple of what rounding allows: [rows] float64.
 
-    With s the truth's scores, the distance is the highest of those that the truth chose and the engine did not, less
-    the lowest of those that the engine chose and the truth did not; infinite where an index does not exist or is there
-    twice. Scores of -inf are masked: where there are too few others, it does not matter which of them are chosen.
-    Rounding allows twice the largest error that HF's own scores have in the engine's dtype, in that row or in the
-    median of all rows, and at least one rounding of the scores.
+    With s the truth's scores, the distance is the highest score that the truth chose and the engine did not, less the
+    lowest score that the engine chose and the truth did not. It is infinite where an index does not exist or comes
+    twice. Scores of -inf are masked: where there are too few finite scores, any masked one may be chosen. Rounding
+    allows twice the largest error that HF's own scores have in the engine's dtype, in that row or in the median of all
+    rows, and at least one rounding of the scores.
     """
     scores = rows.value.scores
     assert scores is not None
@@ -59,25 +60,24 @@ def _distances(s: torch.Tensor, chosen: torch.Tensor, meant: torch.Tensor) -> to
 
 
 def _members(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """[rows, count] bool: which of so many scores are named by indices [rows, k], of which some may not exist."""
+    """[rows, count] bool: the scores that the indices [rows, k] name; indices that do not exist name none."""
     inside = (indices >= 0) & (indices < count)
     named = torch.zeros(len(indices), count + 1, dtype=torch.bool, device=indices.device)
     return named.scatter(1, indices.where(inside, count), True)[:, :count]
 
 
 def _noise(s: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
-    """[rows] float64: the largest error of HF's own scores, at least a rounding."""
+    """[rows] float64: the largest error of HF's own scores, and at least one rounding."""
     is_seen = s.isfinite() & control.isfinite()
     error = (control.to(torch.float64) - s).abs().where(is_seen, 0).amax(dim=1)
     return error.clamp(min=rounding_unit(control.dtype) * s.abs().where(is_seen, 0).amax(dim=1))
 
 
-_HALF = (torch.bfloat16, torch.float16)
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements of a weight that are squared at a time: they stay in the second-level cache."""
+"""Elements of a weight that are squared at a time, so that they stay in the second-level cache."""
 _OPEN_OF_ATTENTION = 0.5
-"""Share of the bound without sensitivities from which on those of attention are measured. They decide above 1; below it
-a report would show shares of a bound that is far too small, as sensitivities are most of it in float32."""
+"""Share of the bound without sensitivities from which on those of attention are measured. They decide above 1. Below
+1 a report would show shares of a bound that is far too small, as sensitivities are most of the bound in float32."""
 _MAJORITY = 0.5
 """Share of the rows from which the finer dtype is the operation's."""
 
@@ -170,7 +170,7 @@ class RowJudge:
 
         Args:
             rows: of one operation.
-            dtype: in which rows of the operation were judged before; None for the first ones.
+            dtype: in which earlier rows of the operation were judged; None for the first rows.
         """
         if dtype is None and self._may_be_finer(rows):
             finer = self._judge_in(rows, torch.float32)
@@ -179,9 +179,9 @@ class RowJudge:
         return self._judge_in(rows, dtype or self._dtype)
 
     def _may_be_finer(self, rows: TapRows) -> bool:
-        """Whether the tensors are finer than the engine's dtype, in a model whose truth is finer than they are."""
+        """Whether the tensors may be finer than the engine's dtype, and the truth is finer than they are."""
         is_derived = not rows.unrecorded and KINDS[rows.operation.kind].error_model is not None
-        if not is_derived or self._dtype not in _HALF or rows.actual.dtype != torch.float32:
+        if not is_derived or self._dtype not in HALF or rows.actual.dtype != torch.float32:
             return False
         is_on_grid = torch.equal(rows.actual.to(self._dtype).to(torch.float32), rows.actual)
         return rows.expected.dtype == torch.float64 and not is_on_grid
@@ -206,7 +206,7 @@ class RowJudge:
         return errors if best is None or best.num_bad >= errors.num_bad else best
 
     def _is_through_values(self, rows: TapRows) -> bool:
-        """Whether HF computed inputs that are not recorded; its own choice stands for one that is not."""
+        """Whether HF computed inputs that are not recorded, other than choices."""
         operations = self._hf.graph.by_tap
         return any(tap not in operations or operations[tap].kind is not Kind.CHOICE for tap in rows.unrecorded)
 
@@ -221,12 +221,12 @@ class RowJudge:
                 return control_bound(roundings.new_zeros(len(roundings)), dtype, factor=factor, model=model), True
             more = _is_rounded(rows.actual, dtype) & ~_is_rounded(rows.control, dtype)
             bound = control_bound(control, dtype, factor=factor, model=model)
-            # HF may compute finer in a prompt, which is all that the control has, than in decode: one rounding less.
+            # The control runs as a prompt. There HF may round once less than in decode.
             return bound + largest_rounding(dtype) * more, True
         bound = self._derived_bound(model, rows, roundings, control, dtype)
         if control is None or not bool((control > bound).any()):
             return bound, False
-        # HF's own module rounds more than the model of its kind says: the model does not hold for this module.
+        # HF's own module rounds more than the error model of its kind says, so the model does not hold for it.
         return torch.maximum(bound, control_bound(control, dtype, factor=CONTROL_FACTOR, model=model)), True
 
     def _derived_bound(
@@ -237,7 +237,7 @@ class RowJudge:
         control: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return the bound of each row. Sensitivities cost much and only add to it: measured where they may decide."""
+        """Return the bound of each row; sensitivities, which only add to it, are measured where they may decide."""
         bound = derived_bound(model, dtype, Sensitivity(), rows.expected)
         share = _OPEN_OF_ATTENTION if rows.operation.kind is Kind.ATTENTION else 1.0
         is_open = roundings > share * bound
@@ -268,7 +268,7 @@ class RowJudge:
         return Sensitivity(amplification=(scale / norm).to("cpu", torch.float64))
 
     def under_best_convention(self, rows: TapRows, errors: LocalErrors) -> LocalErrors | None:
-        """Hold rows against the conventions that apply: the one with the fewest bad rows, and of these the nearest.
+        """Judge rows under each convention that applies; return the errors with the fewest bad rows, then the smallest.
 
         None if no convention applies.
         """
@@ -327,14 +327,14 @@ def _under(rounding: Rounding, rows: TapRows, errors: LocalErrors, sensitivity: 
 
 
 def _is_rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[R] bool: rows whose elements are all numbers of a dtype."""
+    """[R] bool: rows whose elements are all numbers of `dtype`."""
     return (x.to(dtype).to(x.dtype) == x).flatten(1).all(dim=1).cpu()
 
 
 def _roundings(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[R] float64: errors in roundings; infinite where only the actual row is not finite, NaN where both."""
     error = row_errors(actual.to(expected.device), expected).cpu() / rounding_unit(dtype)
-    odd = ~error.isfinite()  # only such rows can hold anything that is not finite
+    odd = ~error.isfinite()  # only such rows can hold values that are not finite
     if bool(odd.any()):
         at = odd.to(actual.device)
         error[odd] = torch.where(actual[at].isfinite().all(dim=1).cpu(), error[odd], torch.inf)
@@ -352,7 +352,7 @@ def _attention_sensitivity(rows: TapRows) -> Sensitivity:
 
 
 def judged_queries(rows: TapRows) -> tuple[AttentionCall, torch.Tensor]:
-    """Return the call of attention with no more queries than are judged, and where the rows stand among these."""
+    """Return the call of attention with only the judged queries, and the index of each row among these."""
     call = rows.value.call
     assert call is not None
     num_queries = call.query.shape[2]
@@ -364,7 +364,7 @@ def judged_queries(rows: TapRows) -> tuple[AttentionCall, torch.Tensor]:
 
 
 def _column_norms2(weight: torch.Tensor, num_in: int) -> torch.Tensor:
-    """Return the squared norm of what each input is multiplied with: [in] float64."""
+    """Return the squared norm of the weights that each input is multiplied with: [in] float64."""
     if weight.shape[1] != num_in:  # HF's Conv1D keeps its weight as [in, out]
         weight = weight.T
     norms = torch.zeros(num_in, dtype=torch.float64, device=weight.device)

@@ -1,4 +1,4 @@
-"""One recording against one golden: every judgement there is, put together into a result."""
+"""Compare one recording with one golden: make every judgement, and join them into a result."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -59,7 +59,7 @@ class Comparison:
     evidence: Mapping[str, Evidence]
     """By tap: wrong rows of operations that were judged by themselves, and of states."""
     states: StateRuns | None = None
-    """Runs the truth over any of the recorded rows, for the states that these would leave."""
+    """Runs the truth over any of the recorded rows, and returns the states that it leaves."""
 
 
 def compare_run(
@@ -78,10 +78,10 @@ def compare_run(
     Args:
         actual: what the engine recorded.
         expected: the golden, or another recording without noise.
-        hf: the model that judges every operation by itself; without it the rows are compared and no more.
+        hf: the model that judges every operation by itself; without it the rows are only compared.
         requirements: what `actual` must hold to pass; by default the taps of `expected`, and a decode step.
         truth: precision in which operations are judged, `float64`, `float32` or `auto`.
-        stops_early: judge no further than the first operation that is wrong.
+        stops_early: end at the first operation that is wrong.
         sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
 
@@ -164,7 +164,7 @@ def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judgements:
-    """Every judgement there is on the taps."""
+    """All judgements on the taps."""
 
     local: LocalJudgement
     errors: Mapping[str, LocalErrors]
@@ -191,7 +191,7 @@ def _judge(
         beside.submit(
             lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
         )
-        if sample is not None:  # which needs to know what stands out
+        if sample is not None:  # the sample holds the rows that stand out
             done = list(beside.finished())
             sample = replace(sample, standing_out=rows_standing_out(done[0]))
         if hf is not None:
@@ -208,15 +208,16 @@ def _judge(
         states = judge_states(runs, graph, usable)
         errors |= states.errors
     judged = judge(graph, errors, propagation)
-    if local.is_partial:  # of the others it is not known whether they are wrong or were computed from wrong input
+    if local.is_partial:  # the other taps may be wrong, or may come from wrong inputs
         judged = [item for item in judged if item.errors is not None]
     return _Judgements(local=local, errors=errors, states=states, runs=runs, propagation=propagation, judged=judged)
 
 
 def _runs_as_the_golden(local: LocalJudgement) -> bool:
-    """Whether what the engine computes is as near to the golden's as rounding leaves it.
+    """Whether only rounding separates what the engine computes from the golden.
 
-    It is not where inputs of products are quantised: what a cache holds is then known from what was recorded alone.
+    It does not where inputs of products are quantised: then the expected content of a cache is known from the recording
+    alone.
     """
     quantised = QUANTISED_INPUTS.partition("{")[0]
     return not any((errors.convention or "").startswith(quantised) for errors in local.errors.values())
@@ -266,9 +267,9 @@ def _findings(sides: _Sides, judgements: _Judgements) -> list[Finding]:
 
 
 def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other_choices: bool = False) -> bool:
-    """Whether the engine follows other conventions than HF, or its routers chose otherwise, and all is sound.
+    """Whether the engine's own logits decide its tokens: it follows a convention, or its routers chose other experts.
 
-    All is sound if no operation is wrong and the logits were judged by themselves.
+    This holds if no operation is wrong and the logits were judged by themselves.
     """
     is_sound = not any(item.is_wrong for item in judged)
     by_itself = {item.operation.tap for item in judged if item.errors and not item.operation.is_kept}
@@ -277,7 +278,7 @@ def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other
 
 
 def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:
-    """Name the trigger of a near-tie if the truth's two best logits were ever nearer than two errors of HF's own."""
+    """Return the trigger of a near-tie if two best logits of the truth were nearer than two errors of HF's own."""
     if logits is None or noise is None or not len(noise):
         return ()
     return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()

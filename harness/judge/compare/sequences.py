@@ -75,13 +75,13 @@ class _Computed:
         return first
 
     def of(self, request: RequestInfo) -> Iterator[RowSequence]:
-        """Yield the sequences of a request, one for every time that it begins anew."""
+        """Yield the sequences of a request: a new one begins where the request starts again."""
         rows = self._rows_of(request.id)
         began = latest = self._inherited(request, rows)
         computed, table = dict[int, tuple[int, int]](), None
         for position, step, row in rows:
             history, blocks = latest, self._slots.table(step, request.id)
-            if table is None or blocks[: len(table)] != table:  # its first step, or it was given other blocks
+            if table is None or blocks[: len(table)] != table:  # its first step, or its blocks were replaced
                 history = self._as_cached(request.id, position, step, latest)
             if computed and (position in computed or not (history is latest or torch.equal(history, latest))):
                 yield _sequence(request, began, computed)
@@ -97,8 +97,8 @@ class _Computed:
     def _as_cached(self, request: int, end: int, step: int, latest: torch.Tensor) -> torch.Tensor:
         """Return [tokens, 2] with the rows that the cache held, in a step, of the positions before `end`.
 
-        Where the engine does not say, and where its table leads to other tokens, which is for attention to find, the
-        rows stay that are there.
+        Where the engine does not record it, the rows of `latest` stay. They also stay where the table leads to other
+        tokens: the judgement of attention finds that.
         """
         if not end or not self._slots.is_known:
             return latest
@@ -110,7 +110,7 @@ class _Computed:
         return history
 
     def _rows_of(self, request: int) -> list[tuple[int, int, int]]:
-        """Position, step and row of every row of a request, in the order in which they were computed."""
+        """Return position, step and row of every row of a request, in the order in which they were computed."""
         computed = []
         for step in self._steps:
             places = (step.request == request).nonzero()[:, 0].tolist()
@@ -118,11 +118,11 @@ class _Computed:
         return computed
 
     def _inherited(self, request: RequestInfo, rows: list[tuple[int, int, int]]) -> torch.Tensor:
-        """[tokens, 2]: what others with the same tokens computed, in the place of rows that the request left out.
+        """[tokens, 2]: the rows of other requests with the same tokens, for the rows that the request left out.
 
-        Of a copy, what its original computed, else what was computed first. It left out those before its first row, and
-        where it was preempted and found more in the cache than it had computed, those before the row that it went on
-        with.
+        For a copy these are the rows of its original, otherwise the rows that were computed first. A request leaves out
+        the rows before its first one. Where it was preempted and found more in the cache than it had computed, it
+        leaves out the rows before the one with which it resumed.
         """
         table = torch.full((len(request.token_ids), 2), NOWHERE, dtype=torch.int64)
         reached = 0
@@ -144,14 +144,14 @@ class _Computed:
         return first.id if first.id < request.id else None
 
     def _take_latest(self, request: int, positions: range, step: int, inherited: torch.Tensor) -> None:
-        """Put in what a request computed last of some positions: its cache may have computed them more than once."""
+        """Replace the inherited rows of some positions by those that a request computed last."""
         for position, at, row in self._rows_of(request):
             if at <= step and position in positions:
                 inherited[position - positions.start] = torch.tensor([at, row])
 
 
 def _sequence(request: RequestInfo, history: torch.Tensor, computed: Mapping[int, tuple[int, int]]) -> RowSequence:
-    """Put rows of a request, by position, into a history and after its end: [tokens, 2] of steps and rows."""
+    """Return a history [tokens, 2] of steps and rows with the rows that a request computed, by position."""
     length = max(computed) + 1
     sequence = RowSequence(
         request=request,
@@ -193,7 +193,7 @@ class SlotHistory:
 
     @cached_property
     def _writes(self) -> Mapping[int, Sequence[Write]]:
-        """Who wrote each slot, in the order of the steps."""
+        """The writes of each slot, in the order of the steps."""
         writes: dict[int, list[Write]] = {}
         for step in self.recording.steps:
             if is_readback(step) or step.slot_mapping is None:
@@ -207,12 +207,12 @@ class SlotHistory:
 
     @property
     def is_known(self) -> bool:
-        """Whether the engine said where it wrote and what its tables were."""
+        """Whether the engine recorded its slot mappings and block tables."""
         return bool(self._writes) and self.block_size is not None
 
     @cached_property
     def block_size(self) -> int | None:
-        """Tokens in a block: the size under which most rows were written where their block table says."""
+        """Tokens in a block: the size under which most slots agree with the block tables."""
         best, most, sample = None, 0, self._sample()
         for size in range(1, _MAX_BLOCK_SIZE + 1):
             if size > 256 and size & (size - 1):
@@ -228,7 +228,7 @@ class SlotHistory:
         return best
 
     def _sample(self) -> list[tuple[int, int, Sequence[int]]]:
-        """Return the first entries, those of whole steps."""
+        """Return the entries of the first steps."""
         sample: list[tuple[int, int, Sequence[int]]] = []
         for entries in self._entries.values():
             if len(sample) < _SAMPLED_ROWS:
@@ -248,18 +248,18 @@ class SlotHistory:
         return entries
 
     def table(self, step: int, request: int) -> list[int]:
-        """Return the block table of a request in a step; empty if the engine did not say."""
+        """Return the block table of a request in a step; empty if it was not recorded."""
         if step not in self._tables:
             self._tables[step] = self.recording.steps[step].block_tables or {}
         return self._tables[step].get(request, [])
 
     def slots(self, table: Sequence[int], count: int) -> list[int]:
-        """Return the slots that a block table gives the first `count` positions, as far as it reaches."""
+        """Return the slots of the first `count` positions by a block table, up to its end."""
         size = self.block_size or 1
         return [block * size + offset for block in table for offset in range(size)][:count]
 
     def writer(self, slot: int, step: int) -> Write | None:
-        """Return who wrote a slot last, up to and including a step."""
+        """Return the last write of a slot, up to and including a step."""
         writes = self._writes.get(slot, [])
         end = bisect_right(writes, step, key=lambda write: write.step)
         return writes[end - 1] if end else None
@@ -269,7 +269,7 @@ class SlotHistory:
         return [slot for slot, writes in self._writes.items() if writes[0].step <= step]
 
     def misplaced(self, step: int) -> list[tuple[int, int, int, int]]:
-        """Return (request, position, slot written, slot by the block table) of rows that were written elsewhere."""
+        """Return (request, position, slot written, slot by the block table) of rows in another slot."""
         size, wrong = self.block_size or 1, []
         entries = self._entries.get(step, [])
         requests = self.recording.steps[step].request.tolist()
@@ -302,8 +302,8 @@ class SlotHistory:
 def slot_conflicts(recording: Recording) -> list[Finding]:
     """Return a finding for the first step in which requests with different tokens write the same slot.
 
-    It is a bug of the engine's block tables; or steps that ran one after the other, the second in the slots that the
-    first had given back, were recorded as one.
+    It is a bug of the engine's block tables. Or two steps were recorded as one, and the second used slots that the
+    first had freed.
     """
     prefixes = Prefixes(recording.manifest.requests)
     for step in recording.steps:

@@ -1,4 +1,4 @@
-"""Shapes and dtypes, looked at before any value."""
+"""Check shapes and dtypes before any value."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,11 +36,12 @@ def engine_dtype(recording: Recording) -> torch.dtype:
 
 
 def cache_format(recording: Recording, part: Literal["k", "v"], layer: str = "") -> CacheFormat | None:
-    """Return how the engine declares to keep keys or values of a layer; None if it declares nothing.
+    """Return the format that the engine declares for keys or values of a layer; None if it declares none.
 
     Raises:
-        HarnessError: BAD_MANIFEST: the manifest names no floating-point dtype of torch and no format that is known, or
-            scales that are none, or not one for each KV head.
+        HarnessError: BAD_MANIFEST: the manifest names neither a floating-point dtype of torch nor a known format, or
+        its
+            scales are not positive, or not one for each KV head.
     """
     entry = next((tap for tap in recording.taps if tap.name == f"{layer}{part}_cache"), None)
     num_heads = 1 if entry is None or len(entry.shape) < 2 else entry.shape[0]
@@ -59,7 +60,7 @@ def cache_format(recording: Recording, part: Literal["k", "v"], layer: str = "")
 
 
 def _check_scales(recording: Recording, declared: CacheFormat | None, tap: str, entry: TapEntry | None) -> None:
-    """Refuse scales of a cache that nothing can be divided by, or that fit no heads; raises HarnessError."""
+    """Refuse scales of a cache that are not positive, or that do not fit its heads; raises HarnessError."""
     if declared is None or not declared.has_scale:
         return
     is_by_head = len(declared.scales) > 1 or declared.scale_of == "head"
@@ -85,7 +86,7 @@ def _check_scales(recording: Recording, declared: CacheFormat | None, tap: str, 
 
 
 def refuse_part(recording: Recording) -> None:
-    """Refuse what one rank of several recorded: its rows are slices or addends of the taps, and not all of them.
+    """Refuse the recording of one rank of several: its rows are slices or addends of the taps.
 
     Raises:
         HarnessError: ONE_RANK_OF_SEVERAL.
@@ -125,9 +126,9 @@ def refuse_other_dtype(expected: Recording, actual: Recording) -> None:
 def check_taps(
     actual: Recording, expected: Recording, graph: Graph, sketched: Mapping[str, Sequence[int]] = MappingProxyType({})
 ) -> tuple[list[Finding], set[str]]:
-    """Compare the taps' shapes and dtypes; return what is wrong, and the names of the taps that can be used.
+    """Compare the shapes and dtypes of taps; return the findings, and the names of the taps that can be used.
 
-    `sketched` has the shapes of rows of which `expected` holds sketches.
+    `sketched` has the shapes of the rows that `expected` holds as sketches.
     """
     shapes = {entry.name: sketched.get(entry.name, entry.shape) for entry in expected.taps}
     caches = {operation.tap: operation.inputs[0] for operation in graph if operation.kind is Kind.CACHE}
@@ -137,7 +138,7 @@ def check_taps(
     shapes |= {entry.name: entry.shape for entry in actual.taps if keeps_one_less(graph, entry)}
     findings, usable = [], set[str]()
     for entry in actual.taps:
-        # What a cache of a coarser dtype has lost shows when it is read back.
+        # A cache of a coarser dtype shows its loss when it is read back.
         finest = None if entry.name in caches or entry.name in states else engine_dtype(actual)
         is_choice = entry.name in graph and graph[entry.name].kind is Kind.CHOICE
         message = _mismatch(entry, shapes.get(entry.name), finest, is_choice=is_choice)
@@ -149,7 +150,7 @@ def check_taps(
 
 
 def keeps_one_less(graph: Graph, entry: TapEntry) -> bool:
-    """Whether a tap is a convolution's state with one column less than HF's: what the next token needs."""
+    """Whether a tap is a convolution's state with one column less than HF's: the columns that the next token needs."""
     if entry.name not in graph or graph[entry.name].kind is not Kind.STATE:
         return False
     shape = graph[entry.name].shape
@@ -166,7 +167,7 @@ def _mismatch(
             return f"dtype of {entry.name} is {entry.dtype}, expected indices"
     elif not dtype.is_floating_point:
         return f"dtype of {entry.name} is {entry.dtype}, expected a floating-point dtype"
-    # A finer dtype is welcome (logits in float32); a coarser one has lost what was to be judged.
+    # A finer dtype is allowed (logits in float32); a coarser one has lost the bits to judge.
     if not is_choice and engine is not None and rounding_unit(dtype) > rounding_unit(engine) * 1.001:
         return f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {str(engine).removeprefix('torch.')}"
     if shape is not None and torch.Size(shape).numel() != torch.Size(entry.shape).numel():

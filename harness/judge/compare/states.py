@@ -1,8 +1,8 @@
-"""States that were read back from a cache, against what HF's own forward leaves after the same rows.
+"""Compare states that were read back from a cache with those that HF's own forward leaves after the same rows.
 
-The truth after a position is the state that one forward over exactly the rows up to it leaves, every recorded value put
-back: HF goes wrong itself where it goes on from a state with several rows (docs/models.md). Forwards of one length run
-together, in high precision and as the control.
+The truth after a position is the state that one forward over exactly the rows up to it leaves, with every recorded
+value put back: HF itself is wrong where it continues from a state with several rows (docs/models.md). Forwards of one
+length run together, in high precision and as the control.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,11 +29,11 @@ from harness.oracle.paired import run_pair
 from harness.oracle.requests import batch_tokens
 
 _MOST_PASSES, _LEAST_TOKENS = 4, 2048
-"""Tokens that the truth may run for states: so many times those of the recording, and no fewer than so many."""
+"""The truth may run this many times the tokens of the recording for states, and at least this many tokens."""
 _MOST_FORWARDS = 12
-"""Forwards that the truth may run for states, each of another length."""
+"""Number of different lengths of the forwards that the truth may run for states."""
 _MAX_ROWS, _MAX_ROWS_OF_REQUEST = 6, 2
-"""Wrong rows of a state for which a cause is looked for: each is compared with runs of its own."""
+"""Wrong rows of a state for which a cause is looked for, in all and of one request: each costs further runs."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,9 +42,9 @@ class ReadState:
 
     request: int
     position: int
-    """Of the last row that is to be in it."""
+    """The last row that the state has to contain."""
     step: int
-    """That read it."""
+    """The step that read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class StateJudgement:
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     """Of taps with wrong rows."""
     left_out: tuple[str, ...] = ()
-    """Positions of each request that were not judged, in words: with them the truth would run too many tokens."""
+    """Positions of each request that were not judged, as text: the truth would have to run too many tokens."""
 
 
 class StateRuns:
@@ -75,18 +75,18 @@ class StateRuns:
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        """The tokens up to each row, numbered."""
+        """The numbers of the tokens up to each row."""
         return Prefixes(self.recording.manifest.requests)
 
     @cached_property
     def _computed(self) -> tuple[Rows, torch.Tensor, torch.Tensor]:
-        """All rows in the order in which they were computed, their numbers within their steps, and their prefixes."""
+        """All rows in the order in which they were computed, their indices within their steps, and their prefixes."""
         rows = Rows.concat([all_rows(step) for step in self._steps])
         numbers = torch.cat([torch.arange(step.entry.num_rows) for step in self._steps])
         return rows, numbers, self.prefixes.of(rows)
 
     def rows_of(self, read: ReadState) -> RowSequence:
-        """Return the rows that are to be in a state: its request's own latest, or others' with the same tokens."""
+        """Return the rows that a state has to contain: the request's latest, or rows of others with the same tokens."""
         rows, numbers, prefixes = self._computed
         request = next(item for item in self.recording.manifest.requests if item.id == read.request)
         length = read.position + 1
@@ -109,7 +109,7 @@ class StateRuns:
         return int(positions[0]) if len(positions) else 0
 
     def last_computed(self, request: int, step: int) -> tuple[int, int]:
-        """Return the last position of a request that was computed before a step, and when; -1 for none."""
+        """Return the last position of a request that was computed before a step, and its step; -1 for none."""
         rows, _, _ = self._computed
         computed = rows.select((rows.request == request) & (rows.step < step))
         return (int(computed.position.max()), int(computed.step.max())) if len(computed) else (-1, -1)
@@ -155,7 +155,7 @@ class StateRuns:
 
 
 def line_of(runs: StateRuns, read: ReadState) -> list[tuple[int, int, int]]:
-    """Return token, step and row of each row that is to be in a state; of none for a position before the first."""
+    """Return token, step and row of each row that a state has to contain; none for a position before the first."""
     if read.position < 0:
         return []
     sequence = runs.rows_of(read)
@@ -163,7 +163,7 @@ def line_of(runs: StateRuns, read: ReadState) -> list[tuple[int, int, int]]:
 
 
 def sequence_of(line: Sequence[tuple[int, int, int]]) -> RowSequence:
-    """Return rows one after the other, given by token, step and row: recorded ones, or -1 for others."""
+    """Return the sequence of some rows by token, step and row; -1 for rows that were not recorded."""
     tokens, steps, rows = zip(*line, strict=True)
     return RowSequence(
         request=RequestInfo(id=0, token_ids=list(tokens), prompt_length=1),
@@ -174,7 +174,7 @@ def sequence_of(line: Sequence[tuple[int, int, int]]) -> RowSequence:
 
 
 def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> StateJudgement:
-    """Judge every state that was read back, as far as the truth can be afforded."""
+    """Judge the states that were read back, within the budget of the truth."""
     operations = [op for op in graph if op.kind is Kind.STATE and op.tap in usable]
     reads = sorted({item for op in operations for item, _ in states_read(runs.recording, op.tap)})
     if not reads:
@@ -206,7 +206,7 @@ def _judged(
 
 
 def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", judgement: StateJudgement) -> list[ReadState]:
-    """Return what was read between the last right state and the first wrong one, as far as it was left out."""
+    """Return the reads between the last right state and the first wrong one that were left out."""
     steps = [int(error.rows.step[error.bad].min()) for error in judgement.errors.values() if bool(error.bad.any())]
     if not steps:
         return []
@@ -225,7 +225,7 @@ def states_read(recording: Recording, tap: str) -> Iterator[tuple[ReadState, tor
 
 
 def _affordable(reads: Sequence[ReadState], recording: Recording) -> list[ReadState]:
-    """Choose places within the budget: ends of requests, then of prompts' chunks, then steps of decode, spread."""
+    """Choose reads within the budget: ends of requests, then of chunks of prompts, then decode steps, spread."""
     requests = {request.id: request for request in recording.manifest.requests}
     budget = max(_LEAST_TOKENS, _MOST_PASSES * sum(len(request.token_ids) for request in requests.values()))
     ends = [item for item in reads if item.position == len(requests[item.request].token_ids) - 1]
@@ -243,12 +243,12 @@ def _affordable(reads: Sequence[ReadState], recording: Recording) -> list[ReadSt
 
 
 def _spread_key(at: int) -> int:
-    """Return a key that puts numbers far apart first: their bits in the reverse order."""
+    """Return a key that sorts numbers so that the first ones are far apart: their bits in reverse order."""
     return int(f"{at:032b}"[::-1], 2)
 
 
 def _in_words(left_out: Collection[ReadState]) -> tuple[str, ...]:
-    """Name the positions of each request: `request 0: 41, 43 to 47`."""
+    """Return the positions of each request as text: `request 0: 41, 43 to 47`."""
     words = []
     for request in sorted({read.request for read in left_out}):
         positions = sorted({read.position for read in left_out if read.request == request})
@@ -279,7 +279,7 @@ def _errors(
     control, truth = (torch.stack([pairs[read][side][operation.tap] for read, _ in reads]) for side in (0, 1))
     unit = rounding_unit(dtype)
     errors = row_errors(actual, truth) / unit
-    # Where the rows before it are not finite, neither is the truth: there a state cannot be judged.
+    # Where the rows before it are not finite, the truth is not either: such a state cannot be judged.
     roundings = torch.where(errors.isnan() & truth.isfinite().all(dim=1), torch.inf, errors)
     noise = row_errors(control, truth) / unit
     bound = control_bound(noise, dtype, factor=factor)

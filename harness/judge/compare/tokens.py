@@ -29,17 +29,16 @@ def compare_tokens(
 
     A differing choice is a *tie* if the truth's logit of the chosen token lies below the truth's best by no more than
     twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
-    HF's error says nothing of an engine that follows another convention, quantised inputs for one, or whose routers
-    chose other experts where two were tied. Where every operation of it is sound, its own logits decide: it is to
-    choose the best of them.
+    HF's error does not apply to an engine that follows another convention (quantised inputs, for example), or whose
+    routers chose other experts at a tie. Where every operation of such an engine is sound, its own logits decide: it
+    has to choose the best of them.
 
     Args:
         actual: the engine's recording.
         expected: of the golden.
         logits: tap that tokens are chosen from.
         logit_noise: HF's own error per row of it.
-        sound: of the engine's recording, where it follows a convention or chose other experts, and nothing is wrong
-            with it.
+        sound: of the engine's recording, if it follows a convention or chose other experts, and no operation is wrong.
     """
     threshold = tie_margin(logit_noise)
     pairs = [_choices(step, step.sampled) for step in actual.steps if step.sampled is not None]
@@ -62,12 +61,12 @@ def compare_tokens(
 
 
 def tie_margin(logit_noise: torch.Tensor | None) -> float:
-    """Return the distance of two logits of the truth that rounding may turn round: each of them may be off."""
+    """Return the largest distance of two logits whose order rounding may change: each of them may be off."""
     return 0.0 if logit_noise is None or not len(logit_noise) else 2 * float(logit_noise.max())
 
 
 def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[rows]: how far below the best logit the chosen one is; infinite for a token outside the vocabulary."""
+    """[rows]: the best logit less the chosen one; infinite for a token outside the vocabulary."""
     known = chosen < logits.shape[1]
     margin = torch.full((len(chosen),), torch.inf, dtype=torch.float64)
     margin[known] = logits[known].amax(dim=1) - logits[known, chosen[known]]
@@ -77,7 +76,7 @@ def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def _tied_by_own(
     margin: torch.Tensor, threshold: float, sound: Locator, logits: str, rows: Rows, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the margins, those beyond the threshold as ties where the engine chose the best of its own logits."""
+    """Return the margins; where the engine chose the best of its own logits, at most the threshold: a tie."""
     places = sound.find(logits, rows)
     far = ((margin > threshold) & (places[:, 0] >= 0)).nonzero()[:, 0]
     if len(far):
@@ -114,7 +113,7 @@ def compare_acceptance(actual: Recording, expected: Locator, logits: str, thresh
         actual: the engine's recording.
         expected: of the golden.
         logits: tap that tokens are chosen from.
-        threshold: distance of two logits of the truth that rounding may turn round.
+        threshold: largest distance of two logits of the truth whose order rounding may change.
     """
     requests = {request.id: request for request in actual.manifest.requests}
     return tuple(
@@ -126,7 +125,7 @@ def compare_acceptance(actual: Recording, expected: Locator, logits: str, thresh
 
 
 def _verifications(step: Step, requests: Mapping[int, RequestInfo]) -> Iterator[torch.Tensor]:
-    """Yield, request by request, the rows of the latest token and its drafts: all choose, and follow the prompt."""
+    """Yield the rows of each request's latest token and its drafts: all choose a token, and follow the prompt."""
     assert step.sampled is not None
     drafts_of = [requests[number].draft_of for number in step.request.tolist()]
     request = torch.tensor([at if of is None else of for at, of in zip(step.request.tolist(), drafts_of, strict=True)])
@@ -163,7 +162,7 @@ def _verified(
 def _by_truth(
     step: Step, rows: torch.Tensor, drafts: torch.Tensor, expected: Locator, logits: str, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [drafts] bool twice: the truth accepts it whatever rounding does, and it may; as far as rows are known."""
+    """Return [drafts] bool twice: the truth accepts the draft surely, and possibly; up to the first row it lacks."""
     places = expected.find(logits, all_rows(step).select(rows))
     places = places[: _leading(places[:, 0] >= 0)]
     if not len(places):

@@ -1,4 +1,4 @@
-"""Triggers: conditions that a workload must reach, or a check of it says nothing about them."""
+"""Triggers: conditions that a workload must reach, so that a check of it covers them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from harness.results.check import Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Of a decoder, what decides whether a workload reaches a condition."""
+    """Traits of a decoder that decide whether a workload reaches a condition."""
 
     num_groups: int
     """Query heads of one KV head."""
     window: int | None
-    """Smallest sliding window of any layer; None if all see everything."""
+    """Smallest sliding window of any layer; None if every layer sees all tokens."""
     original_positions: int | None
-    """Positions the model was trained on before its rotary embedding was stretched; None if it was not."""
+    """Positions that the model was trained on before its rotary embedding was extended; None if it was not extended."""
 
     @classmethod
     def of(cls, hf: HFModel) -> "Traits":
@@ -47,13 +47,13 @@ class _Seen:
     computed: dict[int, set[int]] = field(default_factory=dict)
     """Positions computed so far, by request."""
     drafts: dict[int, int] = field(default_factory=dict)
-    """By a draft's id, the request that it is of."""
+    """By the id of a draft, the id of its request."""
     num_blocks: dict[int, int] = field(default_factory=dict)
     """Blocks of each request in its latest step."""
     given_up: dict[int, int] = field(default_factory=dict)
     """End of the latest draft of each request."""
     goes_on: set[int] = field(default_factory=set)
-    """Requests that went on from what a step had left: their engine has a cache."""
+    """Requests that continued from the cache of an earlier step: their engine has a cache."""
 
 
 def reached_triggers(recording: Recording, traits: Traits | None = None) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) 
         if any(_has_computed(running, request, first, seen) for running in step.request.unique().tolist()):
             yield "forked"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
-    # An engine without a cache computes every position in every step: it has nothing that it could have lost.
+    # An engine without a cache computes every position in every step: it has no cache to lose.
     has_lost = bool(step.block_tables) or (first == 0 and request in seen.goes_on)
     if first < seen.given_up.get(request, 0):
         yield "rewound"
@@ -143,7 +143,7 @@ def _sampled(step: Step, request: int) -> torch.Tensor:
 
 
 def _has_computed(source: int, request: int, first: int, seen: _Seen) -> bool:
-    """Whether another request of the same step had computed all that comes before a request's first row."""
+    """Whether another request of the same step had computed all tokens before a request's first row."""
     past = seen.prefixes.up_to(request, first)
     return (
         set(range(first)) <= seen.computed.get(source, set())
@@ -153,9 +153,9 @@ def _has_computed(source: int, request: int, first: int, seen: _Seen) -> bool:
 
 
 def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length: int) -> bool:
-    """Whether the step made a token after the prompt, or several of which all but the first were drafted.
+    """Whether the step chose a token after the prompt, or several, all but the first of them drafted.
 
-    An engine without a cache computes all rows for it again.
+    An engine without a cache computes all earlier rows again.
     """
     made = positions if step.sampled is None else _sampled(step, request)
     is_one = len(made) == 1 or (step.sampled is not None and len(made) == len(positions))

@@ -47,7 +47,7 @@ from harness.results.check import CheckResult, Divergence, Finding, NextPlace, O
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
-    """Run the plan and return what was found.
+    """Run the plan and return the result.
 
     Args:
         plan: what to check.
@@ -63,7 +63,7 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     deadline = math.inf if plan.case.budget_s is None else time.perf_counter() + plan.case.budget_s
-    with open_planned(plan) as engine:  # before the golden, which may take long: what it cannot do is known at once
+    with open_planned(plan) as engine:  # before the golden, which may take long: the engine may refuse the plan
         return _check_engine(plan, engine, out, report, deadline)
 
 
@@ -77,7 +77,7 @@ def _check_engine(
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
         if cached is not None:
-            hf.graph = cached.graph  # which need not be traced again
+            hf.graph = cached.graph  # it need not be traced again
         settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
@@ -150,7 +150,7 @@ def compare_planned(
     require: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare what the plan's engine recorded with a golden, as far as the engine offers it and the plan asks it."""
+    """Compare the recording of the plan's engine with a golden: the taps that the engine has and the plan wants."""
     return compare_run(
         actual,
         golden,
@@ -189,7 +189,7 @@ def preset_taps(preset: str, graph: Graph) -> list[str]:
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
-    """Say it if that is less than a reader of `pass` takes it for."""
+    """Yield notes on what was not judged, which a reader of `pass` would not expect."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
     if plan.case.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
         yield "stopped at the first operation that is wrong, as asked: what is after it was not judged"
@@ -200,7 +200,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
         )
     if least_found := [run.coverage.least_rows_found for run in runs if run.coverage.least_rows_found]:
         yield (
-            f"products and attention were judged in a sample of rows, as asked (--rows {plan.case.rows}, --rows-seed "
+            f"products and attention were judged in a sample of rows, as asked (--rows {plan.case.rows}, seed "
             f"{plan.case.rows_seed}): an error in {max(least_found)} rows of a request is judged in one of them with "
             "95 %; an error in fewer rows, where they stand out against HF's"
         )
@@ -227,18 +227,14 @@ def _what_was_not_run(plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
         )
 
 
-_OWN = (
-    "schedules",
-    "max_new_tokens",
-    "stops_early",
-    "budget_s",
-    "isolate",
-    "truth",
-    "lora",
-    "other_loras",
-    "rows_seed",
-)
-"""Options that the narrower command has values of its own for, or leaves out."""
+_REPEATED = (
+    "model", "hf", "engine", "tensors", "engine_options", "engine_timeout_s", "engine_python", "dtype", "device",
+    "only", "mtp", "rows",
+)  # fmt: skip
+"""Fields of a case that the narrower check repeats, each by its option. It has prompts and a schedule of its own, and
+leaves out what ends a check early. The command line cannot set the truth and the seed of the rows."""
+_INSPECTED = ("model", "hf", "engine_options", "engine_python", "dtype", "device")
+"""Fields of a case that an inspection of the engine's settings repeats, beside the engine."""
 
 
 def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapSource]) -> NextPlace | None:
@@ -263,14 +259,13 @@ def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapS
 
 
 def _inspection(plan: Plan) -> list[str]:
-    names = ("model", "hf", "engine", "engine_options", "engine_python", "dtype", "device")
-    return ["inspect", "--engine", plan.case.engine, *_options(plan.case, [name for name in names if name != "engine"])]
+    return ["inspect", "--engine", plan.case.engine, *_options(plan.case, _INSPECTED)]
 
 
 def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
     """Return the check of one schedule, and of one request where its rows do not depend on others.
 
-    None where the shell cannot say what is fed.
+    None where the command line cannot state the tokens.
     """
     schedule, prompts = parse_schedule(run.schedule), list(plan.prompts)
     if any(prompt.prompt_length is not None for prompt in prompts):
@@ -278,12 +273,16 @@ def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
     is_alone = not schedule.is_batched and not schedule.is_repeated
     if is_alone and request is not None and request < len(prompts):
         prompts = [prompts[request]]
-    options = list(_options(plan.case, [name for name in Case.options() if name not in _OWN]))
-    for adapter in (plan.case.lora, *plan.case.other_loras):
-        options += [] if adapter is None else ["--lora", str(adapter)]
-    if plan.case.isolate is False:
-        options += ["--engine-timeout", "0"]
-    return ["check", *options, "--schedule", str(schedule), *_fed(prompts)]
+    return ["check", *_repeated(plan.case), "--schedule", str(schedule), *_fed(prompts)]
+
+
+def _repeated(case: Case) -> Iterator[str]:
+    """Yield the options of a check that are not about its prompts and schedules."""
+    yield from _options(case, _REPEATED)
+    if case.isolate is False:
+        yield from ("--engine-timeout", "0")
+    for adapter in () if case.lora is None else (case.lora, *case.other_loras):
+        yield from ("--lora", str(adapter))
 
 
 def _fed(prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -296,12 +295,12 @@ def _options(case: Case, names: Sequence[str]) -> Iterator[str]:
     """Yield the options that give fields of a case other values than their defaults."""
     for name in names:
         value: Any = getattr(case, name)
+        option = Case.options()[name].name
         if value in (None, Case.model_fields[name].default):
             continue
-        option, _, negation = Case.options()[name].name.partition("/")
-        if isinstance(value, bool):
-            yield option if value else negation
+        if value is True:
+            yield option
             continue
-        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
-        for item in values if isinstance(values, list) else [values]:
+        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else [value]
+        for item in values:
             yield from (option, str(item))

@@ -1,4 +1,4 @@
-"""Two recordings on disk against each other, with or without the model that would judge single operations."""
+"""Compare two recordings on disk, with or without the model that judges single operations."""
 
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -49,7 +49,7 @@ def run_diff(
     Args:
         expected: a golden, or any recording of the same requests.
         actual: the recording under test.
-        model: folder or hub id of the checkpoint; with it every operation is replayed on the actual's own inputs.
+        model: folder or hub id of the checkpoint; with it every operation is replayed on the inputs in `actual`.
         lora: folder of the adapter that ACTUAL's engine applied; it needs `model`.
         taps: globs, or `all`, `cache`, `logits`, `tokens` as a check has them; the taps of `expected` that match must
             be in `actual`, and the KV cache read back if it has one.
@@ -84,7 +84,7 @@ def run_diff(
 def _requirements(
     actual: Recording, taps: Sequence[str], lacking: Sequence[str], wanted: Sequence[str], require: Sequence[str]
 ) -> Requirements:
-    """Return what `actual` must hold to pass, of the taps and lacking sites that are asked for."""
+    """Return what `actual` must hold to pass, by the options for taps and for lacking sites."""
     chose_tokens = any(step.sampled is not None for step in actual.steps)
     asks_less = taps != ("*",) or bool(lacking)
     return Requirements(
@@ -111,7 +111,7 @@ def _result(manifest: Manifest, run: RunResult, notes: Sequence[str]) -> CheckRe
 def _oracle(
     recording: Recording, model: str | None, lora: Path | None, device: str, *, local_files_only: bool, mtp: bool
 ) -> tuple[HFModel | None, list[str]]:
-    """Load the model that judges single operations, where one is named; note if its weights are not the recording's."""
+    """Load the model that judges single operations, if one is named; note if its weights are not the recording's."""
     if model is None:
         if lora is not None:
             what, hint = "an adapter changes a model, and none is named", "add --model BASE, or leave --lora out"
@@ -128,7 +128,7 @@ def _oracle(
 
 
 def _another_base(base: Checkpoint, recorded: Manifest, adapted: Collection[str]) -> Iterator[str]:
-    """Say it if the recorded checkpoint, where it is still there, differs from the base where no adapter changes it."""
+    """Yield a note if the recorded checkpoint, if there is one still, differs from the base outside the adapter."""
     try:
         merged = Checkpoint(resolve(recorded.model.id, local_files_only=True))
         if merged.weights_hash != recorded.model.weights_hash:
@@ -146,13 +146,13 @@ def _another_base(base: Checkpoint, recorded: Manifest, adapted: Collection[str]
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors are the same, once both are rounded to the coarser of their dtypes."""
+    """Whether two tensors are equal after both are rounded to the coarser of their dtypes."""
     coarser = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(first.to(coarser), second.to(coarser))
 
 
 def _wanted(taps: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
-    """Return the taps of presets and those that match a glob, but for the sites that the engine lacks."""
+    """Return the taps of presets and those that match a glob, except the sites that the engine lacks."""
     globs = [tap for tap in taps if tap not in TAP_PRESETS]
     presets = [name for tap in taps if tap in TAP_PRESETS for name in preset_taps(tap, graph)]
     wanted = list(dict.fromkeys([*_matching(globs, list(dict.fromkeys(names))), *presets]))
@@ -162,7 +162,7 @@ def _wanted(taps: Sequence[str], lacking: Sequence[str], names: Sequence[str], g
 
 
 def _caches(recording: Recording, graph: Graph) -> list[str]:
-    """Return the caches that the recording shows the engine to have: by a tap, or by slots and block tables."""
+    """Return the caches that the engine has, as the recording shows by a tap, or by slots and block tables."""
     recorded = {entry.name for entry in recording.taps}
     recorded |= {name for stored, name in graph.aliases.items() if stored in recorded}
     is_paged = any(step.slot_mapping is not None or step.block_tables for step in recording.steps)
@@ -174,7 +174,7 @@ def _site(tap: str, graph: Graph) -> str:
 
 
 def _refuse_unknown(option: str, what: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise if an option was given a name that is not known; `what` is the message, with `{}` for the name."""
+    """Refuse a name that is not known; `what` is the message, with `{}` for the name."""
     for name in names:
         if name not in known:
             expected = ", ".join(dict.fromkeys(known))
@@ -197,7 +197,7 @@ def _dtype(recording: Recording) -> torch.dtype:
 
 
 def _matching(globs: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that match a glob; a glob that matches none would quietly check less than was asked for."""
+    """Return the names that match a glob. Refuse a glob that matches none: the check would silently be smaller."""
     for glob in globs:
         if glob != "*" and not any(fnmatchcase(name, glob) for name in names):
             raise HarnessError(

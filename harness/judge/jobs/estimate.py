@@ -1,4 +1,4 @@
-"""What a check will cost, before it is made: all that it does, run on the first layers of the model."""
+"""Estimate the cost of a check: run all of it on the first layers of the model."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -32,16 +32,16 @@ from harness.plan import Plan
 from harness.results.check import CheckCost, PhaseCost
 
 NUM_LAYERS = 2
-"""Layers that are run: a first one meets cold caches."""
+"""Layers that are run: the first one runs with cold caches."""
 _clock = time.perf_counter
 
 
 def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
-    """Return what the plan's check will cost beside the engine's own runs; nothing is judged.
+    """Return the cost of the plan's check without the engine's own runs; nothing is judged.
 
-    The golden is made and compared with HF's own recording, all on the first layers. What a layer takes is taken as
-    often as the model has layers of that size, by their parameters; what is written and read, by the bytes. The golden
-    is made again here, so an estimate costs what a check of the first layers costs.
+    The golden is made and compared with HF's own recording, on the first layers. The time of a layer is multiplied by
+    the number of layers, in proportion to their parameters; the time to write and read is in proportion to the bytes.
+    The golden is made again here, so an estimate costs as much as a check of the first layers.
 
     Raises:
         HarnessError: the input cannot be used; BAD_OPTION: the model has no list of layers.
@@ -82,17 +82,17 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FirstLayers:
-    """The layers that are left of a model."""
+    """The layers that a model is cut to."""
 
     paths: tuple[str, ...]
     num_layers: int
-    """That the model had."""
+    """Layers of the whole model."""
     share: float
-    """Parameters of all layers over those of the ones that are left."""
+    """Parameters of all layers divided by those of the remaining ones."""
 
 
 def _first_layers(hf: HFModel) -> _FirstLayers:
-    """Leave the first layers in a model that was not run yet; what its config says of each layer is cut as well."""
+    """Cut a model that was not run yet to its first layers, and the lists of its config to as many entries."""
     parents = [path.rpartition(".")[0] for path in hf.parts if path.rpartition(".")[2].isdecimal()]
     if not parents:
         raise HarnessError(Code.BAD_OPTION, "the model has no list of layers to measure", where="--estimate")
@@ -114,7 +114,7 @@ def _first_layers(hf: HFModel) -> _FirstLayers:
 
 @dataclass(slots=True)
 class _Seconds:
-    """What a phase took on the layers that were run, and beside them."""
+    """Seconds of a phase: in the layers that were run, and in the rest."""
 
     layers: float = 0.0
     others: float = 0.0
@@ -122,14 +122,14 @@ class _Seconds:
 
 @dataclass(slots=True)
 class _Bytes:
-    """Of a recording: as it was made, and with all layers."""
+    """Bytes of a recording: as it was made, and with all layers."""
 
     measured: int
     all: int
 
     @classmethod
     def of(cls, recording: Recording, more: float) -> "_Bytes":
-        """Count what layers hold `more` times."""
+        """Count the bytes, those of layers `more` times for the whole model."""
         tensors = [(tap, step.tap(tap)) for step in recording.steps for tap in step.tap_names]
         layers = sum(rows.numel() * rows.itemsize for tap, rows in tensors if layer_of(tap) is not None)
         num_bytes = sum(step.entry.num_bytes for step in recording.steps)
@@ -141,7 +141,7 @@ class _Bytes:
 
 
 class _Marks:
-    """When each part of the model was finished, as a progress is told.
+    """The times at which the parts of the model were finished, from its progress.
 
     Args:
         parts: in the order in which they run, which need not be that of `hf.parts`.
@@ -157,11 +157,11 @@ class _Marks:
         self._found.append((label, done, _clock()))
 
     def begin(self, phase: str) -> float:
-        """Return when the first part of a phase was finished."""
+        """Return the time at which the first part of a phase was finished."""
         return next(at for label, _, at in self._found if label.startswith(phase))
 
     def seconds(self, phase: str) -> _Seconds:
-        """Sum up the parts of a phase but for the first one, the embedding."""
+        """Return the seconds of a phase, without its first part, the embedding."""
         seconds = _Seconds()
         for (before, _, begin), (label, done, end) in pairwise(self._found):
             if before == label and label.startswith(phase):
@@ -180,7 +180,7 @@ class _Run:
         self._more = first.num_layers / len(first.paths)
         self._graph, self._continuation = _Seconds(), _Seconds()
         self._order: list[str] = []
-        """The parts of the model, as they run."""
+        """The parts of the model, in the order in which they run."""
 
     def measure(self) -> None:
         """Run every phase once."""
@@ -193,7 +193,7 @@ class _Run:
 
     @contextmanager
     def _timed(self, seconds: _Seconds) -> Iterator[None]:
-        """Time a block, and what of it passes between the begin of the first layer and the end of the last."""
+        """Time a block, and its share from the beginning of the first layer to the end of the last."""
         begins, layers = [0.0], [self._hf.module(path) for path in self._first.paths]
 
         def end(_module: nn.Module, _args: object, _output: object) -> None:
@@ -209,7 +209,7 @@ class _Run:
 
     @contextmanager
     def _order_noted(self) -> Iterator[None]:
-        """Note in which order the parts of the model run."""
+        """Note the order in which the parts of the model run."""
 
         def note(_module: nn.Module, _args: object, path: str) -> None:
             if path not in self._order:
@@ -255,7 +255,7 @@ class _Run:
         self._replay_rest = total - self._replay.layers - self._replay.others
 
     def phases(self, weights: int, *, has_golden: bool, keeps: bool) -> Iterator[PhaseCost]:
-        """Return the phases of the whole model; each reads so many bytes of weights, as often as it runs the model."""
+        """Return the phases of the whole model; each run of the model reads `weights` bytes."""
         batches, golden = len(self.golden.recording.steps), self.golden_bytes
         if has_golden:
             yield PhaseCost(name="golden from the cache", seconds=golden.share * self._verify, read_bytes=golden.all)

@@ -31,7 +31,7 @@ def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> Non
     """Let an engine whose taps depend on the model find them.
 
     Raises:
-        HarnessError: ENGINE_CANNOT_SERVE: layers that predict further tokens are to be judged, and what they give was
+        HarnessError: ENGINE_CANNOT_SERVE: layers that predict further tokens have to be judged, and their outputs were
             not found.
     """
     if isinstance(engine, TapMatcher):
@@ -85,10 +85,10 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
 def with_duplicate_requests(
     plan: Plan, golden: Golden, schedule: Schedule, hf: HFModel
 ) -> tuple[Golden, Sequence[RequestInfo] | None]:
-    """Return the golden that serves the schedule, and the copies of its requests; None: `describe_run` makes them.
+    """Return the golden for the schedule, and the copies of its requests; None: `describe_run` makes them.
 
-    Forks go another way than what they are forked from, or it would not matter if they wrote over it. So their rows are
-    in a larger golden.
+    Forks continue with other tokens than their originals: otherwise a fork that overwrites its original would not show.
+    So their rows are in a larger golden.
     """
     if schedule.trigger != "forked":
         return golden, None
@@ -175,7 +175,7 @@ def record_run(
 
 
 def planned_model(plan: Plan) -> HFModel:
-    """Load the model that says what is right: in the plan's dtype, on its device, with its adapter.
+    """Load the HF model that judges: in the plan's dtype, on its device, with its adapter.
 
     Raises:
         HarnessError: as `load_adapted`.
@@ -200,7 +200,7 @@ def keep_page(result: CheckResult, folder: Path) -> None:
 
 @contextmanager
 def recording_folder(out: Path | None, name: str) -> Iterator[Path]:
-    """Give the folder of one recording for the block: in `out`, or a scratch folder where that is None."""
+    """Yield the folder of one recording: in `out`, or a scratch folder if that is None."""
     if out is not None:
         yield out / name
         return
@@ -210,10 +210,10 @@ def recording_folder(out: Path | None, name: str) -> Iterator[Path]:
 
 @contextmanager
 def new_output_dir(out: Path) -> Iterator[None]:
-    """Make an output folder before the work that fills it; remove it again if the work fails and left nothing in it.
+    """Make an output folder before the work that fills it; remove it again if the work fails and leaves it empty.
 
     Raises:
-        HarnessError: OUTPUT_EXISTS, nothing that is there is overwritten; CANNOT_WRITE.
+        HarnessError: OUTPUT_EXISTS: no file is overwritten; CANNOT_WRITE.
     """
     try:
         is_new = not out.exists()
@@ -232,7 +232,7 @@ def new_output_dir(out: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # it is not empty: a recording of its own was finished in it
+        with suppress(OSError):  # it is not empty: it holds a finished recording
             if is_new:
                 out.rmdir()
         raise
@@ -245,9 +245,9 @@ def run_golden(
 
     Args:
         plan: model, prompts, dtype, device and truth.
-        out: folder, new or empty, that the golden is written to; None for the cache, where it may be already.
+        out: folder, new or empty, for the golden; None for the cache, which may hold it already.
         progress: told what is being done.
-        keeps_values: whether the golden is to hold all values; without, one from the cache may hold sketches of them.
+        keeps_values: whether the golden has to hold all values; otherwise a cached one may hold sketches of them.
 
     Raises:
         HarnessError: the input cannot be used, or `out` cannot be written.

@@ -1,4 +1,4 @@
-"""Before anything runs: the settings that the engine shows, against those of HF's loaded model."""
+"""Compare the settings that an engine shows with those of HF's loaded model, before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,15 +37,15 @@ def compare_settings(plan: Plan, engine: Engine | IsolatedEngine, hf: HFModel) -
 
 
 def with_settings(run: RunResult, settings: SettingsResult) -> RunResult:
-    """Return a run with a finding for each setting that differs, before its own: it is then a mismatch."""
+    """Return a run with a finding for each setting that differs before its own findings: it is then a mismatch."""
     findings = [Finding(code=Code.SETTING_DIFFERS, message=str(pair)) for pair in settings.differing]
     return replace(run, outcome=Outcome.MISMATCH, findings=(*findings, *run.findings)) if findings else run
 
 
 def hf_settings(hf: HFModel) -> ModelSettings:
-    """Return the settings of HF's model: of its config with HF's defaults, its modules, and its traced attention.
+    """Return the settings of HF's model: from its config with HF's defaults, its modules, and its traced attention.
 
-    A field is left out where HF's config does not say it in a way that is understood.
+    A field is left out where HF's config does not state it in a known way.
     """
     config, modules = hf.config, settings_of_modules(dict(hf.model.named_modules()))
     settings = ModelSettings(
@@ -71,7 +71,7 @@ def _first(config: Any, *names: str, kind: type = int) -> tuple[Any, ...]:
 
 
 def _cap(config: Any, name: str) -> tuple[float | None, ...]:
-    """Return a soft cap; nothing of a family whose config does not have it."""
+    """Return a soft cap; nothing for a family whose config has no such field."""
     return (getattr(config, name) or None,) if hasattr(config, name) else ()
 
 
@@ -85,7 +85,7 @@ def _windows(hf: HFModel) -> dict[str, tuple[Any, ...]]:
 
 
 def _rope(config: Any, modules: ModelSettings) -> dict[str, tuple[Any, ...]]:
-    """Return theta and frequencies of rotary whose frequencies are fixed; nothing of another."""
+    """Return theta and frequencies of a rotary embedding with fixed frequencies; nothing for another."""
     if frequencies_follow_length(config):
         return {}
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -17,17 +17,17 @@ from harness.judge.weights.sources import TensorSource
 from harness.results.weights import TensorDifference, WeightsResult
 
 _LOOSE = 0.1
-"""Relative error up to which a slice of a vector is taken for another vector."""
+"""Relative error up to which a slice of a vector counts as another vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A tensor, whole, and the tensor that it is, or the slice of it."""
+    """A whole tensor, and the tensor that equals it or contains it as a slice."""
 
     whole: str
     """Name of the tensor that is compared as a whole."""
     container: str
-    """Name of the tensor that has it."""
+    """Name of the tensor that contains it."""
     is_expected: bool
     """Whether `whole` is one of the first weights."""
     columns: Columns | None = None
@@ -78,7 +78,7 @@ def match(first: TensorSource, second: TensorSource) -> tuple[list[Pair], list[s
 
 
 def _equal(first: TensorSource, left: Sequence[str], second: TensorSource, right: Sequence[str]) -> Iterator[Pair]:
-    """Pair tensors of other names that are equal: of several equal ones it does not matter which is which."""
+    """Pair equal tensors of different names; of several equal ones any pairing is right."""
     by_content: dict[tuple[object, ...], list[str]] = {}
     for name in right:
         by_content.setdefault(_content(second, name), []).append(name)
@@ -94,7 +94,7 @@ def _content(source: TensorSource, name: str) -> tuple[object, ...]:
 
 
 def _uncovered(pairs: Sequence[Pair], container: TensorSource) -> Iterator[str]:
-    """Yield tensors of which some lines were found nowhere, and are no padding: not all zero."""
+    """Yield tensors with lines that match no other tensor and are not padding of zeros."""
     for name in dict.fromkeys(pair.container for pair in pairs):
         slices = [pair for pair in pairs if pair.container == name and pair.columns is not None]
         lines = lines_of(container[name], slices[0].dim)
@@ -111,7 +111,7 @@ def _uncovered(pairs: Sequence[Pair], container: TensorSource) -> Iterator[str]:
 def _search(
     source: TensorSource, names: Sequence[str], container: TensorSource, others: Sequence[str], *, is_expected: bool
 ) -> Iterator[Pair]:
-    """Find tensors in others, of which they may be slices."""
+    """Find the tensors that are slices of the others."""
     open_names = dict.fromkeys(names)
     for dim in (0, 1):
         tables: dict[int, list[str]] = {}
@@ -148,7 +148,7 @@ def _fits(
 
 
 def _vector(value: torch.Tensor, lines: Sequence[torch.Tensor]) -> tuple[int, Columns] | None:
-    """Return where a vector is a slice of another one, if that is one place alone; a constant is everywhere."""
+    """Return the place where a vector is a slice of another one; None for a constant, which fits everywhere."""
     size, fits = len(value), []
     for at, line in enumerate(lines):
         if len(line) >= size and bool(value.any()) and bool(value.std() > 0):
@@ -161,14 +161,14 @@ def _vector(value: torch.Tensor, lines: Sequence[torch.Tensor]) -> tuple[int, Co
 
 
 def _width(shape: Sequence[int], dim: int) -> int:
-    """Return what a line of a tensor has: inputs for its rows, outputs for its columns, 1 for a vector."""
+    """Return the length of a line of a tensor: inputs for its rows, outputs for its columns, 1 for a vector."""
     if len(shape) == 1:
         return 1
     return int(shape[-1]) if dim == 0 else int(torch.Size(shape[:-1]).numel())
 
 
 def lines_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return [width, lines]: a tensor whose columns are its rows, or its columns."""
+    """Return [width, lines]: the rows of a tensor as columns, or its columns."""
     if tensor.dim() <= 1:
         return tensor.reshape(1, -1)
     flat = tensor.reshape(-1, tensor.shape[-1])
@@ -181,7 +181,7 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
     Args:
         first: the weights that are right: a checkpoint's folder, a module, or tensors by name.
         second: the weights under test.
-        before: earlier weights with the names of the first: the update is what lies between.
+        before: earlier weights with the names of the first: the update is the difference.
         local_files_only: never ask the model hub.
 
     Raises:
@@ -210,7 +210,7 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
 
 
 def _drop_tied(one: TensorSource, two: TensorSource, only_first: list[str], only_second: list[str]) -> None:
-    """Take a head that one side has, and the other has as its embedding, out of what has no counterpart."""
+    """Remove a head from the names without a counterpart if the other side is tied: it equals the embedding."""
     for names, source in ((only_first, one), (only_second, two)):
         for name in [name for name in names if name.endswith("lm_head.weight")]:
             same = (
@@ -225,7 +225,7 @@ def _drop_tied(one: TensorSource, two: TensorSource, only_first: list[str], only
 def _difference(
     pair: Pair, one: TensorSource, two: TensorSource, old: TensorSource | None
 ) -> tuple[TensorDifference, float, float]:
-    """Return a pair's difference, and of the known update the part that arrived, and the whole: dot products."""
+    """Return a pair's difference, and two dot products of the known update: the part that arrived, and the whole."""
     first, second = (tensor.detach().cpu() for tensor in pair.of(one, two))
     a, b = first.double(), second.double()
     gap = (a - b).abs()

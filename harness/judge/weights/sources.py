@@ -26,7 +26,7 @@ def plain_name(name: str) -> str:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole: one that ranks share (FSDP's fully_shard, tensor parallelism) is put together by all."""
+    """Return a whole tensor: all ranks gather one that they share (FSDP's fully_shard, tensor parallelism)."""
     whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach()
 
@@ -35,7 +35,7 @@ def merged(module: Any, *, where: str) -> Any:
     """Return a copy of a module of PEFT with its adapters merged in float32; any other module as it is.
 
     Raises:
-        HarnessError: BAD_OPTION: adapters that no weights can hold.
+        HarnessError: BAD_OPTION: the adapters cannot be merged into weights.
     """
     if not getattr(module, "peft_config", None):
         return module
@@ -55,9 +55,10 @@ def merged(module: Any, *, where: str) -> Any:
 
 
 def _in_memory(engine: Any, where: str) -> Any:
-    """Return the tensors of an engine of this process by name, those of further ranks under their numbers.
+    """Return the tensors of an engine in this process by name, those of further ranks with the rank as prefix.
 
-    It has `weights()`, as the reference engine and each `Session` do, or is vLLM's `LLM`; anything else is returned.
+    The engine has `weights()`, as the reference engine and each `Session` do, or is vLLM's `LLM`. Any other object is
+    returned as it is.
 
     Raises:
         HarnessError: BAD_OPTION: it has packed its weights, as vLLM does on a CPU.
@@ -71,7 +72,7 @@ def _in_memory(engine: Any, where: str) -> Any:
         f"{at}.{name}": tensor
         for at, tensors in enumerate(others, 1)
         for name, tensor in tensors.items()
-        if name not in first or not torch.equal(tensor, first[name])  # or each rank has all of it
+        if name not in first or not torch.equal(tensor, first[name])  # otherwise each rank has all of it
     }
     packed = [name for name, tensor in first.items() if not tensor.numel()]
     if packed:
@@ -107,7 +108,7 @@ def unsharded(model: Any) -> Any:
 
 
 class TensorSource:
-    """Tensors by name, each read when it is asked for."""
+    """Tensors by name, each read on access."""
 
     def __init__(self, name: str, read: Mapping[str, Callable[[], torch.Tensor]], shapes: Mapping[str, Any]) -> None:
         self.name, self._read, self.shapes = name, read, shapes

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from harness.properties.attention.definition import context_of
-from reference_engine.attention.backend import AttentionBackend, find_backend
+from reference_engine.attention.backend import AttentionBackend
+from reference_engine.attention.select import find_backend
 from reference_engine.batch import build_batch
 from reference_engine.block_pool import NULL_BLOCK
-from reference_engine.fast.acceleration import FastAcceleration
-from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
+from reference_engine.cache_spec import CacheSpec
+from reference_engine.fast.fast_kernels import FastKernels
+from reference_engine.kv_cache import KVCache, context_slots
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
@@ -191,7 +193,7 @@ class TritonSubject(PagedSubject):
 
     def open(self, spec: CacheSpec) -> AttentionBackend:
         """Open the backend."""
-        backend: Any = find_backend(self.backend, spec, FastAcceleration.backends)(spec)
+        backend: Any = find_backend(self.backend, spec, FastKernels.backends)(spec)
         if self._is_split:
             decode = partial(backend.operators.paged_decode, min_split_keys=backend._tiling.keys)
             backend.operators = SimpleNamespace(**{**vars(backend.operators), "paged_decode": decode})

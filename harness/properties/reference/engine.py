@@ -76,7 +76,7 @@ class EngineSubject:
 
     def num_verified_drafts(self) -> int:
         """Count the guesses that were verified."""
-        return self._engine.num_drafted
+        return self._engine.speculation.num_drafted
 
     def num_cached_tokens(self) -> int:
         """Count the tokens of all prefix hits."""

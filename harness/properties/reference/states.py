@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from harness.properties.reference.blocks import PoolAndCache
+from reference_engine import control
 from reference_engine.batch import slots_of
 from reference_engine.checkpoint.delta_net import DeltaNetShape
+from reference_engine.families.state_cache import StateCache, StateSpec
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
-from reference_engine.state_cache import StateCache, StateSpec
+from reference_engine.speculation import drop_drafts
 
 _SHAPE = DeltaNetShape(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1, kernel_size=1)
 _GIVEN_UP = -1.0
@@ -60,7 +62,7 @@ class StateCacheSubject(PoolAndCache):
         self._compute(sequence, self._drafted.pop(request_id))
         stop = sequence.num_computed_tokens + num_tokens
         self.states.accept(slots_of(ScheduledChunk(sequence, sequence.num_computed_tokens, stop), self.pool.block_size))
-        sequence.drop_drafts(stop)
+        drop_drafts(sequence, stop)
         sequence.num_drafts = 0
         self._advance(sequence, stop)
         self.manager.trim(sequence)
@@ -74,7 +76,7 @@ class StateCacheSubject(PoolAndCache):
     def rewind(self, request_id: int, num_tokens: int) -> int:
         """Go back to the end of a block."""
         sequence = self.sequences[request_id]
-        sequence.rewind(num_tokens, self.pool.block_size, keeps_states=True)
+        control.rewind_tokens(sequence, num_tokens, self.pool.block_size, keeps_states=True)
         self.manager.trim(sequence)
         return sequence.num_computed_tokens
 

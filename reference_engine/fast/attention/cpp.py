@@ -17,9 +17,9 @@ import torch
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.attention.sdpa import attend_chunk
 from reference_engine.batch import Batch
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.fast.attention.limits import KernelLimits
 from reference_engine.fast.cpp_operators import find_compiler, load_operators
-from reference_engine.kv_cache import CacheSpec
 
 __all__ = ["CppAttention", "CppPlan"]
 
@@ -31,10 +31,10 @@ class CppLimits(KernelLimits):
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
         """See `KernelLimits.refusals`; this also looks for the compiler."""
-        found = super().refusals(spec)
+        refusals = super().refusals(spec)
         if not find_compiler():
-            found.append(("a C++ compiler (c++, g++, clang++ or the variable CXX)", "none"))
-        return found
+            refusals.append(("a C++ compiler (c++, g++, clang++ or the variable CXX)", "none"))
+        return refusals
 
 
 _LIMITS = CppLimits(device_types=("cpu",))

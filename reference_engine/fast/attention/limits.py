@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from reference_engine.attention.limits import refusals_of_stored_dtype
-from reference_engine.kv_cache import CacheSpec
+from reference_engine.cache_spec import CacheSpec
 
 __all__ = ["KernelLimits"]
 
@@ -30,22 +30,22 @@ class KernelLimits:
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
         """Return what is expected and what is found, of everything that the backend cannot serve."""
-        found: list[tuple[str, str]] = []
+        refusals: list[tuple[str, str]] = []
         if spec.dtype not in self.dtypes:
-            found.append((f"dtype {_listed(map(_name, self.dtypes))}", _name(spec.dtype)))
+            refusals.append((f"dtype {_listed(map(_name, self.dtypes))}", _name(spec.dtype)))
         if self.head_dims is not None and spec.head_dim not in self.head_dims:
-            found.append((f"head_dim {_listed(self.head_dims)}", str(spec.head_dim)))
+            refusals.append((f"head_dim {_listed(self.head_dims)}", str(spec.head_dim)))
         if spec.block_size % self.block_size_multiple:
-            found.append((f"block_size a multiple of {self.block_size_multiple}", str(spec.block_size)))
+            refusals.append((f"block_size a multiple of {self.block_size_multiple}", str(spec.block_size)))
         if spec.device.type not in self.device_types:
-            found.append((f"device {_listed(self.device_types)}", spec.device.type))
+            refusals.append((f"device {_listed(self.device_types)}", spec.device.type))
         if not self.has_windows and any(window is not None for window in spec.layer_windows):
-            found.append(("no sliding window", str(max(window or 0 for window in spec.layer_windows))))
+            refusals.append(("no sliding window", str(max(window or 0 for window in spec.layer_windows))))
         if not self.stores_float8:
-            found += refusals_of_stored_dtype(spec)
+            refusals += refusals_of_stored_dtype(spec)
         if spec.value_dim is not None:
-            found.append(("values beside their keys", "latents, which are both"))
-        return found
+            refusals.append(("values beside their keys", "latents, which are both"))
+        return refusals
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from reference_engine.batch import Batch
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.fast.attention.limits import KernelLimits
 from reference_engine.fast.kernels.tiling import MAX_HEAD_DIM, find_tiling
-from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
+from reference_engine.kv_cache import KVCache, context_slots
 
 __all__ = ["TritonAttention", "TritonPlan"]
 
@@ -39,21 +40,21 @@ class TritonLimits(KernelLimits):
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
         """See `KernelLimits.refusals`; this also looks at what is installed."""
-        found = super().refusals(spec)
+        refusals = super().refusals(spec)
         if spec.head_dim > MAX_HEAD_DIM:
-            found.append((f"head_dim at most {MAX_HEAD_DIM}", str(spec.head_dim)))
+            refusals.append((f"head_dim at most {MAX_HEAD_DIM}", str(spec.head_dim)))
         if spec.device.type == "cuda" and spec.stored_dtype == torch.float8_e4m3fn:
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < _LEAST_E4M3:  # Triton cannot convert it: the kernel would not compile
                 least = ".".join(map(str, _LEAST_E4M3))
-                found.append(
+                refusals.append(
                     (f"compute capability {least} for a cache in float8_e4m3fn", ".".join(map(str, capability)))
                 )
         if find_spec("triton") is None:
-            found.append(("the package triton (pip install triton)", "no such package"))
+            refusals.append(("the package triton (pip install triton)", "no such package"))
         elif spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            found.append(("device cuda, or the environment variable TRITON_INTERPRET=1", spec.device.type))
-        return found
+            refusals.append(("device cuda, or the environment variable TRITON_INTERPRET=1", spec.device.type))
+        return refusals
 
 
 _LIMITS = TritonLimits(stores_float8=True)
@@ -107,10 +108,10 @@ class TritonAttention:
                 k_TKH, v_TKH, batch.slot_mapping_T, k_cache_BSKH, v_cache_BSKH, k_scale=k_scale, v_scale=v_scale
             )
             if plan.num_single:
-                own = slice(plan.num_single)
+                rows = slice(plan.num_single)
                 self.operators.paged_decode(
-                    q_TNH[own], k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB[own], batch.context_lens_R[own],
-                    out_TNH[own], **options,
+                    q_TNH[rows], k_cache_BSKH, v_cache_BSKH, batch.block_tables_RB[rows], batch.context_lens_R[rows],
+                    out_TNH[rows], **options,
                 )  # fmt: skip
             if len(plan.tiles_M4):
                 self.operators.paged_prefill(

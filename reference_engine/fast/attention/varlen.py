@@ -20,8 +20,9 @@ from itertools import accumulate
 import torch
 
 from reference_engine.batch import Batch
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.fast.attention.limits import KernelLimits
-from reference_engine.kv_cache import CacheSpec, KVCache, context_slots
+from reference_engine.kv_cache import KVCache, context_slots
 
 __all__ = ["VarlenAttention", "VarlenPlan"]
 
@@ -46,10 +47,10 @@ class VarlenLimits(KernelLimits):
 
     def refusals(self, spec: CacheSpec) -> list[tuple[str, str]]:
         """See `KernelLimits.refusals`; this also looks at torch."""
-        found = super().refusals(spec)
+        refusals = super().refusals(spec)
         if _kernel() is None:
-            found.append(("a torch whose varlen_attn reads block tables (2.13 does)", torch.__version__))
-        return found
+            refusals.append(("a torch whose varlen_attn reads block tables (2.13 does)", torch.__version__))
+        return refusals
 
 
 _LIMITS = VarlenLimits(

@@ -33,7 +33,8 @@ from reference_engine.rotary import RotaryEmbedding
 OWNERS = (
     reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention,
     reference_engine.checkpoint.model_config, reference_engine.engine, reference_engine.model,
-    reference_engine.model_runner, reference_engine.sampler, Attention, BlockManager, BlockPool,
+    reference_engine.families.build, reference_engine.loader, reference_engine.model_runner, reference_engine.sampler,
+    reference_engine.speculation, Attention, BlockManager, BlockPool,
     Decoder, DecoderLayer, Embedding, Experts, KVCache, LLMEngine, LatentAttention, Linear, MLP, ModelRunner, Prefix,
     PrefixCache, RMSNorm, RotaryEmbedding,
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.engines.quantised_form import quantising
+from harness.engines.hf import quantising
 from harness.errors import Code, HarnessError
 from harness.extensions.quant.forward import distance, hf_distributions
 from harness.extensions.quant.hf_types import HF_TYPES, check_package, run_hf_type

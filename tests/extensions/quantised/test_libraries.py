@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.engines.quantised_form import load_quantised
+from harness.engines.hf import load_quantised
 from harness.extensions.quantised.checkpoint import QuantisedCheckpoint
 from tests.quantised_checkpoints import KINDS, write_quantised
 from tests.quantised_faults import CHECKPOINTS

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from harness.engines import Capabilities, adapter, engine_names, open_engine
+from harness.engines.adapter import parse_flag, parse_value
 from harness.errors import Code, HarnessError
 
 from ..decoder_graph import decoder_graph
@@ -49,3 +50,27 @@ def test_an_engine_whose_library_is_missing_is_not_called_installed(monkeypatch)
     monkeypatch.setattr(adapter, "find_spec", lambda library: asked.append(library) or (library != "mlx_lm") or None)
     assert set(engine_names()) - set(adapter.installed_engine_names()) == {"mlx"}
     assert {"llama_cpp", "vllm"} <= set(asked)
+
+
+def test_a_flag_is_true_or_false():
+    assert (parse_flag("x", "true"), parse_flag("x", "false")) == (True, False)
+    with pytest.raises(HarnessError) as caught:
+        parse_flag("multiprocessing", "yes")
+    assert caught.value.code is Code.BAD_OPTION
+    assert (caught.value.what, caught.value.actual) == ("multiprocessing must be true or false", "yes")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("0.5", 0.5),
+        ("true", True),
+        ("None", None),
+        ("False", False),
+        ('{"a": [1]}', {"a": [1]}),
+        ("fp8", "fp8"),
+    ],
+)
+def test_a_value_is_json_where_it_is_json(text, value):
+    assert parse_value(text) == value

@@ -46,7 +46,7 @@ def test_rejected_rows_are_their_drafts_own(checkpoints, engine, tmp_path):
         positions = range(draft.prompt_length, len(draft.token_ids))
         assert [position for request, position in rows if request == draft.id] == list(positions)
     for request in recording.manifest.requests[:2]:
-        assert sorted(at for own, at in rows if own == request.id) == list(range(len(request.token_ids)))
+        assert sorted(at for owner, at in rows if owner == request.id) == list(range(len(request.token_ids)))
     assert (verification.sampled >= 0).all()  # every row of it chooses a token
 
 
@@ -79,7 +79,7 @@ def test_a_cache_of_states_is_refused(checkpoints, monkeypatch):
 
 
 def test_an_engine_that_claims_to_verify_and_does_not_fails(checkpoints, monkeypatch):
-    monkeypatch.setattr("reference_engine.engine.propose", lambda *_: None)
+    monkeypatch.setattr("reference_engine.speculation.Speculation.propose", lambda *_: None)
     (run,) = check(checkpoints, "reference", schedules=["speculative"]).runs
     messages = {finding.message for finding in run.findings if finding.code is Code.TRIGGER_NOT_REACHED}
     assert "no step computed an accepted draft (raise --max-new-tokens to at least 4)" in messages

@@ -41,10 +41,10 @@ def expected(checkpoints):
     kept, operations = {request.id: {} for request in REQUESTS}, hf.graph.by_source
     for request in REQUESTS:
 
-        def keep(source, value, own=kept[request.id], tokens=request.token_ids):
+        def keep(source, value, rows=kept[request.id], tokens=request.token_ids):
             if source in operations:
                 operation = operations[source]
-                own[operation.tap] = as_rows(value, operation.token_dim, 1, len(tokens)).clone()
+                rows[operation.tap] = as_rows(value, operation.token_dim, 1, len(tokens)).clone()
 
         with watching(hf) as watch, watch.showing(Seeing(keep)), torch.no_grad():
             hf.model(input_ids=torch.tensor([request.token_ids]), use_cache=False)
@@ -225,7 +225,7 @@ def test_nothing_sees_padding(tiny_folder, record, family, tap):
     engine = of(tiny_folder(family))
     alone = rows_alone(engine._hf, tap)
     with record(engine, "batched") as recording:
-        found = {
+        differing = {
             row: values
             for step in computed(recording)
             for row, values in zip(rows(step, tap), step.tap(tap), strict=True)
@@ -233,22 +233,22 @@ def test_nothing_sees_padding(tiny_folder, record, family, tap):
     engine._hf.model.double()
     exact = rows_alone(engine._hf, tap)
     noise = max(float((alone[row] - exact[row]).abs().max()) for row in exact)
-    assert found.keys() == exact.keys()
-    for row, values in found.items():
+    assert differing.keys() == exact.keys()
+    for row, values in differing.items():
         assert float((values - exact[row]).abs().max()) <= 16 * noise  # padding would be as large as the row
     assert 100 * noise < min(float(values.abs().max()) for values in exact.values())
 
 
 def rows_alone(hf, tap):
     """Rows of a tap by request and position, each request for itself."""
-    found = {}
+    rows = {}
     for request in REQUESTS:
         shown = []
         hook = hf.module(tap).register_forward_hook(lambda _module, _args, out, shown=shown: shown.append(out))
         hf.model(torch.tensor([request.token_ids]), use_cache=False)
         hook.remove()
-        found |= {(request.id, at): row for at, row in enumerate(shown[0][0])}
-    return found
+        rows |= {(request.id, at): row for at, row in enumerate(shown[0][0])}
+    return rows
 
 
 def test_requests_that_hf_cannot_mask_run_one_by_one(tiny_folder, record):

@@ -80,8 +80,8 @@ def test_every_position_is_recorded_once_with_its_own_values(engine, graph, reco
                 if "lm_head" in step.tap_names:
                     for row, values in zip(rows(step, "lm_head"), step.tap("lm_head"), strict=True):
                         torch.testing.assert_close(values, expected[row][1], rtol=1e-4, atol=1e-4)
-                own = [-1] * len(step.request) if step.sampled is None else step.sampled.tolist()
-                sampled = zip(step.request.tolist(), step.position.tolist(), own, strict=True)
+                choices = [-1] * len(step.request) if step.sampled is None else step.sampled.tolist()
+                sampled = zip(step.request.tolist(), step.position.tolist(), choices, strict=True)
                 chosen |= {(request, at): token for request, at, token in sampled if token >= 0}
             assert seen == Counter({(request.id, at) for request in REQUESTS for at in range(len(request.token_ids))})
             assert chosen == {

@@ -77,8 +77,8 @@ def tables():
 @pytest.mark.parametrize(("buffers"), [pytest.param(held, id=name) for name, held in tables()])
 def test_frequencies_and_theta_follow_from_the_numbers(buffers):
     settings = shown(Other(**buffers))
-    (found,) = settings.rope_frequencies
-    torch.testing.assert_close(torch.tensor(found), frequencies(), rtol=1e-5, atol=0)
+    (table,) = settings.rope_frequencies
+    torch.testing.assert_close(torch.tensor(table), frequencies(), rtol=1e-5, atol=0)
     assert settings.rope_theta == (THETA,)
 
 

@@ -11,7 +11,7 @@ from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
 from harness.results.check import Outcome
 from reference_engine import LLMEngine
-from reference_engine.fast.acceleration import FastAcceleration
+from reference_engine.fast.fast_kernels import FastKernels
 
 from .conftest import REQUESTS, computed
 
@@ -197,14 +197,14 @@ def test_what_an_option_has_decided_is_not_left_to_workloads(opened):
 @pytest.mark.parametrize(("taps", "is_found"), [("all", False), ("logits", True), ("cache", True)])
 def test_steps_that_run_otherwise_unobserved_are_judged_where_logits_are_asked_for(monkeypatch, taps, is_found):
     """As recorded steps do: what is wrong in a replay alone is not in the taps of a step that is watched."""
-    run = FastAcceleration.run
+    run = FastKernels.run
 
     def replayed(self, forward, batch):
         logits = run(self, forward, batch)
         return logits if batch.observer is not None or logits is None else logits.roll(1, dims=-1)
 
-    monkeypatch.setattr(FastAcceleration, "run", replayed)
-    monkeypatch.setattr(FastAcceleration, "changes_when_observed", property(lambda self: True))
+    monkeypatch.setattr(FastKernels, "run", replayed)
+    monkeypatch.setattr(FastKernels, "changes_when_observed", property(lambda self: True))
     requests = [RequestSpec(token_ids=REQUESTS[0].token_ids)]
     asked = {"model": "llama-tiny", "requests": requests, "max_new_tokens": 3, "schedules": ["plain"], "only": taps}
     found = run_check(plan_request(**asked))

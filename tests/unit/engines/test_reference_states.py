@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import harness
+from reference_engine import control
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.families import qwen3_next
 from reference_engine.families.qwen3_next import GatedDeltaNet, gated_delta_rule
-from reference_engine.requests.sequence import ScheduledChunk, Sequence
-from reference_engine.state_cache import Piece, StateCache
+from reference_engine.families.state_cache import Piece, StateCache
+from reference_engine.requests.sequence import ScheduledChunk
 
 PROMPTS = [[3 + (7 * n * n + 11 * n) % 240 for n in range(38)], [3 + (5 * n * n + 3 * n) % 240 for n in range(23)]]
 Planted = AbstractContextManager[Any]
@@ -62,7 +63,7 @@ def drafts_stay() -> Planted:
 
 
 def taken_back_stay() -> Planted:
-    rewind = Sequence.rewind
+    rewind = control.rewind_tokens
 
     def pieces(self: StateCache, chunk: ScheduledChunk, first_row: int) -> Iterator[Piece]:
         block = chunk.sequence.block_table[(chunk.start - 1) // self.block_size] if chunk.start else NULL_BLOCK
@@ -74,7 +75,9 @@ def taken_back_stay() -> Planted:
 
     stack = ExitStack()
     stack.enter_context(patch.object(StateCache, "_pieces", pieces))
-    stack.enter_context(patch.object(Sequence, "rewind", lambda self, tokens, size, _: rewind(self, tokens, size)))
+    stack.enter_context(
+        patch.object(control, "rewind_tokens", lambda sequence, num, size, _: rewind(sequence, num, size))
+    )
     return stack
 
 

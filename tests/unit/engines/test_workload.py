@@ -46,9 +46,9 @@ def drafted(schedule, *drafts):
 
 def test_a_request_that_goes_back_computes_the_last_token_of_its_prompt_again():
     wrong = [[(2, 6)], [(2, 7)]]
-    own = [[(0, 5)], [(0, 6)], [(0, 7)], [(0, 8)]]
-    assert drafted("rewound", (6, 2)) == [[(0, 0, 1, 2, 3, 4, 5)], *wrong, *own]
-    assert drafted("rewound") == [[(0, 0, 1, 2, 3, 4, 5)], *own[1:]]
+    decode = [[(0, 5)], [(0, 6)], [(0, 7)], [(0, 8)]]
+    assert drafted("rewound", (6, 2)) == [[(0, 0, 1, 2, 3, 4, 5)], *wrong, *decode]
+    assert drafted("rewound") == [[(0, 0, 1, 2, 3, 4, 5)], *decode[1:]]
 
 
 def test_a_verification_holds_accepted_drafts_and_then_rejected_ones():

@@ -90,13 +90,13 @@ def test_folder_is_small_and_complete(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_features(name: str) -> None:
     config = AutoConfig.from_pretrained(CHECKPOINTS / name, local_files_only=True)
-    own = {
+    features = {
         "qwen2-tiny": (4, 2, 3),
         "gemma3-tiny": (4, 2, 6),
         "qwen3-next-tiny": (4, 2, 4),
         "deepseek-v3-tiny": (4, 4, 3),
     }
-    expected = own.get(name, (6, 2, 3))
+    expected = features.get(name, (6, 2, 3))
     assert (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers) == expected
     assert (config.vocab_size, config.max_position_embeddings) == (256, 512)
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)

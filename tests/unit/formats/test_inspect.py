@@ -112,8 +112,8 @@ def test_missing_unexpected_and_misshapen_tensors(llama):
 def test_a_config_that_cannot_be_built(llama, change, code, message):
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | change))
-    found, text = refused(llama)
-    assert found is code, text
+    actual_code, text = refused(llama)
+    assert actual_code is code, text
     assert message in text
 
 
@@ -131,9 +131,9 @@ def test_models_that_are_not_compared(tmp_path):
 def test_another_architecture(tmp_path):
     GPT2Config(n_layer=1).save_pretrained(tmp_path)
     save_file({"transformer.wpe.weight": torch.zeros(1024, 768)}, tmp_path / "model.safetensors")
-    found = inspect_path(tmp_path)["against_config"]
-    assert "transformer.h.0.attn.c_attn.weight" in found["missing"]
-    assert "transformer.wpe.weight" not in found["missing"]
+    comparison = inspect_path(tmp_path)["against_config"]
+    assert "transformer.h.0.attn.c_attn.weight" in comparison["missing"]
+    assert "transformer.wpe.weight" not in comparison["missing"]
 
 
 def test_damaged_input(llama, tmp_path):

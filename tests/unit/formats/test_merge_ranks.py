@@ -121,11 +121,11 @@ def test_taps_that_one_rank_lacks_are_named_whichever_it_is(tmp_path, ours, thei
 def test_every_step_and_one_rank_alone_are_merged(tmp_path):
     steps = [{"whole": WHOLE}, {"whole": WHOLE + 1}, {"unknown": HEADS}]
     ranks = [steps_of(tmp_path / str(at), *steps) for at in range(3)]
-    found = merged(tmp_path, *ranks).steps
-    assert [step.tap_names for step in found] == [["whole"], ["whole"], ["unknown"]]
-    assert torch.equal(found[1].tap("whole"), WHOLE + 1)
-    assert torch.equal(found[2].tap("unknown"), HEADS), "whose size is not known: all of it"
-    assert [step.sampled for step in found] == [None] * 3
+    merged_steps = merged(tmp_path, *ranks).steps
+    assert [step.tap_names for step in merged_steps] == [["whole"], ["whole"], ["unknown"]]
+    assert torch.equal(merged_steps[1].tap("whole"), WHOLE + 1)
+    assert torch.equal(merged_steps[2].tap("unknown"), HEADS), "whose size is not known: all of it"
+    assert [step.sampled for step in merged_steps] == [None] * 3
     alone = rank(tmp_path / "alone", HEADS, num_steps=1)
     with writer(tmp_path / "of one") as out:
         merge_ranks([alone], GRAPH, out)

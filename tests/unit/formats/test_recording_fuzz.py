@@ -139,8 +139,8 @@ def mutated_header(draw, content):
             case "drop":
                 header.pop(name, None)
             case "rename" if name in header:
-                other = draw(st.sampled_from([*names, "__metadata__"]) | st.text(max_size=10))
-                header[other] = header.pop(name)
+                new_name = draw(st.sampled_from([*names, "__metadata__"]) | st.text(max_size=10))
+                header[new_name] = header.pop(name)
             case "dtype" if is_entry:
                 header[name]["dtype"] = draw(st.sampled_from(["F32", "I32", "I64", "F4", "U8", "C64"]) | JSON)
             case "shape" | "data_offsets" as key if is_entry:

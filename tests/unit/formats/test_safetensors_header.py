@@ -43,8 +43,8 @@ def test_a_file_of_the_library(file):
     assert header.metadata == {"format": "pt"}
     assert header.file_bytes == file.stat().st_size
     assert header.data_offset == 8 + header.header_bytes
-    found = {entry.name: (entry.dtype, entry.shape, entry.num_bytes, entry.num_elements) for entry in header.tensors}
-    assert found == {"a": ("BF16", (2, 3), 12, 6), "b": ("F32", (), 4, 1), "c": ("F32", (0, 4), 0, 0)}
+    entries = {entry.name: (entry.dtype, entry.shape, entry.num_bytes, entry.num_elements) for entry in header.tensors}
+    assert entries == {"a": ("BF16", (2, 3), 12, 6), "b": ("F32", (), 4, 1), "c": ("F32", (0, 4), 0, 0)}
     assert [entry.begin for entry in header.tensors] == sorted(entry.begin for entry in header.tensors)
 
 

@@ -95,21 +95,21 @@ def by_definition(call, scale, seen, *, softcap=None, sinks=None):
     return Definition(context=context, amplification=products, score_sensitivity=scores, without_cancelling=largest)
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     """In float32: they are factors of a bound.
 
     The second is the root of a difference of squares. So its square is as exact as the squares are large, and it has no
     digit where it is zero (a row that sees one key).
     """
-    assert found.amplification.dtype == found.score_sensitivity.dtype == torch.float32
-    torch.testing.assert_close(found.amplification.double(), expected.amplification, rtol=1e-5, atol=0)
-    errors = found.score_sensitivity.double().square() - expected.score_sensitivity.square()
+    assert actual.amplification.dtype == actual.score_sensitivity.dtype == torch.float32
+    torch.testing.assert_close(actual.amplification.double(), expected.amplification, rtol=1e-5, atol=0)
+    errors = actual.score_sensitivity.double().square() - expected.score_sensitivity.square()
     assert bool((errors.abs() <= 1e-6 * expected.without_cancelling.square()).all())
 
 
-def assert_differs(found, expected):
+def assert_differs(actual, expected):
     for name in ("amplification", "score_sensitivity"):
-        assert relative(getattr(found, name).double(), getattr(expected, name)) > 1e-3
+        assert relative(getattr(actual, name).double(), getattr(expected, name)) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -118,9 +118,9 @@ def assert_differs(found, expected):
 def test_sensitivities_are_their_definition(queries, keys, batch, dtype):
     call = call_of(queries=queries, keys=keys, batch=batch, dtype=dtype)
     assert torch.equal(visible_keys(call), causal(queries, keys))
-    found = attention_sensitivity(call)
-    assert found.amplification.shape == found.score_sensitivity.shape == (batch, queries)
-    assert_same(found, by_definition(call, SCALE, causal(queries, keys)))
+    sensitivity = attention_sensitivity(call)
+    assert sensitivity.amplification.shape == sensitivity.score_sensitivity.shape == (batch, queries)
+    assert_same(sensitivity, by_definition(call, SCALE, causal(queries, keys)))
 
 
 @pytest.mark.parametrize("as_numbers", [torch.float64, torch.float32, torch.bfloat16, torch.float16, None])
@@ -260,12 +260,14 @@ def test_each_request_of_a_batch_is_by_itself():
     call = call_of(queries=5, keys=5, batch=2)
     together = attention_sensitivity(call)
     for at in range(2):
-        own = slice(at, at + 1)
-        alone = replace(call, query=call.query[own], key=call.key[own], value=call.value[own])
-        found = replace(
-            together, amplification=together.amplification[own], score_sensitivity=together.score_sensitivity[own]
+        request = slice(at, at + 1)
+        alone = replace(call, query=call.query[request], key=call.key[request], value=call.value[request])
+        single = replace(
+            together,
+            amplification=together.amplification[request],
+            score_sensitivity=together.score_sensitivity[request],
         )
-        assert_same(found, by_definition(alone, SCALE, causal(5, 5)))
+        assert_same(single, by_definition(alone, SCALE, causal(5, 5)))
 
 
 # The formulas of how far rounding carries, against roundings that were made.
@@ -303,7 +305,7 @@ def probabilities(call, scores):
 @pytest.mark.parametrize("scale", [0.3, 2.0])
 def test_amplification_is_the_error_of_rounded_products(scale, options):
     call = call_of(queries=3, keys=12, scale=scale, **options)
-    found = attention_sensitivity(call)
+    sensitivity = attention_sensitivity(call)
     _, _, v, scores = parts(call)
     generator = torch.Generator().manual_seed(9)
     products = probabilities(call, scores)[..., None] * v[:, None]  # [heads, rows, keys, head size]
@@ -312,7 +314,7 @@ def test_amplification_is_the_error_of_rounded_products(scale, options):
         for _ in range(_SAMPLES)
     )
     measured = rms_relative(changed, probabilities(call, scores) @ v)
-    torch.testing.assert_close(found.amplification[0], measured, rtol=0.2, atol=0)
+    torch.testing.assert_close(sensitivity.amplification[0], measured, rtol=0.2, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"s_aux": SINKS}])
@@ -320,7 +322,7 @@ def test_amplification_is_the_error_of_rounded_products(scale, options):
 def test_score_sensitivity_is_the_error_of_rounded_scores(scale, options):
     """Every score is off by a relative rounding of what its sum over the channels may be rounded by."""
     call = call_of(queries=3, keys=12, scale=scale, **options)
-    found = attention_sensitivity(call)
+    sensitivity = attention_sensitivity(call)
     q, k, v, scores = parts(call)
     squares = torch.einsum("ntd,nsd->nts", q.square(), k.square()) / HEAD_DIM
     bound = (HEAD_DIM * (squares + scores.square() / 3)).sqrt()
@@ -331,7 +333,7 @@ def test_score_sensitivity_is_the_error_of_rounded_scores(scale, options):
         for _ in range(_SAMPLES)
     )
     measured = rms_relative(changed, probabilities(call, scores) @ v)
-    torch.testing.assert_close(found.score_sensitivity[0], measured, rtol=0.2, atol=0)
+    torch.testing.assert_close(sensitivity.score_sensitivity[0], measured, rtol=0.2, atol=0)
 
 
 @pytest.mark.parametrize("dominant", [1.0, 8.0])

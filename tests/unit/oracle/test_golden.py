@@ -89,14 +89,14 @@ def test_a_golden_is_the_truth_of_each_request(load, tmp_path, dtype):
     golden = make_golden(hf, PROMPTS, tmp_path / "golden", truth="float64")
     (step,) = golden.recording.steps
     for request in golden.requests:
-        own = (step.request == request.id).nonzero()[:, 0]
+        indices = (step.request == request.id).nonzero()[:, 0]
         for tap, expected in pair(hf, request.token_ids).values["truth"].items():
             rows = step.rows_of(tap)
             if rows is None:
-                actual = step.tap(tap)[own]
+                actual = step.tap(tap)[indices]
             else:
-                actual = step.tap(tap)[torch.isin(rows, own)]
-                expected = expected[step.position[rows[torch.isin(rows, own)]]]
+                actual = step.tap(tap)[torch.isin(rows, indices)]
+                expected = expected[step.position[rows[torch.isin(rows, indices)]]]
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -313,8 +313,8 @@ def info_of_another_golden(folder):
 def steps_of_another_golden(folder):
     """Its key, its noise and its graph stay."""
     hf = load_model(folder.parents[2] / "llama-tiny", dtype=torch.float32)
-    other = (PROMPTS[0], Prompt(token_ids=(44, 3, 91), max_new_tokens=1))
-    make_golden(hf, other, folder.parent / "other")
+    changed = (PROMPTS[0], Prompt(token_ids=(44, 3, 91), max_new_tokens=1))
+    make_golden(hf, changed, folder.parent / "other")
     for file in ("manifest.json", "step-00000.safetensors"):
         (folder.parent / "other" / file).replace(folder / file)
     shutil.rmtree(folder.parent / "other")
@@ -387,13 +387,13 @@ def test_an_altered_golden_is_never_used(load, cache, tmp_path, monkeypatch):
     whole.recording.close()
     sound = make_golden(hf, PROMPTS, tmp_path / "sound")
     flip_a_bit(whole.recording.path)
-    check_digest = reader._check_digest
+    check_digest = reader.check_digest
 
     def slowly(*args):  # a large file's digest comes later than the comparison's own look at it
         time.sleep(1)
         check_digest(*args)
 
-    monkeypatch.setattr(reader, "_check_digest", slowly)
+    monkeypatch.setattr(reader, "check_digest", slowly)
     again = cached_golden(hf, PROMPTS)
     try:
         result = compare_run(sound.recording, again).result
@@ -403,24 +403,14 @@ def test_an_altered_golden_is_never_used(load, cache, tmp_path, monkeypatch):
         assert max(tap.max_abs for tap in result.taps) == 0
 
 
-@pytest.mark.parametrize(("dtype", "tap"), [(torch.float32, "model.norm"), (torch.bfloat16, "lm_head")])
-def test_noise_that_rounding_cannot_have_made_is_refused(load, tmp_path, dtype, tap):
-    """Whoever wrote it, and with its digest right: anything at all would pass beside it."""
-    golden = make_golden(load("llama-tiny", dtype), PROMPTS, tmp_path / "golden")
-    write_golden_files(tmp_path / "golden", {}, golden.graph, golden.noise)
-    open_golden(tmp_path / "golden")
-    write_golden_files(tmp_path / "golden", {}, golden.graph, golden.noise | {tap: golden.noise[tap] * 1e4})
-    with pytest.raises(HarnessError, match=f"noise of {tap} is more than") as caught:
+def test_noise_that_rounding_cannot_have_made_is_refused(load, tmp_path):
+    """Its digest is right, but any engine would pass beside it; test_golden_files.py has the limit itself."""
+    golden = make_golden(load("llama-tiny"), PROMPTS, tmp_path / "golden")
+    noise = golden.noise | {"model.norm": golden.noise["model.norm"] * 1e4}
+    write_golden_files(tmp_path / "golden", {}, golden.graph, noise)
+    with pytest.raises(HarnessError, match=r"noise of model\.norm is more than float32 can make") as caught:
         open_golden(tmp_path / "golden")
     assert caught.value.code is Code.DAMAGED_SAFETENSORS
-
-
-def test_logit_noise_that_would_make_a_tie_of_everything_is_refused(load, tmp_path):
-    golden = make_golden(load("llama-tiny"), PROMPTS, tmp_path / "golden")
-    noise = golden.noise | {LOGIT_NOISE: golden.noise[LOGIT_NOISE] * 100}
-    write_golden_files(tmp_path / "golden", {}, golden.graph, noise)
-    with pytest.raises(HarnessError, match=r"noise of logits\.max_abs"):
-        open_golden(tmp_path / "golden")
 
 
 def test_two_that_make_the_same_golden_at_once_both_get_it(load, cache, making, monkeypatch):
@@ -532,42 +522,6 @@ def test_what_it_was_made_from_is_beside_it(load, golden):
     assert (key["dtype"], key["truth"]) == ("torch.bfloat16", "torch.float32")
 
 
-@pytest.mark.parametrize(
-    ("damage", "code", "said"),
-    [
-        (flip_a_bit_of_the_noise, Code.DAMAGED_SAFETENSORS, "sha256 differs"),
-        (truncate_noise, Code.DAMAGED_SAFETENSORS, "cannot be read"),
-        (garble_info, Code.BAD_MANIFEST, "cannot be read"),
-        (info_of_a_later_version, Code.BAD_MANIFEST, "schema_version"),
-    ],
-)
-def test_a_golden_that_is_damaged_is_not_opened(golden, damage, code, said):
-    damage(golden.recording.path)
-    with pytest.raises(HarnessError) as caught:
-        open_golden(golden.recording.path)
-    assert caught.value.code is code
-    assert said in str(caught.value) or said in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    ("noise", "said"),
-    [
-        (torch.full((12,), -1e-3, dtype=torch.float64), "not finite, or negative"),
-        (torch.full((12,), torch.nan, dtype=torch.float64), "not finite, or negative"),
-        (torch.zeros(11, dtype=torch.float64), "shape"),
-        (torch.zeros(12, 2, dtype=torch.float64), "shape"),
-    ],
-)
-def test_noise_that_is_none(golden, noise, said):
-    path = golden.recording.path
-    save_file({"model.norm": noise}, path / NOISE_FILE)
-    (path / INFO_FILE).unlink()  # of no version that has a digest
-    with pytest.raises(HarnessError) as caught:
-        open_golden(path)
-    assert caught.value.code is Code.DAMAGED_SAFETENSORS
-    assert said in str(caught.value)
-
-
 def test_a_golden_of_the_first_version_is_read(golden):
     """It had one name for the noise of the logits, and nobody wrote the graph down."""
     path = golden.recording.path
@@ -587,6 +541,6 @@ def test_a_recording_without_noise_is_no_golden_and_can_be_compared_with(golden)
     path = golden.recording.path
     for file in (NOISE_FILE, INFO_FILE):
         (path / file).unlink()
-    other = Golden(Recording.open(path))
-    assert (other.noise, other.info) == ({}, None)
-    assert other.requests == golden.requests
+    plain = Golden(Recording.open(path))
+    assert (plain.noise, plain.info) == ({}, None)
+    assert plain.requests == golden.requests

@@ -72,20 +72,20 @@ def refused(folder, code, says):
 
 
 def test_what_was_written_is_read(tmp_path):
-    found = golden(tmp_path / "g")
-    assert found.graph == GRAPH
-    assert found.info.key == {"a": 1}
-    assert {name: x.tolist() for name, x in found.noise.items()} == {name: x.tolist() for name, x in noise_of().items()}
-    assert [request.id for request in found.requests] == [0, 1]
-    assert (found.notes, found.is_pool) == ((), False)
-    assert _num_rows(found.recording) == {"model.embed_tokens": 6, "model.norm": 6, "other": 6, "lm_head": 3}
+    opened = golden(tmp_path / "g")
+    assert opened.graph == GRAPH
+    assert opened.info.key == {"a": 1}
+    assert {tap: x.tolist() for tap, x in opened.noise.items()} == {tap: x.tolist() for tap, x in noise_of().items()}
+    assert [request.id for request in opened.requests] == [0, 1]
+    assert (opened.notes, opened.is_pool) == ((), False)
+    assert _num_rows(opened.recording) == {"model.embed_tokens": 6, "model.norm": 6, "other": 6, "lm_head": 3}
 
 
 def test_another_recording_has_neither_noise_nor_a_graph_of_its_own(tmp_path):
     recorded(tmp_path / "r")
-    found = open_golden(tmp_path / "r")
-    assert (found.noise, found.info) == ({}, None)
-    assert "lm_head" in found.graph
+    opened = open_golden(tmp_path / "r")
+    assert (opened.noise, opened.info) == ({}, None)
+    assert "lm_head" in opened.graph
 
 
 @pytest.mark.parametrize("field", ["key", "aliases", "noise_sha256", "manifest_sha256", "sha256"])
@@ -100,9 +100,9 @@ def test_an_altered_description_is_refused(tmp_path, field):
 
 def test_an_operation_that_reads_no_operation_of_the_golden_is_refused(tmp_path):
     """A tap's name was damaged and the description signed again: H099 said a KeyError."""
-    found = golden(tmp_path / "g")
-    first, *others = found.info.operations
-    damaged = found.info.model_copy(
+    opened = golden(tmp_path / "g")
+    first, *others = opened.info.operations
+    damaged = opened.info.model_copy(
         update={"operations": (first.model_copy(update={"inputs": ("model.nrm",)}), *others)}
     )
     (tmp_path / "g" / INFO_FILE).write_text(damaged.model_copy(update={"sha256": damaged.digest()}).model_dump_json())
@@ -115,6 +115,12 @@ def test_a_description_that_is_none_is_refused(tmp_path):
     (tmp_path / "g" / INFO_FILE).write_text("{}")
     error = refused(tmp_path / "g", Code.BAD_MANIFEST, "cannot be read")
     assert error.what.endswith("validation errors for GoldenInfo"), "the first of many lines"
+
+
+def test_a_description_of_a_later_version_is_refused(tmp_path):
+    info = golden(tmp_path / "g").info.model_copy(update={"schema_version": 2})
+    (tmp_path / "g" / INFO_FILE).write_text(info.model_copy(update={"sha256": info.digest()}).model_dump_json())
+    assert "schema_version" in str(refused(tmp_path / "g", Code.BAD_MANIFEST, "cannot be read").__cause__)
 
 
 def test_the_manifest_and_the_noise_are_those_it_was_made_with(tmp_path):
@@ -146,6 +152,8 @@ def test_the_manifest_and_the_noise_are_those_it_was_made_with(tmp_path):
 def test_noise_that_is_none(tmp_path, changed, says):
     recorded(tmp_path / "g")
     write_golden_files(tmp_path / "g", {}, GRAPH, noise_of(**changed))
+    refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, says)
+    (tmp_path / "g" / INFO_FILE).unlink()  # as in goldens of the first version
     refused(tmp_path / "g", Code.DAMAGED_SAFETENSORS, says)
 
 

@@ -92,9 +92,9 @@ def test_short_names(operation, name):
 
 
 def test_a_short_name_is_given_once():
-    given = {"model.layers.0.attn_residual"}
+    taken = {"model.layers.0.attn_residual"}
     again = op("model.layers.0.other:input", Kind.ADD)
-    assert graph._short_name(again, LAYERS, given, HEAD) == "model.layers.0.other.input"
+    assert graph._short_name(again, LAYERS, taken, HEAD) == "model.layers.0.other.input"
 
 
 class Model(nn.Module):
@@ -146,8 +146,8 @@ def test_parts_of_a_value_are_the_value_but_for_what_attention_reads():
         op("attn:query", Kind.COPY, ["half"]), op("both", Kind.COPY, ["qkv", "x"]),
         op("sum", Kind.ADD, ["half", "qkv", "other"]),
     ]  # fmt: skip
-    found = {part.source: part.inputs for part in graph._without_parts(operations)}
-    assert found == {
+    inputs = {part.source: part.inputs for part in graph._without_parts(operations)}
+    assert inputs == {
         "qkv": (), "attn:query": ("qkv",), "both": ("qkv", "x"), "sum": ("qkv", "other"),
     }  # fmt: skip
 
@@ -156,10 +156,11 @@ def test_attention_reads_its_own_interface():
     shown = {f"attn:{part}": None for part in ("query", "value")} | {"k": None, "mask": None}
     seen = SimpleNamespace(aliases={"attn:key": "k"}, shown=shown, windows={"attn": 7})
     context = op("attn:context", Kind.ATTENTION, ["mask", "x"])
-    found = graph._attention(context, seen)
-    assert (found.inputs, found.window, found.kind) == (("attn:query", "k", "attn:value"), 7, Kind.ATTENTION)
-    other = op("sum", Kind.ADD, ["x"])
-    assert graph._attention(other, seen) is other
+    attention = graph._attention(context, seen)
+    assert attention.inputs == ("attn:query", "k", "attn:value")
+    assert (attention.window, attention.kind) == (7, Kind.ATTENTION)
+    addition = op("sum", Kind.ADD, ["x"])
+    assert graph._attention(addition, seen) is addition
     del shown["k"]
     assert graph._attention(context, seen) == op("attn:context", Kind.OTHER, ["mask", "x"])
 
@@ -180,12 +181,12 @@ def test_caches_stand_before_the_attention_that_reads_them():
 
     written = [op(f"model.layers.{at}.{name}", shape=(at + 1, len(name)), inputs=()) for at in (0, 1) for name in "qkv"]
     outside = op("attention", Kind.ATTENTION, ["q", "k", "v"])
-    found = list(graph._with_caches([*written, attention(0, None), attention(1, 4), outside], {}, {0: 9, 1: 8}))
-    assert [item.tap for item in found[6:]] == [
+    operations = list(graph._with_caches([*written, attention(0, None), attention(1, 4), outside], {}, {0: 9, 1: 8}))
+    assert [item.tap for item in operations[6:]] == [
         "model.layers.0.k_cache", "model.layers.0.v_cache", "model.layers.0.attention",
         "model.layers.1.k_cache", "model.layers.1.v_cache", "model.layers.1.attention", "attention",
     ]  # fmt: skip
-    caches = [item for item in found if item.kind is Kind.CACHE]
+    caches = [item for item in operations if item.kind is Kind.CACHE]
     assert [cache.window for cache in caches] == [9, 9, 4, 4]
     assert [cache.inputs for cache in caches[:2]] == [("model.layers.0.k",), ("model.layers.0.v",)]
     assert [cache.shape for cache in caches] == [(1, 1), (1, 1), (2, 1), (2, 1)]
@@ -227,8 +228,8 @@ def test_the_operations_of_a_run():
     ]
     aliases = {"logits": "lm_head", "model.norm:input": "model.layers.0", "lost": "nowhere"}
     seen = SimpleNamespace(shown={value.source: value for value in values}, aliases=aliases, windows={})
-    found = graph._named(hf(), seen)
-    assert [(item.tap, item.kind, item.inputs) for item in found] == [
+    traced = graph._named(hf(), seen)
+    assert [(item.tap, item.kind, item.inputs) for item in traced] == [
         ("model.embed", Kind.EMBEDDING, ()),
         ("model.layers.0.norm", Kind.NORM, ("model.embed",)),
         ("model.layers.0.mlp", Kind.LINEAR, ("model.layers.0.norm",)),
@@ -236,10 +237,10 @@ def test_the_operations_of_a_run():
         ("model.norm", Kind.NORM, ("model.layers.0.output",)),
         ("lm_head", Kind.LINEAR, ("model.norm",)),
     ]
-    assert [item.sampled_only for item in found] == [False] * 4 + [True, True]
-    assert [item.is_head for item in found] == [False] * 5 + [True]
-    assert [item.shape for item in found] == [(3,), (3,), (5,), (3,), (3,), (3,)]
-    assert found.aliases == {
+    assert [item.sampled_only for item in traced] == [False] * 4 + [True, True]
+    assert [item.is_head for item in traced] == [False] * 5 + [True]
+    assert [item.shape for item in traced] == [(3,), (3,), (5,), (3,), (3,), (3,)]
+    assert traced.aliases == {
         "logits": "lm_head", "model.norm:input": "model.layers.0.output", "model.layers.0": "model.layers.0.output",
         "model.norm.input": "model.layers.0.output",
     }  # fmt: skip

@@ -131,8 +131,8 @@ def test_a_linear_module_with_an_adapter_beside_it():
 
 def small_adapter(folder, tensors=None, **settings):
     folder.mkdir(parents=True)
-    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0, "target_modules": ["b", "c"]} | settings
-    (folder / "adapter_config.json").write_text(json.dumps(given))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0, "target_modules": ["b", "c"]} | settings
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     if tensors is None:
         tensors = {"a.b": (2, 3, 4), "c": (2, 5, 6)}
     save_file(
@@ -163,10 +163,10 @@ def small_adapter(folder, tensors=None, **settings):
     ],
 )
 def test_what_an_adapter_says_of_each_module(tmp_path, settings, scaling):
-    found = read_adapter(small_adapter(tmp_path / "adapter", **settings))
-    assert list(found) == ["a.b", "c"]
-    assert [update.scaling for update in found.values()] == pytest.approx(scaling)
-    assert [(*update.a.shape, *update.b.shape) for update in found.values()] == [(2, 3, 4, 2), (2, 5, 6, 2)]
+    updates = read_adapter(small_adapter(tmp_path / "adapter", **settings))
+    assert list(updates) == ["a.b", "c"]
+    assert [update.scaling for update in updates.values()] == pytest.approx(scaling)
+    assert [(*update.a.shape, *update.b.shape) for update in updates.values()] == [(2, 3, 4, 2), (2, 5, 6, 2)]
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,10 @@ def test_padding_is_left_out_and_the_controls_distance_kept():
     kept.control(shown(NORM, rows.bfloat16()))
     kept.truth(shown(NORM, rows))
     kept.finish()
-    own = rows[ROWS.places]
-    assert torch.equal(kept.writer.taps["norm"], own)
+    unpadded = rows[ROWS.places]
+    assert torch.equal(kept.writer.taps["norm"], unpadded)
     (noise,) = kept.noise["norm"]
-    distance = (own.bfloat16().double() - own).norm(dim=1) / own.norm(dim=1)
+    distance = (unpadded.bfloat16().double() - unpadded).norm(dim=1) / unpadded.norm(dim=1)
     torch.testing.assert_close(noise, distance)
     assert kept.noise[LOGIT_NOISE] == []
     assert kept.choices == []
@@ -81,11 +81,11 @@ def test_logits_are_those_that_choose_a_token_wherever_they_stand():
     kept.control(shown(HEAD, low, places))
     kept.truth(shown(HEAD, rows[places], places))
     kept.finish()
-    own = rows[[1, 2, 9, 10]]
-    assert torch.equal(kept.writer.taps["lm_head"], own)
-    assert kept.choices == own.argmax(dim=1).tolist()
+    chosen = rows[[1, 2, 9, 10]]
+    assert torch.equal(kept.writer.taps["lm_head"], chosen)
+    assert kept.choices == chosen.argmax(dim=1).tolist()
     (largest,), (noise,) = kept.noise[LOGIT_NOISE], kept.noise["lm_head"]
-    torch.testing.assert_close(largest, (0.5 * own).abs().amax(dim=1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(largest, (0.5 * chosen).abs().amax(dim=1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(noise, torch.full((4,), 0.5, dtype=torch.float64), rtol=1e-6, atol=0)
 
 

@@ -34,17 +34,17 @@ def folder(tmp_path):
 
 def held(hf):
     """Return dtype and bytes of each parameter, and of what else the model has, as held part by part."""
-    found = {}
+    weights = {}
     for part in hf.parts:
         with hf.weights.held(part):
-            found |= {f"{part}.{name}": (dtype, own) for name, (dtype, _, own) in bits(hf.module(part)).items()}
-    return found
+            weights |= {f"{part}.{name}": (dtype, values) for name, (dtype, _, values) in bits(hf.module(part)).items()}
+    return weights
 
 
 def resident(folder, dtype):
     hf = load_model(folder, dtype=dtype, stays=True)
-    known = {name: (dtype, own) for name, (dtype, _, own) in bits(hf.model).items()}
-    return {name: own for name, own in known.items() if hf.part_of(name) != name}
+    known = {name: (dtype, values) for name, (dtype, _, values) in bits(hf.model).items()}
+    return {name: values for name, values in known.items() if hf.part_of(name) != name}
 
 
 @pytest.mark.sampled(12)
@@ -89,12 +89,12 @@ def test_a_tensor_that_is_converted_into_its_own_shape(streamed, folder, monkeyp
 
 @pytest.mark.parametrize(("family", "num_converted"), [("llama", 0), ("mixtral", 2 * 4 * 3)])
 def test_hfs_loader_is_given_what_it_converts_and_nothing_else(streamed, tmp_path, monkeypatch, family, num_converted):
-    hf, given = streamed(save(tiny_model(family), tmp_path / "checkpoint")), []
+    hf, converted = streamed(save(tiny_model(family), tmp_path / "checkpoint")), []
     convert = StreamedWeights._convert
-    monkeypatch.setattr(StreamedWeights, "_convert", lambda self, keys: given.extend(keys) or convert(self, keys))
+    monkeypatch.setattr(StreamedWeights, "_convert", lambda self, keys: converted.extend(keys) or convert(self, keys))
     held(hf)
-    assert all(".experts." in key for key in given)
-    assert len(given) == len(set(given)) == num_converted, "one for each layer, expert and product"
+    assert all(".experts." in key for key in converted)
+    assert len(converted) == len(set(converted)) == num_converted, "one for each layer, expert and product"
 
 
 def test_numbers_that_are_not_finite_keep_their_bits(streamed, folder):
@@ -112,15 +112,15 @@ def test_numbers_that_are_not_finite_keep_their_bits(streamed, folder):
 
 def mappings(folder):
     """Return (first address, one past the last, bytes of memory that is no file's) of each mapping of a checkpoint."""
-    found = []
+    lines = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *others = line.split()
         if "-" in first and not first.endswith(":"):
             is_ours = bool(others) and others[-1].startswith(f"{folder}/")
             begin, end = (int(address, 16) for address in first.split("-"))
         elif is_ours and first == "Anonymous:":
-            found.append((begin, end, int(others[0]) * 1024))
-    return found
+            lines.append((begin, end, int(others[0]) * 1024))
+    return lines
 
 
 needs_smaps = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/smaps is Linux's")
@@ -138,11 +138,11 @@ def test_a_parameter_in_its_own_dtype_is_the_file_itself(streamed, folder, dtype
     assert mappings(folder) == []
     for part in (part for part in hf.parts if list(hf.module(part).parameters())):
         with hf.weights.held(part):
-            own = list(hf.module(part).parameters())
-            assert all(float(x.double().norm()) > 0 for x in own)
-            assert {is_mapped(x, folder) for x in own} == {dtype == torch.bfloat16}
+            parameters = list(hf.module(part).parameters())
+            assert all(float(x.double().norm()) > 0 for x in parameters)
+            assert {is_mapped(x, folder) for x in parameters} == {dtype == torch.bfloat16}
             assert sum(anonymous for _, _, anonymous in mappings(folder)) == 0
-        del own
+        del parameters
         assert mappings(folder) == []
 
 
@@ -172,7 +172,7 @@ def test_the_file_is_not_written_to(streamed, folder):
 def opened(monkeypatch):
     """Return the names of the files that are opened for their tensors."""
     names, opening = [], weights.safe_open
-    monkeypatch.setattr(weights, "safe_open", lambda path, **given: names.append(path.name) or opening(path, **given))
+    monkeypatch.setattr(weights, "safe_open", lambda path, **how: names.append(path.name) or opening(path, **how))
     return names
 
 

@@ -113,10 +113,10 @@ def test_eager_attention_is_that_of_the_file_of_the_class_or_of_what_it_is_deriv
     ],
 )
 def test_why_a_model_cannot_be_loaded(error, code, text):
-    found = _loading_error(Path("folder"), error)
-    assert found.code is code
-    assert text in str(found)
-    assert "of many lines" not in str(found)
+    refusal = _loading_error(Path("folder"), error)
+    assert refusal.code is code
+    assert text in str(refusal)
+    assert "of many lines" not in str(refusal)
 
 
 @pytest.mark.parametrize("said", ["attn_implementation is unknown", "no scaled_dot_product_attention here"])
@@ -147,10 +147,10 @@ def test_other_errors_are_not_about_attention():
      (list("abcdefg"), "a, b, c and 4 more")],
 )  # fmt: skip
 def test_tensors_that_contradict_the_config_are_named(names, shown):
-    found = _contradiction(Path("folder"), "missing", names)
-    assert found.what.endswith(f"missing: {shown}")
-    assert (found.code, found.expected, found.actual) == (Code.TENSORS_CONTRADICT_CONFIG, None, None)
+    refusal = _contradiction(Path("folder"), "missing", names)
+    assert refusal.what.endswith(f"missing: {shown}")
+    assert (refusal.code, refusal.expected, refusal.actual) == (Code.TENSORS_CONTRADICT_CONFIG, None, None)
     tensors = [{"name": name, "expected": [at], "actual": [at + 1]} for at, name in enumerate(names)]
-    found = _contradiction(Path("folder"), "misshapen", tensors)
-    assert found.what.endswith(f"misshapen: {shown}")
-    assert (found.expected, found.actual) == ([0], [1])
+    refusal = _contradiction(Path("folder"), "misshapen", tensors)
+    assert refusal.what.endswith(f"misshapen: {shown}")
+    assert (refusal.expected, refusal.actual) == ([0], [1])

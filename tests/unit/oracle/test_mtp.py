@@ -37,33 +37,33 @@ def mellum(saved):
 
 def shown(hf, run):
     """Return what the depths give while `run` runs, [requests, tokens, hidden size] each."""
-    first, found = hf.config.num_hidden_layers, [[] for _ in range(hf.mtp.num_depths)]
+    first, values = hf.config.num_hidden_layers, [[] for _ in range(hf.mtp.num_depths)]
     handles = [
         hf.model.get_decoder()
         .layers[first + at]
-        .register_forward_hook(lambda _m, _a, out, at=at: found[at].append(out))
+        .register_forward_hook(lambda _m, _a, out, at=at: values[at].append(out))
         for at in range(hf.mtp.num_depths)
     ]
     with torch.no_grad():
         run()
     for handle in handles:
         handle.remove()
-    return [torch.cat(item, dim=1) for item in found]
+    return [torch.cat(item, dim=1) for item in values]
 
 
 def by_hf(folder, ids, num_depths):
     """Return the same by HF's own classes: row p of a depth from the token at p + depth, of those that are there."""
     main = AutoModelForCausalLM.from_pretrained(folder).eval()
     further = mtp.MtpModel.from_pretrained(main).eval()
-    found, cache = [], mtp.MtpCache(config=main.config.get_mtp_config())
+    values, cache = [], mtp.MtpCache(config=main.config.get_mtp_config())
     with torch.no_grad():
         hidden = main.model(input_ids=ids).last_hidden_state
         for depth in range(num_depths):
             ahead, positions = ids[:, depth + 1 :], torch.arange(depth + 1, ids.shape[1])[None]
             hidden = hidden[:, : ahead.shape[1]]
             hidden = further.forward_layer(depth, hidden, positions, cache, input_ids=ahead)
-            found.append(hidden)
-    return found
+            values.append(hidden)
+    return values
 
 
 def assert_near(actual, expected):

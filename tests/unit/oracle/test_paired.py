@@ -64,14 +64,14 @@ def pair(hf, token_ids, *, dtype=torch.float64, observer=None, **options):
 def plain_forward(hf, model, token_ids):
     """Rows of every tap of a forward that the oracle has no part in but for looking at it."""
     taps, operations = {}, hf.graph.by_source
-    other = type(hf)(model=model, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
+    plain = type(hf)(model=model, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
 
     def sink(source, value):
         operation = operations.get(source)
         if operation is not None:
             taps[operation.tap] = as_rows(value, operation.token_dim, 1, len(token_ids)).clone()
 
-    with torch.no_grad(), eager_experts(model.config), watching(other) as watch, watch.showing(Seeing(sink)):
+    with torch.no_grad(), eager_experts(model.config), watching(plain) as watch, watch.showing(Seeing(sink)):
         logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits
     if hf.graph.logits not in taps:
         taps[hf.graph.logits] = logits[0].clone()
@@ -84,8 +84,8 @@ def whole_model_in(dtype, hf, token_ids):
     kept = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
     model.to(dtype)
     for name, buffer in kept.items():
-        path, _, own = name.rpartition(".")
-        setattr(model.get_submodule(path), own, buffer)
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, buffer)
     with PreservePrecision(dtype):
         return plain_forward(hf, model, token_ids)
 
@@ -101,11 +101,11 @@ def computed(graph):
 
 def choices_of(graph, taps):
     """The taps as the graph has them: where an indexer takes a token after the row's own, there is no choice."""
-    found = dict(taps)
+    choices = dict(taps)
     for tap in (tap for tap in taps if tap.endswith("indexer.topk") and graph[tap].kind is Kind.CHOICE):
-        own = torch.arange(len(found[tap]))[:, None]
-        found[tap] = found[tap].where(found[tap] <= own, -1)
-    return found
+        rows = torch.arange(len(choices[tap]))[:, None]
+        choices[tap] = choices[tap].where(choices[tap] <= rows, -1)
+    return choices
 
 
 def assert_is_the_whole_model_in_double(hf, token_ids):
@@ -141,13 +141,13 @@ def test_truth_is_not_a_rounded_forward(load, token_ids):
 def test_truth_in_float32_is_the_whole_model_in_float32(load, token_ids, dtype):
     """And so hundreds of times nearer to the truth in float64 than the engine's dtype can be."""
     hf = load("qwen3-tiny", dtype)
-    found = pair(hf, token_ids, dtype=torch.float32).values
+    values = pair(hf, token_ids, dtype=torch.float32).values
     whole, exact = whole_model_in(torch.float32, hf, token_ids), pair(hf, token_ids).values["truth"]
-    for tap, rows in found["truth"].items():
+    for tap, rows in values["truth"].items():
         assert rows.dtype == torch.float32, tap
         assert relative(rows, whole[tap]) < 1e-5, tap
         assert relative(rows, exact[tap]) < 1e-5, tap
-    logits = (relative(found[side]["lm_head"], exact["lm_head"]) for side in ("truth", "control"))
+    logits = (relative(values[side]["lm_head"], exact["lm_head"]) for side in ("truth", "control"))
     assert next(logits) * 300 < next(logits)
 
 
@@ -271,8 +271,8 @@ def test_each_forward_goes_on_with_its_own_value(load, token_ids, side, tap):
         return value.rows.flip(0) if value.operation.tap == tap else None
 
     changed = pair(hf, token_ids, observer=Notes(**{side: instead}))
-    other = "truth" if side == "control" else "control"
-    assert all(torch.equal(changed.values[other][key], rows) for key, rows in plain.values[other].items())
+    rival = "truth" if side == "control" else "control"
+    assert all(torch.equal(changed.values[rival][key], rows) for key, rows in plain.values[rival].items())
     moved = {key for key, rows in plain.values[side].items() if not torch.equal(changed.values[side][key], rows)}
     readers = {op.tap for op in hf.graph if tap in op.inputs and op.kind is not Kind.CACHE}
     order = [op.tap for op in hf.graph]
@@ -283,17 +283,17 @@ def test_each_forward_goes_on_with_its_own_value(load, token_ids, side, tap):
 def test_a_residual_that_is_put_back_is_read_by_the_norm_and_by_the_sum(load, token_ids):
     """Only the norm's input is shown, the sum reads the same tensor two lines further on."""
     hf, prefix = load("qwen3-tiny"), "model.layers.1."
-    given = torch.randn(23, hf.config.hidden_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    residual = torch.randn(23, hf.config.hidden_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     truth = pair(
         hf,
         token_ids,
-        observer=Notes(truth=lambda value: given if value.operation.tap == f"{prefix}attn_residual" else None),
+        observer=Notes(truth=lambda value: residual if value.operation.tap == f"{prefix}attn_residual" else None),
     ).values["truth"]
-    torch.testing.assert_close(truth[f"{prefix}output"], given + truth[f"{prefix}mlp.down_proj"], rtol=1e-14, atol=0)
+    torch.testing.assert_close(truth[f"{prefix}output"], residual + truth[f"{prefix}mlp.down_proj"], rtol=1e-14, atol=0)
     norm = hf.module(f"{prefix}post_attention_layernorm")
-    root = (given.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    root = (residual.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
     torch.testing.assert_close(
-        truth[f"{prefix}post_attention_layernorm"], given / root * norm.weight.double(), rtol=1e-13, atol=0
+        truth[f"{prefix}post_attention_layernorm"], residual / root * norm.weight.double(), rtol=1e-13, atol=0
     )
 
 
@@ -480,7 +480,7 @@ def test_values_of_parts_that_have_run_are_freed(load, token_ids):
         layer = value.operation.layer
         if value.operation.site == "mlp.act":
             made.setdefault(layer, []).append(weakref.ref(value.rows.untyped_storage()))
-            assert all(x() is None for other in made if other != layer for x in made[other])
+            assert all(x() is None for earlier in made if earlier != layer for x in made[earlier])
 
     class Looking(Notes):
         def _note(self, _side, value):
@@ -538,17 +538,17 @@ def test_a_sample_has_the_rows_that_all_of_it_has(tiny, family, dtype):
     )  # fmt: skip
     sample = Sample(positions=torch.tensor([0, 5, 6, 16]), taps=dear)
     observer = Recorded(whole, sample, len(lines[0]))
-    found = pair(hf, lines, observer=observer, sample=sample)
+    sampled = pair(hf, lines, observer=observer, sample=sample)
     narrowed = {tap for tap, places in observer.places.items() if places is not None}
     assert narrowed, "there are some"
     assert {op.tap for op in hf.graph if op.kind is Kind.ATTENTION} <= narrowed <= dear
     linear = {tap for tap in dear if type(hf.module(hf.graph[tap].module)) is torch.nn.Linear}
     latent = {tap for tap in linear if tap.endswith("kv_b_proj")}
     assert linear - narrowed <= latent, "which has heads before tokens"
-    for tap in found.values["truth"]:
+    for tap in sampled.values["truth"]:
         places = observer.places[tap]
         for side, least in (("truth", 1e-11), ("control", 8 * torch.finfo(dtype).eps)):
-            rows, expected = found.values[side][tap], whole.values[side][tap]
+            rows, expected = sampled.values[side][tap], whole.values[side][tap]
             assert relative(rows, expected if places is None else expected[places]) < least, (side, tap)
 
 
@@ -574,12 +574,12 @@ def test_a_hole_spoils_a_sample_behind_it(load, token_ids, at):
 
     def poisoned(value):
         if value.operation.tap == "model.layers.0.attention":
-            found.append(value.rows.isfinite().flatten(1).all(dim=1).tolist())
+            contexts.append(value.rows.isfinite().flatten(1).all(dim=1).tolist())
             return value.rows.new_zeros(23, *value.rows.shape[1:])
         if value.operation.tap == "model.layers.0.k_rope":
             return value.rows.index_fill(0, torch.tensor([at]), torch.nan)
         return None
 
-    found = []
+    contexts = []
     pair(hf, token_ids, observer=Notes(truth=poisoned, control=poisoned), sample=sample)
-    assert found == [[True, at > 5, False]] * 2
+    assert contexts == [[True, at > 5, False]] * 2

@@ -145,25 +145,25 @@ def test_a_buffer_is_used_again():
 
 
 def test_buffers_that_are_lent_at_the_same_time_are_different_ones():
-    buffers, (one, other) = Buffers(), torch.randn(2, 3, 4)
-    with buffers.copy(one, torch.float64) as first, buffers.copy(other, torch.float64) as second:
-        assert torch.equal(first, one.double())
-        assert torch.equal(second, other.double())
+    buffers, (tensor_a, tensor_b) = Buffers(), torch.randn(2, 3, 4)
+    with buffers.copy(tensor_a, torch.float64) as first, buffers.copy(tensor_b, torch.float64) as second:
+        assert torch.equal(first, tensor_a.double())
+        assert torch.equal(second, tensor_b.double())
         places = {first.data_ptr(), second.data_ptr()}
-    with buffers.copy(other, torch.float64) as first, buffers.copy(one, torch.float64) as second:
+    with buffers.copy(tensor_b, torch.float64) as first, buffers.copy(tensor_a, torch.float64) as second:
         assert {first.data_ptr(), second.data_ptr()} == places
-        assert torch.equal(first, other.double())
+        assert torch.equal(first, tensor_b.double())
 
 
 def test_a_buffer_is_used_again_for_the_same_shape_and_dtype_only():
     buffers, tensor = Buffers(), torch.randn(3, 4)
     with buffers.copy(tensor, torch.float64) as copy:
         place = copy.data_ptr()
-    for other, dtype in ((tensor, torch.float32), (tensor.T, torch.float64), (tensor[:2], torch.float64)):
-        with buffers.copy(other, dtype) as copy:
+    for unlike, dtype in ((tensor, torch.float32), (tensor.T, torch.float64), (tensor[:2], torch.float64)):
+        with buffers.copy(unlike, dtype) as copy:
             assert copy.data_ptr() != place
-            assert (copy.shape, copy.dtype) == (other.shape, dtype)
-            assert torch.equal(copy, other.to(dtype))
+            assert (copy.shape, copy.dtype) == (unlike.shape, dtype)
+            assert torch.equal(copy, unlike.to(dtype))
 
 
 def test_a_buffer_is_given_back_under_an_exception():
@@ -334,8 +334,8 @@ def test_large_modules_run_in_high_precision_with_their_weights_as_they_are(ever
 def test_large_modules_run_as_they_are_where_that_is_wanted(everything_is_large):
     """The control shares its modules with the truth, in another thread."""
     model, ids, dtypes = small_model(), torch.tensor([1]), []
-    own = threading.get_ident()
-    with upcast_on_use(torch.float64, model, applies=lambda: threading.get_ident() == own):
+    this_thread = threading.get_ident()
+    with upcast_on_use(torch.float64, model, applies=lambda: threading.get_ident() == this_thread):
         thread = threading.Thread(target=lambda: dtypes.append(model["embed"](ids).dtype))
         thread.start()
         thread.join()

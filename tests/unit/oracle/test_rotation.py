@@ -15,9 +15,9 @@ from harness.oracle.rotation import Rotation, rotations
 SIZE, HEADS, POSITIONS = 6, 2, torch.tensor([0, 1, 5, 1000])
 
 
-def rotation(num_pairs=3, **given):
+def rotation(num_pairs=3, **fields):
     frequencies = torch.tensor([1.0, 0.3, 0.07])[:num_pairs]
-    return Rotation(frequencies=frequencies, module=None, name="inv_freq", head_dim=SIZE, **given)
+    return Rotation(frequencies=frequencies, module=None, name="inv_freq", head_dim=SIZE, **fields)
 
 
 def draw(*shape):
@@ -28,18 +28,18 @@ def draw(*shape):
 @pytest.mark.parametrize("num_pairs", [3, 2, 1])
 @pytest.mark.parametrize("scaling", [1.0, 0.5])
 def test_each_pair_turns_by_position_times_frequency(is_interleaved, num_pairs, scaling):
-    own, x = rotation(num_pairs, is_interleaved=is_interleaved, scaling=scaling), draw(4, HEADS * SIZE)
+    turning, x = rotation(num_pairs, is_interleaved=is_interleaved, scaling=scaling), draw(4, HEADS * SIZE)
     expected = x.clone().view(4, HEADS, SIZE)
     for row, position in enumerate(POSITIONS.tolist()):
         for pair in range(num_pairs):
             first, second = (2 * pair, 2 * pair + 1) if is_interleaved else (pair, pair + num_pairs)
-            angle = float(np.float32(position) * np.float32(own.frequencies[pair]))
+            angle = float(np.float32(position) * np.float32(turning.frequencies[pair]))
             for head in range(HEADS):
                 turned = complex(x.view(4, HEADS, SIZE)[row, head, first], x.view(4, HEADS, SIZE)[row, head, second])
                 turned *= cmath.exp(1j * angle) * scaling
                 expected[row, head, first], expected[row, head, second] = turned.real, turned.imag
-    torch.testing.assert_close(own.turn(x, POSITIONS), expected.flatten(1), rtol=1e-12, atol=1e-12)
-    pairs = own.pairs(own.heads(x))
+    torch.testing.assert_close(turning.turn(x, POSITIONS), expected.flatten(1), rtol=1e-12, atol=1e-12)
+    pairs = turning.pairs(turning.heads(x))
     assert pairs.shape == (4, HEADS, num_pairs, 2)
     assert pairs.is_contiguous()
     heads = x.view(4, HEADS, SIZE)
@@ -52,20 +52,20 @@ def test_each_pair_turns_by_position_times_frequency(is_interleaved, num_pairs, 
 def test_neighbours_that_are_written_half_a_head_apart():
     """DeepSeek's rotary embedding in HF."""
     x = draw(4, HEADS * SIZE)
-    plain, own = rotation(is_interleaved=True), rotation(is_interleaved=True, is_regrouped=True)
-    turned, regrouped = plain.heads(plain.turn(x, POSITIONS)), own.heads(own.turn(x, POSITIONS))
+    plain, apart = rotation(is_interleaved=True), rotation(is_interleaved=True, is_regrouped=True)
+    turned, regrouped = plain.heads(plain.turn(x, POSITIONS)), apart.heads(apart.turn(x, POSITIONS))
     assert torch.equal(regrouped, torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1))
-    assert torch.equal(own.pairs(regrouped, is_turned=True), plain.pairs(turned))
-    assert torch.equal(own.pairs(own.heads(x)), plain.pairs(plain.heads(x)))
+    assert torch.equal(apart.pairs(regrouped, is_turned=True), plain.pairs(turned))
+    assert torch.equal(apart.pairs(apart.heads(x)), plain.pairs(plain.heads(x)))
 
 
 def test_phases_are_rounded_to_float32_and_of_any_frequencies():
-    own, others = rotation(), torch.tensor([0.1, 0.2], dtype=torch.float64)
-    assert own.phases(POSITIONS).dtype is torch.float64
-    assert torch.equal(own.phases(POSITIONS), (POSITIONS[:, None].float() * own.frequencies).double())
+    turning, others = rotation(), torch.tensor([0.1, 0.2], dtype=torch.float64)
+    assert turning.phases(POSITIONS).dtype is torch.float64
+    assert torch.equal(turning.phases(POSITIONS), (POSITIONS[:, None].float() * turning.frequencies).double())
     expected = (POSITIONS[:, None].float() * others.float()).double()
-    assert torch.equal(own.phases(POSITIONS, others), expected)
-    cos, sin = own.angles(POSITIONS, others)
+    assert torch.equal(turning.phases(POSITIONS, others), expected)
+    cos, sin = turning.angles(POSITIONS, others)
     assert torch.equal(cos, expected.cos()[:, None])
     assert torch.equal(sin, expected.sin()[:, None])
     assert cos.shape == (4, 1, 2)
@@ -81,16 +81,16 @@ def test_rotations_of_a_model():
     second.sliding_attention_scaling, second.attention_scaling = 3.0, 4.0
     second.register_buffer("full_inv_freq", torch.tensor([0.125]))
     hf = SimpleNamespace(model=nn.ModuleList([nn.ModuleList([first]), second]), head_dim=4)
-    found = list(rotations(hf))
+    ways_of_model = list(rotations(hf))
     named = (("inv_freq", 2), ("sliding_inv_freq", 3), ("full_inv_freq", 1))
     ways = ((False, False), (True, False), (True, True))
-    assert [(item.name, item.scaling, item.is_interleaved, item.is_regrouped) for item in found] == [
-        (*own, *way) for own in named for way in ways
+    assert [(item.name, item.scaling, item.is_interleaved, item.is_regrouped) for item in ways_of_model] == [
+        (*name, *way) for name in named for way in ways
     ]
-    assert [item.frequencies.tolist() for item in found[::3]] == [[1.0, 0.5], [0.25], [0.125]]
-    assert {item.frequencies.dtype for item in found} == {torch.float32}
-    assert [item.module for item in found[::3]] == [first, second, second]
-    assert {item.head_dim for item in found} == {4}
+    assert [item.frequencies.tolist() for item in ways_of_model[::3]] == [[1.0, 0.5], [0.25], [0.125]]
+    assert {item.frequencies.dtype for item in ways_of_model} == {torch.float32}
+    assert [item.module for item in ways_of_model[::3]] == [first, second, second]
+    assert {item.head_dim for item in ways_of_model} == {4}
 
 
 @pytest.mark.parametrize("last", [8, 20], ids=["short", "long"])
@@ -103,10 +103,10 @@ def test_rotations_for_requests_of_either_length(last):
     module = Phi3RotaryEmbedding(Phi3Config(**sizes, original_max_position_embeddings=16, rope_parameters=parameters))
     for length in (20, last):
         module(torch.zeros(1, length, 8), torch.arange(length)[None])
-    found = list(rotations(SimpleNamespace(model=module, head_dim=4)))
+    both = list(rotations(SimpleNamespace(model=module, head_dim=4)))
     plain = [1.0, 1e4**-0.5]
     expected = {
         tuple(round(item / factor, 6) for item, factor in zip(plain, factors[name], strict=True)) for name in factors
     }
-    assert {tuple(round(frequency, 6) for frequency in one.frequencies.tolist()) for one in found} == expected
-    assert {(item.name, item.module) for item in found} == {("inv_freq", module)}
+    assert {tuple(round(frequency, 6) for frequency in one.frequencies.tolist()) for one in both} == expected
+    assert {(item.name, item.module) for item in both} == {("inv_freq", module)}

@@ -30,12 +30,12 @@ def test_what_has_no_rows_of_tokens(shape):
 @pytest.mark.parametrize(("shape", "dim", "rows"), SHAPES)
 def test_rows_and_back(shape, dim, rows):
     x = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    found = as_rows(x, dim, 2, 11)
-    assert found.shape == rows
-    assert torch.equal(from_rows(found, x, dim), x)
+    flat_rows = as_rows(x, dim, 2, 11)
+    assert flat_rows.shape == rows
+    assert torch.equal(from_rows(flat_rows, x, dim), x)
     request, token = 1, 4
-    own = x[request * 11 + token] if dim == 0 else x[request, token] if dim == 1 else x[request, :, token]
-    assert torch.equal(found[request * 11 + token], own)
+    expected = x[request * 11 + token] if dim == 0 else x[request, token] if dim == 1 else x[request, :, token]
+    assert torch.equal(flat_rows[request * 11 + token], expected)
 
 
 @pytest.mark.parametrize(

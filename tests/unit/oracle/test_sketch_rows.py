@@ -49,9 +49,9 @@ def test_equal_rows_have_equal_sketches_wherever_they_stand(monkeypatch):
     monkeypatch.setattr(sketches, "_BLOCK_ELEMENTS", 3000)
     assert torch.equal(sketch_rows(expected, torch.float64), stored)
     assert not estimated_metrics(expected.view(NUM_ROWS, 10, 100), stored).error_norm.any()
-    other = expected.clone()
-    other[3, 999] += 1e-9
-    assert estimated_metrics(other, stored).error_norm.nonzero().tolist() == [[3]]
+    changed = expected.clone()
+    changed[3, 999] += 1e-9
+    assert estimated_metrics(changed, stored).error_norm.nonzero().tolist() == [[3]]
 
 
 def test_what_is_not_finite_is_counted():

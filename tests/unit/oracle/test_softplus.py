@@ -17,10 +17,10 @@ X = torch.linspace(-9, 9, 50)
 
 def test_small_values_lose_their_digits():
     with SoftplusByLog():
-        coarse, again, other = functional.softplus(X), functional.softplus(input=X), functional.silu(X)
+        coarse, again, untouched = functional.softplus(X), functional.softplus(input=X), functional.silu(X)
     assert torch.equal(coarse, torch.log(1 + torch.exp(X)))
     assert torch.equal(coarse, again)
-    assert torch.equal(other, functional.silu(X))
+    assert torch.equal(untouched, functional.silu(X))
     exact = functional.softplus(X.double())
     assert (
         float(((coarse - exact) / exact).abs().max())

@@ -46,8 +46,8 @@ def test_tokens_beside_the_states_are_none():
     """As qwen4_exp keeps the latest ones for its n-grams."""
     layer = SimpleNamespace(conv_states={0: torch.ones(1, 2, 3), 2: torch.ones(1, 1, 3, dtype=torch.int64)},
                             recurrent_states={}, conv_kernel_size={0: 2, 2: 3})  # fmt: skip
-    found = held_states(SimpleNamespace(layers=[layer]))
-    assert {key: tuple(state.shape) for key, state in found.items()} == {(0, "conv_state"): (1, 2, 2)}
+    states = held_states(SimpleNamespace(layers=[layer]))
+    assert {key: tuple(state.shape) for key, state in states.items()} == {(0, "conv_state"): (1, 2, 2)}
 
 
 def test_states_in_modules_are_no_taps(tiny):

@@ -177,11 +177,11 @@ def test_a_x_k2(tiny):
 def test_what_latent_attention_caches(tiny):
     """The key that all heads share is an operation of its own, and those of the heads are copies."""
     hf = tiny("axk2")
-    graph, own = hf.graph, f"{PREFIX}self_attn."
-    shared, key = graph[f"{PREFIX}k_rope"], graph[f"{own}key"]
-    assert (shared.kind, shared.inputs, shared.shape) == (Kind.ROTARY, (f"{own}kv_a_proj_with_mqa",), (1, 4))
-    assert (key.kind, key.inputs) == (Kind.COPY, (f"{own}kv_b_proj", shared.tap))
-    assert graph[f"{PREFIX}k_cache"].inputs == (f"{own}kv_a_layernorm",)
+    graph, prefix = hf.graph, f"{PREFIX}self_attn."
+    shared, key = graph[f"{PREFIX}k_rope"], graph[f"{prefix}key"]
+    assert (shared.kind, shared.inputs, shared.shape) == (Kind.ROTARY, (f"{prefix}kv_a_proj_with_mqa",), (1, 4))
+    assert (key.kind, key.inputs) == (Kind.COPY, (f"{prefix}kv_b_proj", shared.tap))
+    assert graph[f"{PREFIX}k_cache"].inputs == (f"{prefix}kv_a_layernorm",)
     assert graph[f"{PREFIX}v_cache"].inputs == (shared.tap,)
 
 
@@ -259,8 +259,8 @@ def test_numbers_of_tokens_are_no_size_of_the_models():
     requests, (few, more) = unmistakable_sizes(sizes_of())
     for taken in (few, few * requests, more, more * requests):
         for hf in (sizes_of([(taken, 2)]), sizes_of([(2, taken)]), sizes_of(hidden_size=taken)):
-            _, found = unmistakable_sizes(hf)
-            assert taken not in {n * times for n in found for times in (1, requests)}
+            _, lengths = unmistakable_sizes(hf)
+            assert taken not in {n * times for n in lengths for times in (1, requests)}
     assert unmistakable_sizes(sizes_of(name="text", scale=float(few), flag=True))[1] == (few, more)
     assert few != more
 
@@ -292,8 +292,8 @@ def test_what_is_computed_from_a_value_that_is_left_out_comes_from_what_is_behin
         "more": value("more", of("left", "unseen")), "end": value("end", of("more", "b", ran=["add"])),
     }  # fmt: skip
     kept = {name: shown[name] for name in ("a", "b", "end")}
-    found = dict(_bridged(shown, kept))
-    assert list(found) == ["a", "b", "end"]
-    assert found["end"].origin.sources == ("a", "b", "unseen")
-    assert found["end"].origin.operations[-1] == "add"
-    assert found["a"].origin == of()
+    bridged = dict(_bridged(shown, kept))
+    assert list(bridged) == ["a", "b", "end"]
+    assert bridged["end"].origin.sources == ("a", "b", "unseen")
+    assert bridged["end"].origin.operations[-1] == "add"
+    assert bridged["a"].origin == of()

@@ -316,8 +316,8 @@ def test_a_choice_is_shown_with_its_scores_and_replaced(tiny):
     scores, chosen = plain.chosen[f"{path}.gate:topk"]
     assert scores.shape == (4, 4)
     assert torch.equal(chosen, scores.topk(2, dim=-1).indices)
-    other = scores.gather(-1, (chosen + 1) % 4)
-    torch.testing.assert_close(changed.seen[f"{path}.gate:1"], other)
+    replacement = scores.gather(-1, (chosen + 1) % 4)
+    torch.testing.assert_close(changed.seen[f"{path}.gate:1"], replacement)
     assert not torch.allclose(changed.seen[f"{path}.experts"], plain.seen[f"{path}.experts"])
 
 
@@ -467,12 +467,12 @@ def test_the_first_input_that_is_shown(args, kwargs, key):
 
 def running(modules=()):
     """A forward that is watched, of modules by their paths, and what it shows."""
-    found = []
+    shown = []
     watcher = SimpleNamespace(
-        see=lambda source, value: found.append((source, value)), choose=lambda *each: found.append(each)
+        see=lambda source, value: shown.append((source, value)), choose=lambda *choice: shown.append(choice)
     )
     hf = SimpleNamespace(module=dict(modules).__getitem__)
-    return _Run(hf, watcher), found
+    return _Run(hf, watcher), shown
 
 
 def test_the_module_that_is_run_is_the_innermost_that_has_not_returned():
@@ -494,7 +494,7 @@ def test_the_module_that_is_run_is_the_innermost_that_has_not_returned():
 
 
 def test_what_is_shown_again_says_how_often():
-    run, found = running()
+    run, shown = running()
     for source in ("a", "b", "a", "a"):
         run.show(source, X)
     run.show("a", IDS)
@@ -502,7 +502,7 @@ def test_what_is_shown_again_says_how_often():
     run.enter("gate")
     run.show_choice(X, IDS)
     run.show_choice(X, IDS)
-    assert [source for source, *_ in found] == ["a", "b", "a@2", "a@3", "gate:topk", "gate:topk@2"]
+    assert [source for source, *_ in shown] == ["a", "b", "a@2", "a@3", "gate:topk", "gate:topk@2"]
 
 
 def test_a_weight_is_own_to_a_module_that_is_no_linear_one():
@@ -520,15 +520,15 @@ def test_a_weight_is_own_to_a_module_that_is_no_linear_one():
 
 
 def test_products_with_a_weight_of_the_modules_own_are_shown_however_it_is_given():
-    gate, other = torch.nn.Module(), torch.eye(2)
+    gate, identity = torch.nn.Module(), torch.eye(2)
     gate.weight = torch.nn.Parameter(2 * torch.eye(2), requires_grad=False)
-    run, found = running({"gate": gate})
+    run, shown = running({"gate": gate})
     run.enter("gate")
     with run.calls:
-        for weight in (gate.weight, other):
+        for weight in (gate.weight, identity):
             assert (
                 torch.nn.functional.linear(X, weight).tolist() == torch.nn.functional.linear(X, weight=weight).tolist()
             )
         torch.topk(X, 1)
         X.topk(1)
-    assert [source for source, *_ in found] == ["gate:linear", "gate:topk", "gate:topk@2"]
+    assert [source for source, *_ in shown] == ["gate:linear", "gate:topk", "gate:topk@2"]

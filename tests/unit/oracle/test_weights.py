@@ -94,9 +94,9 @@ def test_a_part_is_in_memory_while_it_is_held_and_no_longer(checkpoints, streame
     hf = streamed(checkpoints / "llama-tiny", torch.bfloat16)
     for part in hf.parts:
         with hf.weights.held(part):
-            own = {name for name in parameters(hf) if name.startswith(f"{part}.")}
+            names = {name for name in parameters(hf) if name.startswith(f"{part}.")}
             tied = {"lm_head.weight", "model.embed_tokens.weight"}
-            assert own <= parameters(hf) - on_meta(hf) <= (own | tied if own & tied else own)
+            assert names <= parameters(hf) - on_meta(hf) <= (names | tied if names & tied else names)
             assert {x.dtype for x in hf.module(part).parameters()} <= {torch.bfloat16}
         assert on_meta(hf) == parameters(hf)
 
@@ -291,10 +291,10 @@ def renaming(monkeypatch, names):
     """Let transformers rename some tensors of the checkpoint."""
     rename = core_model_loading.rename_source_key
 
-    def other(key, *arguments):
+    def renamed(key, *arguments):
         return (names[key], None) if key in names else rename(key, *arguments)
 
-    monkeypatch.setattr(core_model_loading, "rename_source_key", other)
+    monkeypatch.setattr(core_model_loading, "rename_source_key", renamed)
 
 
 def test_a_tensor_is_that_of_the_parameter_that_it_is_renamed_to(monkeypatch, streamed, checkpoints):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.engines.hf import HFSession
-from harness.engines.reference_session import ReferenceSession
+from harness.engines.reference.session import ReferenceSession
 from harness.engines.stepping import PREPARE, SAMPLE
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
@@ -139,7 +139,7 @@ def test_fused_operations_are_under_the_name_of_the_first(open_on, monkeypatch, 
 def test_an_engine_that_replays_graphs_says_what_that_means_for_its_profile(reference_session):
     engine, session = reference_session
     assert session.notes == ()
-    engine.runner.acceleration.replays_graphs = True
+    engine.runner.kernels.replays_graphs = True
     (note,) = ReferenceSession(engine, session._folder).notes
     assert "replayed as CUDA graphs" in note
 

@@ -19,7 +19,7 @@ from harness.properties.reference import ops as reference_ops
 from harness.properties.reference.attention import PagedSubject
 from harness.properties.reference.engine import EngineSubject
 from harness.properties.reference.ops import Ops
-from reference_engine import batch, block_manager, kv_cache, layers, rotary, sampler
+from reference_engine import batch, block_manager, kv_cache, layers, rope_types, rotary, sampler
 from reference_engine import model_runner as runner
 from reference_engine.attention import contiguous, paged, recompute, sdpa
 
@@ -127,8 +127,8 @@ MUTANTS = [
            "(positions_T[:, None] + 1).float()", ROTARY, "position 0 is not rotated"),
     Mutant("positions in bfloat16", (rotary.RotaryEmbedding,), "_turn", "positions_T[:, None].float()",
            "positions_T[:, None].bfloat16().float()", ROTARY, "rotating by m, then by n"),
-    Mutant("frequencies of half the heads' width", (rotary,), "_wavelengths", "/ head_dim", "/ (head_dim // 2)", ROTARY,
-           DEFINED),
+    Mutant("frequencies of half the heads' width", (rope_types,), "_wavelengths", "/ head_dim", "/ (head_dim // 2)",
+           ROTARY, DEFINED),
     # RMSNorm
     Mutant("mean squares in the dtype (sglang#27540)", (layers.RMSNorm,), "__call__", "x_TX.to(torch.float32)", "x_TX",
            NORMS, "rms_norm: "),
@@ -154,10 +154,10 @@ MUTANTS = [
     Mutant("min-p ignored", (sampler,), "allowed_tokens", "+ min_p_R.log()[:, None]", "- torch.inf", SAMPLING, SETS),
     Mutant("temperature multiplied", (sampler,), "_draw", "scores_RV = scores_RV /", "scores_RV = scores_RV *",
            SAMPLING, ANY_OF_BOTH),
-    Mutant("temperature 0 not greedy", (sampler, reference_ops), "sample", "own.temperature > 0 for", "True for",
+    Mutant("temperature 0 not greedy", (sampler, reference_ops), "sample", "asked.temperature > 0 for", "True for",
            SAMPLING, SETS),
     Mutant("draws depend on the place in the batch (vllm#51226)", (sampler,), "_draw",
-           "[own.seed for own in sequences]", "range(len(sequences))", SAMPLING,
+           "uniforms(seeds, num_sampled)", "uniforms(range(len(sequences)), num_sampled)", SAMPLING,
            "a request draws the same in any batch"),
     Mutant("numbers from half of the range", (sampler,), "uniforms", "/ 2**52", "/ 2**53", SAMPLING, OFTEN),
     # The whole engine

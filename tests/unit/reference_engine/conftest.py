@@ -84,26 +84,26 @@ class Checkpoint:
 
 def make_qwen3_next(**changes: Any) -> Qwen3NextConfig:
     """Two layers with a gated delta rule around one with gated attention; experts in all but the first layer."""
-    own = {
+    sizes = {
         "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
         "linear_value_head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 24, "mlp_only_layers": [0], "initializer_range": 0.08,
     }  # fmt: skip
-    return Qwen3NextConfig(**SIZES | own | changes)
+    return Qwen3NextConfig(**SIZES | sizes | changes)
 
 
 def make_deepseek_v3(**changes: Any) -> DeepseekV3Config:
     """Latent attention whose parts are all of another size, stretched rotary; grouped experts in the second layer."""
     rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
             "mscale": 1.0, "mscale_all_dim": 0.7}  # fmt: skip
-    own = {
+    sizes = {
         "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
         "v_head_dim": 14, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
         "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1, "rope_parameters": rope,
         "routed_scaling_factor": 1.7,
     }  # fmt: skip
-    return DeepseekV3Config(**SIZES | own | changes)
+    return DeepseekV3Config(**SIZES | sizes | changes)
 
 
 def make_model(family: str) -> PreTrainedModel:
@@ -118,10 +118,10 @@ def make_model(family: str) -> PreTrainedModel:
         model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
     elif family == "gemma3":
         layer_types = ["sliding_attention", "full_attention"]
-        own = {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 5, "layer_types": layer_types}
+        sizes = {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 5, "layer_types": layer_types}
         rope = {"rope_type": "default", "rope_theta": 500.0}
         ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 50.0}}
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **own, rope_parameters=ropes, pad_token_id=None))
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **sizes, rope_parameters=ropes, pad_token_id=None))
     elif family == "qwen3-moe":
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [0]}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True))

@@ -30,14 +30,14 @@ class Recorder:
 
     def rows(self, name: str, request_id: int) -> torch.Tensor:
         """All rows of a tap of one request, by position; a row computed again replaces the former one."""
-        found: dict[int, torch.Tensor] = {}
+        by_position: dict[int, torch.Tensor] = {}
         for step, taps in zip(self.steps, self.taps, strict=True):
             if name in taps:
                 rows = step.sampled_rows if name == "lm_head" else range(len(step.positions))
                 for index, row in enumerate(rows):
                     if step.request_ids[row] == request_id:
-                        found[step.positions[row]] = taps[name][index]
-        return torch.stack([found[position] for position in sorted(found)])
+                        by_position[step.positions[row]] = taps[name][index]
+        return torch.stack([by_position[position] for position in sorted(by_position)])
 
     def logits(self, request_id: int) -> torch.Tensor:
         return self.rows("lm_head", request_id)

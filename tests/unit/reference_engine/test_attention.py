@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.attention.sdpa import attend_chunk, attend_single, first_key
+from reference_engine.attention.select import BACKENDS, find_backend
 from reference_engine.errors import ConfigError
 
 from .test_kv_cache import make_spec

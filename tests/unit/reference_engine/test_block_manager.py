@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
+from reference_engine.cache_spec import CacheSpec
 from reference_engine.errors import BlockError
-from reference_engine.kv_cache import CacheSpec, KVCache
-from reference_engine.observing.debug_checks import DebugChecks
+from reference_engine.hooks.debug_checks import DebugChecks, check_pool
+from reference_engine.kv_cache import KVCache
 from reference_engine.prefix_cache import PrefixCache
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
@@ -172,7 +173,7 @@ def test_a_fork_copies_the_last_block_once_it_is_written() -> None:
     assert manager.grow(child, 7)
     assert copies == [(child.block_table[1], parent.block_table[1])]
     assert child.block_table[0] == parent.block_table[0]
-    manager.pool.check([parent.block_table, child.block_table])
+    check_pool(manager.pool, [parent.block_table, child.block_table])
 
 
 def test_a_fork_between_blocks_copies_nothing() -> None:

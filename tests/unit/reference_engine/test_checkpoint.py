@@ -89,8 +89,8 @@ def test_a_tied_head_is_the_embedding_unless_the_checkpoint_has_its_own(folder: 
     same = load(folder)
     assert same["lm_head.weight"] is same["model.embed_tokens.weight"]
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-    own = load(folder)
-    assert torch.equal(own["lm_head.weight"], own["model.embed_tokens.weight"] + 1)
+    loaded = load(folder)
+    assert torch.equal(loaded["lm_head.weight"], loaded["model.embed_tokens.weight"] + 1)
 
 
 def test_computed_buffers_of_old_checkpoints_are_ignored(folder: Path) -> None:

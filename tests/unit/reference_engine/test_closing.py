@@ -32,8 +32,8 @@ def assert_freed_at_once(folder: Any, config: EngineConfig, prepare: Callable[[L
         held |= {} if cache is None else {"cache": cache.data}
         alive = {name: weakref.ref(tensor) for name, tensor in held.items()}
         del model, cache, held
-        assert all(found() is not None for found in alive.values())
-    assert {name for name, found in alive.items() if found() is not None} == set()
+        assert all(reference() is not None for reference in alive.values())
+    assert {name for name, reference in alive.items() if reference() is not None} == set()
 
 
 def test_a_closed_engine_says_so(checkpoint: Any) -> None:

@@ -193,8 +193,8 @@ def test_layers_with_experts(change: dict[str, object], sparse: set[int]) -> Non
 
 def test_both_spellings_of_the_number_of_experts_are_one() -> None:
     hub = {**LLAMA, **EXPERTS}
-    own = {**hub, "num_experts": None, "num_local_experts": 4}
-    assert ModelConfig.from_dict(own).mlps == ModelConfig.from_dict(hub).mlps
+    mixtral = {**hub, "num_experts": None, "num_local_experts": 4}
+    assert ModelConfig.from_dict(mixtral).mlps == ModelConfig.from_dict(hub).mlps
 
 
 @pytest.mark.parametrize(

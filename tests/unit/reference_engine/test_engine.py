@@ -89,8 +89,8 @@ def test_half_precision_stays_near(checkpoint: Any, backend: str, dtype: str) ->
         expected = checkpoint.logits([*prompt, *forced])[len(prompt) - 1 :]
         allowed = {"bfloat16": 0.05, "float16": 0.01}[dtype]
         if checkpoint.model.config.model_type == "qwen3_next":  # whose recurrence enlarges roundings
-            own = checkpoint.logits([*prompt, *forced], dtype=getattr(torch, dtype))[len(prompt) - 1 :]
-            allowed = max(allowed, 2 * relative_l2(own, expected))
+            rounded = checkpoint.logits([*prompt, *forced], dtype=getattr(torch, dtype))[len(prompt) - 1 :]
+            allowed = max(allowed, 2 * relative_l2(rounded, expected))
         assert relative_l2(logits, expected) < allowed
 
 
@@ -120,9 +120,9 @@ def test_preempted_requests_end_as_if_nothing_had_happened(checkpoint: Any, budg
 def test_forced_tokens_are_fed_and_own_choices_reported(checkpoint: Any) -> None:
     prompt, forced = [4, 5, 6], [7, 8]
     output = LLMEngine(checkpoint.folder).generate([prompt], SamplingParams(max_new_tokens=4, forced_token_ids=forced))
-    own = checkpoint.logits([*prompt, *forced]).argmax(dim=-1)[2:].tolist()
-    assert list(output[0].sampled_token_ids[:3]) == own
-    assert output[0].token_ids[:3] == (7, 8, own[2])
+    choices = checkpoint.logits([*prompt, *forced]).argmax(dim=-1)[2:].tolist()
+    assert list(output[0].sampled_token_ids[:3]) == choices
+    assert output[0].token_ids[:3] == (7, 8, choices[2])
 
 
 def test_generation_stops_at_eos_unless_told_to_go_on(checkpoint: Any) -> None:

@@ -93,11 +93,11 @@ def test_a_fork_goes_on_as_its_original_would(
     early = [output.token_id for _ in range(num_steps) for output in engine.step()]
     other_way = [*early, 44, 45]
     twin = engine.fork(parent)
-    other = engine.fork(parent, SamplingParams(max_new_tokens=8, forced_token_ids=other_way))
+    fork = engine.fork(parent, SamplingParams(max_new_tokens=8, forced_token_ids=other_way))
     tokens = finish(engine)
     assert (*early, *tokens[parent]) == (*early, *tokens[twin]) == expected[0]
     fresh = LLMEngine(checkpoint.folder).generate([PROMPTS[0]], engine_params(other_way))
-    assert (*early, *tokens[other]) == fresh[0].token_ids
+    assert (*early, *tokens[fork]) == fresh[0].token_ids
     assert engine.pool.num_free == engine.pool.num_usable
 
 

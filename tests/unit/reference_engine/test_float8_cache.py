@@ -81,8 +81,8 @@ def test_scales_of_the_checkpoint_are_read(checkpoint: Any, tmp_path: Path) -> N
     layers = range(LLMEngine(checkpoint.folder).model_config.num_hidden_layers)
     names = [(f"model.layers.{layer}.self_attn.k_scale", f"model.layers.{layer}.self_attn.v_scale") for layer in layers]
     pairs = [(0.5 + layer, 0.25) for layer in layers]
-    own = {name: torch.tensor(scale) for at in layers for name, scale in zip(names[at], pairs[at], strict=True)}
-    folder = with_scales(checkpoint.folder, tmp_path / "scaled", **own)
+    scales = {name: torch.tensor(scale) for at in layers for name, scale in zip(names[at], pairs[at], strict=True)}
+    folder = with_scales(checkpoint.folder, tmp_path / "scaled", **scales)
     assert read_cache_scales(folder, layers) == tuple(pairs)
     with LLMEngine(folder, EngineConfig(kv_cache_dtype="float8_e5m2")) as engine:
         assert engine.runner.backend.cache.scales == tuple(pairs)
@@ -94,8 +94,8 @@ def test_scales_of_the_checkpoint_are_read(checkpoint: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.tensor([0.1, 0.2]), torch.tensor(torch.nan), None])
 def test_scales_that_nothing_can_be_divided_by(checkpoint: Any, tmp_path: Path, wrong: torch.Tensor | None) -> None:
     name = "model.layers.0.self_attn."
-    own = {f"{name}k_scale": torch.tensor(1.0)} | ({} if wrong is None else {f"{name}v_scale": wrong})
-    folder = with_scales(checkpoint.folder, tmp_path / "scaled", **own)
+    scales = {f"{name}k_scale": torch.tensor(1.0)} | ({} if wrong is None else {f"{name}v_scale": wrong})
+    folder = with_scales(checkpoint.folder, tmp_path / "scaled", **scales)
     with pytest.raises(EngineError, match="v_scale of layer 0"):
         LLMEngine(folder, EngineConfig(kv_cache_dtype="float8_e4m3fn"))
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from reference_engine.cache_spec import CPU_CACHE_BYTES, CacheSpec
 from reference_engine.errors import CapacityError
-from reference_engine.kv_cache import CPU_CACHE_BYTES, CacheSpec, KVCache, context_slots
+from reference_engine.kv_cache import KVCache, context_slots
 
 
 def make_spec(**changes: object) -> CacheSpec:

@@ -16,6 +16,7 @@ from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.errors import CheckpointError, ConfigError, UnsupportedModelError
 from reference_engine.families.experts import GroupedExperts
+from reference_engine.loader import resolve_cache_spec
 from reference_engine.parallel.worker import parallel_engine
 
 from .conftest import Checkpoint, make_deepseek_v3
@@ -93,7 +94,8 @@ def test_a_token_takes_the_room_of_its_latent(checkpoint: Checkpoint) -> None:
     with LLMEngine(checkpoint.folder, EngineConfig(block_size=4, num_blocks=5, dtype="bfloat16")) as engine:
         assert engine.backend.cache is not None
         assert engine.backend.cache.data.nbytes == 5 * 4 * 2 * (LATENT + ROTATED) * 2
-    spec = engine.runner._cache_spec(EngineConfig(), checkpoint.folder)
+    runner = engine.runner
+    spec = resolve_cache_spec(checkpoint.folder, EngineConfig(), runner.model_config, runner.dtype, runner.device)
     assert spec.default_num_blocks(1 << 20) == 1 + spec.budget_bytes // (2 * (LATENT + ROTATED) * 2 << 20)
 
 

@@ -55,8 +55,8 @@ def largest_error(output, adapter: Path | None) -> float:
     truth = merged_logprobs(adapter, ids)
     first = len(output.prompt_token_ids) - 1
     return max(
-        abs(own.logprob - float(truth[first + at, token]))
-        for at, (own, token) in enumerate(zip(output.logprobs, output.token_ids, strict=True))
+        abs(logprobs.logprob - float(truth[first + at, token]))
+        for at, (logprobs, token) in enumerate(zip(output.logprobs, output.token_ids, strict=True))
     )
 
 
@@ -79,8 +79,8 @@ def test_peft_itself_agrees(adapters):
     ids = [*output.prompt_token_ids, *output.token_ids]
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    found = [float(logprobs[len(PROMPTS[0]) - 1 + at, token]) for at, token in enumerate(output.token_ids)]
-    assert [own.logprob for own in output.logprobs] == pytest.approx(found, abs=2e-4)
+    expected_logprobs = [float(logprobs[len(PROMPTS[0]) - 1 + at, token]) for at, token in enumerate(output.token_ids)]
+    assert [logprobs.logprob for logprobs in output.logprobs] == pytest.approx(expected_logprobs, abs=2e-4)
 
 
 def test_cached_prefixes_are_not_shared_between_adapters(adapters):

@@ -15,7 +15,8 @@ from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
 from reference_engine.errors import ConfigError
-from reference_engine.model import Decoder
+from reference_engine.families.build import build_decoder
+from reference_engine.families.parts import Parts
 from reference_engine.model_runner import ModelRunner
 from reference_engine.parallel import ranks as parallel
 from reference_engine.parallel.messages import decode_chunks, encode_chunks
@@ -54,18 +55,18 @@ def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
     parts = [load_weights(folder, config, torch.float32, CPU, rank, 2) for rank in range(2)]
     num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     for name, tensor in whole.items():
-        own = [part[name] for part in parts]
+        shards = [part[name] for part in parts]
         if "qkv_proj" in name:
-            cut = [x.split([num_q // 2, num_kv // 2, num_kv // 2]) for x in own]
+            cut = [x.split([num_q // 2, num_kv // 2, num_kv // 2]) for x in shards]
             joined = torch.cat([torch.cat(same) for same in zip(*cut, strict=True)])
         elif "gate_up_proj" in name:
-            joined = torch.cat([torch.cat(same) for same in zip(*(x.chunk(2) for x in own), strict=True)])
+            joined = torch.cat([torch.cat(same) for same in zip(*(x.chunk(2) for x in shards), strict=True)])
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            joined = torch.cat(own, dim=1)
+            joined = torch.cat(shards, dim=1)
         elif name in ("lm_head.weight", "model.embed_tokens.weight"):
-            joined = torch.cat(own)
+            joined = torch.cat(shards)
         else:
-            joined = own[1]
+            joined = shards[1]
         assert torch.equal(joined, tensor), name
 
 
@@ -91,8 +92,8 @@ def test_a_token_is_found_by_one_rank_and_zero_on_the_others() -> None:
 def test_shares_of_the_inputs_add_up_to_the_product() -> None:
     weight, x = torch.randn(4, 6), torch.randn(2, 6)
     parts = [
-        RowParallel(lambda part, w=w: part @ w.T, ranks)(own)
-        for w, own, ranks in zip(weight.chunk(2, dim=1), x.chunk(2, dim=1), ranks_of(2), strict=True)
+        RowParallel(lambda part, w=w: part @ w.T, ranks)(x_part)
+        for w, x_part, ranks in zip(weight.chunk(2, dim=1), x.chunk(2, dim=1), ranks_of(2), strict=True)
     ]
     torch.testing.assert_close(parts[0] + parts[1], x @ weight.T)
 
@@ -199,6 +200,8 @@ def test_the_bias_of_a_sum_is_added_by_the_first_rank_alone(rank: int) -> None:
     for placement in weight_table(config).values():
         weights[placement.parameter] = torch.zeros(placement.shape)
     weights.setdefault(LM_HEAD, weights[TOKEN_EMBEDDING])
-    built: Any = Decoder.build(config, weights, None, None, ranks_of(2)[rank])  # type: ignore[arg-type]
+    built: Any = build_decoder(
+        Parts(config=config, weights=weights, backend=None, parallel=ranks_of(2)[rank], rotary=None)  # type: ignore[arg-type]
+    )
     assert (built.layers[0].attention.o_proj.linear.bias_O is None) == (rank == 1)
     assert built.layers[0].attention.qkv_proj.bias_O is not None

@@ -114,7 +114,7 @@ def test_the_name_table_is_the_module_s_parameters(name: str, tmp_path: Path) ->
     config = ModelConfig.from_folder(tmp_path)
     corrections = [buffer for buffer in model.named_buffers() if buffer[0].endswith("score_correction_bias")]
     stored = [*model.named_parameters(), *corrections]
-    expected = dict(chain.from_iterable(in_checkpoint(name, own) for name, own in stored))
+    expected = dict(chain.from_iterable(in_checkpoint(name, shape) for name, shape in stored))
     assert {name: placement.shape for name, placement in weight_table(config).items()} == expected
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     module = type(model.model.rotary_emb)(hf_config)  # on the CPU: the meta device has no values
@@ -129,9 +129,9 @@ def in_checkpoint(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, tup
     if len(shape) != 3 or name.endswith("conv1d.weight"):
         yield name, shape
         return
-    prefix, _, own = name.rpartition(".")
+    prefix, _, product = name.rpartition(".")
     for expert in range(shape[0]):
-        parts = ["gate_proj", "up_proj"] if own == "gate_up_proj" else [own]
+        parts = ["gate_proj", "up_proj"] if product == "gate_up_proj" else [product]
         for part in parts:
             yield f"{prefix}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])
 

@@ -15,7 +15,7 @@ from reference_engine.checkpoint.load import load_weights
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.quantisation import Quantisation
 from reference_engine.errors import ConfigError
-from reference_engine.quantised import MAX_ELEMENTS, Float8Product, Int8Product, dequantised, in_int8
+from reference_engine.families.quantised import MAX_ELEMENTS, Float8Product, Int8Product, dequantised, in_int8
 from tests.quantised_checkpoints import write_quantised
 
 FORMATS = ("w8a8", "fp8-dynamic", "fp8-static", "deepseek", "fp8-blocks")
@@ -37,17 +37,17 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_times_their_scales_are_near_the_original_s(folders: dict[str, Path], name: str) -> None:
-    found, exact = loaded(folders[name]), loaded(ORIGINAL)
+    quantised, exact = loaded(folders[name]), loaded(ORIGINAL)
     block = ModelConfig.from_folder(folders[name]).quantisation.block  # type: ignore[union-attr]
     for parameter in ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight"):
-        weight, scale = found[LAYER + parameter], found[f"{LAYER}{parameter}_scale"]
+        weight, scale = quantised[LAYER + parameter], quantised[f"{LAYER}{parameter}_scale"]
         original = exact[LAYER + parameter].float()
         assert weight.dtype == (torch.int8 if name == "w8a8" else torch.float8_e4m3fn)
         assert (len(scale), scale.dtype) == (len(weight), torch.float32)
         width = weight.shape[1] if block is None else block[1]
         error = (dequantised(weight, scale, width, torch.float32) - original).norm() / original.norm()
         assert error < (0.02 if name == "w8a8" else 0.05)
-    assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert quantised["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 def test_a_last_block_may_be_narrower() -> None:
@@ -60,7 +60,7 @@ def test_large_weights_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch)
     x, bias, product = torch.randn(3, 40), torch.randn(70), Float8Product(scale, 20)
     assert weight.numel() < MAX_ELEMENTS
     whole = product(x, weight, bias)
-    monkeypatch.setattr("reference_engine.quantised.MAX_ELEMENTS", 400)
+    monkeypatch.setattr("reference_engine.families.quantised.MAX_ELEMENTS", 400)
     torch.testing.assert_close(product(x, weight, bias), whole)
     expected = x @ dequantised(weight, scale, 20, torch.float32).T + bias
     torch.testing.assert_close(whole, expected)
@@ -172,12 +172,24 @@ NAME = f"{LAYER}self_attn.k_proj."
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda own: own.pop(f"{NAME}weight_scale"), "without scales stands beside quantised ones|expected .*dtype"),
-        (lambda own: own.update({f"{NAME}weight_scale": torch.zeros(64, 1)}), "do not fit it: .*k_proj.weight_scale"),
-        (lambda own: own.update({f"{NAME}weight_scale": torch.ones(3, 1)}), "do not fit it: .*k_proj.weight_scale"),
-        (lambda own: own.update({f"{NAME}weight_scale": torch.full((64, 1), torch.nan)}), "do not fit it"),
-        (lambda own: own.update({f"{NAME}weight": torch.zeros(64, 96)}), "contradicts config.json: .*k_proj.weight"),
-        (lambda own: own.update({f"{NAME}weight_extra": torch.zeros(1)}), "unexpected: .*k_proj.weight_extra"),
+        (
+            lambda tensors: tensors.pop(f"{NAME}weight_scale"),
+            "without scales stands beside quantised ones|expected .*dtype",
+        ),
+        (
+            lambda tensors: tensors.update({f"{NAME}weight_scale": torch.zeros(64, 1)}),
+            "do not fit it: .*k_proj.weight_scale",
+        ),
+        (
+            lambda tensors: tensors.update({f"{NAME}weight_scale": torch.ones(3, 1)}),
+            "do not fit it: .*k_proj.weight_scale",
+        ),
+        (lambda tensors: tensors.update({f"{NAME}weight_scale": torch.full((64, 1), torch.nan)}), "do not fit it"),
+        (
+            lambda tensors: tensors.update({f"{NAME}weight": torch.zeros(64, 96)}),
+            "contradicts config.json: .*k_proj.weight",
+        ),
+        (lambda tensors: tensors.update({f"{NAME}weight_extra": torch.zeros(1)}), "unexpected: .*k_proj.weight_extra"),
     ],
 )
 def test_scales_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Path, change: Any, said: str) -> None:
@@ -207,12 +219,12 @@ def test_a_head_with_scales_is_multiplied_with_them(
     change = with_quantised("lm_head.weight", "model.embed_tokens.weight", dtype)
     params = SamplingParams(max_new_tokens=1, ignore_eos=True, num_logprobs=3)
 
-    def found(folder: Path) -> dict[int, float]:
+    def logits_of(folder: Path) -> dict[int, float]:
         with LLMEngine(folder, EngineConfig(dtype="float32", max_model_len=64)) as engine:
             (output,) = engine.generate([list(range(4, 21))], params)
         return dict(output.logprobs[0].top)
 
-    expected, actual = found(folders[name]), found(rewritten(folders[name], tmp_path / "head", change))
+    expected, actual = logits_of(folders[name]), logits_of(rewritten(folders[name], tmp_path / "head", change))
     assert actual != expected
     assert actual == pytest.approx(expected, abs=0.1)
 

@@ -16,9 +16,9 @@ from reference_engine.checkpoint.delta_net import DeltaNetShape
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.errors import BlockError, ConfigError, UnsupportedModelError
 from reference_engine.families.qwen3_next import gated_delta_rule
+from reference_engine.families.state_cache import Piece, StateCache, StateSpec
 from reference_engine.parallel.worker import parallel_engine
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
-from reference_engine.state_cache import Piece, StateCache, StateSpec
 
 from .conftest import Checkpoint, make_qwen3_next
 from .recorder import Recorder
@@ -167,8 +167,8 @@ def test_a_fork_and_its_original_go_on_from_one_state(checkpoint: Checkpoint) ->
         forced = SamplingParams(max_new_tokens=6, forced_token_ids=[begin, 17, 23], ignore_eos=True)
         fork = engine.fork(first, forced)
         made = finish(engine)
-    own, forked = ([begin, *made[request]] for request in (first, fork))
-    assert own == checkpoint.greedy(PROMPTS[0], 6)
+    original, forked = ([begin, *made[request]] for request in (first, fork))
+    assert original == checkpoint.greedy(PROMPTS[0], 6)
     assert forked[3:] == checkpoint.greedy([*PROMPTS[0], *forked[:3]], 3)
 
 

@@ -94,8 +94,8 @@ def test_every_bit_is_transformers(rope: str, dtype: torch.dtype, head_dim: int)
 @pytest.mark.parametrize("head_dim", [12, 64, 128])
 def test_every_bit_is_transformers_for_a_request_of_any_length(rope: str, head_dim: int) -> None:
     """A request's rows are rotated as by one forward over all of its tokens, whatever stands beside it."""
-    given = LENGTH_ROPES[rope] | (factors(head_dim) if rope.startswith("longrope") else {})
-    ours, theirs = make(given, torch.bfloat16, head_dim, 64)
+    parameters = LENGTH_ROPES[rope] | (factors(head_dim) if rope.startswith("longrope") else {})
+    ours, theirs = make(parameters, torch.bfloat16, head_dim, 64)
     lengths, seen = [*range(1, 20), 63, 64, 65, 66, 100, 127, 128, 129, 1000, 131072], set()
     for length in lengths:
         rope_len = ours._rope.rope_len(length)

@@ -18,7 +18,8 @@ from transformers import (
 from reference_engine import sampler
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import Sequence
-from reference_engine.sampler import allowed_tokens, penalise, sample, uniforms
+from reference_engine.sampler import allowed_tokens, sample, uniforms
+from reference_engine.scores import penalise
 
 V = 50
 
@@ -88,9 +89,9 @@ def test_bias_and_counted_penalties_are_of_their_own_row_and_of_the_continuation
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(params: dict[str, Any]) -> None:
     logits_V, num_draws = logits_of(1)[0], 4_000
-    own = SamplingParams(temperature=1.4, **params)
+    settings = SamplingParams(temperature=1.4, **params)
     scores_V = logits_V / 1.4
-    expected = scores_V.masked_fill(~allowed_tokens(scores_V[None], [own])[0], -torch.inf).softmax(dim=-1)
+    expected = scores_V.masked_fill(~allowed_tokens(scores_V[None], [settings])[0], -torch.inf).softmax(dim=-1)
     actual = frequencies(logits_V, num_draws, temperature=1.4, **params)
     assert not actual[expected == 0].any()
     is_common = expected * num_draws > 5  # the statistic is not chi-square distributed below
@@ -103,9 +104,9 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(params: dict[str, Any]) ->
 @given(rows=st.lists(st.tuples(SETTINGS, st.integers(0, 2**64)), min_size=2, max_size=5), seed=st.integers(0, 99))
 def test_a_row_draws_the_same_whoever_is_beside_it(rows: list[tuple[dict[str, Any], int]], seed: int) -> None:
     logits_RV = logits_of(seed, len(rows) + 1)
-    sequences = [make_sequence(seed=own, **params) for params, own in rows] + [make_sequence()]
+    sequences = [make_sequence(seed=request_seed, **params) for params, request_seed in rows] + [make_sequence()]
     together = sample(logits_RV, sequences).token_ids
-    alone = [sample(logits_RV[i : i + 1], [own]).token_ids[0] for i, own in enumerate(sequences)]
+    alone = [sample(logits_RV[i : i + 1], [sequence]).token_ids[0] for i, sequence in enumerate(sequences)]
     assert together == alone
     assert together[-1] == int(logits_RV[-1].argmax())
 

@@ -83,9 +83,9 @@ def test_logprobs_come_with_every_token(checkpoint: Any) -> None:
     _, _, output = LLMEngine(checkpoint.folder).generate(PROMPTS, DRAWING)
     logits = checkpoint.logits([*PROMPTS[2], *output.token_ids])[: len(output.token_ids)]
     expected = logits.log_softmax(dim=-1).amax(dim=-1).tolist()
-    assert [own.logprob for own in output.logprobs] == pytest.approx(expected, abs=1e-4)
-    assert [own.top[0][0] for own in output.logprobs] == list(output.token_ids)
-    assert [len(own.top) for own in output.logprobs] == [2] * 9
+    assert [logprobs.logprob for logprobs in output.logprobs] == pytest.approx(expected, abs=1e-4)
+    assert [logprobs.top[0][0] for logprobs in output.logprobs] == list(output.token_ids)
+    assert [len(logprobs.top) for logprobs in output.logprobs] == [2] * 9
 
 
 def test_forks_without_a_seed_draw_differently(checkpoint: Any) -> None:
@@ -95,7 +95,7 @@ def test_forks_without_a_seed_draw_differently(checkpoint: Any) -> None:
     forks = engine.fork(parent), engine.fork(parent)
     tokens = finish(engine)
     assert set(tokens) == {parent, *forks}
-    assert len({tuple(own) for own in tokens.values()}) == 3
+    assert len({tuple(drawn) for drawn in tokens.values()}) == 3
 
 
 def test_a_stop_token_ends_even_where_eos_is_ignored(checkpoint: Any) -> None:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
+from reference_engine.hooks.debug_checks import check_pool
 from reference_engine.requests.sampling import SamplingParams
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 from reference_engine.scheduler import Scheduler
@@ -146,6 +147,6 @@ def _check_limits(scheduler: Scheduler, chunks: list[ScheduledChunk], budget: in
         assert len(chunk.sequence.block_table) == scheduler.pool.num_needed(chunk.stop)
     ids = [sequence.request_id for sequence in [*scheduler.running, *scheduler.waiting]]
     assert ids == sorted(ids), "first come, first served, preempted ones included"
-    scheduler.pool.check()
+    check_pool(scheduler.pool)
     blocks = [block for sequence in scheduler.running for block in sequence.block_table]
     assert len(blocks) == len(set(blocks))

@@ -78,9 +78,11 @@ def test_a_completion_is_what_the_engine_gives(client, alone):
     assert choice["finish_reason"] == "length"
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == [f"token_id:{token_id}" for token_id in expected.token_ids]
-    assert logprobs["token_logprobs"] == pytest.approx([own.logprob for own in expected.logprobs], abs=1e-4)
+    assert logprobs["token_logprobs"] == pytest.approx(
+        [token_logprobs.logprob for token_logprobs in expected.logprobs], abs=1e-4
+    )
     assert [list(top) for top in logprobs["top_logprobs"]] == [
-        [f"token_id:{token_id}" for token_id, _ in own.top] for own in expected.logprobs
+        [f"token_id:{token_id}" for token_id, _ in token_logprobs.top] for token_logprobs in expected.logprobs
     ]
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 6, "total_tokens": 12}
 
@@ -115,7 +117,7 @@ def test_the_echo_has_logprobs_of_the_prompt(client, alone):
     (choice,) = complete(client, prompt=PROMPT, max_tokens=1, logprobs=1, echo=True)["choices"]
     first, *others = choice["logprobs"]["token_logprobs"]
     assert first is None
-    assert others[:5] == pytest.approx([own.logprob for own in forced.logprobs], abs=1e-4)
+    assert others[:5] == pytest.approx([token_logprobs.logprob for token_logprobs in forced.logprobs], abs=1e-4)
     assert len(others) == 6
     (choice,) = complete(client, prompt=PROMPT, max_tokens=0, logprobs=1, echo=True)["choices"]
     assert len(choice["logprobs"]["token_logprobs"]) == 6
@@ -166,9 +168,9 @@ def test_many_clients_are_served_at_once_and_each_gets_its_own(client, engine, m
 @pytest.fixture
 def aborted(engine, monkeypatch):
     """Requests that were aborted."""
-    found, abort = [], engine.abort
-    monkeypatch.setattr(engine, "abort", lambda request_id: abort(request_id) or found.append(request_id))
-    return found
+    aborted, abort = [], engine.abort
+    monkeypatch.setattr(engine, "abort", lambda request_id: abort(request_id) or aborted.append(request_id))
+    return aborted
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -231,8 +231,8 @@ def test_a_step_that_fails_once_ends_no_more_than_one_request(client, failing):
             "/v1/completions", json={**PLAIN, "prompt": prompt, "max_tokens": 30}), prompts))  # fmt: skip
     statuses = [answer.status_code for answer in answers]
     assert statuses.count(200) >= 5
-    for answer, own in zip(answers, expected, strict=True):
-        assert answer.status_code == 500 or answer.json()["choices"][0]["token_ids"] == own
+    for answer, token_ids in zip(answers, expected, strict=True):
+        assert answer.status_code == 500 or answer.json()["choices"][0]["token_ids"] == token_ids
 
 
 def test_a_client_that_leaves_during_a_trial_leaves_nothing(client, failing, engine):

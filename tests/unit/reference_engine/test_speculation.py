@@ -52,8 +52,8 @@ def test_drafts_change_no_token(checkpoint, temperature, wrong_every, options):
     with engine_of(checkpoint, **options) as engine:
         engine.drafter = Scripted(true, 4, wrong_every)
         assert [list(output.token_ids) for output in engine.generate(PROMPTS, params)] == expected
-        assert engine.num_drafted > 0
-        assert (engine.num_accepted > 0) == (wrong_every > 1)
+        assert engine.speculation.num_drafted > 0
+        assert (engine.speculation.num_accepted > 0) == (wrong_every > 1)
         assert engine.pool.num_free == engine.pool.num_usable
 
 
@@ -80,7 +80,7 @@ def test_prompt_lookup_is_plain_greedy_in_fewer_steps(checkpoint):
     expected, _ = continuations(checkpoint, params)
     actual, engine = continuations(checkpoint, params, num_speculative_tokens=4)
     assert actual == expected
-    assert engine.num_drafted >= engine.num_accepted
+    assert engine.speculation.num_drafted >= engine.speculation.num_accepted
 
 
 def test_nothing_is_left_to_verify_after_a_step(checkpoint):
@@ -188,7 +188,7 @@ def test_drafts_leave_a_token_of_the_budget_to_each_request(checkpoint):
         requests = {engine.add_request([token], SamplingParams(max_new_tokens=8)) for token in (5, 6, 7)}
         for _ in range(3):
             assert {output.request_id for output in engine.step()} == requests
-        assert engine.num_drafted == 4  # two in each step but the first
+        assert engine.speculation.num_drafted == 4  # two in each step but the first
 
 
 def test_a_request_goes_back_to_its_prompt_at_most(checkpoint):
@@ -212,24 +212,28 @@ def test_the_latest_place_with_the_longest_match_is_looked_up(tokens, drafts):
 def test_a_model_that_guesses_as_itself_is_always_right(checkpoint):
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     expected, _ = continuations(checkpoint, params)
-    own = {"num_speculative_tokens": 3, "draft_model": str(checkpoint.folder)}
-    actual, engine = continuations(checkpoint, params, **own)
+    options = {"num_speculative_tokens": 3, "draft_model": str(checkpoint.folder)}
+    actual, engine = continuations(checkpoint, params, **options)
     assert actual == expected
-    assert engine.num_accepted == engine.num_drafted > 0
+    assert engine.speculation.num_accepted == engine.speculation.num_drafted > 0
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
 def test_another_model_s_guesses_change_no_token(checkpoints, backend):
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     expected, _ = continuations(checkpoints["qwen3-next"], params)
-    own = {"num_speculative_tokens": 3, "draft_model": str(checkpoints["llama"].folder), "attention_backend": backend}
-    actual, engine = continuations(checkpoints["qwen3-next"], params, **own)
+    options = {
+        "num_speculative_tokens": 3,
+        "draft_model": str(checkpoints["llama"].folder),
+        "attention_backend": backend,
+    }
+    actual, engine = continuations(checkpoints["qwen3-next"], params, **options)
     assert actual == expected
-    assert engine.num_accepted < engine.num_drafted
+    assert engine.speculation.num_accepted < engine.speculation.num_drafted
 
 
 def test_a_draft_model_stops_where_its_context_ends():
-    assert DraftModel(Mock(), 3, max_model_len=10).draft(Mock(num_tokens=10)) == []
+    assert DraftModel(Mock(max_model_len=10), 3).draft(Mock(num_tokens=10)) == []
 
 
 def test_a_draft_model_that_cannot_guess_is_refused(checkpoint, tmp_path):

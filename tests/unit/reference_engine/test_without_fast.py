@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.model_runner import find_acceleration
+from reference_engine.loader import find_kernels
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = "tests.unit.reference_engine.without_fast"
@@ -67,6 +67,6 @@ def test_all_tests_of_the_core_pass() -> None:
 
 def test_what_it_lacks_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reference_engine.fast.huge_pages", None)  # type: ignore[arg-type]
-    monkeypatch.delitem(sys.modules, "reference_engine.fast.acceleration", raising=False)
+    monkeypatch.delitem(sys.modules, "reference_engine.fast.fast_kernels", raising=False)
     with pytest.raises(ModuleNotFoundError, match="huge_pages"):
-        find_acceleration()
+        find_kernels()

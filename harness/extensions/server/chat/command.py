@@ -31,9 +31,8 @@ def chat(
     """
     address = server.address()
     with progress_bar() as report:
-        from harness.cli.generate import embedded_model
         from harness.extensions.server.chat.run import check_tokens
-        from harness.formats.checkpoint import Checkpoint, resolve
+        from harness.formats.checkpoint import Checkpoint, embedded_model, resolve
 
         name = model or embedded_model()
         checkpoint = Checkpoint(resolve(name, local_files_only=local_files_only))

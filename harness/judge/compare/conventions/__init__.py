@@ -1,8 +1,9 @@
 """Conventions: legitimate orders of rounding that are not the default one, in one table.
 
-An operation that is out of bounds against the truth is held against each entry that applies to it. The one under which
-the fewest rows fail is the engine's, and the operation is held to it. A new one is one entry in the table of its kind
-of operation, here in this folder (docs/how-verdicts-work.md); an extension brings a module with such a table.
+An operation that is out of bounds against the truth is judged under each entry that applies to it. The entry under
+which the fewest rows fail is the engine's convention, and its verdict counts. A new convention is one entry in the
+table of its kind of operation, in this folder (docs/how-verdicts-work.md). An extension adds a module with such a
+table.
 """
 
 from functools import cache
@@ -29,7 +30,7 @@ def all_conventions() -> tuple[Convention, ...]:
 
 
 def conventions(kind: Kind) -> list[Convention]:
-    """Return the legitimate orders of rounding of a kind of operation, the likelier first."""
+    """Return the conventions of a kind of operation, the likelier ones first."""
     return [convention for convention in all_conventions() if kind in convention.kinds]
 
 

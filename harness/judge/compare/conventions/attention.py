@@ -34,7 +34,7 @@ Round = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _eager(subject: SuspectRows) -> Iterator[Rounding]:
-    """Scores and probabilities rounded to the dtype, as HF's eager code does it; and queries before, as MLX does it."""
+    """Round scores and probabilities to the dtype, as HF's eager code does; or the queries first, as MLX does."""
     call = subject.call
     eager = None if call is None else subject.hf.eager_attention(call.module)
     if call is None or eager is None:
@@ -51,7 +51,7 @@ def _eager(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _scaled_first(call: AttentionCall, dtype: torch.dtype, scale_dtype: torch.dtype) -> AttentionCall:
-    """Return the call with the scale, in a dtype of its own, in the queries."""
+    """Return the call with the queries multiplied by the scale, which is rounded to `scale_dtype`."""
     scale = torch.tensor(scaling(call), dtype=scale_dtype).to(torch.float64)
     query = (call.query.to(dtype).to(torch.float64) * scale).to(dtype)
     return replace(call, query=query, options={**call.options, "scaling": 1.0})
@@ -81,7 +81,7 @@ def _run_eager(
 
 
 def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
-    """Keys and values are read in the declared dtype; products with them are done in that dtype or not."""
+    """Read keys and values in the declared dtype, with products in that dtype or in the engine's."""
     call, (keys, values) = subject.call, formats_read(subject)
     if call is None or keys is None or keys.dtype is None or values is None or keys.dtype != values.dtype:
         return
@@ -103,9 +103,9 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
         return at_rows(subject, attend(call, query, key, value, used))
 
     yield Rounding(name=CACHE.format(name), model=MODEL, expected=lambda: read(None))
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in HALF:
         return
-    # A score that is computed in another order lets its probability round the other way.
+    # Another order of a score may round its probability the other way.
     yield Rounding(
         name=CACHE_PRODUCTS.format(name),
         model=MODEL,
@@ -122,9 +122,9 @@ def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def formats_read(subject: SuspectRows) -> tuple[CacheFormat | None, CacheFormat | None]:
-    """Return the declared formats in which the rows read keys and values: those of the cache, or what it is rounded to.
+    """Return the declared formats in which the rows read keys and values: the cache's, or that to which it is rounded.
 
-    None for both where nothing is declared.
+    None for both where none is declared.
     """
     layer, read = prefix_of(subject.operation.tap), subject.declared.attention_inputs
     declared = CacheFormat.declared(subject.declared, "k", layer), CacheFormat.declared(subject.declared, "v", layer)
@@ -142,9 +142,9 @@ def _is_finer(form: CacheFormat, coarser: CacheFormat) -> bool:
 def attend(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, used: torch.dtype | None
 ) -> torch.Tensor:
-    """Compute attention in float64, [B, N, T, H], its probabilities rounded to `used` if it is given.
+    """Compute attention in float64, [B, N, T, H], with probabilities rounded to `used` unless that is None.
 
-    Queries [B, N, T, H], keys and values [B, K, S, H] stand in the place of the call's.
+    Queries [B, N, T, H], keys and values [B, K, S, H] replace those of the call.
     """
     parts = probabilities(call, *(x.to(torch.float64) for x in (query, key, value)))
     return torch.cat([(p if used is None else p.to(used).to(torch.float64)) @ v for p, v in parts], dim=2)
@@ -160,7 +160,7 @@ KEPT = "keys read in {}, values in {}, queries rounded as a product with the key
 ROUNDED_PROBABILITIES = KEPT + ", probabilities to the dtype of the values"
 ROUNDED_SUMS = KEPT + ", the sum of the values in their dtype (flash attention)"
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
-"""Of a cache of ggml's that is not quantised."""
+"""Dtypes of a cache of ggml's that is not quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class _Operands:
 
 
 def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
-    """Keys or values, or both, are in blocks of integers; or they are in two dtypes."""
+    """Read keys or values from blocks of integers, or from two dtypes."""
     call, (keys, values) = subject.call, formats_read(subject)
     if call is None or keys is None or values is None or subject.dtype != torch.float32:
         return
@@ -193,7 +193,7 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
         return _attend(subject, call, operands, values, used)
 
     yield Rounding(name=KEPT.format(*names), model=MODEL, expected=lambda: expected(None), allowance=ties)
-    if values.dtype not in (torch.float16, torch.bfloat16):
+    if values.dtype is None or values.dtype not in HALF:
         return
     coarse = rounding_unit(values.dtype) / rounding_unit(subject.dtype)
     amplification = attention_sensitivity(call).amplification.flatten()[subject.rows].to("cpu", torch.float64)
@@ -215,7 +215,7 @@ def _quantised_cache(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _scaled_cache(subject: SuspectRows) -> Iterator[Rounding]:
-    """Keys or values, or both, are numbers in few bits with scales; queries and probabilities are not rounded."""
+    """Read keys or values from numbers in few bits with scales; queries and probabilities are not rounded."""
     call, (keys, values) = subject.call, formats_read(subject)
     if call is None or keys is None or values is None or not (keys.has_scale or values.has_scale):
         return
@@ -241,7 +241,7 @@ def _scaled_cache(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _query_and_key(call: AttentionCall, keys: CacheFormat) -> tuple[Stored, Stored]:
-    """Round queries to what a product with such keys takes: Q8_0 or Q8_1 for blocks, the dtype else."""
+    """Round queries to the format of a product with such keys: Q8_0 or Q8_1 for blocks, otherwise their dtype."""
     key = keys.stored(call.key)
     if keys.dtype is not None:
         return keys.stored(call.query), key
@@ -254,20 +254,20 @@ def _query_and_key(call: AttentionCall, keys: CacheFormat) -> tuple[Stored, Stor
 
 
 def _with_more(stored: Stored, more: torch.Tensor) -> Stored:
-    """Put exact elements after those of heads."""
+    """Append exact elements to those of heads."""
     return Stored(torch.cat((stored.values, more), dim=-1), torch.cat((stored.slack, torch.zeros_like(more)), dim=-1))
 
 
 def _attend(
     subject: SuspectRows, call: AttentionCall, operands: _Operands, values: CacheFormat, used: torch.dtype | None
 ) -> torch.Tensor:
-    """Compute attention in float64: [R, N*H]. Probabilities are rounded to `used` if it is given."""
+    """Compute attention in float64, [R, N*H], with probabilities rounded to `used` unless that is None."""
     parts = (operands.query.values, operands.key.values, operands.value.values)
     return at_rows(subject, values.unturned(attend(call, *parts, used)))
 
 
 def _allowance_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Operands) -> torch.Tensor:
-    """[R] roundings that elements on a rounding tie may make, were each rounded the other way; 0 without any."""
+    """[R]: the error, in roundings, if every element on a rounding tie were rounded the other way; 0 without ties."""
     query, key, value = operands.query, operands.key, operands.value
     groups = query.values.shape[1] // key.values.shape[1]
     wide = [x.repeat_interleave(groups, dim=1) for x in (key.values, key.slack, value.values, value.slack)]

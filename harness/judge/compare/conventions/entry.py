@@ -1,4 +1,4 @@
-"""An entry of the registry of conventions, and what it is given to look at.
+"""An entry of the registry of conventions, and the rows that it looks at.
 
 `R` rows, `W` elements of a row, `B` requests, `T` tokens.
 """
@@ -29,7 +29,7 @@ class SuspectRows:
     """The operation's weights are in it."""
     operation: Operation
     dtype: torch.dtype
-    """Of the operation's tensors: the unit that it is judged in."""
+    """The dtype of the operation's tensors: the unit in which it is judged."""
     actual: torch.Tensor
     """[R, W] as the engine recorded them."""
     expected: torch.Tensor
@@ -37,7 +37,7 @@ class SuspectRows:
     rows: torch.Tensor
     """[R] int64: indices into the batch, request times T plus position; for attention."""
     positions: torch.Tensor
-    """[R] int64: of rotary in a layer that predicts further tokens, those of the tokens that it looks ahead to."""
+    """[R] int64: of rotary in a layer that predicts further tokens, positions of the tokens that it looks ahead to."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     """[R, ...] each, of an operation that works row by row; empty for attention."""
     call: AttentionCall | None = None
@@ -55,11 +55,11 @@ class Rounding:
     name: str
     """The name in the report."""
     model: ErrorModel
-    """The error that remains to rounding under it."""
+    """The error model of the rounding that remains."""
     expected: Callable[[], torch.Tensor]
     """Computes what the rows should be: [R, W] float64."""
     allowance: torch.Tensor | None = None
-    """[R] float64: roundings that are left to it besides those of the model."""
+    """[R] float64: roundings that are allowed in addition to those of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ class Convention:
     """One entry of the registry."""
 
     name: str
-    """For the documentation: which order of rounding."""
+    """The order of rounding, for the documentation."""
     kinds: tuple[Kind, ...]
     """Operations that it may apply to."""
     alternatives: Callable[[SuspectRows], Iterator[Rounding]]
-    """Yields the ways in which it applies to the rows; nothing if it does not."""
+    """Yields the alternatives that apply to the rows; none if the convention does not apply."""

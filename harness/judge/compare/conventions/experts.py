@@ -1,7 +1,7 @@
 """Experts whose inputs are quantised before each of their products, as ggml does.
 
-What the last product of an expert reads is computed within the operation. So it is not known to the rounding: what the
-engine's dtype does to it is tried out, and a code that is on a tie may be either.
+The inputs of an expert's last product are computed within the operation, so their rounding is not known. The effect of
+the engine's dtype on them is measured, and a code on a tie may be either of two.
 
 `R` rows, `C` chosen experts of a row, `W` elements of a row.
 """
@@ -19,7 +19,7 @@ from harness.base.metrics import rounding_unit, row_errors
 from harness.formats.taps import ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
-from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, Blocks
+from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, TIE, Blocks
 from harness.oracle.experts import num_experts, reads_slots, run_experts
 from harness.oracle.precision import PreservePrecision, eager_experts
 
@@ -27,14 +27,12 @@ Steps = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Takes inputs of products; returns them in units of their steps, and the steps."""
 _MODEL = ErrorModel(roundings=1, accumulation=10)
 _ROUNDINGS_OF_PRODUCT = 3.0
-"""Of ggml's products, which are added up in float32: those outside of experts are off by 1.7 to 2.6 roundings in the
-median of their rows, and by 5.3 at most (reports/cpu/llamacpp.md)."""
-_TIE = 2e-4
-"""Distance of a scaled value from the middle of two codes within which float32 may round it either way."""
+"""Error of ggml's products, which are added up in float32: outside of experts it is 1.7 to 2.6 roundings in the median
+of the rows, and 5.3 at most (reports/cpu/llamacpp.md)."""
 _TIE_ROUNDINGS = 2
 """Roundings to the engine's dtype by which a value may be off before it becomes a code, as gate times up is."""
 _TIE_FACTOR = 1.5
-"""An engine rounds some of the ties the other way: what these change at most, as a multiple of what all change."""
+"""Largest change by the ties that an engine rounds the other way, as a multiple of the change by all ties."""
 
 
 def _as_ggml(subject: SuspectRows) -> Iterator[Rounding]:
@@ -56,7 +54,7 @@ def _steps_of_blocks(blocks: Blocks, size: int, x: torch.Tensor) -> tuple[torch.
 def experts_with(
     subject: SuspectRows, steps: Steps, size: int, name: str, of_product: float = 1.0
 ) -> Iterator[Rounding]:
-    """Yield the experts with quantised inputs, and what the engine's dtype does to the codes.
+    """Yield the experts with quantised inputs, with the effect of the engine's dtype on the codes as allowance.
 
     Args:
         subject: the rows.
@@ -84,7 +82,7 @@ def _run(
         subject: the rows.
         steps: how the inputs are quantised.
         size: inputs that share a step.
-        dtype: that each product, and what it reads, is rounded to; None: it is not.
+        dtype: to which each product and its inputs are rounded; None: they are not.
         is_tied: whether all values that are next to the middle of two codes are rounded the other way.
     """
     module = subject.hf.module(subject.operation.module)
@@ -103,17 +101,17 @@ def _run(
         with torch.no_grad(), eager_experts(*subject.hf.configs), PreservePrecision(weight_dtype), products:
             return run_experts(module, x.to(weight_dtype), chosen, weights.to(weight_dtype))
 
-    # The judge is asked within HF's forward, which is watched in its own thread.
+    # The judge runs within HF's forward, which is watched in its own thread.
     with ThreadPoolExecutor(max_workers=1) as thread:
         output = thread.submit(run).result()
     return output if products.num_seen else None
 
 
 class QuantisedInputs(TorchFunctionMode):
-    """Quantises what products read, in the modules that run within it."""
+    """Quantises the inputs of products, in the modules that run within it."""
 
     def __init__(self, steps: Steps, size: int, dtype: torch.dtype | None = None, tie: float | None = None) -> None:
-        """Take how the inputs are quantised, what all is rounded to, and how near to a tie is rounded the other way."""
+        """Take the quantisation of the inputs, the dtype of all values, and the distance within which ties flip."""
         super().__init__()
         self._steps, self._size, self._dtype, self._tie = steps, size, dtype, tie
         self.num_seen = 0
@@ -127,7 +125,7 @@ class QuantisedInputs(TorchFunctionMode):
         if x.shape[-1] % self._size or not x.numel():
             return func(*args, **(kwargs or {}))
         self.num_seen += 1
-        with torch._C.DisableTorchFunction():  # the modes around this one keep values from being rounded
+        with torch._C.DisableTorchFunction():  # the modes around this one keep values unrounded
             seen = self._seen(x.flatten(0, -2)).view_as(x).to(x.dtype)
             return self._rounded(func(seen, *others, **(kwargs or {})))
 
@@ -135,7 +133,7 @@ class QuantisedInputs(TorchFunctionMode):
         scaled, step = self._steps(self._rounded(x))
         codes = scaled.round()
         if self._tie is not None:
-            is_tie = (scaled - codes).abs() > 0.5 - _TIE - self._tie * scaled.abs()
+            is_tie = (scaled - codes).abs() > 0.5 - TIE - self._tie * scaled.abs()
             codes = torch.where(is_tie, codes + torch.sign(scaled - codes), codes)
         return codes * step
 

@@ -21,7 +21,7 @@ ADDED_AFTER = "the bias added to the rounded product"
 ROUNDED_INPUTS = "inputs rounded to {}, the weight's dtype"
 _NUM_RANKS = (2, 4, 8)
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "wo")
-"""Names of the modules whose inputs tensor-parallel engines share out among their ranks."""
+"""Names of the modules whose inputs tensor-parallel engines split among their ranks."""
 _GGUF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 MODEL = KINDS[Kind.LINEAR].error_model or ErrorModel(roundings=1)
 
@@ -64,7 +64,7 @@ def product_then_bias(
 
 
 def _bias_after(subject: SuspectRows) -> Iterator[Rounding]:
-    """Add the bias in an operation of its own, as kernels without one are used."""
+    """Add the bias in a second operation, as engines do whose kernels take no bias."""
     if subject.dtype not in HALF or len(subject.inputs) != 1:
         return
     weight, bias = weight_and_bias(subject)
@@ -74,7 +74,7 @@ def _bias_after(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _partial_sums(subject: SuspectRows) -> Iterator[Rounding]:
-    """Round what each rank makes of its share of the inputs; then add all up, in float32 or rounded again."""
+    """Round the product of each rank's share of the inputs; then add them in float32, or round each sum again."""
     is_shared = subject.operation.module.rpartition(".")[2] in _ROW_PARALLEL
     if not is_shared or len(subject.inputs) != 1 or subject.dtype not in HALF:
         return
@@ -84,7 +84,7 @@ def _partial_sums(subject: SuspectRows) -> Iterator[Rounding]:
         if count > 1 and x.shape[1] % count == 0:
             expected = partial(_sum_of_parts, subject, count)
             yield Rounding(name=PARTIAL_SUMS.format(count), model=MODEL, expected=expected)
-            if declared is not None and count > 2:  # with two there is nothing to round in between
+            if declared is not None and count > 2:  # with two ranks there is no sum in between
                 yield Rounding(
                     name=SUMS_IN_DTYPE.format(dtype_name(subject.dtype), count),
                     model=MODEL,
@@ -98,7 +98,7 @@ def _sum_of_parts(subject: SuspectRows, count: int) -> torch.Tensor:
 
 
 def _parts(subject: SuspectRows, count: int) -> list[torch.Tensor]:
-    """Return what each rank gives, rounded: [R, O] float64 each. The first adds the bias."""
+    """Return the rounded product of each rank, [R, O] float64 each. The first rank adds the bias."""
     weight, bias = weight_and_bias(subject)
     shares = zip(
         subject.inputs[0].flatten(1).to(torch.float64).chunk(count, dim=1), weight.chunk(count, dim=1), strict=True
@@ -108,7 +108,7 @@ def _parts(subject: SuspectRows, count: int) -> list[torch.Tensor]:
 
 
 def _allowance_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """[R] roundings of the sums in between, in any order: each as large as some of the parts add up to."""
+    """[R]: the error, in roundings, of rounding the sums in between, in any order of the parts."""
     between = torch.stack([part.norm(dim=1).square() for part in parts]).sum(dim=0).sqrt()
     total = torch.stack(parts).sum(dim=0).norm(dim=1)
     allowance: torch.Tensor = math.sqrt(len(parts) - 2) * largest_rounding(dtype) * (between / total).clamp(min=1)
@@ -116,7 +116,7 @@ def _allowance_of_sums(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.T
 
 
 def rounded_products(subject: SuspectRows) -> Iterator[Rounding]:
-    """Round the inputs to the dtype of a 16-bit weight; all else is float32, as in llama.cpp."""
+    """Round the inputs to the dtype of a 16-bit weight; the rest is float32, as in llama.cpp."""
     if subject.dtype != torch.float32 or len(subject.inputs) != 1:
         return
     weight, bias = weight_and_bias(subject)
@@ -141,15 +141,15 @@ INPUT_TYPES = {
         "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS",
     }),
 }  # fmt: skip
-"""What ggml quantises the inputs of a product to on a CPU, with the types of weights for which it does so; of others it
-is not known here. Source: `type_traits_cpu` in ggml-cpu.c."""
+"""Formats to which ggml quantises the inputs of a product on a CPU, with the types of weights for which it does so.
+Other types are unknown here. Source: `type_traits_cpu` in ggml-cpu.c."""
 QUANTISED_INPUTS = "inputs quantised to {}"
 _WITH_MINIMA = frozenset({"Q2_K", "Q4_K", "Q5_K"})
-"""Types whose weights are a scale times an integer less a minimum, of which each block has its own."""
+"""Types whose weights are a scale times an integer less a minimum; each block has its own minimum."""
 _BLOCK_OF_MINIMA = 32
-"""Of Q4_K and Q5_K. Of Q2_K it is 16, for which twice as many say a little more."""
-_TIE = 2e-4
-"""Distance of a scaled value from the middle of two integers within which float32 may round it either way."""
+"""Weights that share a minimum in Q4_K and Q5_K. In Q2_K 16 do; with 32 the bound is a little larger."""
+TIE = 2e-4
+"""Distance of a scaled value from the middle of two integers within which float32 may round it up or down."""
 _MAX_TIES = 1 << 14
 Blocks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Takes [R, I/S, S] float32; returns the scaled values [R, I/S, S] and what an integer stands for [R, I/S, 1], both
@@ -175,11 +175,11 @@ FORMATS: tuple[tuple[str, frozenset[str], int, Blocks], ...] = (
     ("Q8_0", INPUT_TYPES["Q8_0"], 32, _q8_0),
     ("Q8_K", INPUT_TYPES["Q8_K"], 256, _q8_k),
 )
-"""What inputs are quantised to, with which weights, in blocks of how many, and how."""
+"""Formats of quantised inputs: name, types of weights, size of a block, and function."""
 
 
 def _quantised_inputs(subject: SuspectRows) -> Iterator[Rounding]:
-    """Round the inputs to 8 bits in blocks, as the declared format of the weights asks for."""
+    """Round the inputs to 8 bits in blocks, as ggml does for the declared format of the weights."""
     if subject.dtype != torch.float32 or len(subject.inputs) != 1:
         return
     x = subject.inputs[0].flatten(1)
@@ -192,9 +192,9 @@ def _quantised_inputs(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _of_minima(subject: SuspectRows, x: torch.Tensor) -> torch.Tensor:
-    """[R] roundings that a row loses because ggml adds up integers and minima by themselves, and subtracts them.
+    """[R]: the error, in roundings, because ggml adds up integers and minima separately, and then subtracts them.
 
-    Where inputs have one sign, as after an activation, both sums are many times as large as what is left.
+    Where inputs have one sign, as after an activation, both sums are many times as large as their difference.
     """
     weight, _ = weight_and_bias(subject)
     minima_OB = (-weight.unflatten(1, (-1, _BLOCK_OF_MINIMA)).amin(dim=-1)).clamp(min=0)
@@ -205,7 +205,7 @@ def _of_minima(subject: SuspectRows, x: torch.Tensor) -> torch.Tensor:
 
 
 def _expected(subject: SuspectRows, size: int, blocks: Blocks) -> torch.Tensor:
-    """[R, O] float64. A value on a tie is rounded the way that fits the engine's row: that excuses no other value."""
+    """[R, O] float64. A value on a tie is rounded as it fits the engine's row, which excuses no other value."""
     weight, bias = weight_and_bias(subject)
     scaled, scale = blocks(subject.inputs[0].flatten(1).to(torch.float32).unflatten(1, (-1, size)))
     return product_of_integers(subject, scaled.flatten(1), scale.expand_as(scaled).flatten(1), weight, bias)
@@ -219,21 +219,21 @@ def product_of_integers(
     bias: torch.Tensor | None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return the product of inputs that were rounded to integers, [R, O] float64; ties as they fit the engine's rows.
+    """Return the product of inputs that were rounded to integers, [R, O] float64; ties fit the engine's rows.
 
     Args:
         subject: the rows.
         scaled: [R, I] float64, the inputs in units of their steps.
-        step: [R, I] float64, what an integer stands for.
+        step: [R, I] float64, the value of one step.
         weight: [O, I] float64.
         bias: [O] float64.
-        dtype: that the inputs are rounded to once more, as integers times steps.
+        dtype: to which the inputs, integers times steps, are rounded once more.
     """
     integers = scaled.round()
-    is_tie = (scaled - integers).abs() > 0.5 - _TIE
+    is_tie = (scaled - integers).abs() > 0.5 - TIE
     inputs = (integers * step).to(dtype).to(torch.float64)
     expected = product(inputs, weight, bias)
-    # The other way to round, as what it changes of the input.
+    # The change of the input if it is rounded the other way.
     flipped = ((integers + torch.sign(scaled - integers)) * step).to(dtype).to(torch.float64)
     return _ties_resolved(expected, subject.actual.to(torch.float64), flipped - inputs, is_tie, weight)
 
@@ -241,10 +241,10 @@ def product_of_integers(
 def _ties_resolved(
     expected: torch.Tensor, actual: torch.Tensor, change: torch.Tensor, is_tie: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Round each value on a tie the other way where the row is nearer to that.
+    """Round each value on a tie the other way where that brings the row nearer.
 
-    A row may have many: what a quantised embedding gives is on a grid, some of whose steps are ties. So all values of a
-    row are told at once, by least squares, and each is then one of its two integers.
+    A row may have many ties: a quantised embedding returns values on a grid, some of which are ties. So all ties of a
+    row are decided at once, by least squares, and each value is then one of its two integers.
     """
     if int(is_tie.sum()) > _MAX_TIES:
         return expected
@@ -256,7 +256,7 @@ def _ties_resolved(
             share = torch.linalg.lstsq(steps, residual[:, None]).solution[:, 0]
             expected[row] += steps[:, share > 0.5].sum(dim=1)
             continue
-        for step in steps.T:  # too many to be told at once
+        for step in steps.T:  # too many to be decided at once
             if float((actual[row] - expected[row]) @ step) > 0.5 * float(step @ step):
                 expected[row] += step
     return expected
@@ -271,7 +271,7 @@ def quantised_inputs(x: torch.Tensor, formats: Collection[str]) -> Iterator[torc
 
 
 def _adapted(subject: SuspectRows) -> Iterator[Rounding]:
-    """Hold a product with an adapter beside it to the conventions of products; the adapter's part is float32."""
+    """Apply the conventions of products to a product with an adapter; the adapter's part is computed in float32."""
     update = adapter_update(subject)
     if update is None or subject.dtype != torch.float32:
         return

@@ -1,7 +1,7 @@
 """Conventions of rotary embeddings: the angles through another order of float32, or in float64.
 
-HF computes theta^-x and position times frequency in float32. An angle of 10,000 has an error of 0.0005 there, 10,000
-roundings of what is turned by it: whoever computes the same angle otherwise is far off and right.
+HF computes theta^-x and position times frequency in float32. An angle of 10,000 has an error of 0.0005 there, which
+is 10,000 roundings of the rotated values: an engine that computes the same angle in another way is far off and right.
 
 `R` rows, `P` pairs of elements that turn together.
 """
@@ -21,7 +21,7 @@ _MODEL = KINDS[Kind.ROTARY].error_model or ErrorModel(roundings=3)
 _SAME = 1e-5
 """Relative distance within which a rotation is the one in HF's forward."""
 _ROUNDINGS_OF_ANGLE = 2
-"""Largest float32 roundings of an angle that are left to every order: scaled frequencies are made in several steps."""
+"""Float32 roundings of an angle that every order is allowed: scaled frequencies are computed in several steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class _Angles:
     frequencies: torch.Tensor
     """[P] float32: HF's frequencies."""
     stretch: torch.Tensor
-    """[P] float64: what rope scaling makes of a frequency, as a factor."""
+    """[P] float64: the factor of rope scaling for each frequency."""
 
 
 def _in_float64(angles: _Angles) -> torch.Tensor:
@@ -64,7 +64,7 @@ def _by_logarithm(angles: _Angles) -> torch.Tensor:
 
 
 def _one_from_another(angles: _Angles) -> torch.Tensor:
-    """As ggml does: the angle of the first pair is the position, and each next one is the last times theta^(-2/H)."""
+    """As in ggml: the angle of the first pair is the position, each next angle is the last one times theta^(-2/H)."""
     factor = torch.tensor(angles.theta, dtype=torch.float32) ** -(angles.exponents[1:2].to(torch.float32))
     angle, columns = angles.positions.to(torch.float32), []
     for _ in angles.exponents:
@@ -75,7 +75,7 @@ def _one_from_another(angles: _Angles) -> torch.Tensor:
 
 OWN_POSITIONS = "rotary for the row's own position, and not for that of the token that it looks ahead to"
 _NEAR = 0.05
-"""Relative distance within which rows are turned for some positions, in any dtype."""
+"""Relative distance within which rows count as rotated for some positions, in any dtype."""
 OTHER_ORDER = "rotary angles in float64, or through another order of float32"
 _ORDERS = (
     _in_float64, _all_in_float64, _frequencies_in_float64, _divided, _by_logarithm, _one_from_another,
@@ -84,7 +84,7 @@ _ORDERS = (
 
 
 def _other_orders(subject: SuspectRows) -> Iterator[Rounding]:
-    """Hold the rows to the order that they are nearest to; a few rows seldom tell two of them apart."""
+    """Judge the rows by the order that they are nearest to; a few rows rarely distinguish two orders."""
     x = subject.inputs[0].flatten(1).to("cpu", torch.float64)
     rotation = _rotation_of(subject, x)
     if rotation is not None:
@@ -101,7 +101,7 @@ def _nearest(rotation: Rotation, x: torch.Tensor, angles: _Angles, actual: torch
 
 
 def _rotation_of(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
-    """Return the rotation that takes the input to what it should be; None if the model has no such."""
+    """Return the rotation that turns the input into the expected rows; None if the model has none."""
     expected, size = subject.expected.to("cpu", torch.float64), subject.hf.head_dim
     if x.shape != expected.shape or x.shape[1] % size:
         return None
@@ -113,7 +113,7 @@ def _rotation_of(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
 
 
 def _angles(subject: SuspectRows, rotation: Rotation) -> _Angles:
-    """Return what the angles are made of; without a theta of the whole model, HF's frequencies are all there is."""
+    """Return the factors of the angles; if the model has no single theta, it is derived from HF's frequencies."""
     num = len(rotation.frequencies)
     exponents = torch.arange(0, num, dtype=torch.float64) / num
     parameters = getattr(subject.hf.config, "rope_parameters", None) or {}
@@ -133,7 +133,7 @@ def _angles(subject: SuspectRows, rotation: Rotation) -> _Angles:
 
 
 def _allowance(angles: _Angles, pairs_RNP2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[R] roundings that an error of the angles makes: each pair moves by its size times the angle's error."""
+    """[R]: roundings that an error of the angles makes: each pair moves by its size times the angle's error."""
     angle = _in_float64(angles) * torch.finfo(torch.float32).eps / 2 * _ROUNDINGS_OF_ANGLE
     moved = (pairs_RNP2.norm(dim=-1) * angle[:, None]).flatten(1).norm(dim=1)
     size = pairs_RNP2.flatten(1).norm(dim=1)
@@ -141,7 +141,7 @@ def _allowance(angles: _Angles, pairs_RNP2: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _own_positions(subject: SuspectRows) -> Iterator[Rounding]:
-    """Hold queries and keys of a layer that predicts further tokens to their rows' own positions, both of them."""
+    """Judge queries and keys of a layer that predicts further tokens by their rows' own positions, if both fit."""
     ahead = subject.operation.tokens_ahead
     x = subject.inputs[0].flatten(1).to("cpu", torch.float64)
     rotation = _rotation_of(subject, x) if ahead else None
@@ -153,7 +153,7 @@ def _own_positions(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _are_all_turned(subject: SuspectRows, rotation: Rotation, positions: torch.Tensor) -> bool:
-    """Whether queries and keys of the layer are turned for these positions: attention sees their differences alone."""
+    """Whether queries and keys of the layer are rotated for these positions: attention sees only their differences."""
     operations = [op for op in subject.hf.graph.of_layer(subject.operation.layer) if op.kind is Kind.ROTARY]
     for operation in operations:
         source, turned = (subject.recorded(tap) for tap in (operation.inputs[0], operation.tap))

@@ -16,7 +16,7 @@ from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, 
 UNROUNDED_SUM = "the sum that is normalised is not rounded before"
 SUMMED_IN_ORDER = "the squares are summed one after the other in float32"
 _MOST_SIGMAS = 5.0
-"""Of the error of such a sum, which is random from row to row."""
+"""Largest allowed multiple of the standard error of such a sum, which is random from row to row."""
 _NORM = KINDS[Kind.NORM].error_model or ErrorModel(roundings=2)
 
 
@@ -62,9 +62,9 @@ ABSOLUTE_NORMAL = "gelu's share of its input is as exact as one in float32, not 
 TABULATED = "gelu read from a table in {}"
 _SAME = 1e-6
 _TABLE_END = 10
-"""Where ggml's gelu leaves its table: beyond it, zero or the argument itself."""
+"""Largest magnitude in ggml's table of gelu: beyond it gelu is zero or the argument itself."""
 _NEAR_TIE = 2.0**-20
-"""Relative error of what was rounded into the table: on a tie of float16 it may lie on the other side."""
+"""Relative error of the values in the table: near a tie of float16 they may be rounded up or down."""
 _ACTIVATION = KINDS[Kind.ACTIVATION].error_model or ErrorModel(roundings=2)
 
 
@@ -74,13 +74,13 @@ _SHARES: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor], float], ...] =
     # torch's is off by up to 0.74 times as much on a CPU with AVX-512, and by 0.2 times where it computes one element.
     (ABSOLUTE_NORMAL, gelu, 2.0**-21),
 )
-"""Functions that give x times something between 0 and 1, and the absolute error of that share in float32."""
+"""Functions of the form x times a share between 0 and 1, and the absolute error of that share in float32."""
 
 
 def _absolute_share(subject: SuspectRows) -> Iterator[Rounding]:
-    """Let the share of the input that an activation gives be off by as much wherever it is: near zero it has no digits.
+    """Allow an activation's share of its input the same absolute error everywhere: near 0 the share has no digits.
 
-    ONNX Runtime computes a sigmoid as one half and a fraction, torch gelu's share as one half and half of erf.
+    ONNX Runtime computes a sigmoid as one half plus a fraction, torch gelu's share as one half plus half of erf.
     """
     if subject.dtype != torch.float32:
         return
@@ -126,7 +126,7 @@ def _tabulated(subject: SuspectRows) -> Iterator[Rounding]:
 
 
 def _slack_of_ties(value: torch.Tensor, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the step of the dtype where a value lies so near to the middle of two that it may be rounded to either."""
+    """Return the step of the dtype where a value is so near to a tie that it may be rounded up or down; 0 elsewhere."""
     info = torch.finfo(dtype)
     step = info.eps * torch.exp2(value.abs().clamp(min=info.tiny).log2().floor())
     is_tie = ((value - rounded).abs() - step / 2).abs() <= _NEAR_TIE * value.abs()
@@ -134,7 +134,7 @@ def _slack_of_ties(value: torch.Tensor, rounded: torch.Tensor, dtype: torch.dtyp
 
 
 def _gates(subject: SuspectRows, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield what may be the input of the activation and what it is multiplied with, [R, W] each."""
+    """Yield possible pairs of the input of the activation and its factor, [R, W] each."""
     inputs = [item.flatten(1).to("cpu", torch.float64) for item in subject.inputs]
     if len(inputs) == 1 and inputs[0].shape[1] == width:
         yield inputs[0], torch.ones_like(inputs[0])

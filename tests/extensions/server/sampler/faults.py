@@ -1,4 +1,4 @@
-"""Faults planted in the sampler of `harness serve`: each with the setting that shows it and what it is called."""
+"""Faults planted in the sampler of `reference-engine serve`, each with the setting that shows it and its name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
-from reference_engine import model_runner, sampler
+from reference_engine import model_runner, sampler, scores
 from reference_engine.requests.outputs import TokenLogprobs
 
 Plant = Callable[[Any], None]
-ORIGINAL = {name: getattr(sampler, name) for name in ("sample", "penalise", "allowed_tokens", "_draw", "_add")}
-COUNTED, WITH_LOGPROBS, UNIFORMS = sampler._counted_penalties, sampler._with_logprobs, sampler.uniforms
+PENALTIES = ("penalise", "_add", "_counted_penalties")
+ORIGINAL = {
+    name: getattr(scores if name in PENALTIES else sampler, name)
+    for name in ("sample", "penalise", "allowed_tokens", "_draw", "_add")
+}
+COUNTED, WITH_LOGPROBS, UNIFORMS = scores._counted_penalties, sampler.token_logprobs, sampler.uniforms
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def params(**changes: Any) -> Plant:
 
 def patched(name: str, function: Any) -> Plant:
     def plant(monkeypatch: Any) -> None:
-        monkeypatch.setattr(sampler, name, function)
+        monkeypatch.setattr(scores if name in PENALTIES else sampler, name, function)
         if name == "sample":
             monkeypatch.setattr(model_runner, name, function)
 
@@ -107,10 +111,9 @@ def by_row(seeds: Any, indices: Any) -> Any:
 def spoilt_logprobs(change: Callable[[Any, int], Any]) -> Plant:
     def spoilt(logits: Any, token_ids: Any, sequences: Any) -> Any:
         found = WITH_LOGPROBS(logits, token_ids, sequences)
-        changed = [change(found.logprobs, row) for row in range(len(found.logprobs))]
-        return sampler.Sampled(found.token_ids, changed)
+        return [change(found, row) for row in range(len(found))]
 
-    return patched("_with_logprobs", spoilt)
+    return patched("token_logprobs", spoilt)
 
 
 def scaled(factor: float) -> Callable[[Any, int], Any]:
@@ -129,13 +132,13 @@ def stale(monkeypatch: Any) -> None:
 
     def other(logits: Any, token_ids: Any, sequences: Any) -> Any:
         found, changed = WITH_LOGPROBS(logits, token_ids, sequences), []
-        for own, sequence in zip(found.logprobs, sequences, strict=True):
+        for own, sequence in zip(found, sequences, strict=True):
             place = tuple(sequence.token_ids)
             changed.append(seen.get(place[:-1], own) if place in seen else own)
             seen.setdefault(place, own)
-        return sampler.Sampled(found.token_ids, changed)
+        return changed
 
-    monkeypatch.setattr(sampler, "_with_logprobs", other)
+    monkeypatch.setattr(sampler, "token_logprobs", other)
 
 
 EOS = 2

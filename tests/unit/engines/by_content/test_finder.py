@@ -6,12 +6,58 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from harness.engines.by_content.finder import TapNames, elsewhere
 from harness.engines.by_content.hf_run import run_hf
 from harness.engines.by_content.tap_map import TapEvidence
 from harness.engines.tensor_folder import finder_of
-from harness.formats.taps import Kind
+from harness.formats.taps import Graph, Kind, Operation
 from harness.formats.tensors import NamedTensor
 from harness.oracle.model import load_model
+
+PATHS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.act", "model.layers.1.mlp.down_proj", "model.layers.1")
+GRAPH = Graph(tuple(Operation(tap=path, kind=Kind.LINEAR, source=path) for path in PATHS))
+
+
+@pytest.mark.parametrize(
+    ("known", "layer", "name"),
+    [
+        ({0: "model.layers.0.self_attn.o_proj.0"}, 3, "model.layers.3.self_attn.o_proj.0"),
+        ({2: "blk-2/attn_out.npy"}, 11, "blk-11/attn_out.npy"),
+        ({0: "Tensor.add.2.forward.output.0", 1: "Tensor.add.4.forward.output.0"}, 5, "Tensor.add.12.forward.output.0"),
+        ({1: "0017_mul.npy", 3: "0037_mul.npy"}, 2, "0027_mul.npy"),
+        ({0: "layer00.pt: attn"}, 1, "layer01.pt: attn"),
+    ],
+)
+def test_a_name_follows_from_those_of_other_layers(known, layer, name):
+    assert name in elsewhere(known, layer)
+
+
+def test_names_that_differ_otherwise_tell_nothing():
+    assert list(elsewhere({1: "first.npy", 2: "second.npy"}, 3)) == []
+    assert list(elsewhere({0: "a.9.npy", 1: "a.2.npy"}, 4)) == []  # a negative number
+
+
+@pytest.mark.parametrize(
+    ("name", "tap"),
+    [
+        ("Pass00000.pt: model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+        ("Module.model.layers.1.mlp.down_proj.Linear.forward.0.output.0.pt", "model.layers.1.mlp.down_proj"),
+        ("model_layers_1_mlp_down_proj.npy", "model.layers.1.mlp.down_proj"),
+        ("model.layers.1.0", "model.layers.1"),
+        ("Module.model.layers.1.mlp.down_proj.Linear.forward.0.input.0.pt", None),
+        ("model.layers.12.mlp.down_proj", None),
+    ],
+)
+def test_a_name_is_like_the_tap_with_the_longest_path_in_it(name, tap):
+    names = TapNames(GRAPH, [name])
+    assert [op.tap for op in GRAPH if names.likeness(name, op) == 2] == ([] if tap is None else [tap])
+    assert [op.tap for op in GRAPH if names.like(op)] == ([] if tap is None else [tap])
+
+
+def test_the_number_of_the_layer_makes_a_name_a_little_like():
+    names = TapNames(GRAPH, ["blk.0.attn_q", "blk.7.attn_q"])
+    assert [names.likeness(f"blk.{layer}.attn_q", GRAPH[PATHS[0]]) for layer in (0, 7)] == [1, 0]
+
 
 IDS = [5, 9, 14, 3, 8, 21, 4, 17, 6, 33, 12, 40, 7, 7, 90, 31]
 MODELS = ("qwen2-tiny", "gemma3-tiny", "qwen3-moe-tiny")
@@ -64,7 +110,7 @@ def dump(folder, *, dtype=torch.float32, plant=lambda model: None, named=True, t
     return Dump(graph, values, tensors)
 
 
-def found(folder, made, *, rounding=2.5e-8):
+def finder_of_dump(folder, made, *, rounding=2.5e-8):
     finder = finder_of(made.tensors, load_model(folder, dtype=torch.float32, stays=True), IDS, rounding)
     finder.find()
     wrong = {
@@ -86,7 +132,7 @@ def by_evidence(finder, evidence):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_that_a_sound_dump_shows_is_found(checkpoints, model, named, dtype):
     made = dump(checkpoints / model, dtype=dtype, named=named, taps=True)
-    finder = found(checkpoints / model, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
+    finder = finder_of_dump(checkpoints / model, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
     assert by_evidence(finder, TapEvidence.CONTENT) == set(finder.chosen) == made.shown() == set(made.taps)
 
 
@@ -94,7 +140,7 @@ def test_all_that_a_sound_dump_shows_is_found(checkpoints, model, named, dtype):
 def test_what_is_not_in_the_dump_is_not_found(checkpoints, named):
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, named=named)
-    finder = found(folder, made)
+    finder = finder_of_dump(folder, made)
     assert set(finder.chosen) == made.shown()
     assert "model.layers.0.attention" not in finder.chosen
 
@@ -139,7 +185,7 @@ FAULTS = {
 def test_a_bug_does_not_hide_what_follows(checkpoints, model, named, fault):
     plant, wrong = FAULTS[fault]
     made = dump(checkpoints / model, plant=plant, named=named, taps=True)
-    finder = found(checkpoints / model, made)
+    finder = finder_of_dump(checkpoints / model, made)
     assert set(finder.chosen) == set(made.taps)
     assert by_evidence(finder, TapEvidence.CONSUMERS) == wrong
     assert by_evidence(finder, TapEvidence.NAME) == set()
@@ -158,7 +204,7 @@ def test_rows_of_nan_hide_only_themselves(checkpoints, named):
 
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, plant=plant, named=named)
-    finder = found(folder, made)
+    finder = finder_of_dump(folder, made)
     some = {tap for tap in made.shown() if bool(made.taps[tap].isfinite().any())}
     outputs = {tap for tap in made.shown() if ":" not in made.graph[tap].source}
     assert set(finder.chosen) == (outputs if named else some | {"lm_head"})  # no other tensor is as wide
@@ -170,7 +216,7 @@ def test_a_tensor_of_nan_alone_is_told_by_its_name(checkpoints):
         model.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _args, output: output * float("nan"))
 
     folder = checkpoints / "qwen2-tiny"
-    finder = found(folder, dump(folder, plant=plant))
+    finder = finder_of_dump(folder, dump(folder, plant=plant))
     assert finder.chosen["model.layers.1.mlp.down_proj"].evidence is TapEvidence.NAME
 
 
@@ -183,7 +229,7 @@ def test_the_last_rows_of_the_head_are_found(checkpoints):
         )
         for tensor in made.tensors
     ]
-    finder = found(folder, made)
+    finder = finder_of_dump(folder, made)
     assert finder.chosen["lm_head"].is_last_row
 
 
@@ -191,6 +237,6 @@ def test_in_16_bits_a_bug_that_is_small_in_the_sum_is_found(checkpoints):
     """The residual with the wrong heads is within 24 roundings of HF's, and so no reason to stop at it."""
     folder = checkpoints / "qwen2-tiny"
     made = dump(folder, dtype=torch.bfloat16, plant=swapped_heads, taps=True)
-    finder = found(folder, made, rounding=1.67e-3)
+    finder = finder_of_dump(folder, made, rounding=1.67e-3)
     assert set(finder.chosen) == set(made.taps)
     assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.1.self_attn.o_proj"}

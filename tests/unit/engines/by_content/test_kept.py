@@ -96,7 +96,7 @@ def test_keys_of_another_order_are_put_in_that_of_hf():
     engine = SimpleNamespace(cached=lambda _request: {0: (rows, rows)})
     taps = TapMap(taps={keys: mapped}, uncertain={}, row_order=RowOrder.PACKED, num_tensors=1)
     held = KeptCache(engine, graph, taps).read(0, 5)
-    kept, own = held["model.layers.0.k_cache"]
+    kept, kept_rows = held["model.layers.0.k_cache"]
     assert kept == range(2, 5)
-    assert torch.equal(own, rows[..., [0, 2, 1, 3]])
+    assert torch.equal(kept_rows, rows[..., [0, 2, 1, 3]])
     assert torch.equal(held["model.layers.0.v_cache"][1], rows)

@@ -30,12 +30,12 @@ class Padded:
         ids, positions, mask = torch.zeros(3, len(work), width, dtype=torch.int64)
         for row, (_, tokens, first) in enumerate(work):
             begin = self.begin(width, len(tokens))
-            own = slice(begin, begin + len(tokens))
-            ids[row, own], mask[row, own] = torch.tensor(tokens), 1
-            positions[row, own] = torch.arange(first, first + len(tokens))
+            columns = slice(begin, begin + len(tokens))
+            ids[row, columns], mask[row, columns] = torch.tensor(tokens), 1
+            positions[row, columns] = torch.arange(first, first + len(tokens))
         self.mask = torch.cat([self.mask, mask], dim=1)
-        given = {"attention_mask": self.seen(), "position_ids": positions, "cache": self.cache}
-        logits = self.model(ids, **given).logits
+        options = {"attention_mask": self.seen(), "position_ids": positions, "cache": self.cache}
+        logits = self.model(ids, **options).logits
         ends = [self.begin(width, len(tokens)) + len(tokens) - 1 for _, tokens, _ in work]
         return logits[torch.arange(len(work)), ends]
 

@@ -22,7 +22,7 @@ class Step(nn.Module):
 def watched(model, x, only=None):
     seen = []
     names = {module: path for path, module in model.named_modules()}
-    with torch.no_grad(), SiteWatcher(names, lambda *each: seen.append(each), only=only) as watcher:
+    with torch.no_grad(), SiteWatcher(names, lambda *shown: seen.append(shown), only=only) as watcher:
         watcher.returned(model(x))
     return seen
 

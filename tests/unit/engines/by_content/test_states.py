@@ -24,8 +24,8 @@ class Held:
         for request, ids, start in work:
             cache = self.held[request] = self.held[request] if start else DynamicCache(config=self.model.config)
             positions = torch.arange(start, start + len(ids))[None]
-            given = {cache_argument(self.model.forward): cache}
-            output = self.model(input_ids=torch.tensor([ids]), position_ids=positions, **given)
+            options = {cache_argument(self.model.forward): cache}
+            output = self.model(input_ids=torch.tensor([ids]), position_ids=positions, **options)
             logits.append(output.logits[0, -1])
             if not (self.late and start):
                 self.shown[request] = {
@@ -51,9 +51,9 @@ def checked(folder, kind, **options):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_states_of_a_live_engine_are_judged(tiny_folder, late):
-    engine, found = checked(tiny_folder("falcon_h1"), Held, late=late)
+    engine, verdict = checked(tiny_folder("falcon_h1"), Held, late=late)
     assert engine.capabilities.keeps_states
-    (run,) = found.runs
+    (run,) = verdict.runs
     assert {tap.name for tap in run.taps if "_state" in tap.name} == {
         f"model.layers.{layer}.{name}_state" for layer in (0, 1) for name in ("conv", "recurrent")
     }
@@ -70,16 +70,16 @@ class HeldInAnotherLayout(Held):
 
     def states(self, request):
         return {
-            layer: [own["recurrent_state"].transpose(-1, -2), own["conv_state"][:, 1:].T, torch.zeros(3, 5)]
-            for layer, own in super().states(request).items()
+            layer: [held["recurrent_state"].transpose(-1, -2), held["conv_state"][:, 1:].T, torch.zeros(3, 5)]
+            for layer, held in super().states(request).items()
         }
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_states_in_another_layout_are_found_by_what_they_hold(tiny_folder, late):
-    _, found = checked(tiny_folder("falcon_h1"), HeldInAnotherLayout, late=late)
-    (run,) = found.runs
+    _, verdict = checked(tiny_folder("falcon_h1"), HeldInAnotherLayout, late=late)
+    (run,) = verdict.runs
     judged = {tap.name: tap for tap in run.taps if "_state" in tap.name}
     assert set(judged) == {f"model.layers.{at}.{name}_state" for at in (0, 1) for name in ("conv", "recurrent")}
     assert all(tap.num_rows == 4 for tap in judged.values())
@@ -99,9 +99,9 @@ class HeldElsewhere(Held):
 
 @pytest.mark.slow
 def test_states_that_are_not_found_are_said_to_be_lacking(tiny_folder):
-    engine, found = checked(tiny_folder("falcon_h1"), HeldElsewhere)
-    assert found, found.text()
-    assert {tap.name for tap in found.runs[0].taps if "_state" in tap.name} == {"model.layers.0.conv_state"}
+    engine, verdict = checked(tiny_folder("falcon_h1"), HeldElsewhere)
+    assert verdict, verdict.text()
+    assert {tap.name for tap in verdict.runs[0].taps if "_state" in tap.name} == {"model.layers.0.conv_state"}
     lacking = {item for item in engine.capabilities.unsupported_taps if "_state" in item}
     assert lacking == {"recurrent_state", "model.layers.1.conv_state"}
 
@@ -135,9 +135,9 @@ class Unnamed(nn.Module):
 @pytest.mark.parametrize("kind", [Named, Unnamed])
 def test_the_states_of_a_modules_own_cache_are_judged(tiny_folder, kind):
     folder = tiny_folder("falcon_h1")
-    found = harness.check(
+    verdict = harness.check(
         kind(folder), model=str(folder), prompts=[[3, 9, 14, 27, 33, 5, 6]], max_new_tokens=3, schedules=["chunked:4"]
     )
-    (run,) = found.runs
+    (run,) = verdict.runs
     assert run.outcome is Outcome.PASS, [finding.message for finding in run.findings]
     assert {tap.num_rows for tap in run.taps if "_state" in tap.name} == {4}

@@ -173,7 +173,7 @@ def final_norm_without_weight(model, _fused):
 @fault("model.layers.1.attention")
 def heads_of_the_context_swapped(model, fused):
     attn, forward = model.layers[1].attn, fused.Attention.forward
-    attn.forward = lambda *given: forward(attn, *given).view(-1, 2, 2, 32).transpose(1, 2).reshape(-1, 128)
+    attn.forward = lambda *arguments: forward(attn, *arguments).view(-1, 2, 2, 32).transpose(1, 2).reshape(-1, 128)
 
 
 @pytest.mark.sampled(1)
@@ -194,7 +194,7 @@ def computing_few_rows(engine, fused):
 
     def few(ids, batch):
         sampled = batch["sampled"]
-        last.attn.forward = lambda *given: attend(*given)[sampled]
+        last.attn.forward = lambda *arguments: attend(*arguments)[sampled]
         norm.forward = lambda x, residual: fused.RMSNorm.forward(norm, x, residual[sampled])
         return forward(ids, {**batch, "sampled": slice(None)})
 

@@ -1,14 +1,78 @@
-"""Which taps are found in vLLM's kinds of modules. vLLM is not installed in CI: modules of the same names stand in."""
+"""Which taps are found in vLLM's kinds of modules, and how these were called.
+
+vLLM is not installed in CI: modules of the same names stand in.
+"""
+
+import json
 
 import pytest
 import torch
 from torch import nn
 
-from harness.engines.torch_modules import Calls, ModuleRecorder
+from harness.engines.torch_modules import Calls, ModuleRecorder, watched_calls
 from harness.engines.torch_modules import find_table as find_fused_table
 from harness.engines.torch_modules.parallel_layers import ModuleCall
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import load_model
+
+
+class Norm(nn.Module):
+    def forward(self, x, residual=None):
+        return x if residual is None else (x, residual.add_(x))
+
+
+class Through(nn.Module):
+    """As Cohere's norm in vLLM: the residual is returned as it was given."""
+
+    def forward(self, x, residual):
+        return x, residual
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.alone, self.paired, self.shared, self.unused = Norm(), Norm(), Norm(), Norm()
+        self.through = Through()
+
+    def forward(self, hidden_states):
+        x = self.shared(self.shared(self.alone(hidden_states)))
+        x, residual = self.paired(x, residual=x + 1)
+        return self.through(x + 2, residual)[0]
+
+
+def test_calls_of_a_forward():
+    model = Twice()
+    with watched_calls(model, num_rows=31) as forwards:
+        model(torch.ones(31, 8))
+    (calls,) = forwards
+    assert set(calls.by_path) == {"", "alone", "paired", "through"}, "one is called twice, and one never"
+    assert calls.by_path["alone"].outputs == ((31, 8),)
+    assert calls.by_path["paired"].outputs == ((31, 8), (31, 8))
+    assert calls.by_path["through"].outputs == ((31, 8), None), "a residual that is handed through is none"
+    assert [calls.by_path[path].is_single for path in ("alone", "paired", "through")] == [True, False, True]
+    assert calls.by_path["paired"].argument("residual") == calls.by_path["paired"].argument(0) == (31, 8)
+    assert calls.by_path["alone"].argument("residual") is calls.by_path["alone"].argument(1) is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_calls_are_told_to_another_process():
+    model = Twice()
+    with watched_calls(model, num_rows=31) as forwards:
+        model(torch.ones(31, 8))
+    told = Calls.from_json(json.loads(json.dumps(forwards[0].to_json())))
+    assert told.holds(told.by_path["alone"].outputs[0], (8,))
+    assert set(told.by_path) == set(forwards[0].by_path)
+
+
+def test_shapes_with_a_row_for_each_token():
+    calls = Calls(31, {})
+    assert calls.holds((31, 4, 8), (32,))
+    assert calls.holds((1, 31, 32), (4, 8))
+    assert calls.holds((31 * 4, 8), (4, 8)), "rows x heads"
+    assert not calls.holds((31, 33), (32,))
+    assert not calls.holds((32, 31), (32,)), "rows come first"
+    assert not calls.holds(None, (32,))
+    assert not calls.holds((1, 32), (32,)), "of the last token alone"
 
 
 class LinearBase(nn.Module):
@@ -73,18 +137,18 @@ def call(*outputs, places=((31, 128),), **names):
 
 def calls_of(graph, **others):
     """Calls of the fake model's modules: norms return pairs, but for what `others` say; None: it is not called."""
-    found = {}
+    calls = {}
     row = (31, 128)
     for path, module in fake_model(len(graph.layers)).named_modules():
         width = sum(getattr(module, "output_partition_sizes", [128]))
-        found[path] = call(row, row) if isinstance(module, RMSNorm) else call((31, width), None)
+        calls[path] = call(row, row) if isinstance(module, RMSNorm) else call((31, width), None)
         if path.endswith("down_proj"):
-            found[path] = call(row, None, places=((31, 192),))
+            calls[path] = call(row, None, places=((31, 192),))
         if isinstance(module, Attention):
-            found[path] = call(row, places=(row, (31, 64), (31, 64)))
-    found["model.layers.0"] = call(row, row, hidden_states=row)
-    found |= {path.replace("__", "."): item for path, item in others.items()}
-    return Calls(31, {path: item for path, item in found.items() if item is not None})
+            calls[path] = call(row, places=(row, (31, 64), (31, 64)))
+    calls["model.layers.0"] = call(row, row, hidden_states=row)
+    calls |= {path.replace("__", "."): item for path, item in others.items()}
+    return Calls(31, {path: item for path, item in calls.items() if item is not None})
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +219,7 @@ def test_what_no_module_shows_is_lacking(graph):
 
 def test_calls_that_return_what_classes_promise(graph):
     model = fake_model(len(graph.layers))
-    classes, calls = (set(taps_of(find_table(model, graph, given))) for given in (None, calls_of(graph)))
+    classes, calls = (set(taps_of(find_table(model, graph, seen))) for seen in (None, calls_of(graph)))
     assert classes == calls
 
 
@@ -204,9 +268,9 @@ def with_layer(parts):
     model, layer = nn.Module(), nn.Module()
     model.model = nn.Module()
     model.model.layers = nn.ModuleList([layer])
-    for name, own in parts.items():
+    for name, part in parts.items():
         layer.add_module(name, nn.Module())
-        for inner, module in own.items():
+        for inner, module in part.items():
             layer.get_submodule(name).add_module(inner, module)
     return model
 

@@ -1,4 +1,4 @@
-"""A table is bound to modules, and what they show is written under HF's names."""
+"""Steps of a live engine: what each computes, where it begins and ends, and what its modules show."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, StepRows
+from harness.engines.torch_modules import Entry, Fields, ForwardBatch, ModuleRecorder, StepRows, StepWatcher
 from harness.engines.torch_modules.recorder import StepRecorder
 from harness.errors import Code, HarnessError
+from harness.formats.recording import RequestInfo
 
 P = "model.layers.{layer}."
 
@@ -70,8 +71,8 @@ TABLE = (
 )
 
 
-def rows(**given):
-    return StepRows(**{"phase": "prefill", "request": [0, 0, 0], "position": [0, 1, 2]} | given)
+def rows(**fields):
+    return StepRows(**{"phase": "prefill", "request": [0, 0, 0], "position": [0, 1, 2]} | fields)
 
 
 def run(table, ids=(1, 2, 3), step=None, model=None):
@@ -211,3 +212,69 @@ def test_heads_of_all_rows_one_behind_the_other():
 def test_an_argument_by_its_name_in_the_signature_however_it_is_given():
     by_name = Entry(module="layers.{layer}.turn", inputs={"x": P + "before"})
     assert run((by_name,)).taps["model.layers.0.before"].flatten().tolist() == [2, 4, 6]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def forward(self, input_ids, positions):
+        return self.norm(input_ids[:, None].float())
+
+
+class PastAllHooks(Model):
+    """As a model that vLLM could compile as a whole."""
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+
+class Watcher(StepWatcher):
+    def read_batch(self, arguments):
+        positions = arguments["positions"].tolist()
+        return ForwardBatch(
+            requests=[0], starts=[0, len(positions)], positions=positions, num_padded_rows=len(arguments["input_ids"]),
+            slot_mapping=None,
+        )  # fmt: skip
+
+    def sampled_tokens(self, output):
+        return output
+
+
+def recorded(model):
+    steps, taps = [], []
+    writer = SimpleNamespace(
+        begin_step=lambda **step: steps.append(step["position"]),
+        tap=lambda name, tensor: taps.append((name, tuple(tensor.shape))),
+        end_step=lambda sampled: steps.append(sampled),
+    )
+    sampler, request = nn.Identity(), RequestInfo(id=0, prompt_length=3, token_ids=[5, 6, 7])
+    table = [Entry(module="norm", output="model.norm")]
+    with Watcher(model, sampler, table, [request], writer):
+        model(torch.tensor([5, 6, 7]), positions=torch.arange(3))
+        sampler(torch.tensor([9]))
+    return steps, taps
+
+
+@pytest.mark.parametrize("kind", [Model, PastAllHooks])
+def test_a_step_begins_with_the_forward(kind):
+    model = kind()
+    assert recorded(model) == ([[0, 1, 2], [9]], [("model.norm", (3, 1))])
+    assert "forward" not in vars(model)
+    assert not model.norm._forward_hooks
+
+
+BATCH = {
+    "requests": [7, 8], "starts": [0, 3, 4], "positions": [2, 3, 4, 0], "num_padded_rows": 4,
+    "slot_mapping": torch.arange(4), "block_tables": {"0": {7: [5, 6, 0, 0], 8: [9, 0, 0, 0]}},
+}  # fmt: skip
+
+
+def test_padded_rows_of_block_tables_are_cut_behind_the_last_row():
+    assert ForwardBatch(**BATCH, block_size=4).tables_in_use == {"0": {7: [5, 6], 8: [9]}}
+    assert ForwardBatch(**BATCH, block_size=2).tables_in_use == {"0": {7: [5, 6, 0], 8: [9]}}
+
+
+def test_rows_are_left_alone_where_no_block_size_is_given():
+    assert ForwardBatch(**BATCH).tables_in_use == BATCH["block_tables"]

@@ -1,5 +1,7 @@
 """What an engine passes to the recorder: what is taken, and what is refused with its values, at both sides."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from harness.formats.recording.arguments import (
     RequestLengths,
     block_tables,
     column,
+    first_invalid_index,
     indices,
     known_phase,
     rows,
@@ -17,12 +20,49 @@ from harness.formats.recording.arguments import (
     validated,
 )
 
+LENGTHS = {9: 3, 2: 1, 40: 5}
+COUNTS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in LENGTHS.items())
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("as_column", [np.array, torch.tensor])
+def test_the_first_row_that_is_wrong(seed, as_column):
+    generator = random.Random(seed)
+    requests = [generator.choice([*LENGTHS, *LENGTHS, 0, 3, 41]) for _ in range(6)]
+    unknown = next((at for at, request in enumerate(requests) if request not in LENGTHS), None)
+    assert COUNTS.first_unknown(as_column(requests)) == unknown
+    known = [generator.choice([*LENGTHS]) for _ in range(6)]
+    positions = [generator.choice([-1, *range(LENGTHS[request]), *range(LENGTHS[request] + 1)]) for request in known]
+    pairs = enumerate(zip(known, positions, strict=True))
+    outside = next((at for at, (request, place) in pairs if not 0 <= place < LENGTHS[request]), None)
+    assert COUNTS.first_outside(as_column(known), as_column(positions)) == outside
+    assert COUNTS.of(as_column(known)).tolist() == [LENGTHS[request] for request in known]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_first_index_that_is_wrong(seed):
+    """What names no row comes before what names one twice."""
+    generator = random.Random(seed)
+    num_rows = generator.randint(1, 8)
+    values = generator.choices(
+        range(-1 if seed % 3 == 0 else 0, num_rows + 3 * (seed % 4 == 0)), k=generator.randint(0, 5)
+    )
+    outside = [at for at, value in enumerate(values) if not 0 <= value < num_rows]
+    repeated = [at for at, value in enumerate(values) if value in values[:at]]
+    expected = (outside or repeated or [None])[0]
+    assert first_invalid_index(np.array(values, dtype=np.int64), num_rows) == expected
+
+
+def test_one_row_is_known_by_itself():
+    assert int(COUNTS.of(40)) == 5
+
+
 TOKENS = RequestLengths(RequestInfo(id=id_, token_ids=[1] * num, prompt_length=1) for id_, num in {9: 3, 2: 1}.items())
 
 
-def refused(function, *arguments, **given):
+def refused(function, *arguments, **options):
     with pytest.raises(HarnessError) as caught:
-        function(*arguments, **given)
+        function(*arguments, **options)
     assert caught.value.code is Code.BAD_RECORDER_CALL
     return caught.value
 
@@ -43,9 +83,9 @@ def test_phases(phase):
     ids=str,
 )  # fmt: skip
 def test_integers_as_callers_hold_them(values):
-    found = column("here", values)
-    assert found.tolist() == [int(value) for value in values]
-    assert found.dtype == np.int64
+    array = column("here", values)
+    assert array.tolist() == [int(value) for value in values]
+    assert array.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -100,10 +140,10 @@ def test_rows_are_tokens_of_the_recording():
     ],
 )  # fmt: skip
 def test_block_tables_have_an_odd_width(tables, table):
-    requests, found = block_tables("here", TOKENS, tables)
+    requests, padded = block_tables("here", TOKENS, tables)
     assert requests.tolist() == list(tables)
-    assert found.tolist() == table
-    assert requests.dtype == found.dtype == np.int32
+    assert padded.tolist() == table
+    assert requests.dtype == padded.dtype == np.int32
 
 
 def test_block_tables_of_requests_and_blocks_that_do_not_exist():
@@ -113,27 +153,27 @@ def test_block_tables_of_requests_and_blocks_that_do_not_exist():
 
 
 def step(**changed):
-    given = {
+    fields = {
         "phase": "mixed", "request": [9, 2], "position": [1, 0], "sampled_rows": [], "slot_mapping": None,
         "tables": None, "partial_rows": {},
     }  # fmt: skip
-    return step_rows("step 3", TOKENS, **given | changed)
+    return step_rows("step 3", TOKENS, **fields | changed)
 
 
 def test_the_tensors_of_a_step():
-    found = step()
-    assert (found.phase, found.num_rows, found.partial_rows) == ("mixed", 2, {})
-    assert list(found.tensors) == ["rows.request", "rows.position"]
-    found = step(sampled_rows=[1], slot_mapping=[-1, 4], tables={2: [3]}, partial_rows={"a": [1], "b": []})
-    assert list(found.tensors) == [
+    checked = step()
+    assert (checked.phase, checked.num_rows, checked.partial_rows) == ("mixed", 2, {})
+    assert list(checked.tensors) == ["rows.request", "rows.position"]
+    checked = step(sampled_rows=[1], slot_mapping=[-1, 4], tables={2: [3]}, partial_rows={"a": [1], "b": []})
+    assert list(checked.tensors) == [
         "rows.of.a", "rows.of.b", "rows.sampled", "kv.slot_mapping", "rows.request", "rows.position", "kv.requests",
         "kv.block_table",
     ]  # fmt: skip
-    assert found.tensors["rows.sampled"].tolist() == [-1, -1]
-    assert found.tensors["kv.slot_mapping"].tolist() == [-1, 4]
-    assert found.sampled_rows.tolist() == [1]
-    assert {name: row.tolist() for name, row in found.partial_rows.items()} == {"a": [1], "b": []}
-    order = [tensor.dtype.itemsize for tensor in found.tensors.values()]
+    assert checked.tensors["rows.sampled"].tolist() == [-1, -1]
+    assert checked.tensors["kv.slot_mapping"].tolist() == [-1, 4]
+    assert checked.sampled_rows.tolist() == [1]
+    assert {name: row.tolist() for name, row in checked.partial_rows.items()} == {"a": [1], "b": []}
+    order = [tensor.dtype.itemsize for tensor in checked.tensors.values()]
     assert order == sorted(order, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""Parts of the writer by hand: what it refuses, what JSON holds, and folders that were left behind."""
+"""Parts of the writer by hand: the stream of a file, refusals, what JSON holds, and folders that were left behind."""
 
 import json
 import math
@@ -8,25 +8,90 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import Producer, Recording
-from harness.formats.recording.writer import _file_name, discard_unfinished, is_unfinished, plain
+from harness.formats.recording import Producer, Recording, writer
+from harness.formats.recording.writer import (
+    ALIGNMENT,
+    TensorStream,
+    _file_name,
+    _header_room,
+    discard_unfinished,
+    is_unfinished,
+    plain,
+)
+from harness.formats.safetensors_header import LENGTH_BYTES
 
 from ....recording_writer import new_writer, requests_of
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 55, 56, 57, 119, 120, 121, 1000])
+def test_the_least_room_behind_which_data_is_aligned(num_bytes):
+    room = _header_room(num_bytes)
+    assert (LENGTH_BYTES + room) % ALIGNMENT == 0
+    assert num_bytes <= room < num_bytes + ALIGNMENT
+
+
+def write(path, tensors, reserve_bytes):
+    out = TensorStream(path, reserve_bytes=reserve_bytes)
+    for name, x in tensors.items():
+        assert name not in out
+        out.add(name, "F32", x.shape, x.reshape(-1).view(np.uint8).data)
+        assert name in out
+    return out
+
+
+TENSORS = {f"tap{at}": np.arange(7 * at, 7 * at + 6, dtype=np.float32).reshape(2, 3) for at in range(5)}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 48, 1 << 23])
+@pytest.mark.parametrize("reserve_bytes", [0, 100, 5000])
+def test_a_header_of_any_size(tmp_path, monkeypatch, reserve_bytes, chunk):
+    """One that outgrows its room moves the data, a chunk at a time."""
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", chunk)
+    path = tmp_path / "file"
+    out = write(path, TENSORS, reserve_bytes)
+    out.patch("tap3", (TENSORS["tap3"] + 1).reshape(-1).view(np.uint8).data)
+    size = out.finish()
+    content = path.read_bytes()
+    assert size == len(content)
+    room = int.from_bytes(content[:LENGTH_BYTES], "little")
+    assert (LENGTH_BYTES + room) % ALIGNMENT == 0
+    assert size == LENGTH_BYTES + room + 5 * 24
+    assert room == _header_room(max(reserve_bytes, len(content[LENGTH_BYTES : LENGTH_BYTES + room].rstrip())))
+    tensors = load(content)
+    for name, x in TENSORS.items():
+        np.testing.assert_array_equal(tensors[name], x + (name == "tap3"))
+
+
+def test_a_file_that_is_there_is_not_written_again(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(HarnessError):
+        TensorStream(tmp_path / "file", reserve_bytes=0)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_what_is_abandoned_is_gone_and_closed_once(tmp_path):
+    out = write(tmp_path / "file", TENSORS, 0)
+    out.close()
+    out.close()
+    out.abandon()
+    assert not (tmp_path / "file").exists()
+    out.abandon()
 
 
 def writer_of(path, schedule=None):
     return new_writer(path, requests_of({7: [1, 2, 3]}, prompt_length=2), schedule=schedule)
 
 
-def begin(writer, **given):
-    writer.begin_step(**{"phase": "prefill", "request": [7, 7], "position": [0, 1]} | given)
+def begin(writer, **fields):
+    writer.begin_step(**{"phase": "prefill", "request": [7, 7], "position": [0, 1]} | fields)
 
 
-def refused(call, *arguments, **given):
+def refused(call, *arguments, **options):
     with pytest.raises(HarnessError) as caught:
-        call(*arguments, **given)
+        call(*arguments, **options)
     assert caught.value.code is Code.BAD_RECORDER_CALL
     return caught.value
 
@@ -68,17 +133,17 @@ def test_a_tap_has_one_entry_for_each_row(tmp_path, tensor, expected, actual):
 
 
 @pytest.mark.parametrize(
-    "other", [torch.ones(2, 4), torch.ones(2, 3, 1), torch.ones(2), torch.ones(2, 3, dtype=torch.float16)]
+    "changed", [torch.ones(2, 4), torch.ones(2, 3, 1), torch.ones(2), torch.ones(2, 3, dtype=torch.float16)]
 )
-def test_a_tap_keeps_its_dtype_and_shape(tmp_path, other):
+def test_a_tap_keeps_its_dtype_and_shape(tmp_path, changed):
     with writer_of(tmp_path / "r") as writer:
         begin(writer)
         writer.tap("a", torch.ones(2, 3))
         writer.end_step()
         begin(writer)
-        error = refused(writer.tap, "a", other)
+        error = refused(writer.tap, "a", changed)
         assert error.expected == "F32 [3]"
-        assert error.actual.endswith(str(list(other.shape[1:])))
+        assert error.actual.endswith(str(list(changed.shape[1:])))
         writer.tap("a", torch.zeros(2, 3))
         writer.end_step()
     assert [step.tap("a").sum().item() for step in Recording.open(tmp_path / "r").steps] == [6, 0]
@@ -149,17 +214,17 @@ def left_behind(folder, *, is_finished=False):
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path):
-    gone, kept, other, whole = (tmp_path / name for name in ("gone", "kept", "other", "whole"))
-    for folder in (gone, kept, other):
+    gone, kept, foreign, whole = (tmp_path / name for name in ("gone", "kept", "other", "whole"))
+    for folder in (gone, kept, foreign):
         assert is_unfinished(left_behind(folder))
-    (other / "notes").write_text("mine")
+    (foreign / "notes").write_text("mine")
     assert not is_unfinished(left_behind(whole, is_finished=True))
-    for folder in (gone, other, whole):
+    for folder in (gone, foreign, whole):
         discard_unfinished(folder, keep_folder=False)
     discard_unfinished(kept, keep_folder=True)
     assert not gone.exists()
     assert list(kept.iterdir()) == []
-    assert [path.name for path in other.iterdir()] == ["notes"]
+    assert [path.name for path in foreign.iterdir()] == ["notes"]
     assert len(list(whole.iterdir())) == 3
     assert not is_unfinished(kept)
 

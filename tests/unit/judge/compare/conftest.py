@@ -26,10 +26,10 @@ NUM_NEW = 4
 REQUIRED = {field.name for field in fields(Requirements)}
 
 
-def compare(actual: Recording, golden: Golden, **given: object) -> Comparison:
+def compare(actual: Recording, golden: Golden, **options: object) -> Comparison:
     """Call `compare_run`; the fields of `Requirements` are given as arguments of their own."""
-    required = {name: given.pop(name) for name in REQUIRED & set(given)}
-    return compare_run(actual, golden, requirements=Requirements(**required), **given)
+    required = {name: options.pop(name) for name in REQUIRED & set(options)}
+    return compare_run(actual, golden, requirements=Requirements(**required), **options)
 
 
 class Bench:
@@ -66,13 +66,13 @@ class Bench:
         record(opened, schedule, requests, path, dtype=self.dtype, model=str(self.folder))
         return Recording.open(path)
 
-    def comparison(self, actual: Recording, **given: object) -> Comparison:
+    def comparison(self, actual: Recording, **options: object) -> Comparison:
         """Compare with the golden, by replay and by propagation."""
-        return compare(actual, self.golden, hf=self.hf, **given)
+        return compare(actual, self.golden, hf=self.hf, **options)
 
-    def compare(self, actual: Recording, **given: object) -> RunResult:
+    def compare(self, actual: Recording, **options: object) -> RunResult:
         """Return what `comparison` found."""
-        return self.comparison(actual, **given).result
+        return self.comparison(actual, **options).result
 
     def measure(
         self,
@@ -80,7 +80,7 @@ class Bench:
         *,
         expected: Recording | None = None,
         noise: Mapping[str, torch.Tensor] | None = None,
-        **given: object,
+        **options: object,
     ) -> RunResult:
         """Compare with the golden without replay, which is most of the work.
 
@@ -94,7 +94,7 @@ class Bench:
         golden.noise = dict(self.golden.noise if noise is None else noise)
         if golden.noise:
             golden.graph = self.golden.graph
-        return compare(actual, golden, **given).result
+        return compare(actual, golden, **options).result
 
 
 @pytest.fixture(scope="session")

@@ -63,11 +63,11 @@ def recording_of(requests: Mapping[int, Sequence[int]], steps: Sequence[Step], *
         RequestInfo(id=id_, token_ids=list(tokens), prompt_length=min(prompt_length, len(tokens)))
         for id_, tokens in requests.items()
     ]
-    given = {"dtype": "float32", "numerics": None, "schedule": "by hand"} | manifest
+    fields = {"dtype": "float32", "numerics": None, "schedule": "by hand"} | manifest
     shapes = {name: tuple(rows.shape[1:]) for step in steps for name, rows in step.taps.items()}
     taps = [SimpleNamespace(name=name, shape=shape) for name, shape in shapes.items()]
     return SimpleNamespace(
-        path="memory", taps=taps, steps=list(steps), manifest=SimpleNamespace(requests=infos, **given)
+        path="memory", taps=taps, steps=list(steps), manifest=SimpleNamespace(requests=infos, **fields)
     )
 
 

@@ -32,8 +32,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tap(result: RunResult, name: str) -> TapResult:
-    (found,) = [item for item in result.taps if item.name == name]
-    return found
+    (actual,) = [item for item in result.taps if item.name == name]
+    return actual
 
 
 def errors_of(

@@ -27,11 +27,11 @@ class Step:
         """Return a step of some of the rows, in the order given."""
         rows_of, taps = {}, {}
         for name, tensor in self.taps.items():
-            own = self.rows_of.get(name)
-            if own is None:
+            covered = self.rows_of.get(name)
+            if covered is None:
                 taps[name] = tensor[list(rows)]
                 continue
-            kept = [(new, own.index(row)) for new, row in enumerate(rows) if row in own]
+            kept = [(new, covered.index(row)) for new, row in enumerate(rows) if row in covered]
             if kept:
                 rows_of[name] = [new for new, _ in kept]
                 taps[name] = tensor[[old for _, old in kept]]
@@ -101,16 +101,16 @@ class Copy:
 
     def at(self, tap: str, request: int, position: int) -> torch.Tensor:
         """Return a view of one row of a tap, to be changed in place, where it was computed last."""
-        found = None
+        actual = None
         for step in self.steps:
             row = step.row(request, position)
             if row is None or tap not in step.taps:
                 continue
-            own = step.rows_of.get(tap)
-            if own is None or row in own:
-                found = step.taps[tap][row if own is None else own.index(row)]
-        assert found is not None, (tap, request, position)
-        return found
+            rows = step.rows_of.get(tap)
+            if rows is None or row in rows:
+                actual = step.taps[tap][row if rows is None else rows.index(row)]
+        assert actual is not None, (tap, request, position)
+        return actual
 
     def drop(self, tap: str) -> None:
         """Leave a tap out everywhere."""

@@ -1,4 +1,4 @@
-"""Rows are found by (request, position), whatever the steps, their order, or the requests' ids."""
+"""Rows by request and position whatever the order of the run, and by content, against loops over rows and tokens."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import Recording
-from harness.judge.compare.align import Locator, Rows, all_rows, chunks, joined, match_requests, step_rows
+from harness.formats.recording import Recording, RequestInfo
+from harness.judge.compare.align import Locator, Prefixes, Rows, all_rows, chunks, joined, match_requests, step_rows
 
 from ....recording_writer import new_writer, requests_of
 from .in_memory import Step, recording_of
+from .judgements import rows_of
 
 TAP, PARTIAL = "model.embed_tokens", "lm_head"
 
@@ -82,8 +83,8 @@ def test_every_row_is_found_where_it_was_recorded_last(tmp_path_factory, data):
             running[PARTIAL] += len(step[::2])
     wanted = data.draw(st.permutations(every))
     for tap, known in last.items():
-        found = locator.find(tap, rows_at(*wanted))
-        assert [tuple(row) for row in found.tolist()] == [known.get(name, (-1, -1, -1)) for name in wanted]
+        places = locator.find(tap, rows_at(*wanted))
+        assert [tuple(row) for row in places.tolist()] == [known.get(name, (-1, -1, -1)) for name in wanted]
         recorded = locator.recorded(tap)
         for row, id_ in enumerate(sorted(requests)):
             assert int(locator.request_ids[row]) == id_
@@ -106,8 +107,8 @@ def test_a_tap_that_was_never_recorded_is_nowhere(tmp_path):
 def test_rows_that_lie_side_by_side_are_not_copied(tmp_path):
     recording = write(tmp_path / "r", {3: 6}, [[(3, position) for position in range(6)]])
     locator = Locator(recording)
-    found = locator.find(TAP, rows_at((3, 2), (3, 3), (3, 4)))
-    gathered = locator.gather(TAP, found)
+    places = locator.find(TAP, rows_at((3, 2), (3, 3), (3, 4)))
+    gathered = locator.gather(TAP, places)
     assert gathered[:, 0].tolist() == [3002, 3003, 3004]
     assert gathered.untyped_storage().nbytes() > gathered.nbytes, "a view"
 
@@ -141,7 +142,7 @@ def test_rows_selected_and_joined():
     ],
 )
 def test_recordings_of_other_prompts_are_refused(tmp_path, theirs, ours, said):
-    expected, actual = (recorded(tmp_path / name, own) for name, own in (("theirs", theirs), ("ours", ours)))
+    expected, actual = (recorded(tmp_path / name, requests) for name, requests in (("theirs", theirs), ("ours", ours)))
     match_requests(expected, expected)
     with pytest.raises(HarnessError) as caught:
         match_requests(expected, actual)
@@ -189,9 +190,9 @@ def test_steps_are_grouped_until_they_hold_enough_rows_or_bytes(sizes, expected)
 
 
 def test_tensors_are_joined_along_rows_and_one_is_not_copied():
-    one, other = torch.arange(6.0).view(2, 3), torch.arange(3.0).view(1, 3)
-    assert joined([one]) is one
-    assert torch.equal(joined([one, other]), torch.tensor([[0.0, 1, 2], [3, 4, 5], [0, 1, 2]]))
+    first, second = torch.arange(6.0).view(2, 3), torch.arange(3.0).view(1, 3)
+    assert joined([first]) is first
+    assert torch.equal(joined([first, second]), torch.tensor([[0.0, 1, 2], [3, 4, 5], [0, 1, 2]]))
 
 
 def test_rows_that_are_one_part_are_that_part():
@@ -205,14 +206,14 @@ def test_the_rows_of_a_step_and_of_a_tap_in_it():
     taps = {"all": torch.zeros(4, 1), "some": torch.zeros(2, 1)}
     steps = [Step([(5, 0)]), Step(rows, taps=taps, rows_of={"some": [3, 1]})]
     recorded = recording_of({8: [1, 2], 3: [1, 2, 3], 5: [1]}, steps)
-    for found, expected in (
+    for actual, expected in (
         (all_rows(recorded.steps[1]), rows),
         (step_rows(recorded.steps[1], "all"), rows),
         (step_rows(recorded.steps[1], "some"), [(5, 0), (3, 2)]),
     ):
-        assert list(zip(found.request.tolist(), found.position.tolist(), strict=True)) == expected
-        assert found.step.tolist() == [1] * len(expected)
-        assert {x.dtype for x in (found.request, found.position, found.step)} == {torch.int64}
+        assert list(zip(actual.request.tolist(), actual.position.tolist(), strict=True)) == expected
+        assert actual.step.tolist() == [1] * len(expected)
+        assert {x.dtype for x in (actual.request, actual.position, actual.step)} == {torch.int64}
 
 
 def test_a_row_that_was_only_read_back_was_not_computed():
@@ -238,7 +239,7 @@ def test_taps_that_were_recorded_at_the_same_rows_share_a_signature():
         assert locator.recorded(tap).int().tolist() == [expected]
 
 
-def test_the_tokens_or_lengths_that_differ_are_said():
+def test_the_finding_names_the_tokens_or_lengths_that_differ():
     def refused(theirs, ours):
         with pytest.raises(HarnessError) as caught:
             match_requests(recording_of({3: theirs}, []), recording_of({3: ours}, []))
@@ -256,3 +257,33 @@ def test_an_alias_may_be_the_id_of_another_original():
     steps = [Step([(0, 0), (1, 0)], taps={TAP: torch.zeros(2, 1)})]
     locator = Locator(recording_of({0: [5], 1: [6]}, steps), {0: 1, 1: 0})
     assert locator.find(TAP, rows_at((0, 0), (1, 0)))[:, 1].tolist() == [1, 0]
+
+
+TOKENS = {9: (1, 2, 3), 4: (1, 2, 4, 3), 7: (2, 1), 30: (1, 2, 3), 5: (1,)}
+PREFIXES = Prefixes([RequestInfo(id=id_, token_ids=list(ids), prompt_length=1) for id_, ids in TOKENS.items()])
+ROWS = [(request, at) for request, tokens in TOKENS.items() for at in range(len(tokens))]
+
+
+def test_rows_with_the_same_tokens_so_far_have_one_number():
+    contents = [TOKENS[request][: at + 1] for request, at in ROWS]
+    numbers = PREFIXES.of(rows_of(ROWS)).tolist()
+    for one, ours in zip(contents, numbers, strict=True):
+        for content_of_other, theirs in zip(contents, numbers, strict=True):
+            assert (one == content_of_other) == (ours == theirs)
+    assert sorted(set(numbers)) == list(range(PREFIXES.count))
+    assert PREFIXES.count == len(set(contents))
+
+
+def test_the_table_is_in_the_order_of_the_ids_and_ends_where_tokens_do():
+    assert PREFIXES.table.shape == (5, 4)
+    for row, request in enumerate(sorted(TOKENS)):
+        known = PREFIXES.of(rows_of([(request, at) for at in range(len(TOKENS[request]))])).tolist()
+        assert PREFIXES.table[row].tolist() == known + [-1] * (4 - len(known))
+        for end in range(len(known) + 1):
+            assert PREFIXES.up_to(request, end).tolist() == known[:end]
+
+
+def test_nothing_at_all():
+    nothing = Prefixes([])
+    assert (nothing.count, tuple(nothing.table.shape)) == (0, (0, 0))
+    assert nothing.table.dtype is torch.int64

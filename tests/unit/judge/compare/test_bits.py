@@ -138,10 +138,10 @@ def two_runs(seed):
             for at in range(len(tokens)):
                 row = torch.randn(4, generator=torch_generator)
                 row = row.mul(10).to(torch.int64) if operation.kind is Kind.CHOICE else row.bfloat16()
-                other = row.clone()
+                changed = row.clone()
                 if generator.random() < 0.15:
-                    other[2] += 1
-                before[operation.tap][request, at], after[operation.tap][request, at] = row, other
+                    changed[2] += 1
+                before[operation.tap][request, at], after[operation.tap][request, at] = row, changed
     return (
         run_of(generator, before, {3: 3, 8: 8}),
         run_of(generator, after, {3: 20, 8: 10}),
@@ -166,16 +166,16 @@ def test_rows_are_compared_as_a_loop_does(seed):
                     expected[tap, {3: 20, 8: 10}[request], at] = (
                         left[tap, (request, at)].double(), right[tap, (request, at)].double()
                     )  # fmt: skip
-    found = {}
+    actual = {}
     for rows in compare_bits(before, after, GRAPH):
         figures = zip(rows.position.tolist(), rows.is_changed.tolist(), rows.roundings.tolist(), strict=True)
         for position, is_changed, roundings in figures:
-            found[rows.operation.tap, rows.request, position] = is_changed, roundings
-    assert found.keys() == expected.keys()
+            actual[rows.operation.tap, rows.request, position] = is_changed, roundings
+    assert actual.keys() == expected.keys()
     for key, (ours, theirs) in expected.items():
         distance = float((ours - theirs).norm() / ours.norm()) / rounding_unit(torch.bfloat16)
-        assert found[key][0] == (not torch.equal(ours, theirs))
-        assert found[key][1] == pytest.approx(0.0 if key[0] == "choice" else distance, rel=1e-2)
+        assert actual[key][0] == (not torch.equal(ours, theirs))
+        assert actual[key][1] == pytest.approx(0.0 if key[0] == "choice" else distance, rel=1e-2)
 
 
 def test_requests_that_only_one_run_has_and_dtypes_that_differ_are_left_out():
@@ -204,7 +204,7 @@ def test_the_first_change_of_several_operations():
         rows_of("q", 1, [5], [True], [7.0]),
         rows_of("embed", 1, [1, 2], [False, False], [0.0, 0.0]),
     ]
-    found = first_changed(iter(compared), GRAPH)
-    assert (found.operation.tap, found.request, found.position.tolist()) == ("scan", 1, [4])
-    assert (found.is_changed.tolist(), found.roundings.tolist()) == ([True], [3.0])
+    actual = first_changed(iter(compared), GRAPH)
+    assert (actual.operation.tap, actual.request, actual.position.tolist()) == ("scan", 1, [4])
+    assert (actual.is_changed.tolist(), actual.roundings.tolist()) == ([True], [3.0])
     assert first_changed(compared[4:], GRAPH) is None

@@ -42,7 +42,7 @@ def test_amplification_of_a_linear_is_the_error_of_its_rounded_products(bench, m
     module = one.hf.module(name)
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(4, module.in_features, generator=generator, dtype=torch.float64) + mean
-    found, expected = amplification(one, name, x)
+    sensitivity, expected = amplification(one, name, x)
     products = x[:, None, :] * module.weight.detach().double()  # [rows, out, in]
     noise = (
         (products * (1 + _EPS * torch.randn(products.shape, generator=generator, dtype=torch.float64))).sum(-1)
@@ -51,16 +51,16 @@ def test_amplification_of_a_linear_is_the_error_of_its_rounded_products(bench, m
     bias = module.bias.detach().double()
     errors = torch.stack([(y + bias - expected).norm(dim=-1) / expected.norm(dim=-1) for y in noise])
     measured = errors.square().mean(dim=0).sqrt() / _EPS
-    torch.testing.assert_close(found, measured, rtol=0.2, atol=0)
+    torch.testing.assert_close(sensitivity, measured, rtol=0.2, atol=0)
 
 
 def test_a_row_whose_products_cancel_is_amplified(bench):
     one, name = bench("llama-tiny"), "model.layers.0.mlp.down_proj"
     weight = one.hf.module(name).weight.detach().double()
     directions = torch.linalg.svd(weight).Vh  # wider than it is high: the last ones are mapped to zero
-    found, _ = amplification(one, name, directions[[-1, 0]])
-    assert found[0] > 1e6
-    assert found[1] < 3
+    sensitivity, _ = amplification(one, name, directions[[-1, 0]])
+    assert sensitivity[0] > 1e6
+    assert sensitivity[1] < 3
 
 
 def test_weights_of_the_other_orientation_are_amplified_alike(bench):
@@ -79,16 +79,6 @@ def test_weights_of_the_other_orientation_are_amplified_alike(bench):
 # Derived bounds.
 
 ROWS = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-MODEL = ErrorModel(roundings=2, accumulation=5, products=3, scores=7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_derived_bound_is_its_formula(dtype):
-    amplification, scores = (torch.tensor(x, dtype=torch.float64) for x in ([0.0, 2.0, 9.0], [1.0, 0.0, 4.0]))
-    found = derived_bound(MODEL, dtype, Sensitivity(amplification=amplification, score_sensitivity=scores), ROWS)
-    fine = rounding_unit(torch.float32) / rounding_unit(dtype)
-    expected = 2 * largest_rounding(dtype) + 5 * (1 + amplification) * fine + 3 * amplification + 7 * scores * fine
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)  # some room for the smallest numbers besides
 
 
 def test_one_rounding_never_exceeds_its_bound():
@@ -115,33 +105,14 @@ def test_rows_below_the_smallest_normal_number_have_room_for_an_absolute_roundin
 # Bounds by the control.
 
 
-def test_a_control_bound_is_a_multiple_of_the_controls_error_and_of_the_median_at_least():
-    control = torch.tensor([1.0, 2.0, 3.0, 9.0, 0.0], dtype=torch.float64)
-    found = control_bound(control, torch.bfloat16, factor=4)
-    floor = found.min() - 4 * 2
-    torch.testing.assert_close(found - floor, torch.tensor([8.0, 8.0, 12.0, 36.0, 8.0], dtype=torch.float64))
-    assert largest_rounding(torch.bfloat16) <= floor < 3
-    coarse = control_bound(control, torch.bfloat16, factor=4, model=ErrorModel(roundings=3))
-    allowance = 2 * largest_rounding(torch.bfloat16)
-    torch.testing.assert_close(coarse - found, torch.full((5,), allowance, dtype=torch.float64), rtol=1e-3, atol=1e-3)
-
-
-def test_rows_whose_control_is_not_finite_are_given_the_others_median():
-    control = torch.tensor([1.0, torch.inf, torch.nan], dtype=torch.float64)
-    found = control_bound(control, torch.bfloat16, factor=4)
-    assert found.tolist() == [float(found[0])] * 3
-    nothing = control_bound(control[1:], torch.bfloat16, factor=4)
-    assert bool(nothing.isfinite().all())
-
-
 def test_an_unknown_kind_is_bounded_by_its_control(bench, tmp_path):
     one = bench("mamba", torch.bfloat16)
     name = "backbone.layers.1.mixer.out_proj.input"  # the scan
-    found = one.comparison(one.recorded("plain").write(tmp_path / "a"))
-    errors = found.errors[name]
+    recorded = one.comparison(one.recorded("plain").write(tmp_path / "a"))
+    errors = recorded.errors[name]
     assert errors.is_bounded_by_control
     assert bool((errors.bound >= CONTROL_FACTOR * errors.control).all())
-    assert not found.errors["backbone.layers.1.mixer.out_proj"].is_bounded_by_control
+    assert not recorded.errors["backbone.layers.1.mixer.out_proj"].is_bounded_by_control
     actual = one.recorded("plain")
     row = actual.at(name, *ROW)
     row += torch.randn(row.shape, generator=torch.Generator().manual_seed(3)).to(row.dtype) * row.norm()
@@ -167,8 +138,8 @@ def test_a_module_of_hfs_that_rounds_more_than_its_kind_is_bounded_by_its_contro
         for step in actual.computing():
             with torch.no_grad():
                 step.taps[name] = module(step.taps["model.layers.1.mlp.act"])
-        found = one.comparison(actual.write(tmp_path / "a"))
-        errors = found.errors[name]
+        comparison = one.comparison(actual.write(tmp_path / "a"))
+        errors = comparison.errors[name]
         assert float(errors.roundings.max()) > 3 * largest_rounding(torch.bfloat16)
         assert errors.is_bounded_by_control
         assert not bool(errors.bad.any())
@@ -200,16 +171,16 @@ def test_room_for_subnormal_numbers_by_hand(norm, shape):
     expected = torch.ones(shape, dtype=torch.float64)
     width = expected[0].numel()
     expected *= norm / math.sqrt(width)
-    found = derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected)
+    bound = derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected)
     steps = math.sqrt(width) * FLOAT16_STEP / norm / rounding_unit(torch.float16)
-    assert found.tolist() == pytest.approx([largest_rounding(torch.float16) + steps] * shape[0], rel=1e-12)
+    assert bound.tolist() == pytest.approx([largest_rounding(torch.float16) + steps] * shape[0], rel=1e-12)
 
 
 def test_a_row_of_zeros_has_no_room_for_subnormal_numbers():
     expected = torch.tensor([[0.0, 0.0], [1e-6, 0.0]], dtype=torch.float64)
-    found = derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected)
-    assert found[0] == pytest.approx(largest_rounding(torch.float16))
-    assert found[1] > found[0]
+    bound = derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected)
+    assert bound[0] == pytest.approx(largest_rounding(torch.float16))
+    assert bound[1] > bound[0]
     assert derived_bound(ErrorModel(roundings=1), torch.float16, Sensitivity(), expected[:0]).shape == (0,)
 
 
@@ -237,8 +208,8 @@ def test_each_term_of_a_derived_bound_by_itself(dtype):
 
 def test_an_amplification_that_is_no_number_gives_no_room():
     nothing = Sensitivity(amplification=torch.tensor([torch.nan, 1.0], dtype=torch.float64))
-    found = derived_bound(ErrorModel(roundings=0, products=3), torch.float32, nothing, torch.ones(2, 4))
-    assert found.tolist() == [0, 3]
+    bound = derived_bound(ErrorModel(roundings=0, products=3), torch.float32, nothing, torch.ones(2, 4))
+    assert bound.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -247,7 +218,7 @@ def test_a_control_bound_by_hand(dtype, model):
     fine = rounding_unit(torch.float32) / rounding_unit(dtype)
     floor = largest_rounding(dtype) + 10 * fine if model is None else 2 * largest_rounding(dtype) + 7 * fine
     control = torch.tensor([3.0, 0.5, torch.inf, 2.0, torch.nan, -torch.inf], dtype=torch.float64)
-    found = control_bound(control, dtype, factor=3.0, model=model)
-    assert found.tolist() == pytest.approx([floor + 3 * x for x in (3.0, 2.0, 2.0, 2.0, 2.0, 2.0)])
+    bound = control_bound(control, dtype, factor=3.0, model=model)
+    assert bound.tolist() == pytest.approx([floor + 3 * x for x in (3.0, 2.0, 2.0, 2.0, 2.0, 2.0)])
     nothing = control_bound(torch.full((2,), torch.nan, dtype=torch.float64), dtype, factor=3.0, model=model)
     assert nothing.tolist() == pytest.approx([floor] * 2)

@@ -1,8 +1,5 @@
 """The cache stores and does not compute: whatever bit differs between what was written and what is read is an error."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,7 +10,7 @@ from harness.results.check import Verdict
 from .judgements import tap
 
 KEY, ROPE = "model.layers.1.k_cache", "model.layers.1.k_rope"
-VALUE, V_PROJ = "model.layers.1.v_cache", "model.layers.1.self_attn.v_proj"
+VALUE = "model.layers.1.v_cache"
 ROW = (2, 3)
 
 
@@ -57,45 +54,6 @@ def test_two_requests_swapped(one, actual, tmp_path):
     assert (result.first_divergence.request, result.first_divergence.position) == (0, 2)
 
 
-def write_and_read(actual, written, read):
-    """One element of a value as written and as read back."""
-    actual.at(V_PROJ, *ROW)[0] = written
-    actual.at(VALUE, *ROW).view(-1)[0] = read
-
-
-def cached(one, actual, tmp_path):
-    """The cache's own judgement of the values of layer 1, whatever the rest of the result says."""
-    result = one.measure(actual.write(tmp_path / "r"))
-    return tap(result, VALUE)
-
-
-def test_a_zero_that_lost_its_sign(one, actual, tmp_path):
-    write_and_read(actual, 0.0, -0.0)
-    result = cached(one, actual, tmp_path)
-    assert result.verdict is Verdict.BUG
-    assert (result.first_bad.request, result.first_bad.position) == ROW
-    assert result.local_roundings_max == math.inf, "the row is not taken for a sound one where it has no distance"
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0])
-def test_odd_values_that_were_stored_as_they_are(one, actual, tmp_path, value):
-    write_and_read(actual, value, value)
-    assert cached(one, actual, tmp_path).verdict is not Verdict.BUG
-
-
-@pytest.mark.parametrize(("written", "read"), [(1.0, math.nan), (math.nan, 1.0), (1.0, math.inf), (math.nan, math.inf)])
-def test_odd_values_that_were_not_stored_as_they_are(one, actual, tmp_path, written, read):
-    write_and_read(actual, written, read)
-    assert cached(one, actual, tmp_path).num_bad_rows == 1
-
-
-def test_a_nan_of_other_bits(one, actual, tmp_path):
-    write_and_read(actual, math.nan, math.nan)
-    row = actual.at(VALUE, *ROW).view(-1)
-    row.view(torch.int16 if row.dtype == torch.bfloat16 else torch.int32)[0] ^= 1
-    assert cached(one, actual, tmp_path).num_bad_rows == 1
-
-
 def test_a_cache_of_a_narrower_dtype_shows_as_its_rounding(bench, tmp_path):
     one = bench()
     actual = one.recorded()
@@ -107,46 +65,6 @@ def test_a_cache_of_a_narrower_dtype_shows_as_its_rounding(bench, tmp_path):
     assert 0.5 < tap(result, KEY).local_roundings_median < 2, "in roundings of the cache's own dtype"
 
 
-def test_a_cache_of_a_wider_dtype_that_holds_the_same_numbers(bench, tmp_path):
-    one = bench(dtype=torch.bfloat16)
-    actual = one.recorded()
-    for step in actual.steps:
-        if KEY in step.taps:
-            step.taps[KEY] = step.taps[KEY].float()
-    assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
-
-
-def test_what_was_computed_in_a_wider_dtype_is_stored_in_the_engines(bench, tmp_path):
-    """A norm of values that ends in float32, in an engine of 16 bits."""
-    one = bench(dtype=torch.bfloat16)
-    actual = one.recorded()
-    for step in actual.computing():
-        step.taps[ROPE] = step.taps[ROPE].float() * (1 + 2**-12)  # less than half of a rounding
-    assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
-
-
-def test_heads_recorded_as_one_dimension(one, actual, tmp_path):
-    for step in actual.steps:
-        for name in (KEY, VALUE):
-            if name in step.taps:
-                step.taps[name] = step.taps[name].flatten(1)
-    result = one.measure(actual.write(tmp_path / "r"))
-    assert wrong(result) == set()
-
-
-def test_a_preempted_request_is_read_back_as_it_was_written_last(one, tmp_path):
-    """Its rows were computed twice; the cache holds the second ones."""
-    actual = one.recorded("plain")
-    again = [replace(step, taps={name: x.clone() for name, x in step.taps.items()}) for step in actual.computing()]
-    for step in again:
-        step.taps[ROPE] = step.taps[ROPE] * 2
-    readback = [step for step in actual.steps if step.phase == "readback"]
-    for step in readback:
-        step.taps[KEY] = step.taps[KEY] * 2
-    actual.steps = [*actual.computing(), *again, *readback]
-    assert tap(one.measure(actual.write(tmp_path / "r")), KEY).verdict is Verdict.EXACT
-
-
 def without_the_writing_of_request_1(one):
     actual = one.recorded("plain")
     for step in actual.computing():
@@ -155,7 +73,7 @@ def without_the_writing_of_request_1(one):
     return actual
 
 
-def test_rows_whose_writing_was_not_recorded_are_held_to_the_golden(one, tmp_path):
+def test_rows_without_a_recorded_write_are_compared_with_the_golden(one, tmp_path):
     actual = without_the_writing_of_request_1(one)
     result = one.measure(actual.write(tmp_path / "r"))
     assert tap(result, KEY).num_rows == sum(len(request.token_ids) for request in actual.requests)
@@ -163,7 +81,7 @@ def test_rows_whose_writing_was_not_recorded_are_held_to_the_golden(one, tmp_pat
     assert {finding.code for finding in result.findings} == {Code.ROWS_MISSING}
 
 
-def test_content_that_nobody_computed_is_found(one, tmp_path):
+def test_content_that_no_request_computed_is_found(one, tmp_path):
     actual = without_the_writing_of_request_1(one)
     actual.at(KEY, 1, 2)[:] = actual.at(KEY, 0, 2)
     result = one.measure(actual.write(tmp_path / "r"))
@@ -192,7 +110,7 @@ def of_the_cache_alone(one, schedule="batched"):
     return actual, sorted(shown)
 
 
-def test_a_cache_whose_writing_was_not_recorded_is_held_to_the_golden(one, tmp_path):
+def test_a_cache_without_recorded_writes_is_compared_with_the_golden(one, tmp_path):
     actual, shown = of_the_cache_alone(one)
     result = one.compare(actual.write(tmp_path / "r"), wanted=shown)
     assert result.findings == ()
@@ -222,41 +140,14 @@ def test_a_wrong_row_of_a_cache_whose_writing_was_not_recorded(one, tmp_path, br
     actual, shown = of_the_cache_alone(one)
     break_it(actual)
     recording = actual.write(tmp_path / "r")
-    found = one.comparison(recording, wanted=shown)
-    (finding,) = [finding for finding in found.result.findings if finding.code is Code.CACHE_DIFFERS]
+    comparison = one.comparison(recording, wanted=shown)
+    (finding,) = [finding for finding in comparison.result.findings if finding.code is Code.CACHE_DIFFERS]
     assert (finding.tap, finding.request, finding.position) == (KEY, 2, 3)
-    explained = explain_run(found, recording, one.golden, one.hf)
+    explained = explain_run(comparison, recording, one.golden, one.hf)
     assert "failed" not in explained.first_divergence.explanation.cause
 
 
-def test_without_noise_a_cache_is_held_to_what_roundings_add_up_to(bench, tmp_path):
-    """Against another engine's recording."""
-    one = bench()
-    actual, shown = of_the_cache_alone(one)
-    sound = one.measure(
-        actual.write(tmp_path / "r"), expected=one.recorded().write(tmp_path / "e"), noise={}, wanted=shown
-    )
-    assert tap(sound, KEY).judged_by == "cache"
-    swap_positions(actual)
-    result = one.measure(
-        actual.write(tmp_path / "s"), expected=one.recorded().write(tmp_path / "f"), noise={}, wanted=shown
-    )
-    assert Code.CACHE_DIFFERS in {finding.code for finding in result.findings}
-
-
-@pytest.mark.parametrize(("times", "is_wrong"), [(9, False), (11, True)])
-def test_a_cache_may_be_off_by_ten_times_the_noise(one, tmp_path, times, is_wrong):
-    """The bound where only propagation can judge: wide enough for other kernels, and no wider."""
-    actual, shown = of_the_cache_alone(one)
-    noise = {ROPE: torch.full((sum(len(request.token_ids) for request in actual.requests),), 0.01)}
-    row = actual.at(KEY, 2, 3)
-    row += row * (0.01 * times)
-    expected = one.recorded().write(tmp_path / "e")
-    result = one.measure(actual.write(tmp_path / "r"), expected=expected, noise=noise, wanted=shown)
-    assert (Code.CACHE_DIFFERS in {finding.code for finding in result.findings}) == is_wrong
-
-
-def test_a_cache_that_nothing_can_be_held_to_is_not_passed_over(bench, tmp_path):
+def test_a_cache_without_a_reference_is_a_finding(bench, tmp_path):
     one = bench()
     actual, shown = of_the_cache_alone(one)
     expected = one.recorded()

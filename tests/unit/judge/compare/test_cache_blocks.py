@@ -195,11 +195,11 @@ def test_room_of_a_tie_in_the_codebook_by_hand(scale, held, neighbours):
     scale = 1.0 if scale is None else scale / fitted
     block = torch.zeros(1, 32, dtype=torch.float64)
     block[0, :2] = torch.tensor([-127.0, 19.0]) * scale
-    found = quantised(block, "IQ4_NL")
-    assert found.values[0, :3].tolist() == [-127 * held, 25 * held, held]
+    actual = quantised(block, "IQ4_NL")
+    assert actual.values[0, :3].tolist() == [-127 * held, 25 * held, held]
     moved = 2 * (19**2 * 25 * 12 / total) * held + neighbours
     allowance = torch.tensor([127 * moved, 12 * held + 25 * moved, moved], dtype=torch.float64)
-    torch.testing.assert_close(found.slack[0, :3], allowance, rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual.slack[0, :3], allowance, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -232,7 +232,7 @@ def test_sums_of_blocks_are_those_of_the_loop():
         inverse = F32(127) / largest if largest else F32(0)
         kept = F16(largest / F32(127) * F32(sum(float(np.rint(value * inverse)) for value in block)))
         expected.append(float(kept) - sum(of_127(list(block))))
-    found = rounded_sums(x, is_exact=True)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64).view(3, 5, 3), rtol=0, atol=1e-12)
-    assert found[0, 0, 0] == 0
-    assert torch.equal(rounded_sums(x, is_exact=False), found)
+    actual = rounded_sums(x, is_exact=True)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64).view(3, 5, 3), rtol=0, atol=1e-12)
+    assert actual[0, 0, 0] == 0
+    assert torch.equal(rounded_sums(x, is_exact=False), actual)

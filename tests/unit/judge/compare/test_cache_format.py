@@ -50,10 +50,10 @@ def test_what_is_no_rounding_of_what_was_written_differs(name, rotation):
     kept = CacheFormat(name=name, interleaved_heads=32, rotation=rotation)
     read = kept.unturned(kept.stored(ROWS).values).float()
     assert not kept.differs(read, ROWS).any()
-    other = kept.turned(read.double())
-    step = (other[3, :32] - other[3, :32].roll(1)).abs()
-    other[3, 5] += step[step > 1e-6].min()
-    assert kept.differs(kept.unturned(other).float(), ROWS).tolist() == [row == 3 for row in range(40)]
+    turned = kept.turned(read.double())
+    step = (turned[3, :32] - turned[3, :32].roll(1)).abs()
+    turned[3, 5] += step[step > 1e-6].min()
+    assert kept.differs(kept.unturned(turned).float(), ROWS).tolist() == [row == 3 for row in range(40)]
     another = CacheFormat(name="Q5_0" if name != "Q5_0" else "Q4_0")
     assert kept.differs(another.stored(ROWS).values.float(), ROWS).all()
     assert kept.differs(ROWS, ROWS).all()
@@ -149,8 +149,8 @@ def test_values_that_were_turned_are_no_longer_the_engines_own_bits(rotation):
     held, expected = kept.stored(ROWS), quantised(kept.turned(ROWS), "Q4_1", is_exact=not rotation)
     assert torch.equal(held.values, expected.values)
     assert torch.equal(held.slack, expected.slack)
-    other = quantised(kept.turned(ROWS), "Q4_1", is_exact=bool(rotation))
-    assert not torch.equal(held.slack, other.slack)
+    as_if_unturned = quantised(kept.turned(ROWS), "Q4_1", is_exact=bool(rotation))
+    assert not torch.equal(held.slack, as_if_unturned.slack)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_how_far_off_a_value_may_be_read(rotation):
         off = held.clone()
         off[1, 7] += share * largest[1]
         off[3, 0] -= share * largest[3]
-        found = kept.differs(kept.unturned(off), x)
-        assert found.tolist() == [False, differs, False, differs]
+        actual = kept.differs(kept.unturned(off), x)
+        assert actual.tolist() == [False, differs, False, differs]
 
 
 def test_what_is_not_a_number_differs():

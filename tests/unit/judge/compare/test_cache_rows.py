@@ -24,7 +24,9 @@ GRAPH = Graph((
 TOKENS = {4: (1, 2, 3, 4), 9: (1, 2, 3, 9), 6: (1, 2, 8), 2: (5, 6)}
 
 
-def found(steps, *, usable=("k", "v", "k_cache", "v_cache"), golden=None, noise=None, tokens=None, **manifest):
+def errors_of_steps(
+    steps, *, usable=("k", "v", "k_cache", "v_cache"), golden=None, noise=None, tokens=None, **manifest
+):
     """Errors by tap."""
     tokens = tokens or TOKENS
     expected = None if golden is None else Locator(recording_of(tokens, golden))
@@ -39,7 +41,7 @@ def one(written, read, *, dtype="float32", cache=None, tap="k", **numerics):
         Step([(2, 0)], taps={tap: written[None]}),
         Step([(2, 0)], phase="readback", taps={f"{tap}_cache": read[None]}),
     ]
-    return found(steps, dtype=dtype, numerics=declared)[f"{tap}_cache"]
+    return errors_of_steps(steps, dtype=dtype, numerics=declared)[f"{tap}_cache"]
 
 
 ROW = torch.tensor([1.0, -2.3, 0.7, 5.1])
@@ -49,7 +51,7 @@ ROW = torch.tensor([1.0, -2.3, 0.7, 5.1])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_row_is_whatever_was_written_before_of_the_same_tokens(seed):
+def test_a_cached_row_equals_an_earlier_write_of_the_same_tokens(seed):
     generator = random.Random(seed)
     every = [(request, at) for request, tokens in TOKENS.items() for at in range(len(tokens))]
     steps, written, expected = [], [], []
@@ -80,7 +82,7 @@ def test_a_row_is_whatever_was_written_before_of_the_same_tokens(seed):
                 distance = float((value.double() - known[-1].double()).norm() / known[-1].double().norm())
                 expected.append((request, position, index, distance / rounding_unit(torch.float32) if is_bad else 0.0))
         steps.append(Step(rows, phase="readback", taps={"k_cache": torch.stack(kept)}))
-    errors = found(steps).get("k_cache")
+    errors = errors_of_steps(steps).get("k_cache")
     if errors is None:
         assert expected == []
         return
@@ -103,30 +105,32 @@ def test_what_is_written_afterwards_is_not_what_was_read():
     def write(value):
         return Step([(2, 0)], taps={"k": value})
 
-    errors = found([write(old), read(new), write(new), read(new), read(old), read(new * 3), write(old), read(old)])
+    errors = errors_of_steps(
+        [write(old), read(new), write(new), read(new), read(old), read(new * 3), write(old), read(old)]
+    )
     assert errors["k_cache"].bad.tolist() == [True, False, False, True, False]
     assert errors["k_cache"].roundings[0] == pytest.approx(1 / rounding_unit(torch.float32))
 
 
-def test_each_cache_is_held_to_its_own_writing():
+def test_each_cache_is_compared_with_its_own_writes():
     steps = [
         Step([(2, 0)], taps={"k": ROW[None], "v": -ROW[None]}),
         Step([(2, 0)], phase="readback", taps={"k_cache": ROW[None], "v_cache": ROW[None]}),
     ]
-    errors = found(steps)
+    errors = errors_of_steps(steps)
     assert (errors["k_cache"].bad.tolist(), errors["v_cache"].bad.tolist()) == ([False], [True])
-    assert list(found(steps, usable=("k", "k_cache", "v"))) == ["k_cache"]
-    assert list(found(steps, usable=("k_cache", "v_cache"))) == []
-    assert list(found([steps[0], Step([(2, 0)], taps={"k_cache": ROW[None]})])) == [], "not read back"
+    assert list(errors_of_steps(steps, usable=("k", "k_cache", "v"))) == ["k_cache"]
+    assert list(errors_of_steps(steps, usable=("k_cache", "v_cache"))) == []
+    assert list(errors_of_steps([steps[0], Step([(2, 0)], taps={"k_cache": ROW[None]})])) == [], "not read back"
 
 
 # What a cache makes of what it is given.
 
 
 def off_by_a_bit(row):
-    other = row.clone()
-    other.view(torch.int16 if row.dtype.itemsize == 2 else torch.int32)[2] ^= 1
-    return other
+    flipped = row.clone()
+    flipped.view(torch.int16 if row.dtype.itemsize == 2 else torch.int32)[2] ^= 1
+    return flipped
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -139,9 +143,10 @@ def test_a_cache_keeps_every_bit(dtype):
     assert wrong.roundings.tolist() == pytest.approx([distance / rounding_unit(dtype)], rel=1e-9)
     zero = torch.zeros(WIDTH, dtype=dtype)
     assert one(zero, -zero, dtype=name).roundings.tolist() == [math.inf]
-    broken = row.clone()
-    broken[1] = torch.nan
-    assert one(row, broken, dtype=name).roundings.tolist() == [math.inf]
+    for written, read in ((0.7, math.nan), (math.nan, 0.7), (0.7, math.inf), (math.nan, math.inf), (math.inf, 0.7)):
+        before, after = (torch.where(torch.arange(WIDTH) == 1, value, row) for value in (written, read))
+        assert one(before, after, dtype=name).roundings.tolist() == [math.inf]
+        assert one(before, before, dtype=name).is_exact
     nan = zero / zero
     assert one(nan, nan, dtype=name).is_exact
     assert one(nan, off_by_a_bit(nan), dtype=name).bad.tolist() == [True]
@@ -185,10 +190,10 @@ def test_a_declared_format_of_blocks_is_the_cache_s(tap, name):
     declared = {"cache": "Q8_0", "cache_values": "Q4_0", "cache_rotations": (0, 32), "tap": tap}
     kept = one(row, read, **declared)
     assert (kept.bad.tolist(), kept.convention) == ([False], f"kept in {name}, as declared")
-    other = read.clone()
-    other[3] *= 1.5
-    wrong = one(row, other, **declared)
-    distance = float((other.double() - read.double()).norm() / read.double().norm())
+    changed = read.clone()
+    changed[3] *= 1.5
+    wrong = one(row, changed, **declared)
+    distance = float((changed.double() - read.double()).norm() / read.double().norm())
     assert wrong.bad.all()
     assert wrong.roundings.tolist() == pytest.approx([distance / rounding_unit(torch.float32)], rel=1e-4)
 
@@ -210,10 +215,10 @@ def against_golden(shares, noise, *, steps=(), dtype=torch.float32):
     golden = [Step(PLACES[:1], taps={"k": GOLDEN[:1]}), Step(PLACES[1:], taps={"k": GOLDEN[1:]})]
     read = Step(PLACES, phase="readback", taps={"k_cache": off_golden(shares).to(dtype)})
     name = str(dtype).removeprefix("torch.")
-    return found([*steps, read], golden=golden, noise=noise, dtype=name)["k_cache"]
+    return errors_of_steps([*steps, read], golden=golden, noise=noise, dtype=name)["k_cache"]
 
 
-def test_they_are_held_to_the_golden_by_ten_times_its_noise():
+def test_unwritten_rows_may_differ_from_the_golden_by_ten_times_its_noise():
     """The noise of a row, and the median of all rows at least."""
     noise = {"k": torch.tensor([0.001, 0.01, math.nan, 0.002])}
     for more, is_bad in ((0.99, False), (1.01, True)):
@@ -240,7 +245,7 @@ def test_a_row_that_is_not_finite_is_infinitely_far():
     assert errors.bad.tolist() == [False, True, True]
 
 
-def test_the_golden_is_asked_only_where_nothing_was_written():
+def test_the_golden_is_used_only_for_rows_without_a_write():
     wrote = [Step([(9, 0)], taps={"k": GOLDEN[:1] * 2})]  # the same tokens as (4, 0)
     errors = against_golden([0.0] * 3, {"k": torch.full((3,), 0.1)}, steps=wrote)
     assert list(zip(errors.rows.request.tolist(), errors.rows.position.tolist(), strict=True)) == [
@@ -255,8 +260,8 @@ def test_the_golden_is_asked_only_where_nothing_was_written():
 def test_what_neither_has_is_left_out():
     read = Step([(6, 2), (2, 0)], phase="readback", taps={"k_cache": GOLDEN[:2]})
     golden = [Step([(2, 0)], taps={"k": GOLDEN[1:2]})]
-    errors = found([read], golden=golden)["k_cache"]
+    errors = errors_of_steps([read], golden=golden)["k_cache"]
     assert errors.rows.request.tolist() == [2]
     nothing = Step([(6, 2)], phase="readback", taps={"k_cache": GOLDEN[:1]})
-    assert found([nothing], golden=golden) == found([read]) == {}
-    assert found([nothing, read], golden=golden)["k_cache"].rows.step.tolist() == [1]
+    assert errors_of_steps([nothing], golden=golden) == errors_of_steps([read]) == {}
+    assert errors_of_steps([nothing, read], golden=golden)["k_cache"].rows.step.tolist() == [1]

@@ -63,8 +63,8 @@ def test_a_row_without_noise_is_given_that_of_the_others():
     """Where HF happened to be exact another engine need not be."""
     scores = torch.tensor([[5.0, 3.0, 2.9, 0.0]]).repeat(3, 1)
     control = scores + torch.tensor([[0.0], [0.2], [0.2]])
-    found = errors(scores, [[0, 2]] * 3, [[0, 1]] * 3, control=control)
-    assert found == pytest.approx([0.25] * 3, rel=1e-5)
+    actual = errors(scores, [[0, 2]] * 3, [[0, 1]] * 3, control=control)
+    assert actual == pytest.approx([0.25] * 3, rel=1e-5)
 
 
 def test_without_a_control_nothing_is_a_tie():
@@ -131,13 +131,13 @@ class Choosing(Seeing):
         super().__init__(sink)
 
     def choose(self, source, scores, chosen):
-        other = chosen
+        swapped = chosen
         if source == f"{ROUTER}:topk" and len(chosen) == len(LENGTHS):  # a decode step of the batch
-            other = chosen.clone()
+            swapped = chosen.clone()
             worst = scores.argsort(dim=-1)[:, 0]
-            other[ROW[0], -1] = worst[ROW[0]]
-        self._sink(source, other)
-        return other
+            swapped[ROW[0], -1] = worst[ROW[0]]
+        self._sink(source, swapped)
+        return swapped
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -251,12 +251,12 @@ def test_choices_are_judged_as_a_loop_judges_them(seed):
     parts = [by_loop(*item) for item in zip(scores, control, chosen, meant, strict=True)]
     median = sorted(noise for _, noise in parts)[(rows - 1) // 2]
     expected = [0.0 if distance == 0 else distance / (2 * max(noise, median)) for distance, noise in parts]
-    found = errors(torch.tensor(scores), chosen, meant, control=torch.tensor(control, dtype=torch.float32))
-    assert found == pytest.approx(expected, rel=1e-6)
+    actual = errors(torch.tensor(scores), chosen, meant, control=torch.tensor(control, dtype=torch.float32))
+    assert actual == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_noise_is_a_rounding_of_the_scores_at_least(dtype):
     scores = torch.tensor([[8.0, 4.0, 3.0]])
-    (found,) = errors(scores, [[2]], [[1]], control=scores.to(dtype))
-    assert found == pytest.approx(1.0 / (2 * 8 * rounding_unit(dtype)))
+    (actual,) = errors(scores, [[2]], [[1]], control=scores.to(dtype))
+    assert actual == pytest.approx(1.0 / (2 * 8 * rounding_unit(dtype)))

@@ -202,7 +202,7 @@ def test_a_request_that_was_preempted_may_find_more_than_it_had_computed():
 
 
 @pytest.mark.parametrize(
-    "found",
+    "resumed_rows",
     [
         resumed(BEGUN, [(0, 4)], OTHER),  # computed later than it was left out
         resumed(BEGUN, [(0, 4)]),  # by nobody
@@ -212,8 +212,8 @@ def test_a_request_that_was_preempted_may_find_more_than_it_had_computed():
         resumed(OTHER, [(0, 4)]),  # before its first row, which is the affair of `shared_rows`
     ],
 )
-def test_rows_that_cannot_have_been_found_are_missing(found):
-    assert found == []
+def test_rows_that_cannot_have_been_found_are_missing(resumed_rows):
+    assert resumed_rows == []
 
 
 @pytest.mark.parametrize(("kind", "num_dropped"), [(Kind.CACHE, 3), (Kind.ATTENTION, 0), (Kind.STATE, 5)])
@@ -293,11 +293,11 @@ def test_rows_that_were_taken_over_from_others(seed):
             recorded[row, at] = generator.random() < 0.3
     known = {content(sorted(REQUESTS)[row], at) for row, at in recorded.nonzero().tolist()}
     requests = made([]).manifest.requests
-    found = shared_rows(recorded, Prefixes(requests))
+    rows = shared_rows(recorded, Prefixes(requests))
     for row, request in enumerate(sorted(REQUESTS)):
         first = next((at for at in range(7) if recorded[row, at]), 0)
         expected = [int(at < first and content(request, at) in known) for at in range(7)]
-        assert found[row].int().tolist() == expected
+        assert rows[row].int().tolist() == expected
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -317,26 +317,26 @@ def test_rows_that_were_left_out_in_the_midst_of_a_prompt(seed):
             continue
         rows = list(zip(step.request.tolist(), step.position.tolist(), strict=True))
         for request in {request for request, _ in rows}:
-            own = [position for of, position in rows if of == request]
-            begin, end = reached.get(request, 0), min(min(own), min(prompt_length, len(REQUESTS[request])) - 1)
+            positions = [position for of, position in rows if of == request]
+            begin, end = reached.get(request, 0), min(min(positions), min(prompt_length, len(REQUESTS[request])) - 1)
             if begin > 0:
                 expected |= {(request, at) for at in range(begin, end) if content(request, at) in known}
-            reached[request] = max(begin, max(own) + 1)
+            reached[request] = max(begin, max(positions) + 1)
         known |= {content(*row) for row in rows}
     recording = recording_of(REQUESTS, steps, prompt_length=prompt_length)
-    found = resumed_rows(recording, Prefixes(recording.manifest.requests))
-    assert {(sorted(REQUESTS)[row], at) for row, at in found.nonzero().tolist()} == expected
+    actual = resumed_rows(recording, Prefixes(recording.manifest.requests))
+    assert {(sorted(REQUESTS)[row], at) for row, at in actual.nonzero().tolist()} == expected
 
 
 ALL = [(request, at) for request, tokens in REQUESTS.items() for at in range(len(tokens))]
 
 
-def counted(taps, *, rows=ALL, wanted=None, also=(), require=(), traits=None, **given):
+def counted(taps, *, rows=ALL, wanted=None, also=(), require=(), traits=None, **fields):
     """Coverage of one step that holds the rows of these taps; the others are wanted and not there."""
     tensors = {tap: torch.zeros(len(here), 1) for tap, here in taps.items()}
     step = Step(rows, taps=tensors, rows_of={tap: [rows.index(row) for row in here] for tap, here in taps.items()})
     locator = Locator(made([step]))
-    required = Requirements(require=require, **given)
+    required = Requirements(require=require, **fields)
     return check_coverage(locator, GRAPH, wanted or list(taps), required, traits=traits, also=also)
 
 
@@ -384,7 +384,7 @@ def test_what_was_reached_and_what_not():
     assert "gqa" in counted({"hidden": ALL}, traits=grouped)[0].triggers
 
 
-def test_caches_that_nothing_was_held_to():
+def test_caches_without_a_reference():
     locator = Locator(made([Step([(2, 0)], taps={"k_cache": torch.zeros(1, 1), "hidden": torch.zeros(1, 1)})]))
 
     def unjudged(usable, judged):

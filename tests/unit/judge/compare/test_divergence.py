@@ -150,8 +150,15 @@ BAD, SOUND = (9.0, 3.0, 4.0, 0.5), (1.0, 0.0, 0.0, 0.5)
 
 
 def first(judged, misshapen=()):
-    found = first_divergence(judged, misshapen, GRAPH, recording_of({0: range(9)}, STEPS))
-    return found and (found.tap, found.request, found.position, found.step, found.phase, found.code)
+    divergence = first_divergence(judged, misshapen, GRAPH, recording_of({0: range(9)}, STEPS))
+    return divergence and (
+        divergence.tap,
+        divergence.request,
+        divergence.position,
+        divergence.step,
+        divergence.phase,
+        divergence.code,
+    )
 
 
 def test_the_first_wrong_operation_at_its_first_bad_row():
@@ -160,25 +167,41 @@ def test_the_first_wrong_operation_at_its_first_bad_row():
         judgement(errors_of(BAD), tap="b"),
         judgement(errors_of(BAD), tap="c"),
     ]
-    found = first_divergence(judged, [], GRAPH, recording_of({0: range(9)}, STEPS))
-    assert (found.tap, found.request, found.position, found.step, found.phase) == ("b", 2, 3, 2, "mixed")
-    assert (found.local_roundings, found.bound_roundings, found.propagated_ratio) == (4.0, 2.0, None)
-    assert (found.verdict, found.code, found.schedule) == (Verdict.BUG, Code.LOCAL_ERROR, "by hand")
+    divergence = first_divergence(judged, [], GRAPH, recording_of({0: range(9)}, STEPS))
+    assert (divergence.tap, divergence.request, divergence.position, divergence.step, divergence.phase) == (
+        "b",
+        2,
+        3,
+        2,
+        "mixed",
+    )
+    assert (divergence.local_roundings, divergence.bound_roundings, divergence.propagated_ratio) == (4.0, 2.0, None)
+    assert (divergence.verdict, divergence.code, divergence.schedule) == (Verdict.BUG, Code.LOCAL_ERROR, "by hand")
 
 
-def test_what_all_rows_show_together_is_told_at_the_first_of_them():
+def test_a_direction_of_all_rows_is_reported_at_the_first_row():
     effect = Effect(kind="gain", which="", size=1.0, low=0.9, high=1.1, roundings=3.0, statistic=20.0, num_rows=50)
     propagated = propagated_of([5.0, 6.0, 7.0, 8.0])
     judged = judgement(errors_of(SOUND, effect=effect), propagated=propagated, tap="b")
-    found = first_divergence([judged], [], GRAPH, recording_of({0: range(9)}, STEPS))
-    assert (found.request, found.position, found.local_roundings, found.propagated_ratio) == (2, 3, 0.0, 7.0)
-    assert (found.verdict, found.code) == (Verdict.SYSTEMATIC, Code.SYSTEMATIC_ERROR)
+    divergence = first_divergence([judged], [], GRAPH, recording_of({0: range(9)}, STEPS))
+    assert (divergence.request, divergence.position, divergence.local_roundings, divergence.propagated_ratio) == (
+        2,
+        3,
+        0.0,
+        7.0,
+    )
+    assert (divergence.verdict, divergence.code) == (Verdict.SYSTEMATIC, Code.SYSTEMATIC_ERROR)
 
 
 def test_a_distance_to_the_golden_has_no_roundings():
     judged = judgement(propagated=propagated_of([99.0, 1.0, 1.0, 1.0]), tap="c")
-    found = first_divergence([judged], [], GRAPH, recording_of({0: range(9)}, STEPS))
-    assert (found.request, found.local_roundings, found.bound_roundings, found.propagated_ratio) == (
+    divergence = first_divergence([judged], [], GRAPH, recording_of({0: range(9)}, STEPS))
+    assert (
+        divergence.request,
+        divergence.local_roundings,
+        divergence.bound_roundings,
+        divergence.propagated_ratio,
+    ) == (
         7,
         None,
         None,

@@ -29,11 +29,11 @@ def matrices(num_rows=60, width=3 * HEAD_DIM, seed=0):
 
 
 def added(truth, actual, positions, *, kind=Kind.ROTARY, dtype=torch.bfloat16, num_heads=1, chunk=25):
-    found = Effects(kind, dtype, num_heads=num_heads)
+    sums = Effects(kind, dtype, num_heads=num_heads)
     for at in range(0, len(truth), chunk):
         here = slice(at, at + chunk)
-        found.add(positions[here], actual[here], truth[here], torch.ones(len(truth[here]), dtype=torch.bool))
-    return found
+        sums.add(positions[here], actual[here], truth[here], torch.ones(len(truth[here]), dtype=torch.bool))
+    return sums
 
 
 def clustered(kind, which, p, size, unit, times=1.0):
@@ -56,8 +56,8 @@ def by_hand(truth, actual, positions, *, num_heads, chunk=25, dtype=torch.bfloat
     trend_size = (centred**2 * t**2).sum()
     expected.append(clustered("trend", "", centred * e * t, trend_size, unit, times=at.max() - at.min()))
     for head in range(num_heads if num_heads > 1 else 0):
-        own = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
-        expected.append(clustered("gain of head", str(head), (e * t)[:, own], (t[:, own] ** 2).sum(), unit))
+        channels = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+        expected.append(clustered("gain of head", str(head), (e * t)[:, channels], (t[:, channels] ** 2).sum(), unit))
     channel = int(np.abs(e.mean(axis=0)).argmax())
     mean, deviation = e[:, channel].mean(), e[:, channel].std() / math.sqrt(len(e))
     expected.append(
@@ -75,20 +75,20 @@ def by_hand(truth, actual, positions, *, num_heads, chunk=25, dtype=torch.bfloat
     return expected
 
 
-def same(found, expected):
-    assert (found.kind, found.which, found.num_rows) == (expected.kind, expected.which, expected.num_rows)
+def same(actual, expected):
+    assert (actual.kind, actual.which, actual.num_rows) == (expected.kind, expected.which, expected.num_rows)
     for figure in ("size", "low", "high", "roundings", "statistic"):
-        assert getattr(found, figure) == pytest.approx(getattr(expected, figure), rel=1e-4), figure
+        assert getattr(actual, figure) == pytest.approx(getattr(expected, figure), rel=1e-4), figure
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_figures_are_those_of_the_formulas(num_heads, dtype):
     truth, actual, positions = matrices()
-    found = added(truth, actual, positions, num_heads=num_heads, dtype=dtype).all()
+    effects = added(truth, actual, positions, num_heads=num_heads, dtype=dtype).all()
     expected = by_hand(truth, actual, positions, num_heads=num_heads, dtype=dtype)
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(effects) == len(expected)
+    for ours, theirs in zip(effects, expected, strict=True):
         same(ours, theirs)
 
 
@@ -99,16 +99,16 @@ def test_rows_of_any_shape_are_flat():
 
 
 def test_what_like_finds_is_the_same_effect_of_other_rows():
-    mine, other = added(*matrices(), num_heads=3), added(*matrices(seed=1), num_heads=3)
-    for at, effect in enumerate(mine.all()[:-1]):
-        assert other.like(effect) == other.all()[at]
+    first, second = added(*matrices(), num_heads=3), added(*matrices(seed=1), num_heads=3)
+    for at, effect in enumerate(first.all()[:-1]):
+        assert second.like(effect) == second.all()[at]
     truth, actual, _ = matrices(seed=1)
-    offset = replace(mine.all()[-1], which="7")
+    offset = replace(first.all()[-1], which="7")
     error = ((actual - truth) / truth[:25].square().mean(dim=0).sqrt())[:, 7]
-    assert other.like(offset).size == pytest.approx(float(error.mean()), rel=1e-4)
-    assert other.like(offset).which == "7"
-    assert other.like(offset).num_rows == 60
-    assert other.like(replace(offset, kind="gain of head", which="3")) is None
+    assert second.like(offset).size == pytest.approx(float(error.mean()), rel=1e-4)
+    assert second.like(offset).which == "7"
+    assert second.like(offset).num_rows == 60
+    assert second.like(replace(offset, kind="gain of head", which="3")) is None
     few = added(*(x[: MIN_ROWS - 1] for x in matrices()))
     assert few.like(offset) is None
 
@@ -116,23 +116,23 @@ def test_what_like_finds_is_the_same_effect_of_other_rows():
 def test_a_channel_of_zeros_is_no_channel():
     truth, actual, positions = matrices()
     truth[:, 9], actual[:, 9] = 0.0, 1.0
-    found = added(truth, actual, positions).all()
-    assert all(math.isfinite(effect.size) and math.isfinite(effect.statistic) for effect in found)
-    assert found[-1].which == "5"
+    effects = added(truth, actual, positions).all()
+    assert all(math.isfinite(effect.size) and math.isfinite(effect.statistic) for effect in effects)
+    assert effects[-1].which == "5"
 
 
 def test_a_head_of_zeros_has_no_gain():
     truth, actual, positions = matrices()
     truth[:, HEAD_DIM : 2 * HEAD_DIM] = 0.0
-    found = {effect.which: effect for effect in added(truth, actual, positions, num_heads=3).all()[2:-1]}
-    assert (found["1"].size, found["1"].low, found["1"].high, found["1"].statistic) == (0, 0, 0, 0)
-    assert found["0"].size > 0
+    effects = {effect.which: effect for effect in added(truth, actual, positions, num_heads=3).all()[2:-1]}
+    assert (effects["1"].size, effects["1"].low, effects["1"].high, effects["1"].statistic) == (0, 0, 0, 0)
+    assert effects["0"].size > 0
 
 
 def test_rows_that_are_all_at_one_position_have_no_trend():
     truth, actual, positions = matrices()
-    found = added(truth, actual, positions * 0, kind=Kind.LINEAR).all()
-    assert [effect.kind for effect in found] == ["gain", "offset"]
+    effects = added(truth, actual, positions * 0, kind=Kind.LINEAR).all()
+    assert [effect.kind for effect in effects] == ["gain", "offset"]
 
 
 @pytest.mark.parametrize(
@@ -144,22 +144,22 @@ def test_rows_that_are_all_at_one_position_have_no_trend():
         (Kind.ROTARY, 2 * HEAD_DIM - 2, 2, 0),
     ],
 )
-def test_heads_are_told_apart_where_they_are_wide_enough(kind, width, num_heads, shown):
+def test_heads_are_separate_where_they_are_wide_enough(kind, width, num_heads, shown):
     truth, actual, positions = matrices(width=width)
-    found = added(truth, actual, positions, kind=kind, num_heads=num_heads).all()
-    assert sum(effect.kind == "gain of head" for effect in found) == shown
+    effects = added(truth, actual, positions, kind=kind, num_heads=num_heads).all()
+    assert sum(effect.kind == "gain of head" for effect in effects) == shown
 
 
 @pytest.mark.parametrize(("num_rows", "width", "is_enough"), [
     (MIN_ROWS, MIN_CHANNELS, True), (MIN_ROWS - 1, MIN_CHANNELS, False), (MIN_ROWS, MIN_CHANNELS - 1, False),
 ])  # fmt: skip
 def test_how_many_rows_and_channels_are_enough(num_rows, width, is_enough):
-    found = added(*matrices(num_rows, width), kind=Kind.ROTARY)
-    assert bool(found.all()) is is_enough
-    assert (found.scale is not None) is (width == MIN_CHANNELS)
+    effects = added(*matrices(num_rows, width), kind=Kind.ROTARY)
+    assert bool(effects.all()) is is_enough
+    assert (effects.scale is not None) is (width == MIN_CHANNELS)
 
 
-def test_nothing_is_said_of_an_embedding():
+def test_an_embedding_has_no_effects():
     assert added(*matrices(), kind=Kind.EMBEDDING).all() == []
 
 
@@ -187,8 +187,8 @@ def test_which_rows_are_new():
 def test_norms_are_compared_in_six_digits_of_their_fraction(factor, is_new):
     truth = torch.full((2, MIN_CHANNELS), 0.70001 / 4, dtype=torch.float64)
     truth[1] *= factor
-    found = Effects(Kind.LINEAR, torch.bfloat16)
-    assert found._new_rows(torch.arange(2), truth, torch.ones(2, dtype=torch.bool)).tolist() == [0, 1][: 1 + is_new]
+    sums = Effects(Kind.LINEAR, torch.bfloat16)
+    assert sums._new_rows(torch.arange(2), truth, torch.ones(2, dtype=torch.bool)).tolist() == [0, 1][: 1 + is_new]
 
 
 # What is significant.
@@ -241,12 +241,12 @@ def test_attention_without_a_scale_has_the_floor_of_any_other():
 # Beyond the control: sizes are given by hand.
 
 
-def beyond(own, control, allowance=0.0):
+def beyond(of_rows, control, allowance=0.0):
     """What is left of an effect that is held against the control's."""
     left = []
-    effects = SimpleNamespace(significant=lambda: [own], is_significant=lambda effect: left.append(effect) or True)
-    other = None if control is None else SimpleNamespace(like=lambda _effect: control)
-    return beyond_control(effects, other, allowance=allowance), left
+    effects = SimpleNamespace(significant=lambda: [of_rows], is_significant=lambda effect: left.append(effect) or True)
+    of_control = None if control is None else SimpleNamespace(like=lambda _effect: control)
+    return beyond_control(effects, of_control, allowance=allowance), left
 
 
 @pytest.mark.parametrize(
@@ -255,9 +255,9 @@ def beyond(own, control, allowance=0.0):
 )
 def test_what_is_left_of_an_effect(size, control, left):
     """The margins are half of the intervals at 95 %: both count where both effects do."""
-    own, theirs = effect(size=size, margin=0.3, roundings=100 * size), effect(size=control, margin=0.4)
-    found, (excess,) = beyond(own, theirs)
-    assert found is own
+    of_rows, of_control = effect(size=size, margin=0.3, roundings=100 * size), effect(size=control, margin=0.4)
+    actual, (excess,) = beyond(of_rows, of_control)
+    assert actual is of_rows
     assert excess.size == pytest.approx(left)
     assert excess.roundings == pytest.approx(100 * left)
     margin = 0.5 if left != size and left != 0 else 0.3
@@ -294,8 +294,8 @@ def test_the_effect_of_the_largest_statistic_is_the_strongest():
 
 def test_an_error_that_is_the_same_in_every_row_is_certain():
     truth = torch.ones(MIN_ROWS, MIN_CHANNELS, dtype=torch.float64)
-    found = added(truth, truth * 1.5, torch.arange(MIN_ROWS)).all()
-    assert found[0].size == 0.5
-    assert found[0].statistic == math.inf
+    effects = added(truth, truth * 1.5, torch.arange(MIN_ROWS)).all()
+    assert effects[0].size == 0.5
+    assert effects[0].statistic == math.inf
     (no_error, *_) = added(truth, truth, torch.arange(MIN_ROWS)).all()
     assert (no_error.size, no_error.statistic) == (0, 0)

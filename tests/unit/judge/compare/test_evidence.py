@@ -1,14 +1,19 @@
-"""What is kept of wrong rows: which of many, with what history, and how batches are put together."""
+"""Evidence of wrong rows, attention with every part open to change against torch's own, and the guard."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from harness.formats.taps import Kind, Operation
+from harness.errors import Code, HarnessError
+from harness.formats.taps import KINDS, Kind, Operation
+from harness.judge.compare import conventions as registry
+from harness.judge.compare import row_judge
+from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import spread
-from harness.judge.compare.evidence import MAX_ROWS, AttentionContext, Evidence, histories, merged
+from harness.judge.compare.evidence import MAX_ROWS, AttentionContext, Evidence, guarded, histories, merged
 from harness.oracle.watch import AttentionCall
 
 from .judgements import floats, rows_of
@@ -42,16 +47,16 @@ def evidence(rows, *, operation=LINEAR, held=()):
     )  # fmt: skip
 
 
-def check(found, rows):
-    assert list(zip(found.rows.request.tolist(), found.rows.position.tolist(), strict=True)) == rows
+def check(evidence, rows):
+    assert list(zip(evidence.rows.request.tolist(), evidence.rows.position.tolist(), strict=True)) == rows
     numbers = [100 * request + position for request, position in rows]
-    assert found.expected[:, 1].tolist() == [number + 0.5 for number in numbers]
-    assert found.roundings.tolist() == [number + 1 for number in numbers]
-    assert found.bound.tolist() == [number + 2 for number in numbers]
-    if found.operation is LINEAR:
-        assert found.inputs[0][:, 0].tolist() == numbers
-        assert found.inputs[1][:, 0].tolist() == [2 * number for number in numbers]
-    assert found.dtype is torch.bfloat16
+    assert evidence.expected[:, 1].tolist() == [number + 0.5 for number in numbers]
+    assert evidence.roundings.tolist() == [number + 1 for number in numbers]
+    assert evidence.bound.tolist() == [number + 2 for number in numbers]
+    if evidence.operation is LINEAR:
+        assert evidence.inputs[0][:, 0].tolist() == numbers
+        assert evidence.inputs[1][:, 0].tolist() == [2 * number for number in numbers]
+    assert evidence.dtype is torch.bfloat16
 
 
 def test_batches_are_put_together_in_the_order_of_requests_and_positions():
@@ -89,8 +94,8 @@ SIZE, TOKENS = 2, 4
 class Sequence:
     """Rows of steps 10, 11, ..., of which some are its own."""
 
-    def __init__(self, length, own):
-        self.step, self.is_own = torch.arange(10, 10 + length), torch.tensor([at in own for at in range(length)])
+    def __init__(self, length, is_own):
+        self.step, self.is_own = torch.arange(10, 10 + length), torch.tensor([at in is_own for at in range(length)])
 
     def __len__(self):
         return len(self.step)
@@ -115,11 +120,11 @@ def call_of(num_sequences, **options):
 
 def test_the_history_behind_a_row():
     call = call_of(3, scaling=0.3, sliding_window=5, softcap=20.0, s_aux=torch.arange(4.0).view(4, 1))
-    (one, other), places = histories(batch_of(3), call, torch.tensor([10, 2, 9]))
+    (first, second), places = histories(batch_of(3), call, torch.tensor([10, 2, 9]))
     assert places.tolist() == [2, 9, 10]
-    assert other.rows.request.tolist() == [2, 2]
-    assert other.rows.position.tolist() == [1, 2]
-    for history, line, positions in ((one, 0, [2]), (other, 2, [1, 2])):
+    assert second.rows.request.tolist() == [2, 2]
+    assert second.rows.position.tolist() == [1, 2]
+    for history, line, positions in ((first, 0, [2]), (second, 2, [1, 2])):
         assert torch.equal(history.query, call.query[line, :, positions].transpose(0, 1).double())
         assert torch.equal(history.key, call.key[line, :, :3].transpose(0, 1).double())
         assert torch.equal(history.value, call.value[line, :, :3].transpose(0, 1).double())
@@ -137,10 +142,200 @@ def test_without_options_there_is_neither_cap_nor_sink_nor_window():
 
 def test_of_many_requests_and_rows_some_are_kept():
     num = 12
-    found, places = histories(batch_of(num), call_of(num), torch.arange(num * TOKENS))
-    assert [int(history.rows.request[0]) for history in found] == [0, 2, 4, 6, 8, 10]
+    actual, places = histories(batch_of(num), call_of(num), torch.arange(num * TOKENS))
+    assert [int(history.rows.request[0]) for history in actual] == [0, 2, 4, 6, 8, 10]
     assert len(places) == 6 * TOKENS
     wide = SimpleNamespace(num_tokens=48, sequences=[Sequence(48, {1})], rows=batch_of(1).rows)
     x = torch.zeros(1, 4, 48, SIZE)
     call = AttentionCall(path="", module=nn.Module(), query=x, key=x, value=x, mask=None, options={})
     assert histories(wide, call, torch.arange(48).flip(0))[1].tolist() == list(range(0, 48, 2))
+
+
+GENERATOR = torch.Generator().manual_seed(5)
+LENGTH, HEADS, KV_HEADS, HEAD_DIM = 6, 4, 2, 8
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
+
+
+QUERY, KEY, VALUE = random(LENGTH, HEADS, HEAD_DIM), *(random(LENGTH, KV_HEADS, HEAD_DIM) for _ in range(2))
+
+
+def view(step=None, key_step=None, **parts):
+    fields = {"window": None, "scale": HEAD_DIM**-0.5, **parts}
+    zeros = torch.zeros(LENGTH, dtype=torch.int64)
+    rows = Rows(request=zeros, position=torch.arange(LENGTH), step=zeros if step is None else torch.tensor(step))
+    return AttentionContext(
+        rows=rows,
+        query=QUERY,
+        key=KEY,
+        value=VALUE,
+        key_step=zeros if key_step is None else torch.tensor(key_step),
+        **fields,
+    )
+
+
+def sdpa(mask, *, scale=HEAD_DIM**-0.5, key=KEY, value=VALUE, heads=(0, 0, 1, 1)):
+    q, k, v = QUERY.transpose(0, 1), *(x[:, list(heads)].transpose(0, 1) for x in (key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return attended.transpose(0, 1).flatten(1)
+
+
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def test_the_definition_is_torchs():
+    assert torch.allclose(view().attend(), sdpa(CAUSAL))
+
+
+def test_a_window_hides_what_lies_before_it():
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    assert torch.allclose(view(window=3).attend(), sdpa(CAUSAL & (distance < 3)))
+    assert view(window=3).visible()[5].tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("change", [
+    {"scale": 0.1}, {"key": random(LENGTH, KV_HEADS, HEAD_DIM)}, {"value": random(LENGTH, KV_HEADS, HEAD_DIM)},
+])  # fmt: skip
+def test_a_part_is_replaced(change):
+    assert torch.allclose(view().attend(**change), sdpa(CAUSAL, **change))
+
+
+def test_query_heads_may_read_other_kv_heads():
+    heads = torch.tensor([1, 0, 0, 1])
+    assert torch.allclose(view().attend(heads=heads), sdpa(CAUSAL, heads=heads.tolist()))
+
+
+def test_a_row_that_sees_nothing_is_zero():
+    mask = CAUSAL.clone()
+    mask[2] = False
+    assert view().attend(visible=mask)[2].abs().max() == 0
+
+
+def test_sinks_take_their_share_and_give_nothing():
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+    plain, with_sinks = (item.attend().unflatten(1, (HEADS, -1)) for item in (view(), view(sinks=sinks)))
+    weights = view().scores().masked_fill(~CAUSAL, -torch.inf).exp().sum(dim=-1).T
+    share = weights / (weights + sinks.exp())
+    assert torch.allclose(with_sinks, plain * share[..., None])
+
+
+def test_a_soft_cap_bounds_the_scores():
+    capped = view(softcap=0.7).scores()
+    assert torch.allclose(capped, 0.7 * torch.tanh(view().scores() / 0.7))
+
+
+def test_which_keys_a_step_has_and_where_it_begins():
+    steps = [0, 0, 0, 1, 1, 2]
+    context = view(step=steps, key_step=steps)
+    assert context.first_of_step.tolist() == [0, 0, 0, 3, 3, 5]
+    assert context.is_computed[3].tolist() == [True] * 5 + [False]
+    assert context.is_computed[0].tolist() == [True] * 3 + [False] * 3
+
+
+def test_selected_rows_keep_their_history():
+    keep = torch.tensor([False, True, False, False, True, False])
+    assert torch.allclose(view().select(keep).attend(), view().attend()[keep])
+    assert view().select(keep).rows.position.tolist() == [1, 4]
+
+
+CONVENTIONS = registry.all_conventions()
+WRONG = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.q_rope",
+    "model.layers.0.attention",
+    "model.layers.0.mlp.act",
+    "model.norm",
+    "logits",
+)
+
+
+def test_what_was_raised_is_noted_with_its_place():
+    failures = []
+    for _ in range(2):
+        with guarded("a convention", failures):
+            registry.attention.scaling(None)
+    (note,) = failures
+    assert note.startswith("a convention: AttributeError: 'NoneType' object has no attribute")
+    assert note.rpartition(":")[0].endswith("(harness/oracle/attention.py")
+    assert note.rpartition(":")[2].rstrip(")").isdigit()
+
+
+def test_what_others_raise_is_noted_too():
+    failures = []
+    with guarded("a convention", failures):
+        raise KeyError
+    assert failures[0].startswith("a convention: KeyError (test_evidence.py:")
+
+
+@pytest.mark.parametrize("error", [HarnessError(Code.STEP_ALTERED, "altered"), KeyboardInterrupt()])
+def test_what_the_reader_must_know_is_raised(error):
+    with pytest.raises(type(error)), guarded("a convention", []):
+        raise error
+
+
+def raising(convention):
+    def alternatives(_subject):
+        yield from ()
+        raise ZeroDivisionError(convention.name)
+
+    return replace(convention, alternatives=alternatives)
+
+
+@pytest.fixture(scope="module")
+def wrong(bench, tmp_path_factory):
+    """A recording with a wrong operation of every kind that a convention is for; its logits are capped."""
+    one = bench("gemma2")
+    assert {one.hf.graph[tap].kind for tap in WRONG} == {
+        kind for convention in CONVENTIONS for kind in convention.kinds
+    }
+    copy = one.recorded()
+    for step in copy.computing():
+        for tap in WRONG:
+            if tap in step.taps:
+                step.taps[tap] = step.taps[tap] * 1.5
+    return one, copy.write(tmp_path_factory.mktemp("wrong") / "r")
+
+
+def judged(wrong, monkeypatch, conventions):
+    one, recording = wrong
+    monkeypatch.setattr(registry, "all_conventions", lambda: tuple(conventions))
+    return one.compare(recording)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("number", range(len(CONVENTIONS)))
+def test_each_convention_may_raise(wrong, monkeypatch, number):
+    conventions = list(CONVENTIONS)
+    broken = conventions[number]
+    without = judged(wrong, monkeypatch, [convention for convention in conventions if convention is not broken])
+    conventions[number] = raising(broken)
+    result = judged(wrong, monkeypatch, conventions)
+    assert [(tap.name, tap.verdict) for tap in result.taps] == [(tap.name, tap.verdict) for tap in without.taps]
+    for finding, expected in zip(result.findings, without.findings, strict=True):
+        message, _, note = finding.message.partition("; conventions that could not be tried: ")
+        assert message == expected.message
+        is_noted = f"{broken.name}: ZeroDivisionError: {broken.name} (harness/judge/compare/row_judge.py:" in note
+        assert is_noted == (wrong[0].hf.graph[finding.tap].kind in broken.kinds)
+    assert {finding.tap for finding in result.findings} >= set(WRONG)
+
+
+def test_a_convention_whose_numbers_raise(wrong, monkeypatch):
+    """What a convention yields computes later: that is guarded as well."""
+
+    def expected():
+        raise ValueError("late")
+
+    (eager, *_) = (convention for convention in CONVENTIONS if Kind.NORM in convention.kinds)
+    late = row_judge.Rounding(name="late", model=KINDS[Kind.NORM].error_model, expected=expected)
+    result = judged(wrong, monkeypatch, [replace(eager, alternatives=lambda _subject: iter([late]))])
+    assert any("ValueError: late" in finding.message for finding in result.findings)
+
+
+def test_logits_that_no_module_shows_are_judged(wrong):
+    """Gemma 2 without its cap, and any other model whose logits are scaled by no module, raised here."""
+    one, recording = wrong
+    (finding,) = (finding for finding in one.compare(recording).findings if finding.tap == one.hf.graph.logits)
+    assert finding.code is Code.LOCAL_ERROR
+    assert "could not be tried" not in finding.message

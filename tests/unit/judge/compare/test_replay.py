@@ -1,9 +1,12 @@
 """Forced replay: HF goes on with each recorded row, and rows are judged where what they were computed from is known."""
 
+from fnmatch import fnmatchcase
+
 import pytest
 import torch
 
 from harness.base.threads import one_thread
+from harness.errors import Code
 from harness.formats.taps import Kind
 from harness.judge.compare.batch import RowSample, make_batches
 from harness.judge.compare.local import LocalJudge
@@ -123,12 +126,14 @@ def test_several_batches_are_one_judgement(one, actual, tmp_path, monkeypatch):
     monkeypatch.setattr("harness.judge.compare.local.batch_tokens", lambda _hf: 1)
     apart = one.comparison(recording)
     for name, errors in together.errors.items():
-        other = apart.errors[name]
-        assert sorted(errors.rows.request.tolist()) == sorted(other.rows.request.tolist())
-        assert int(errors.bad.sum()) == int(other.bad.sum())
+        errors_apart = apart.errors[name]
+        assert sorted(errors.rows.request.tolist()) == sorted(errors_apart.rows.request.tolist())
+        assert int(errors.bad.sum()) == int(errors_apart.bad.sum())
         roundings = errors.roundings.sort().values.tolist()
         expected = near(roundings, absolute=4.0) if "rope" in name else near_roundings(roundings, torch.float32)
-        assert other.roundings.sort().values.tolist() == expected, name  # HF's cosines are float32, by any kernel
+        assert errors_apart.roundings.sort().values.tolist() == expected, (
+            name
+        )  # HF's cosines are float32, by any kernel
     assert apart.result.first_divergence == near_roundings(together.result.first_divergence, torch.float32)
     assert apart.evidence.keys() == together.evidence.keys()
 
@@ -143,11 +148,11 @@ def test_several_threads_come_to_the_same_judgement(one, actual, tmp_path, monke
     assert beside.result.findings == alone.result.findings
     assert list(beside.errors) == list(alone.errors)
     for name, errors in alone.errors.items():
-        other = beside.errors[name]
+        expected = beside.errors[name]
         for column in ("roundings", "bound", "bad", "control"):
-            left, right = getattr(errors, column), getattr(other, column)
+            left, right = getattr(errors, column), getattr(expected, column)
             assert (left is None and right is None) or torch.equal(left, right), (name, column)
-        assert other.effect == errors.effect
+        assert expected.effect == errors.effect
     assert {tap: item.roundings.tolist() for tap, item in beside.evidence.items()} == {
         tap: item.roundings.tolist() for tap, item in alone.evidence.items()
     }
@@ -192,11 +197,11 @@ def test_ways_lead_from_a_tap_back_to_what_was_recorded(one):
         f"{PREFIX}mlp.down_proj": (f"{PREFIX}mlp.act",)
     }
     coarse = {"model.layers.0.output", f"{PREFIX}output", "model.layers.2.output"}
-    found = unrecorded_before(graph, coarse)
-    assert found["model.layers.0.output"] is None, "its way begins at the tokens"
+    unrecorded = unrecorded_before(graph, coarse)
+    assert unrecorded["model.layers.0.output"] is None, "its way begins at the tokens"
     inner = [op.tap for op in graph.of_layer(1) if op.kind is not Kind.CACHE and op.tap != f"{PREFIX}output"]
-    assert list(found[f"{PREFIX}output"]) == inner
-    assert found["model.layers.2.output"] is not None
+    assert list(unrecorded[f"{PREFIX}output"]) == inner
+    assert unrecorded["model.layers.2.output"] is not None
 
 
 # Products and attention in a sample of the rows.
@@ -223,7 +228,7 @@ def test_a_sample_judges_its_rows_as_all_rows_are_judged(bench, tmp_path, name, 
         assert errors.roundings.tolist() == near(expected, absolute=1e-6), key
 
 
-def test_what_a_sample_leaves_out_is_said(one, tmp_path):
+def test_the_result_counts_the_rows_that_a_sample_leaves_out(one, tmp_path):
     recording = one.recorded().write(tmp_path / "r")
     run = one.compare(recording, sample=SAMPLE)
     coverage, judged = run.coverage, tap(run, f"{PREFIX}mlp.up_proj").num_rows
@@ -260,3 +265,64 @@ def test_a_sample_alarms_under_no_schedule(one, tmp_path, schedule):
     run = one.compare(recording, sample=SAMPLE, wanted=[])
     assert run.outcome is Outcome.PASS
     assert run.coverage.rows_left_out > 0
+
+
+LAYERS = ("model.embed_tokens", "*.output", "lm_head", "model.norm")
+MODULES = (*LAYERS, "*layernorm", "*.o_proj", "*.attn_residual", "*.down_proj")
+
+
+def keep(bench, patterns, schedule="mixed"):
+    """A recording that holds only the taps that match, and their names."""
+    copy = bench.recorded(schedule, engine="reference")
+    names = [operation.tap for operation in bench.hf.graph]
+    kept = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for name in names:
+        if name not in kept:
+            copy.drop(name)
+    return copy, kept
+
+
+def through(run):
+    return {tap.name: len(tap.through) for tap in run.taps}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny"])
+@pytest.mark.parametrize("patterns", [LAYERS, MODULES])
+def test_a_sound_engine_passes(bench, tmp_path, name, dtype, patterns):
+    bench = bench(name, dtype)
+    copy, kept = keep(bench, patterns)
+    run = bench.compare(copy.write(tmp_path / "r"), wanted=kept)
+    assert run.findings == ()
+    assert {tap.judged_by for tap in run.taps} == {"local"}
+    assert max(tap.local_bound_share_max for tap in run.taps) < 0.8
+
+
+def test_the_finest_that_the_recording_allows(bench, tmp_path):
+    bench = bench("llama-tiny")
+    for patterns, expected in ((LAYERS, 14), (MODULES, 3)):
+        copy, kept = keep(bench, patterns)
+        actual = through(bench.compare(copy.write(tmp_path / f"r{expected}"), wanted=kept))
+        assert actual["model.layers.1.output"] == (expected if patterns is LAYERS else 0)
+        assert actual["model.norm"] == actual["lm_head"] == 0
+    assert actual["model.layers.1.mlp.down_proj"] == 3
+    assert actual["model.layers.1.self_attn.o_proj"] == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_wrong_layers_are_each_found_and_no_other(bench, tmp_path, dtype):
+    bench = bench("qwen3-tiny", dtype)
+    copy, kept = keep(bench, LAYERS)
+    wrong = {"model.layers.0.output": (1, 3), "model.layers.2.output": (0, 6)}
+    for name, row in wrong.items():
+        copy.at(name, *row).add_(1.0)
+    run = bench.compare(copy.write(tmp_path / "r"), wanted=kept)
+    assert run.outcome is Outcome.MISMATCH
+    bad = {tap.name for tap in run.taps if tap.num_bad_rows}
+    assert {*wrong} <= bad
+    assert bad <= {*wrong, "model.layers.1.output", "model.norm"}  # what reads a row that was changed after its maker
+    assert (run.first_divergence.tap, run.first_divergence.position) == ("model.layers.0.output", 3)
+    assert run.first_divergence.code is Code.LOCAL_ERROR
+    message = next(finding.message for finding in run.findings if finding.tap == "model.layers.0.output")
+    assert "computed through 16 taps that were not recorded" in message

@@ -9,7 +9,7 @@ import torch
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.batch import PaddedBatch
-from harness.judge.compare.replay import DecidedError, Replay, are_indices, put_back
+from harness.judge.compare.replay import DecidedError, Replay, are_indices, put_back, unrecorded_before
 from harness.judge.compare.sequences import RowSequence
 from harness.oracle.paired import Value
 
@@ -65,7 +65,7 @@ def recorded_batch(seed, share=0.8, nonsense=False):
     generator, of_torch = random.Random(seed), torch.Generator().manual_seed(seed)
     rows = PLACES.copy()
     generator.shuffle(rows)
-    steps, recorded, found = [], {op.tap: {} for op in GRAPH}, {}
+    steps, recorded, actual = [], {op.tap: {} for op in GRAPH}, {}
     for index, part in enumerate((rows[:4], rows[4:])):
         taps, covered = {}, {}
         for op in COMPUTED:
@@ -80,24 +80,24 @@ def recorded_batch(seed, share=0.8, nonsense=False):
             covered[op.tap] = here
             recorded[op.tap] |= {place_of(part[at]): taps[op.tap][row] for row, at in enumerate(here)}
         steps.append(Step(part, taps=taps, rows_of=covered))
-        found |= {row: (index, at) for at, row in enumerate(part)}
-    own = {row: generator.random() < 0.8 for row in PLACES}
+        actual |= {row: (index, at) for at, row in enumerate(part)}
+    is_own = {row: generator.random() < 0.8 for row in PLACES}
     sequences = []
     for line, length in enumerate(LENGTHS):
-        places = [found[line, at] for at in range(length)]
+        places = [actual[line, at] for at in range(length)]
         sequences.append(RowSequence(
             request=RequestInfo(id=line, token_ids=[10 * line + at for at in range(length)], prompt_length=1),
             step=torch.tensor([step for step, _ in places]), row=torch.tensor([row for _, row in places]),
-            is_own=torch.tensor([own[line, at] for at in range(length)]),
+            is_own=torch.tensor([is_own[line, at] for at in range(length)]),
         ))  # fmt: skip
     recording = recording_of(dict.fromkeys(range(2), range(6)), steps)
-    return PaddedBatch(recording, sequences), recorded, {place_of(row) for row, is_own in own.items() if is_own}
+    return PaddedBatch(recording, sequences), recorded, {place_of(row) for row, computed in is_own.items() if computed}
 
 
 def run(batch, judge, seed=0):
     """Show every value to a replay: what it went on with, in both forwards, and the forwards' own values."""
     generator = torch.Generator().manual_seed(seed + 100)
-    replay, control, truth, own, scores = Replay(judge, batch), {}, {}, {}, {}
+    replay, control, truth, computed, scores = Replay(judge, batch), {}, {}, {}, {}
     for op in COMPUTED:
         places = torch.tensor(HEAD_PLACES) if op.tap == "head" else None
         num = len(HEAD_PLACES) if op.tap == "head" else len(LENGTHS) * TOKENS
@@ -105,11 +105,11 @@ def run(batch, judge, seed=0):
             rows = rows_of(op.tap, op.kind, generator, num)
             rows = rows.bfloat16() if forward == "control" and rows.is_floating_point() else rows
             of_choice = torch.randn(num, EXPERTS, generator=generator) if op.kind is Kind.CHOICE else None
-            own[forward, op.tap], scores[forward, op.tap] = rows.clone(), of_choice
+            computed[forward, op.tap], scores[forward, op.tap] = rows.clone(), of_choice
             value = Value(operation=op, rows=rows, places=places, scores=of_choice)
             results[op.tap] = getattr(replay, forward)(value)
-            assert torch.equal(rows, own[forward, op.tap]), "the model's own tensors stay as they are"
-    return replay, control, truth, own, scores
+            assert torch.equal(rows, computed[forward, op.tap]), "the model's own tensors stay as they are"
+    return replay, control, truth, computed, scores
 
 
 def shown(op):
@@ -133,11 +133,11 @@ WAYS = {"sum": ("attention",), "choice": None}
 def test_replay_is_that_of_the_loop(seed, unrecorded_before):
     batch, recorded, owned = recorded_batch(seed)
     judge = Judged(unrecorded_before)
-    replay, control, truth, own, scores = run(batch, judge, seed)
+    replay, control, truth, computed, scores = run(batch, judge, seed)
     for op in COMPUTED:
         there = [place for place in shown(op) if place in recorded[op.tap]]
         for forward, results in (("control", control), ("truth", truth)):
-            expected = own[forward, op.tap].clone()
+            expected = computed[forward, op.tap].clone()
             for place in there:
                 expected[shown(op).index(place)] = recorded[op.tap][place].to(expected.dtype)
             assert (results[op.tap] is None) == (not there)
@@ -155,8 +155,8 @@ def test_replay_is_that_of_the_loop(seed, unrecorded_before):
         assert torch.equal(
             rows.actual, torch.stack([recorded[op.tap][place] for place in rows.places.tolist()]).flatten(1)
         )
-        assert torch.equal(rows.expected, own["truth", op.tap][at].flatten(1))
-        assert torch.equal(rows.control, own["control", op.tap][at].flatten(1))
+        assert torch.equal(rows.expected, computed["truth", op.tap][at].flatten(1))
+        assert torch.equal(rows.control, computed["control", op.tap][at].flatten(1))
         if op.kind is Kind.CHOICE:
             assert torch.equal(rows.control_scores, scores["control", op.tap][at])
         else:
@@ -164,15 +164,15 @@ def test_replay_is_that_of_the_loop(seed, unrecorded_before):
         if op.kind is Kind.EMBEDDING:
             assert torch.equal(rows.inputs()[0], batch.token_ids.flatten()[rows.places])
             continue
-        for tap, found, others in zip(op.inputs, rows.inputs(), rows.inputs(torch.tensor([3, 0])), strict=True):
-            assert torch.equal(found, truth_of(tap, truth, own)[rows.places])
-            assert torch.equal(others, truth_of(tap, truth, own)[[3, 0]])
+        for tap, actual, others in zip(op.inputs, rows.inputs(), rows.inputs(torch.tensor([3, 0])), strict=True):
+            assert torch.equal(actual, truth_of(tap, truth, computed)[rows.places])
+            assert torch.equal(others, truth_of(tap, truth, computed)[[3, 0]])
     assert (replay._values, replay._control, replay._control_scores, replay._recorded_rows) == ({}, {}, {}, {})
 
 
-def truth_of(tap, truth, own):
+def truth_of(tap, truth, computed):
     """What the truth went on with."""
-    return own["truth", tap] if truth[tap] is None else truth[tap]
+    return computed["truth", tap] if truth[tap] is None else truth[tap]
 
 
 def test_what_cannot_be_used_is_neither_put_back_nor_judged():
@@ -187,12 +187,12 @@ def test_what_cannot_be_used_is_neither_put_back_nor_judged():
 def test_a_choice_of_experts_that_do_not_exist_is_judged_and_not_gone_on_with():
     batch, recorded, _ = recorded_batch(3, share=1.0, nonsense=True)
     judge = Judged()
-    _, control, truth, own, _ = run(batch, judge)
+    _, control, truth, computed, _ = run(batch, judge)
     wrong = [place for place, row in recorded["choice"].items() if not ((row >= 0) & (row < EXPERTS)).all()]
     assert len(wrong) == 2
     for forward, results in (("control", control), ("truth", truth)):
         for place, row in recorded["choice"].items():
-            expected = own[forward, "choice"][place] if place in wrong else row
+            expected = computed[forward, "choice"][place] if place in wrong else row
             assert results["choice"][place].tolist() == expected.tolist()
     rows = judge.rows["choice"]
     assert torch.equal(rows.actual, torch.stack([recorded["choice"][place] for place in rows.places.tolist()]))
@@ -224,11 +224,11 @@ def test_a_head_recorded_nowhere_that_hf_shows_it_is_not_put_back():
 def test_values_in_some_places_are_unknown_in_all_others():
     for rows, unknown in ((torch.ones(2, 3), torch.nan), (torch.ones(2, 3, dtype=torch.int64), -1)):
         value = Value(operation=GRAPH["sum"], rows=rows, places=torch.tensor([7, 2]))
-        found = value.in_all_places(rows + torch.arange(2)[:, None], num_places=10)
-        assert found.shape == (10, 3)
+        actual = value.in_all_places(rows + torch.arange(2)[:, None], num_places=10)
+        assert actual.shape == (10, 3)
         expected = torch.full((10, 3), unknown, dtype=rows.dtype)
         expected[7], expected[2] = 1, 2
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 def test_a_part_is_settled_before_it_is_decided_whether_to_go_on():
@@ -243,10 +243,36 @@ def test_a_part_is_settled_before_it_is_decided_whether_to_go_on():
 
 @pytest.mark.parametrize("at", [[0, 1, 2], [1, 0, 2], [2, 0], [1], [0, 1]])
 def test_rows_that_are_put_back_keep_the_forwards_shape_and_dtype(at):
-    rows, given = torch.randn(3, 2, 2), torch.arange(4.0 * len(at)).view(len(at), 4).half()
-    before, found = rows.clone(), put_back(rows, torch.tensor(at), given)
-    assert found.dtype is torch.float32
+    rows, recorded = torch.randn(3, 2, 2), torch.arange(4.0 * len(at)).view(len(at), 4).half()
+    before, actual = rows.clone(), put_back(rows, torch.tensor(at), recorded)
+    assert actual.dtype is torch.float32
     assert torch.equal(rows, before)
     for row in range(3):
-        expected = given[at.index(row)].view(2, 2).float() if row in at else before[row]
-        assert torch.equal(found[row], expected)
+        expected = recorded[at.index(row)].view(2, 2).float() if row in at else before[row]
+        assert torch.equal(actual[row], expected)
+
+
+ATTENTION_GRAPH = Graph((
+    Operation(tap="embed", kind=Kind.EMBEDDING), Operation(tap="norm", kind=Kind.NORM, inputs=("embed",)),
+    Operation(tap="k", kind=Kind.LINEAR, inputs=("norm",)), Operation(tap="v", kind=Kind.LINEAR, inputs=("norm",)),
+    Operation(tap="k_cache", kind=Kind.CACHE, inputs=("k",)),
+    Operation(tap="attention", kind=Kind.ATTENTION, inputs=("k", "v")),
+    Operation(tap="sum", kind=Kind.ADD, inputs=("attention", "embed")),
+))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"),
+    [
+        ({"embed", "norm", "k", "v", "attention", "sum"}, {}),
+        ({"embed", "norm", "k", "v", "sum"}, {"sum": ("attention",)}),
+        ({"embed", "sum"}, {"sum": ("norm", "k", "v", "attention")}),
+        ({"embed", "k", "attention", "sum"}, {"k": ("norm",), "attention": ("norm", "v")}),
+        ({"norm", "sum"}, {"norm": None, "sum": None}),
+        ({"k", "v", "attention", "sum"}, {"k": None, "v": None, "sum": None}),
+        ({"k_cache"}, {}),
+        (set(), {}),
+    ],
+)
+def test_ways_from_what_was_recorded(recorded, expected):
+    assert unrecorded_before(ATTENTION_GRAPH, recorded) == expected

@@ -48,11 +48,11 @@ EXPECTED = draw(4, WIDTH)
 @pytest.fixture(autouse=True)
 def tried(monkeypatch):
     """Subjects that conventions were asked for; there are none but those that a test adds."""
-    tried = SimpleNamespace(subjects=[], found=[])
+    tried = SimpleNamespace(subjects=[], alternatives=[])
 
     def alternatives(subject):
         tried.subjects.append(subject)
-        yield from tried.found
+        yield from tried.alternatives
 
     convention = Convention(name="the test's", kinds=(), alternatives=alternatives)
     monkeypatch.setattr(row_judge, "conventions", lambda kind: [convention])
@@ -64,30 +64,30 @@ def tried(monkeypatch):
 
 def test_errors_are_in_roundings_of_the_dtype():
     for dtype in (BF16, F32):
-        found = judge_of(dtype).judge(tap_rows(operation(), off(EXPECTED, [0, 1, 2.5, 0.1], dtype), EXPECTED))
-        assert found.roundings.tolist() == pytest.approx([0, 1, 2.5, 0.1], rel=1e-6)
-        assert found.dtype is dtype
-        assert torch.equal(found.expected, EXPECTED)
+        errors = judge_of(dtype).judge(tap_rows(operation(), off(EXPECTED, [0, 1, 2.5, 0.1], dtype), EXPECTED))
+        assert errors.roundings.tolist() == pytest.approx([0, 1, 2.5, 0.1], rel=1e-6)
+        assert errors.dtype is dtype
+        assert torch.equal(errors.expected, EXPECTED)
 
 
 def test_rows_that_are_not_finite():
     """Infinite where only the engine's is not; not to be judged where what it should be is not."""
     actual, expected = off(EXPECTED, [1, 1, 1, 1]), EXPECTED.clone()
     actual[1, 3], expected[2, 0], actual[3, 0], expected[3, 5] = torch.nan, torch.inf, torch.inf, torch.nan
-    found = judge_of().judge(tap_rows(operation(), actual, expected))
-    assert found.roundings[0].isfinite()
-    assert found.roundings[1] == math.inf
-    assert found.roundings[2:].isnan().all()
-    assert found.bad.tolist() == [False, True, False, False]
-    assert found.num_bad == 1
-    assert found.typical == pytest.approx(1, rel=1e-6)
+    errors = judge_of().judge(tap_rows(operation(), actual, expected))
+    assert errors.roundings[0].isfinite()
+    assert errors.roundings[1] == math.inf
+    assert errors.roundings[2:].isnan().all()
+    assert errors.bad.tolist() == [False, True, False, False]
+    assert errors.num_bad == 1
+    assert errors.typical == pytest.approx(1, rel=1e-6)
 
 
 def test_an_engines_infinite_row_is_bad_where_its_error_has_no_size():
     actual = EXPECTED.clone()
     actual[0] = torch.inf
-    found = judge_of().judge(tap_rows(operation(), actual.float(), EXPECTED))
-    assert found.roundings.tolist() == [math.inf, *found.roundings[1:].tolist()]
+    errors = judge_of().judge(tap_rows(operation(), actual.float(), EXPECTED))
+    assert errors.roundings.tolist() == [math.inf, *errors.roundings[1:].tolist()]
     nothing = judge_of().judge(tap_rows(operation(), EXPECTED * torch.nan, EXPECTED * torch.nan))
     assert nothing.typical == 0
 
@@ -96,11 +96,22 @@ def test_an_engines_infinite_row_is_bad_where_its_error_has_no_size():
 
 
 def finer(
-    *, dtype=BF16, actual_dtype=F32, expected=EXPECTED, kind=Kind.ADD, unrecorded=(), given=None, roundings=(0.1,) * 4
+    *,
+    dtype=BF16,
+    actual_dtype=F32,
+    expected=EXPECTED,
+    kind=Kind.ADD,
+    unrecorded=(),
+    first_dtype=None,
+    roundings=(0.1,) * 4,
 ):
     """The dtype in which rows are judged that are so many roundings of float32 away."""
     actual = off(expected, roundings, F32).to(actual_dtype)
-    return judge_of(dtype).judge(tap_rows(operation(kind), actual, expected, unrecorded=unrecorded), dtype=given).dtype
+    return (
+        judge_of(dtype)
+        .judge(tap_rows(operation(kind), actual, expected, unrecorded=unrecorded), dtype=first_dtype)
+        .dtype
+    )
 
 
 def test_finer_tensors_than_the_engines_dtype_are_judged_in_theirs():
@@ -119,7 +130,7 @@ def test_finer_tensors_than_the_engines_dtype_are_judged_in_theirs():
         {"expected": EXPECTED.bfloat16().double(), "roundings": (0.0,) * 4},
         {"kind": Kind.OTHER},
         {"unrecorded": ("between",)},
-        {"given": BF16},
+        {"first_dtype": BF16},
     ],
 )
 def test_what_is_judged_in_the_engines_dtype_all_the_same(changed):
@@ -129,7 +140,7 @@ def test_what_is_judged_in_the_engines_dtype_all_the_same(changed):
 @pytest.mark.parametrize(("num_bad", "dtype"), [(1, F32), (2, F32), (3, BF16), (4, BF16)])
 def test_half_of_the_rows_decide_the_dtype(num_bad, dtype):
     assert finer(roundings=[1000.0] * num_bad + [0.1] * (4 - num_bad)) is dtype
-    assert finer(given=F32, roundings=[1000.0] * num_bad + [0.1] * (4 - num_bad)) is F32
+    assert finer(first_dtype=F32, roundings=[1000.0] * num_bad + [0.1] * (4 - num_bad)) is F32
 
 
 # Bounds.
@@ -138,10 +149,10 @@ CONTROL = [0.5, 1.5, 0.0, 6.0]
 ADD = KINDS[Kind.ADD].error_model
 
 
-def judged(kind=Kind.ADD, unrecorded=(), *, control=None, dtype=BF16, given=None):
+def judged(kind=Kind.ADD, unrecorded=(), *, control=None, dtype=BF16, first_dtype=None):
     low = None if control is None else off(EXPECTED, control)
     rows = tap_rows(operation(kind), off(EXPECTED, [0.5] * 4), EXPECTED, control=low, unrecorded=unrecorded)
-    return judge_of(dtype).judge(rows, dtype=given)
+    return judge_of(dtype).judge(rows, dtype=first_dtype)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +164,10 @@ def judged(kind=Kind.ADD, unrecorded=(), *, control=None, dtype=BF16, given=None
     ],
 )
 def test_bounds_by_the_control(kind, unrecorded, factor, model):
-    found = judged(kind, unrecorded, control=CONTROL)
-    assert found.control.tolist() == pytest.approx(CONTROL, rel=1e-6)
-    torch.testing.assert_close(found.bound, control_bound(found.control, BF16, factor=factor, model=model))
-    assert found.is_bounded_by_control
+    errors = judged(kind, unrecorded, control=CONTROL)
+    assert errors.control.tolist() == pytest.approx(CONTROL, rel=1e-6)
+    torch.testing.assert_close(errors.bound, control_bound(errors.control, BF16, factor=factor, model=model))
+    assert errors.is_bounded_by_control
     without = judged(kind, unrecorded)
     torch.testing.assert_close(
         without.bound, control_bound(torch.zeros(4, dtype=torch.float64), BF16, factor=factor, model=model)
@@ -168,18 +179,18 @@ def test_bounds_by_the_control(kind, unrecorded, factor, model):
 def test_a_derived_bound_stands_where_the_control_keeps_to_it():
     derived = derived_bound(ADD, BF16, Sensitivity(), EXPECTED)
     for control in (None, [0.5, 0.1, 0.0, 0.9 * float(derived[0])]):
-        found = judged(control=control)
-        assert torch.equal(found.bound, derived)
-        assert not found.is_bounded_by_control
+        errors = judged(control=control)
+        assert torch.equal(errors.bound, derived)
+        assert not errors.is_bounded_by_control
 
 
 def test_a_control_beyond_the_derived_bound_widens_it():
-    found = judged(control=CONTROL)
-    by_control = control_bound(found.control, BF16, factor=CONTROL_FACTOR, model=ADD)
+    bound = judged(control=CONTROL)
+    by_control = control_bound(bound.control, BF16, factor=CONTROL_FACTOR, model=ADD)
     torch.testing.assert_close(
-        found.bound, torch.maximum(derived_bound(ADD, BF16, Sensitivity(), EXPECTED), by_control)
+        bound.bound, torch.maximum(derived_bound(ADD, BF16, Sensitivity(), EXPECTED), by_control)
     )
-    assert found.is_bounded_by_control
+    assert bound.is_bounded_by_control
 
 
 def test_one_more_rounding_where_the_engine_rounded_and_the_control_did_not():
@@ -197,9 +208,9 @@ def test_one_more_rounding_where_the_engine_rounded_and_the_control_did_not():
 
 
 def test_a_control_says_nothing_of_another_dtype_than_its_own():
-    found = judged(control=CONTROL, given=F32)
-    assert found.control is None
-    assert not found.is_bounded_by_control
+    errors = judged(control=CONTROL, first_dtype=F32)
+    assert errors.control is None
+    assert not errors.is_bounded_by_control
 
 
 # Sensitivities.
@@ -224,13 +235,13 @@ def test_amplification_of_a_product_by_a_loop(monkeypatch, block, weight_dtype, 
     expected = x @ weight.double().T
     judge, rows = linear(weight.T if is_conv1d else weight, x.unflatten(1, (2, -1)), expected, expected)
     for _ in range(2):  # the norms of the weight are kept
-        found = judge._sensitivity(rows)
+        sensitivity = judge._sensitivity(rows)
         by_loop = [
             math.sqrt(sum(float(w) ** 2 * float(v) ** 2 for out in weight for w, v in zip(out, row, strict=True)))
             for row in x
         ]
-        assert found.score_sensitivity is None
-        assert found.amplification.tolist() == pytest.approx(
+        assert sensitivity.score_sensitivity is None
+        assert sensitivity.amplification.tolist() == pytest.approx(
             [size / float(y.norm()) for size, y in zip(by_loop, expected, strict=True)], rel=1e-5
         )
 
@@ -250,9 +261,9 @@ def test_amplification_is_looked_at_where_it_may_decide():
     expected, plain = x @ weight.T, derived_bound(KINDS[Kind.LINEAR].error_model, F32, Sensitivity(), torch.ones(3, 5))
     for share, is_asked in ((0.9, False), (1.1, True)):
         judge, rows = linear(weight, x, expected, off(expected, [0.1, share * float(plain[0]), 0.1], F32))
-        found, model = judge.judge(rows), KINDS[Kind.LINEAR].error_model
+        bound, model = judge.judge(rows), KINDS[Kind.LINEAR].error_model
         bounds = [derived_bound(model, F32, item, expected) for item in (Sensitivity(), judge._sensitivity(rows))]
-        torch.testing.assert_close(found.bound, torch.where(torch.tensor([False, is_asked, False]), *reversed(bounds)))
+        torch.testing.assert_close(bound.bound, torch.where(torch.tensor([False, is_asked, False]), *reversed(bounds)))
         assert bool(bounds[1][1] > bounds[0][1])
 
 
@@ -265,9 +276,9 @@ def test_amplification_is_looked_at_where_the_control_is_out_of_the_plain_bound(
     model = KINDS[Kind.LINEAR].error_model
     plain, whole = (derived_bound(model, F32, item, expected) for item in (Sensitivity(), judge._sensitivity(rows)))
     control = off(expected, ((plain + whole) / 2).tolist(), F32)
-    found = judge.judge(replace(rows, control=control))
-    torch.testing.assert_close(found.bound, whole)
-    assert not found.is_bounded_by_control
+    errors = judge.judge(replace(rows, control=control))
+    torch.testing.assert_close(errors.bound, whole)
+    assert not errors.is_bounded_by_control
 
 
 def test_the_sensitivity_of_attention_is_that_of_the_rows_places():
@@ -277,9 +288,9 @@ def test_the_sensitivity_of_attention_is_that_of_the_rows_places():
     )  # fmt: skip
     whole = attention_sensitivity(call)
     rows = tap_rows(operation(Kind.ATTENTION), EXPECTED[:3], EXPECTED[:3], call=call, places=[5, 0, 4])
-    found = judge_of()._sensitivity(rows)
+    sensitivity = judge_of()._sensitivity(rows)
     for part in ("amplification", "score_sensitivity"):
-        assert torch.equal(getattr(found, part), getattr(whole, part).flatten()[[5, 0, 4]].double())
+        assert torch.equal(getattr(sensitivity, part), getattr(whole, part).flatten()[[5, 0, 4]].double())
 
 
 # Conventions.
@@ -292,12 +303,12 @@ def rounding(name, expected, *, allowance=None, model=ADD):
 BAD = (30.0, 0.5, 40.0, 0.5)
 
 
-def under(tried, *found, roundings=BAD, unrecorded=()):
-    tried.found = list(found)
+def under(tried, *alternatives, roundings=BAD, unrecorded=()):
+    tried.alternatives = list(alternatives)
     return judge_of().judge(tap_rows(operation(), off(EXPECTED, roundings), EXPECTED, unrecorded=unrecorded))
 
 
-def test_conventions_are_asked_where_a_row_is_bad_and_nowhere_else(tried):
+def test_conventions_are_tried_only_where_a_row_is_bad(tried):
     under(tried, roundings=[0.5] * 4)
     under(tried, unrecorded=("between",))
     assert tried.subjects == []
@@ -314,22 +325,22 @@ def test_the_convention_with_the_fewest_bad_rows_is_the_engines_and_of_these_the
     assert under(tried, rounding("two", two)).convention is None, "no fewer than before"
     assert under(tried, rounding("one", one), rounding("two", two)).convention == "one"
     assert under(tried, rounding("one", one), rounding("none", none)).convention == "none"
-    found = under(tried, rounding("none", none), rounding("nearest", nearest), rounding("one", one))
-    assert found.convention == "nearest"
-    assert torch.equal(found.expected, nearest)
+    errors = under(tried, rounding("none", none), rounding("nearest", nearest), rounding("one", one))
+    assert errors.convention == "nearest"
+    assert torch.equal(errors.expected, nearest)
     # In roundings of what the convention expects, which is not as long as what the truth does.
-    assert found.roundings.tolist() == pytest.approx([1, 0.5, 0, 1], rel=0.2)
-    assert found.num_bad == 0
+    assert errors.roundings.tolist() == pytest.approx([1, 0.5, 0, 1], rel=0.2)
+    assert errors.num_bad == 0
 
 
 def test_the_allowance_of_a_convention_is_added_to_its_bound(tried):
     expected, allowance = off(EXPECTED, BAD), torch.tensor([1.0, 7.0, 0.0, 3.0], dtype=torch.float64)
     coarse = ErrorModel(roundings=3, accumulation=2)
-    found = under(tried, rounding("some", expected, allowance=allowance, model=coarse))
-    torch.testing.assert_close(found.bound, derived_bound(coarse, BF16, Sensitivity(), expected) + allowance)
-    assert found.allowance == 7
+    bound = under(tried, rounding("some", expected, allowance=allowance, model=coarse))
+    torch.testing.assert_close(bound.bound, derived_bound(coarse, BF16, Sensitivity(), expected) + allowance)
+    assert bound.allowance == 7
     without = under(tried, rounding("some", expected, model=coarse))
-    torch.testing.assert_close(without.bound, found.bound - allowance)
+    torch.testing.assert_close(without.bound, bound.bound - allowance)
     assert without.allowance == 0
     empty = row_judge._under(
         rounding("none", EXPECTED[:0], allowance=allowance[:0]), tap_rows(operation(), EXPECTED[:0], EXPECTED[:0]),
@@ -342,21 +353,21 @@ def test_a_row_that_cannot_be_judged_cannot_be_under_a_convention_either(tried):
     expected, actual = EXPECTED.clone(), off(EXPECTED, BAD)
     expected[1, 0] = torch.nan
     actual[1, 0] = torch.nan
-    tried.found = [rounding("some", off(EXPECTED, BAD))]
+    tried.alternatives = [rounding("some", off(EXPECTED, BAD))]
     control = off(EXPECTED, CONTROL)
-    found = judge_of().judge(tap_rows(operation(), actual, expected, control=control))
-    assert found.convention == "some"
-    assert found.roundings.isnan().tolist() == [False, True, False, False]
-    assert found.control is not None
-    assert found.is_bounded_by_control
+    errors = judge_of().judge(tap_rows(operation(), actual, expected, control=control))
+    assert errors.convention == "some"
+    assert errors.roundings.isnan().tolist() == [False, True, False, False]
+    assert errors.control is not None
+    assert errors.is_bounded_by_control
 
 
 def test_what_conventions_are_given(tried):
-    x, other = draw(200, WIDTH, seed=3), draw(3, 2, seed=4)
+    x, values = draw(200, WIDTH, seed=3), draw(3, 2, seed=4)
     recorded = {
-        "other": RecordedRows(places=torch.tensor([0, 7, 30]), rows=other),
-        "unusable": RecordedRows(places=torch.tensor([7, 30, 0]), rows=other),
-        "partly": RecordedRows(places=torch.tensor([7]), rows=other[:1]),
+        "other": RecordedRows(places=torch.tensor([0, 7, 30]), rows=values),
+        "unusable": RecordedRows(places=torch.tensor([7, 30, 0]), rows=values),
+        "partly": RecordedRows(places=torch.tensor([7]), rows=values[:1]),
     }
     rows = tap_rows(
         operation(Kind.ADD, ("x",)), off(EXPECTED, BAD)[:3].float(), EXPECTED[:3], inputs={"x": x},
@@ -371,7 +382,7 @@ def test_what_conventions_are_given(tried):
     assert subject.rows.tolist() == [30, 0, 7]
     assert subject.positions.tolist() == [5, 0, 7]
     assert torch.equal(subject.inputs[0], x[[30, 0, 7]])
-    assert torch.equal(subject.recorded("other"), other[[2, 0, 1]])
+    assert torch.equal(subject.recorded("other"), values[[2, 0, 1]])
     assert [subject.recorded(tap) for tap in ("unusable", "partly", "nowhere")] == [None] * 3
     attention = tap_rows(operation(Kind.ATTENTION, ("q", "k")), off(EXPECTED, BAD), EXPECTED)
     judge.judge(attention, dtype=BF16)

@@ -8,10 +8,11 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.judge.compare import systematic
-from harness.results.check import Outcome, Verdict
+from harness.judge.compare.run import _outcome, _own_logits_decide, _ties
+from harness.results.check import Coverage, Finding, LogitResult, Outcome, Verdict
 
 from .conftest import LENGTHS, NUM_NEW
-from .judgements import tap
+from .judgements import errors_of, judgement, propagated_of, tap
 from .recordings import Copy
 
 SOUND = {Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION}
@@ -97,7 +98,7 @@ def test_the_first_divergence_is_the_first_in_graph_order_then_in_row_order(one,
     assert (first.tap, first.request, first.position) == ("model.layers.0.mlp.up_proj", 1, 5)
 
 
-def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behind_its_layer(one, actual, tmp_path):
+def test_a_check_that_stops_early_finds_the_same_first_divergence(one, actual, tmp_path):
     actual.at("model.layers.1.self_attn.q_proj", 1, 5).mul_(2)
     recording = actual.write(tmp_path / "r")
     whole, early = (one.compare(recording, stops_early=stops_early) for stops_early in (False, True))
@@ -109,7 +110,7 @@ def test_who_stops_early_finds_the_same_first_divergence_and_judges_nothing_behi
     assert {item.verdict for item in early.taps} <= {*SOUND, Verdict.BUG}
 
 
-def test_who_stops_early_judges_all_of_a_sound_run(one, tmp_path):
+def test_a_check_that_stops_early_judges_all_of_a_sound_run(one, tmp_path):
     result = one.compare(one.recorded().write(tmp_path / "r"), stops_early=True)
     assert len(result.taps) == len(one.hf.graph)
 
@@ -119,8 +120,8 @@ def test_independent_faults_are_all_found(one, actual, tmp_path):
     for name, row in faults.items():
         actual.at(name, *row).mul_(1.5)
     result = one.compare(actual.write(tmp_path / "r"))
-    found = {(f.tap, f.request, f.position) for f in result.findings if f.code is Code.LOCAL_ERROR}
-    assert {(name, *row) for name, row in faults.items()} <= found
+    measured = {(f.tap, f.request, f.position) for f in result.findings if f.code is Code.LOCAL_ERROR}
+    assert {(name, *row) for name, row in faults.items()} <= measured
     downstream = set().union(*(consumers(one, name) for name in faults))
     assert set(wrong(result)) - set(faults) <= downstream
 
@@ -340,7 +341,7 @@ def test_two_engines_against_each_other(bench, tmp_path, dtype):
     assert result.first_divergence.tap == "model.layers.1.mlp.gate_proj"
 
 
-def test_an_eager_engine_is_held_to_its_own_convention(bench, tmp_path):
+def test_an_eager_engine_is_judged_under_its_convention(bench, tmp_path):
     """Scores rounded to bfloat16 are legitimate, and no wider bound for whoever does not round them."""
     one = bench("llama-tiny", torch.bfloat16)
     actual = one.recorded("batched", attention="eager")
@@ -373,3 +374,61 @@ def test_the_first_divergence_is_the_earliest_whether_a_bug_or_systematic(bench,
     actual.at("model.layers.0.mlp.up_proj", *ROW).mul_(2)
     first = one.compare(actual.write(tmp_path / "b")).first_divergence
     assert (first.tap, first.verdict, first.code) == ("model.layers.0.mlp.up_proj", Verdict.BUG, Code.LOCAL_ERROR)
+
+
+SOUND_ROWS, BAD_ROWS = (0.5, 1.0, 2.0, 0.1), (0.5, 9.0, 2.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("judged", "follows"),
+    [
+        ([judgement(errors_of(SOUND_ROWS, convention="some"), tap="lm_head")], True),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(errors_of(SOUND_ROWS, convention="some"))], True),
+        (
+            [
+                judgement(errors_of(SOUND_ROWS), tap="lm_head"),
+                judgement(cache=errors_of(SOUND_ROWS, convention="some")),
+            ],
+            True,
+        ),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(errors_of(SOUND_ROWS))], False),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(errors_of(BAD_ROWS, convention="some"))], False),
+        ([judgement(errors_of(BAD_ROWS), tap="lm_head"), judgement(errors_of(SOUND_ROWS, convention="some"))], False),
+        ([judgement(errors_of(SOUND_ROWS, convention="some"))], False),
+        ([judgement(cache=errors_of(SOUND_ROWS, convention="some"), tap="lm_head")], False),
+        ([judgement(errors_of(SOUND_ROWS), tap="lm_head"), judgement(propagated=propagated_of([1.0] * 4))], False),
+        ([], False),
+    ],
+)
+def test_a_sound_engine_that_follows_a_convention(judged, follows):
+    assert _own_logits_decide(judged, "lm_head") == follows
+
+
+@pytest.mark.parametrize("errors", [SOUND_ROWS, BAD_ROWS])
+def test_other_experts_let_the_engine_s_logits_decide_if_all_is_sound(errors):
+    judged = [judgement(errors_of(errors), tap="lm_head"), judgement(errors_of(SOUND_ROWS))]
+    assert _own_logits_decide(judged, "lm_head", has_other_choices=True) == (errors is SOUND_ROWS)
+    assert not _own_logits_decide(judged[1:], "lm_head", has_other_choices=True)
+
+
+@pytest.mark.parametrize(("margin", "is_tie"), [(0.0, True), (1.0, True), (1.01, False), (0.7, True)])
+def test_near_ties_are_within_two_errors_of_hfs_own(margin, is_tie):
+    logits = LogitResult(num_rows=1, top1_agreement=1.0, kl_max=0.0, margin_min=margin)
+    assert _ties(logits, torch.tensor([0.1, 0.5, 0.2])) == (("near_tie",) if is_tie else ())
+    assert _ties(logits, None) == _ties(logits, torch.zeros(0)) == _ties(None, torch.ones(1)) == ()
+
+
+@pytest.mark.parametrize(
+    ("judged", "num_tokens", "outcome"),
+    [
+        ([judgement(errors_of(SOUND_ROWS))], 0, Outcome.PASS),
+        ([judgement(errors_of(SOUND_ROWS), is_in_graph=False)], 0, Outcome.NOTHING),
+        ([judgement(errors_of((), rows=()))], 0, Outcome.NOTHING),
+        ([judgement(errors_of((), rows=())), judgement(errors_of(SOUND_ROWS))], 0, Outcome.PASS),
+        ([], 0, Outcome.NOTHING),
+        ([], 1, Outcome.PASS),
+    ],
+)
+def test_what_passes(judged, num_tokens, outcome):
+    assert _outcome(judged, Coverage(), num_tokens, [], 0.5) is outcome
+    assert _outcome(judged, Coverage(), num_tokens, [Finding(code=Code.NO_DECODE, message="")], 0.5) is Outcome.MISMATCH

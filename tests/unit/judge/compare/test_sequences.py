@@ -36,15 +36,15 @@ def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None, readb
             values = torch.tensor([number(*row, index) for row in step], dtype=torch.float64)
             for tap in (TAP, OTHER):
                 if (index, tap) != lacking:
-                    own = values[covered[tap]] if tap in covered else values
-                    writer.tap(tap, own[:, None].expand(-1, WIDTH).contiguous())
+                    rows = values[covered[tap]] if tap in covered else values
+                    writer.tap(tap, rows[:, None].expand(-1, WIDTH).contiguous())
             writer.end_step()
     return Recording.open(path)
 
 
 def epochs(recording):
     """Return per sequence (request, {own position: number}, {position that is known: number})."""
-    found = []
+    actual = []
     for sequence in sequences(recording):
         request = sequence.request.id
         assert sequence.token_ids == sequence.request.token_ids[: len(sequence)]
@@ -53,9 +53,9 @@ def epochs(recording):
             if step != NOWHERE:
                 values[position] = float(recording.steps[step].tap(TAP)[row, 0])
                 assert int(recording.steps[step].position[row]) == position
-        own = {position: values[position] for position in sequence.is_own.nonzero()[:, 0].tolist()}
-        found.append((request, own, values))
-    return found
+        judged = {position: values[position] for position in sequence.is_own.nonzero()[:, 0].tolist()}
+        actual.append((request, judged, values))
+    return actual
 
 
 def expected(request, by_position):
@@ -91,24 +91,24 @@ def test_a_request_that_found_more_than_it_had_computed(tmp_path):
     twins = {1: [7] * 20, 5: [7] * 20}
     steps = [[(1, 0), (1, 1)], [(5, at) for at in range(4)], [(1, 4), (1, 5)], [(5, 4)]]
     values = expected(1, {0: 0, 1: 0, 4: 2, 5: 2}) | expected(5, {2: 1, 3: 1})
-    found = epochs(record(tmp_path / "r", steps, requests=twins))
-    assert found[0] == (1, expected(1, {0: 0, 1: 0, 4: 2, 5: 2}), values)
+    computed = epochs(record(tmp_path / "r", steps, requests=twins))
+    assert computed[0] == (1, expected(1, {0: 0, 1: 0, 4: 2, 5: 2}), values)
 
 
 def test_a_copy_found_what_its_original_computed(tmp_path):
     """Rows of the same content differ by their rounding: an engine that keeps whole prompts gives back their own."""
     requests = {1: [7] * 3, 5: [7] * 5, 9: [7] * 5}
     steps = [[(1, 0), (1, 1), (1, 2)], [(5, at) for at in range(5)], [(9, 4)]]
-    found = epochs(record(tmp_path / "r", steps, requests=requests))
-    assert found[-1] == (9, expected(9, {4: 2}), expected(5, {0: 1, 1: 1, 2: 1, 3: 1}) | expected(9, {4: 2}))
+    computed = epochs(record(tmp_path / "r", steps, requests=requests))
+    assert computed[-1] == (9, expected(9, {4: 2}), expected(5, {0: 1, 1: 1, 2: 1, 3: 1}) | expected(9, {4: 2}))
 
 
 def test_a_copy_found_what_its_original_had_found(tmp_path):
     requests = {1: [7] * 3, 5: [7] * 5, 9: [7] * 5}
     steps = [[(1, 0), (1, 1), (1, 2)], [(5, 3), (5, 4)], [(9, 4)]]
-    found = epochs(record(tmp_path / "r", steps, requests=requests))
+    computed = epochs(record(tmp_path / "r", steps, requests=requests))
     values = expected(1, {0: 0, 1: 0, 2: 0}) | expected(5, {3: 1}) | expected(9, {4: 2})
-    assert found[-1] == (9, expected(9, {4: 2}), values)
+    assert computed[-1] == (9, expected(9, {4: 2}), values)
 
 
 TWINS = {1: [7] * 20, 5: [7] * 20, 9: [8] * 20}
@@ -119,10 +119,10 @@ def test_a_request_resumed_behind_the_block_of_another(tmp_path, first):
     """Of two rows with the same tokens the history is that which the block table leads to, bit for bit."""
     steps = [[(1, 0), (1, 1), (1, 2)], [(5, at) for at in range(4)], [(1, first), (1, first + 1)]]
     tables = [{1: [0, 1]}, {5: [2, 3]}, {1: [2, 3, 4]}]
-    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
-    own = expected(1, {first: 2, first + 1: 2})
-    assert found[0] == (1, expected(1, {0: 0, 1: 0, 2: 0}), expected(1, {0: 0, 1: 0, 2: 0}))
-    assert found[1] == (1, own, expected(5, dict.fromkeys(range(first), 1)) | own)
+    computed = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    judged = expected(1, {first: 2, first + 1: 2})
+    assert computed[0] == (1, expected(1, {0: 0, 1: 0, 2: 0}), expected(1, {0: 0, 1: 0, 2: 0}))
+    assert computed[1] == (1, judged, expected(5, dict.fromkeys(range(first), 1)) | judged)
 
 
 def test_a_block_table_that_grows_begins_nothing(tmp_path):
@@ -135,31 +135,31 @@ def test_a_table_that_leads_to_other_tokens_is_not_followed(tmp_path):
     """That is for attention to find: its history is what it should be."""
     steps = [[(1, 0), (1, 1)], [(9, 0), (9, 1)], [(1, 2)]]
     tables = [{1: [0]}, {9: [1]}, {1: [1, 2]}]
-    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
-    assert found[0] == (1, expected(1, {0: 0, 1: 0, 2: 2}), expected(1, {0: 0, 1: 0, 2: 2}))
+    computed = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    assert computed[0] == (1, expected(1, {0: 0, 1: 0, 2: 2}), expected(1, {0: 0, 1: 0, 2: 2}))
 
 
 def test_other_tokens_are_not_followed_whichever_request_came_first(tmp_path):
     steps = [[(9, 0), (9, 1)], [(1, 0), (1, 1)], [(9, 2)]]
     tables = [{9: [0]}, {1: [1]}, {9: [1, 2]}]
-    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
-    assert found[-1] == (9, expected(9, {0: 0, 1: 0, 2: 2}), expected(9, {0: 0, 1: 0, 2: 2}))
+    computed = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    assert computed[-1] == (9, expected(9, {0: 0, 1: 0, 2: 2}), expected(9, {0: 0, 1: 0, 2: 2}))
 
 
-def test_slots_that_nobody_wrote_say_nothing_of_those_behind_them(tmp_path):
+def test_slots_without_a_write_do_not_hide_later_slots(tmp_path):
     """A table whose first block was never written, and whose second is another's of the same tokens."""
     steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(5, 2), (5, 3)], [(1, 4)]]
     tables = [{1: [0, 1]}, {5: [8, 4]}, {1: [9, 4, 7]}]
-    found = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
-    last = {request: values for request, _, values in found}[1]
+    computed = epochs(record(tmp_path / "r", steps, requests=TWINS, tables=tables))
+    last = {request: values for request, _, values in computed}[1]
     assert last == expected(1, {0: 0, 1: 0}) | expected(5, {2: 1, 3: 1}) | expected(1, {4: 2})
 
 
 def test_what_others_compute_later_was_not_found(tmp_path):
     twins = {1: [7] * 20, 5: [7] * 20}
     steps = [[(1, 0), (1, 1)], [(1, 4)], [(5, at) for at in range(4)]]
-    found = epochs(record(tmp_path / "r", steps, requests=twins))
-    assert found[0] == (1, expected(1, {0: 0, 1: 0, 4: 1}), expected(1, {0: 0, 1: 0, 4: 1}))
+    computed = epochs(record(tmp_path / "r", steps, requests=twins))
+    assert computed[0] == (1, expected(1, {0: 0, 1: 0, 4: 1}), expected(1, {0: 0, 1: 0, 4: 1}))
 
 
 def test_what_lies_behind_the_last_row_is_not_in_the_sequence(tmp_path):
@@ -183,8 +183,8 @@ def test_a_third_time_reads_the_latest_of_both(tmp_path):
 
 def test_an_engine_without_a_cache_computes_everything_again_in_every_step(tmp_path):
     steps = [[(1, 0), (1, 1)], [(1, 0), (1, 1), (1, 2)], [(1, 0), (1, 1), (1, 2), (1, 3)]]
-    found = epochs(record(tmp_path / "r", steps))
-    assert found == [(1, expected(1, dict.fromkeys(range(n + 2), n)), expected(1, dict.fromkeys(range(n + 2), n)))
+    computed = epochs(record(tmp_path / "r", steps))
+    assert computed == [(1, expected(1, dict.fromkeys(range(n + 2), n)), expected(1, dict.fromkeys(range(n + 2), n)))
                      for n in range(3)]  # fmt: skip
 
 
@@ -219,10 +219,10 @@ def test_a_request_that_computed_nothing_has_no_sequence(tmp_path):
 ALIKE = {1: [1, 2, 3, 4, 5], 5: [1, 2, 3, 9, 9], 7: [1, 2, 3, 4, 5]}
 
 
-def test_a_beginning_found_in_the_cache_is_that_of_whoever_computed_it_first(tmp_path):
+def test_a_cached_prefix_is_that_of_the_request_that_computed_it_first(tmp_path):
     steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(5, 2), (5, 3)], [(7, 3), (7, 4)]]
     by_request = {
-        request: (own, values) for request, own, values in epochs(record(tmp_path / "r", steps, requests=ALIKE))
+        request: (judged, values) for request, judged, values in epochs(record(tmp_path / "r", steps, requests=ALIKE))
     }
     assert by_request[5] == (expected(5, {2: 1, 3: 1}), expected(1, {0: 0, 1: 0}) | expected(5, {2: 1, 3: 1}))
     assert by_request[7] == (expected(7, {3: 2, 4: 2}), expected(1, {0: 0, 1: 0, 2: 0}) | expected(7, {3: 2, 4: 2}))
@@ -235,9 +235,9 @@ def test_a_beginning_found_in_the_cache_is_that_of_whoever_computed_it_first(tmp
         ([[(1, 2), (1, 3)], [(5, 0), (5, 1), (5, 2)]], [2, 3]),  # computed only afterwards
     ],
 )
-def test_what_nobody_computed_before_is_a_hole(tmp_path, steps, known):
-    found = {request: values for request, _, values in epochs(record(tmp_path / "r", steps, requests=ALIKE))}
-    assert sorted(found[1]) == known
+def test_a_prefix_that_no_request_computed_is_a_hole(tmp_path, steps, known):
+    computed = {request: values for request, _, values in epochs(record(tmp_path / "r", steps, requests=ALIKE))}
+    assert sorted(computed[1]) == known
 
 
 # Sequences side by side.
@@ -250,10 +250,10 @@ def batch_of(recording):
 def test_rows_of_a_tap_stand_where_their_tokens_do(tmp_path):
     steps = [[(1, 0), (5, 0), (1, 1)], [(5, 1), (1, 2)]]
     batch = batch_of(record(tmp_path / "r", steps))
-    found = batch.recorded(TAP)
+    recorded = batch.recorded(TAP)
     assert batch.token_ids.tolist() == [[1, 1, 1], [5, 5, 0]]
     assert batch.is_own.tolist() == [True] * 5 + [False]
-    values = dict(zip(found.places.tolist(), found.rows[:, 0].tolist(), strict=True))
+    values = dict(zip(recorded.places.tolist(), recorded.rows[:, 0].tolist(), strict=True))
     assert values == {
         place: number(request, position, step)
         for place, (request, position, step) in enumerate([(1, 0, 0), (1, 1, 0), (1, 2, 1), (5, 0, 0), (5, 1, 1)])
@@ -274,12 +274,12 @@ def test_rows_of_a_tap_stand_where_their_tokens_do(tmp_path):
 def test_rows_that_a_tap_does_not_cover_are_left_out(tmp_path, partial, lacking, places):
     steps = [[(1, 0), (1, 1), (1, 2)], [(1, 3)]]
     batch = batch_of(record(tmp_path / "r", steps, partial=partial, lacking=lacking))
-    found = batch.recorded(TAP)
-    values = dict(zip(found.places.tolist(), found.rows[:, 0].tolist(), strict=True))
+    recorded = batch.recorded(TAP)
+    values = dict(zip(recorded.places.tolist(), recorded.rows[:, 0].tolist(), strict=True))
     assert values == {place: number(1, place, place // 3) for place in places}
 
 
-def test_a_tap_that_nobody_recorded(tmp_path):
+def test_a_tap_that_was_not_recorded(tmp_path):
     assert batch_of(record(tmp_path / "r", [[(1, 0)]])).recorded("model.norm") is None
 
 
@@ -287,8 +287,8 @@ def test_rows_found_in_the_cache_are_not_judged_again(tmp_path):
     steps = [[(1, 0), (1, 1), (1, 2), (1, 3)], [(5, 2), (5, 3)]]
     batch = batch_of(record(tmp_path / "r", steps, requests=ALIKE))
     assert batch.is_own.tolist() == [True] * 4 + [False, False, True, True]
-    found = batch.recorded(TAP)
-    values = dict(zip(found.places.tolist(), found.rows[:, 0].tolist(), strict=True))
+    recorded = batch.recorded(TAP)
+    values = dict(zip(recorded.places.tolist(), recorded.rows[:, 0].tolist(), strict=True))
     assert values[4] == number(1, 0, 0)
     assert values[6] == number(5, 2, 1)
 

@@ -44,7 +44,7 @@ def test_verdicts_are_the_same(tmp_path, is_faulty):
     (fault,) = choose(["norm-eps-too-large"])
     with checkpoint(fault.setting) as folder, fault.inject() if is_faulty else nullcontext():
         plan = plan_of(fault.setting, folder)
-        found = run_check(plan, out=tmp_path / "out")
+        result = run_check(plan, out=tmp_path / "out")
         hf = load_model(folder, dtype=torch.float32)
         whole, cached = make_golden(hf, plan.prompts, tmp_path / "whole"), cached_golden(hf, plan.prompts)
         (folder,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
@@ -56,7 +56,7 @@ def test_verdicts_are_the_same(tmp_path, is_faulty):
             ]
             for theirs, ours in zip(both[0].taps, both[1].taps, strict=True):
                 assert_alike(ours, theirs, is_sketch=ours.name in cached.sketched)
-    assert found.runs[0].outcome is both[0].outcome
+    assert result.runs[0].outcome is both[0].outcome
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def test_what_was_left_out_is_named_by_position():
 def test_what_lies_between_the_last_right_and_the_first_wrong_one_is_judged_after_all():
     reads = [read(at, step=at) for at in range(10)]
     errors = SimpleNamespace(rows=SimpleNamespace(step=torch.tensor([2, 6, 9])), bad=torch.tensor([False, True, True]))
-    found = SimpleNamespace(errors={"tap": errors})
-    assert _before_the_first(reads, {reads[at]: None for at in (2, 6, 9)}, found) == reads[3:6]
+    actual = SimpleNamespace(errors={"tap": errors})
+    assert _before_the_first(reads, {reads[at]: None for at in (2, 6, 9)}, actual) == reads[3:6]
     assert _before_the_first(reads, {reads[2]: None}, SimpleNamespace(errors={})) == []
 
 
@@ -128,15 +128,21 @@ def test_a_draft_goes_on_from_what_its_request_computed_last():
         step(1, "decode", (0, 3)),
         step(2, "decode", (0, 3), (1, 4)),
     )
-    (own,) = (sequence for sequence in sequences(made) if sequence.request.id == 1)
-    assert list(zip(own.step.tolist(), own.row.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
+    (sequence,) = (sequence for sequence in sequences(made) if sequence.request.id == 1)
+    assert list(zip(sequence.step.tolist(), sequence.row.tolist(), strict=True)) == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (2, 0),
+        (2, 1),
+    ]
 
 
 def test_a_state_is_judged_where_the_rows_before_it_are_finite():
     nan, states = torch.full((4,), torch.nan), torch.ones(4, dtype=torch.float64)
     values = [(states.float(), states), (nan, states), (nan, nan.double()), (2 * states.float(), states)]
-    own = [(read(at), value) for at, (value, _) in enumerate(values)]
+    reads = [(read(at), value) for at, (value, _) in enumerate(values)]
     pairs = {read(at): ({"tap": truth}, {"tap": truth}) for at, (_, truth) in enumerate(values)}
-    found = _errors(Operation(tap="tap", kind=Kind.STATE), own, pairs, 4.0, torch.float32)
-    assert found.bad.tolist() == [False, True, False, True]
-    assert found.roundings[1] == torch.inf
+    errors = _errors(Operation(tap="tap", kind=Kind.STATE), reads, pairs, 4.0, torch.float32)
+    assert errors.bad.tolist() == [False, True, False, True]
+    assert errors.roundings[1] == torch.inf

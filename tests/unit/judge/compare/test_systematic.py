@@ -12,13 +12,13 @@ HEAD_DIM = 32
 
 
 def effects(actual, expected, *, kind=Kind.LINEAR, dtype=torch.bfloat16, positions=None):
-    found = Effects(kind, dtype, num_heads=expected.shape[1] // HEAD_DIM)
+    sums = Effects(kind, dtype, num_heads=expected.shape[1] // HEAD_DIM)
     positions = torch.arange(len(expected)) if positions is None else positions
     for chunk in range(0, len(expected), 100):  # as the comparison hands them over
         here = slice(chunk, chunk + 100)
         finite = actual[here].isfinite().all(dim=1)
-        found.add(positions[here], actual[here], expected[here], finite)
-    return found
+        sums.add(positions[here], actual[here], expected[here], finite)
+    return sums
 
 
 def rows(num_rows=400, width=128, seed=0):
@@ -103,10 +103,10 @@ def test_rows_that_are_not_finite_are_left_out():
     truth = rows()
     actual = truth.bfloat16()
     actual[::7] = torch.nan
-    found = effects(actual, truth)
-    assert found.strongest() is None
+    measured = effects(actual, truth)
+    assert measured.strongest() is None
     num_finite = 400 - len(range(0, 400, 7))
-    assert num_finite - 2 <= found.all()[0].num_rows <= num_finite
+    assert num_finite - 2 <= measured.all()[0].num_rows <= num_finite
 
 
 # What HF's own module does on the same rows is no alarm.
@@ -119,12 +119,12 @@ def with_gain(truth, roundings):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("own", [1.0, -1.0])
-def test_an_effect_between_none_and_the_controls_is_no_alarm(own, share):
+@pytest.mark.parametrize("control_gain", [1.0, -1.0])
+def test_an_effect_between_none_and_the_controls_is_no_alarm(control_gain, share):
     truth = rows()
-    found, control = with_gain(truth, share * own), with_gain(truth, own)
+    actual, control = with_gain(truth, share * control_gain), with_gain(truth, control_gain)
     assert control.strongest() is not None
-    assert beyond_control(found, control) is None
+    assert beyond_control(actual, control) is None
 
 
 @pytest.mark.parametrize("gain", [3.0, -1.0])
@@ -157,7 +157,7 @@ def test_nothing_is_beyond_where_nothing_was_measured():
     assert beyond_control(Effects(Kind.LINEAR, torch.bfloat16), None) is None
 
 
-def test_an_offset_is_held_against_that_of_the_same_channel():
+def test_an_offset_is_compared_with_that_of_the_same_channel():
     truth = rows(width=512)
 
     def offset(*channels):
@@ -171,7 +171,7 @@ def test_an_offset_is_held_against_that_of_the_same_channel():
     assert (effect.kind, effect.which) == ("offset", "77")
 
 
-def test_a_gain_of_a_head_is_held_against_that_of_the_same_head():
+def test_a_gain_of_a_head_is_compared_with_that_of_the_same_head():
     truth = rows()
 
     def gain(head):
@@ -190,11 +190,11 @@ def test_a_value_that_was_computed_anew_is_in_every_row_that_reads_it(dtype):
     truth[:, 7] *= 0.15
     recorded = truth.clone()
     recorded[:, 7] += (9 if dtype is torch.float32 else 2) * unit
-    found = effects(recorded.to(dtype), truth, kind=Kind.ATTENTION, dtype=dtype)
-    assert found.strongest() is None
+    actual = effects(recorded.to(dtype), truth, kind=Kind.ATTENTION, dtype=dtype)
+    assert actual.strongest() is None
     recorded[:, 7] += 100 * unit
-    found = effects(recorded.to(dtype), truth, kind=Kind.ATTENTION, dtype=dtype)
-    assert (found.strongest().kind, found.strongest().which) == ("offset", "7")
+    actual = effects(recorded.to(dtype), truth, kind=Kind.ATTENTION, dtype=dtype)
+    assert (actual.strongest().kind, actual.strongest().which) == ("offset", "7")
 
 
 def test_silu_on_a_grid_has_a_gain_and_is_right():
@@ -248,9 +248,9 @@ def test_a_gain_in_a_recording_is_a_mismatch_that_no_row_shows(bench, tmp_path, 
         gate, up = step.taps[tap], step.taps[f"{head}mlp.up_proj"]
         step.taps[f"{head}mlp.act"] = torch.nn.functional.silu(gate) * up
     run = bench.compare(copy.write(tmp_path / "gain"))
-    found = next(item for item in run.taps if item.name == tap)
-    assert (found.verdict, found.num_bad_rows) == (Verdict.SYSTEMATIC, 0)
-    assert found.effect.low < gain < found.effect.high
+    actual = next(item for item in run.taps if item.name == tap)
+    assert (actual.verdict, actual.num_bad_rows) == (Verdict.SYSTEMATIC, 0)
+    assert actual.effect.low < gain < actual.effect.high
     finding = next(item for item in run.findings if item.tap == tap)
     assert finding.code is Code.SYSTEMATIC_ERROR
     assert f"{tap} has a gain of +0.00" in finding.message
@@ -270,10 +270,10 @@ def truncated_attention(q, k, v):
     def product(a, b):
         total = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
         for tile in range(0, a.shape[1], 64):
-            own = torch.zeros_like(total)
+            partial = torch.zeros_like(total)
             for at in range(tile, min(tile + 64, a.shape[1]), 8):
-                own = towards_zero(own + a[:, at : at + 8] @ b[at : at + 8])
-            total = (total + own).float().double()
+                partial = towards_zero(partial + a[:, at : at + 8] @ b[at : at + 8])
+            total = (total + partial).float().double()
         return total
 
     scores = product(q, k.T) * q.shape[1] ** -0.5
@@ -282,7 +282,7 @@ def truncated_attention(q, k, v):
 
 
 @pytest.mark.parametrize("num_keys", [128, 512])
-def test_sums_that_truncate_are_a_gpu_s_and_nobody_else_s(num_keys):
+def test_only_a_gpu_may_truncate_its_sums(num_keys):
     q, k, v = (rows(num_rows, 64, seed).float().double() for num_rows, seed in ((300, 1), (num_keys, 2), (num_keys, 3)))
     truth = (q @ k.T * 64**-0.5).softmax(dim=1) @ v
     actual, everything = truncated_attention(q, k, v).float(), torch.ones(300, dtype=torch.bool)

@@ -152,8 +152,8 @@ def by_definition(steps, requests):
             first = min(positions)
             if request not in computed and first > 0:
                 reached.add("prefix_hit")
-                others = [other for other in present if set(range(first)) <= computed.get(other, set())]
-                if any(requests[other][0][:first] == tokens[:first] for other in others):
+                others = [running for running in present if set(range(first)) <= computed.get(running, set())]
+                if any(requests[running][0][:first] == tokens[:first] for running in others):
                     reached.add("forked")
             before = computed.setdefault(request, set())
             if (tables or (first == 0 and request in went_on)) and before & set(positions):
@@ -201,8 +201,8 @@ def test_the_last_position_decides_what_the_model_was_asked_for(last, reached):
     traits = Traits(num_groups=1, window=4, original_positions=5)
     steps = [in_memory.Step([(0, 0), (0, last)]), in_memory.Step([]), in_memory.Step([(0, 1)])]
     recorded = in_memory.recording_of({0: range(9)}, steps, prompt_length=9)
-    found = set(reached_triggers(recorded, traits))
-    assert found & {"window_exceeded", "rope_extended"} == reached
+    actual = set(reached_triggers(recorded, traits))
+    assert actual & {"window_exceeded", "rope_extended"} == reached
     nothing = in_memory.recording_of({0: range(9)}, [])
     assert reached_triggers(nothing, Traits(num_groups=2, window=0, original_positions=0)) == ()
     one = in_memory.recording_of({0: range(9)}, [in_memory.Step([(0, 0)])], prompt_length=9)

@@ -40,11 +40,11 @@ def plant(monkeypatch, **changes):
     """Let the reference engine read other values than config.json has."""
     read = ModelConfig.from_dict.__func__
 
-    def other(cls, *args, **kwargs):
+    def changed_config(cls, *args, **kwargs):
         config = read(cls, *args, **kwargs)
         return replace(config, **{name: change(getattr(config, name)) for name, change in changes.items()})
 
-    monkeypatch.setattr(ModelConfig, "from_dict", classmethod(other))
+    monkeypatch.setattr(ModelConfig, "from_dict", classmethod(changed_config))
 
 
 FAULTS = {
@@ -169,8 +169,8 @@ def test_a_scaling_that_is_ignored_is_found_by_the_frequencies(name, tmp_path):
     hf = load_model(tmp_path, dtype=torch.float32)
     ignoring = AutoModelForCausalLM.from_config(config)
     assert compare_settings(plan, TorchEngine(scaled, device="cpu"), hf).differing == []
-    (found,) = compare_settings(plan, TorchEngine(ignoring, device="cpu"), hf).differing
-    assert str(found).startswith("the engine's rotary frequencies are not HF's: pair ")
+    (pair,) = compare_settings(plan, TorchEngine(ignoring, device="cpu"), hf).differing
+    assert str(pair).startswith("the engine's rotary frequencies are not HF's: pair ")
 
 
 def test_frequencies_that_follow_the_length_are_left_out(tmp_path):

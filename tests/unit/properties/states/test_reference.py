@@ -8,12 +8,13 @@ import pytest
 from harness.properties.core.search import PROFILES
 from harness.properties.reference.states import StateCacheSubject
 from harness.properties.states.suite import search_state_cache
+from reference_engine import control
 from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.families.state_cache import StateCache
 from reference_engine.requests.sequence import Sequence
-from reference_engine.state_cache import StateCache
 
 DEV, CI = PROFILES["dev"].settings(), PROFILES["ci"].settings()
-plan, accept, copy, rewind = StateCache.plan, StateCache.accept, StateCache.copy, Sequence.rewind
+plan, accept, copy, rewind = StateCache.plan, StateCache.accept, StateCache.copy, control.rewind_tokens
 
 
 def test_states_by_block_pass() -> None:
@@ -47,18 +48,18 @@ def to_the_null_block(self: StateCache, source: int, target: int) -> None:
     copy(self, source, NULL_BLOCK)
 
 
-def amid_a_block(self: Sequence, num_tokens: int, block_size: int, keeps_states: bool = False) -> None:
-    rewind(self, num_tokens, block_size)
+def amid_a_block(sequence: Sequence, num_tokens: int, block_size: int, keeps_states: bool = False) -> None:
+    rewind(sequence, num_tokens, block_size)
 
 
-MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ends of blocks are not kept": (StateCache, "plan", without_pieces),
     "rejected guesses stay": (StateCache, "accept", all_guesses),
     "accepted guesses are lost": (StateCache, "accept", no_guess),
     "a copied block has no state": (StateCache, "copy", lambda self, source, target: None),
     "a copied block has the other's convolution": (StateCache, "copy", without_its_convolution),
     "a copy is written over zero": (StateCache, "copy", to_the_null_block),
-    "going back ends amid a block": (Sequence, "rewind", amid_a_block),
+    "going back ends amid a block": (control, "rewind_tokens", amid_a_block),
 }
 
 

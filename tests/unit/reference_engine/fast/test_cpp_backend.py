@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.attention.backend import find_backend
+from reference_engine.attention.select import find_backend
 from reference_engine.errors import ConfigError, DeviceError
 from reference_engine.fast import cpp_operators, packing
-from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import cpp
 from reference_engine.fast.cpp_operators import find_compiler
+from reference_engine.fast.fast_kernels import FastKernels
 from reference_engine.fast.products import FewRows
 
 from ..recorder import Recorder, assert_same_rows
 from ..test_kv_cache import make_spec
 from .test_fused import observed
 
-BACKENDS = FastAcceleration.backends
+BACKENDS = FastKernels.backends
 
 needs_compiler = pytest.mark.skipif(not find_compiler(), reason="no C++ compiler")
 PROMPTS = [list(range(4, 41)), [5, 6, 7], list(range(4, 24)), [44]]
@@ -105,7 +105,7 @@ def test_it_is_compiled_once_for_the_same_source_and_options(monkeypatch: pytest
 def test_nothing_is_compiled_before_the_backend_is_chosen(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp, "load_operators", lambda: pytest.fail("loaded"))
     with LLMEngine(checkpoint.folder, EngineConfig(max_model_len=32)) as engine:
-        assert not engine.runner.acceleration.is_fused
+        assert not engine.runner.kernels.is_fused
 
 
 @needs_compiler
@@ -117,7 +117,7 @@ def test_the_engine_chooses_the_same_tokens(checkpoint: Any, limits: dict[str, A
     paged = LLMEngine(checkpoint.folder, config, observer=expected).generate(PROMPTS, PARAMS)
     engine = LLMEngine(checkpoint.folder, replace(config, attention_backend="cpp"), observer=actual)
     outputs = engine.generate(PROMPTS, PARAMS)
-    assert engine.runner.acceleration.is_fused
+    assert engine.runner.kernels.is_fused
     assert [output.token_ids for output in outputs] == [output.token_ids for output in paged]
     for output in outputs:
         assert_same_rows(output.request_id, actual, expected)
@@ -131,9 +131,9 @@ def test_every_tap_is_there_and_as_it_was(checkpoint: Any, dtype: str) -> None:
     fused, plain = (observed(checkpoint.folder, replace(config, fused_kernels=is_on)) for is_on in (True, False))
     assert [name for name, _ in fused] == [name for name, _ in plain]
     limit = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]  # errors of two layers
-    for (name, own), (_, other) in zip(fused, plain, strict=True):
-        assert (own.shape, own.dtype) == (other.shape, other.dtype), name
-        assert (own.double() - other.double()).norm() <= limit * other.double().norm(), name
+    for (name, fused_value), (_, plain_value) in zip(fused, plain, strict=True):
+        assert (fused_value.shape, fused_value.dtype) == (plain_value.shape, plain_value.dtype), name
+        assert (fused_value.double() - plain_value.double()).norm() <= limit * plain_value.double().norm(), name
 
 
 @needs_compiler

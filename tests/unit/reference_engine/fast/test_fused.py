@@ -43,7 +43,7 @@ class Everything:
 def observed(folder: Any, config: EngineConfig) -> list[tuple[str, torch.Tensor]]:
     everything = Everything()
     with LLMEngine(folder, config, observer=everything) as engine:
-        assert engine.runner.acceleration.is_fused is config.fused_kernels
+        assert engine.runner.kernels.is_fused is config.fused_kernels
         engine.generate(PROMPTS, FORCED)
     return everything.taps
 
@@ -63,9 +63,9 @@ def test_every_tap_is_there_and_as_it_was(checkpoint: Any, device: torch.device,
     assert [name for name, _ in fused] == [name for name, _ in plain]
     assert any(name.endswith("q_norm") for name, _ in fused) == ("qwen3" in str(checkpoint.folder))
     limit = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]  # errors of two layers, of which one rounding is 2e-3
-    for (name, own), (_, other) in zip(fused, plain, strict=True):
-        assert (own.shape, own.dtype) == (other.shape, other.dtype), name
-        assert (own.double() - other.double()).norm() <= limit * other.double().norm(), name
+    for (name, fused_value), (_, plain_value) in zip(fused, plain, strict=True):
+        assert (fused_value.shape, fused_value.dtype) == (plain_value.shape, plain_value.dtype), name
+        assert (fused_value.double() - plain_value.double()).norm() <= limit * plain_value.double().norm(), name
 
 
 @pytest.mark.sampled(1)
@@ -106,9 +106,9 @@ def test_a_layer_is_ten_operators(checkpoint: Any, monkeypatch: pytest.MonkeyPat
                 engine.step()
         counts.append(operators.counts)
     fused, plain = counts
-    own = {"norm_rotate": 2, "store_kv": 2, "paged_decode": 2, "silu_mul": 2, "add_norm": 4, "rms_norm": 1}
+    counts = {"norm_rotate": 2, "store_kv": 2, "paged_decode": 2, "silu_mul": 2, "add_norm": 4, "rms_norm": 1}
     # Beside the layers: embedding, cosines and sines in seven operators, a norm, the head and the choice.
-    assert fused == Counter({f"reference_engine::{name}": count for name, count in own.items()}) + Counter(
+    assert fused == Counter({f"reference_engine::{name}": count for name, count in counts.items()}) + Counter(
         {"aten::mm": 2 * 4 + 1, "aten::embedding": 1, "aten::_to_copy": 3, "aten::mul": 1, "aten::cat": 1,
          "aten::cos": 1, "aten::sin": 1, "aten::max": 1}
     )  # fmt: skip
@@ -129,6 +129,6 @@ def test_otherwise_the_decoder_stays_plain(
     launch_on("cpu", monkeypatch)
     config = EngineConfig(**{"attention_backend": "triton", "max_model_len": 32, **options})
     with LLMEngine(checkpoint.folder, config) as engine:
-        assert not engine.runner.acceleration.is_fused
+        assert not engine.runner.kernels.is_fused
         decoder = engine.runner._decoder
         assert isinstance(getattr(decoder, "plain", decoder), Decoder)

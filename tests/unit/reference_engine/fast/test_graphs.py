@@ -154,7 +154,7 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
     expected = LLMEngine(checkpoint.folder, config).generate(PROMPTS, params)
     engine = LLMEngine(checkpoint.folder, config)
 
-    graphs = engine.runner.acceleration.record(engine.backend, CudaCapture(device) if device.type == "cuda" else again)
+    graphs = engine.runner.kernels.record(engine.backend, CudaCapture(device) if device.type == "cuda" else again)
     served: list[torch.Tensor | None] = []
     run = graphs.run
 
@@ -169,11 +169,11 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
 
 
 def test_rows_behind_a_batch_are_padding_whatever_stood_there() -> None:
-    recorded, given = _padding(4, 3, CPU), _padding(2, 2, CPU)
-    for fixed, value in ((recorded, 7), (given, 5)):
+    recorded, replayed = _padding(4, 3, CPU), _padding(2, 2, CPU)
+    for fixed, value in ((recorded, 7), (replayed, 5)):
         fixed.rows_4R.fill_(value)
         fixed.batch.block_tables_RB.fill_(value)
-    recorded.fill(given.batch)
+    recorded.fill(replayed.batch)
     by_row = ("token_ids_T", "positions_T", "slot_mapping_T", "context_lens_R")
     assert [getattr(recorded.batch, name).tolist() for name in by_row] == [[5, 5, 0, 0]] * 4
     assert recorded.batch.block_tables_RB.tolist() == [[5, 5, 0]] * 2 + [[0, 0, 0]] * 2
@@ -214,7 +214,7 @@ def test_all_shapes_leave_their_logits_in_one_place() -> None:
     graphs = DecodeGraphs(max_num_seqs=4, max_blocks=20, device=CPU, capture=capture)
     for lengths in ([3], [3, 7], [70], [1, 2, 3]):
         batch = decode_batch([list(range(1, 19)) if length > 60 else [1, 2] for length in lengths], lengths)
-        logits_RV = graphs.run(lambda own: own.positions_T[:, None].float().expand(-1, 5), batch)
+        logits_RV = graphs.run(lambda padded: padded.positions_T[:, None].float().expand(-1, 5), batch)
         assert logits_RV is not None
         assert logits_RV.tolist() == [[length - 1.0] * 5 for length in lengths]
     assert len(places) > 3

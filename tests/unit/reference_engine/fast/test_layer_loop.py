@@ -25,20 +25,20 @@ PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Compute every step both ways; rows of each, and whether the loop served it."""
-    found: list[tuple[int, bool]] = []
-    own = FusedDecoder._decode_layers
+    steps: list[tuple[int, bool]] = []
+    decode_layers = FusedDecoder._decode_layers
 
     def both(self: FusedDecoder, x_TD: torch.Tensor, rotation: Any, batch: Batch) -> torch.Tensor:
         assert self.loop is not None
         is_served = self.loop.serves(batch)
-        found.append((len(x_TD), is_served))
+        steps.append((len(x_TD), is_served))
         if is_served:
-            plain_TD = own(replace(self, loop=None), x_TD, rotation, batch)
+            plain_TD = decode_layers(replace(self, loop=None), x_TD, rotation, batch)
             assert torch.equal(self.loop(x_TD, rotation, batch), plain_TD)
-        return own(self, x_TD, rotation, batch)
+        return decode_layers(self, x_TD, rotation, batch)
 
     monkeypatch.setattr(fused.FusedDecoder, "_decode_layers", both)
-    return found
+    return steps
 
 
 def engine_of(checkpoint: Any, **changes: Any) -> LLMEngine:
@@ -82,11 +82,11 @@ def test_chunks_beside_decode_are_not_served(checkpoint: Any, steps: list[tuple[
 
 def test_more_rows_than_the_kernel_is_for_are_not_served(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[int] = []
-    own = LayerLoop.__call__
+    call = LayerLoop.__call__
 
     def noted(self: LayerLoop, x_TD: torch.Tensor, *rest: Any) -> torch.Tensor:
         served.append(len(x_TD))
-        return own(self, x_TD, *rest)
+        return call(self, x_TD, *rest)
 
     monkeypatch.setattr(LayerLoop, "__call__", noted)
     of = LayerLoop.of

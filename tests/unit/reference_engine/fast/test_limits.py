@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine
-from reference_engine.attention.backend import BACKENDS, find_backend
 from reference_engine.attention.recompute import RecomputeAttention
+from reference_engine.attention.select import BACKENDS, find_backend
 from reference_engine.errors import ConfigError
-from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention.limits import KernelLimits
+from reference_engine.fast.fast_kernels import FastKernels
 
 from ..test_kv_cache import make_spec
 
@@ -62,7 +62,7 @@ def test_an_unknown_backend_is_told_the_names_that_fit() -> None:
 
 
 def test_the_engine_asks_before_it_loads(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FastAcceleration, "backends", CHOICE)
+    monkeypatch.setattr(FastKernels, "backends", CHOICE)
     with pytest.raises(
         ConfigError, match=r"the attention backend picky does not serve this.*found float32; 12; 16; cpu"
     ):
@@ -73,4 +73,4 @@ def test_the_engine_asks_before_it_loads(checkpoint: Any, monkeypatch: pytest.Mo
 def test_a_cache_in_float8_is_for_backends_that_read_it(name: str) -> None:
     spec = make_spec(dtype=torch.bfloat16, head_dim=64, block_size=256, stored_dtype=torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match=r"expected .*kv_cache_dtype auto.*found .*float8_e4m3fn"):
-        find_backend(name, spec, FastAcceleration.backends)
+        find_backend(name, spec, FastKernels.backends)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference_engine.quantised import quantised_linear
+from reference_engine.families.quantised import quantised_linear
 
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 

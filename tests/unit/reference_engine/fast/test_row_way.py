@@ -73,7 +73,7 @@ def test_a_measurement_times_each_way_over_the_same_weights(monkeypatch: pytest.
     calls: list[tuple[RowWay, torch.Tensor]] = []
     times = row_way._measure(lambda _x, weight, _bias, **way: calls.append((RowWay(**way), weight)), torch.bfloat16)
     assert list(times) == [str(way) for way in WAYS]
-    assert all(0 < own < 1e3 for own in times.values())
+    assert all(0 < time_ms < 1e3 for time_ms in times.values())
     weights = {id(weight): weight for _, weight in calls}.values()
     assert sum(weight.nbytes for weight in weights) == 1 << 20
     for way in WAYS:

@@ -86,7 +86,7 @@ def test_a_measurement_times_each_number_and_puts_torchs_back(monkeypatch: pytes
     times = threads._measure([1, 2])
     assert set(used) == {1, 2}
     assert list(times) == [1, 2]
-    assert all(0 < own < 1e3 for own in times.values())
+    assert all(0 < time_ms < 1e3 for time_ms in times.values())
     assert torch.get_num_threads() == before
 
 

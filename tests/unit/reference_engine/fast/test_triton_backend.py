@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.attention.backend import find_backend
+from reference_engine.attention.select import find_backend
 from reference_engine.errors import ConfigError
 from reference_engine.fast import products
-from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import cpp
 from reference_engine.fast.attention import triton as triton_backend
+from reference_engine.fast.fast_kernels import FastKernels
 from reference_engine.fast.products import FewRows
 
 from ..recorder import Recorder, assert_same_rows
 from ..test_kv_cache import make_spec
 from .kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
 
-BACKENDS = FastAcceleration.backends
+BACKENDS = FastKernels.backends
 
 pytestmark = IGNORE_NUMPY
 CUDA = torch.device("cuda")
@@ -154,5 +154,5 @@ def test_a_gpu_without_e4m3_is_refused_such_a_cache(
     kept = replace(cuda, stored_dtype=torch.float8_e4m3fn)
     refusals = [what for what, _ in triton_backend.TritonAttention.limits.refusals(kept)]
     assert ("compute capability 8.9 for a cache in float8_e4m3fn" in refusals) is not is_served
-    for other in (cuda, replace(cuda, stored_dtype=torch.float8_e5m2)):
-        assert not any("capability" in what for what, _ in triton_backend.TritonAttention.limits.refusals(other))
+    for spec in (cuda, replace(cuda, stored_dtype=torch.float8_e5m2)):
+        assert not any("capability" in what for what, _ in triton_backend.TritonAttention.limits.refusals(spec))

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
-from reference_engine.attention.backend import find_backend
+from reference_engine.attention.select import find_backend
 from reference_engine.errors import ConfigError
-from reference_engine.fast.acceleration import FastAcceleration
 from reference_engine.fast.attention import varlen
 from reference_engine.fast.attention.limits import KernelLimits
+from reference_engine.fast.fast_kernels import FastKernels
 
 from ..recorder import Recorder
 from ..test_attention import naive
 from ..test_kv_cache import make_spec
 
-BACKENDS = FastAcceleration.backends
+BACKENDS = FastKernels.backends
 
 PROMPTS = [list(range(4, 41)), [5, 6, 7], list(range(4, 24)), [44]]
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -71,8 +71,8 @@ def test_the_kernel_is_handed_what_its_documentation_asks_for(checkpoint: Any, l
     assert [output.token_ids for output in outputs] == [output.token_ids for output in paged]
     for output in outputs:
         for tap in ("lm_head", "model.layers.1.k_cache"):
-            own, other = (recorder.rows(tap, output.request_id) for recorder in (actual, expected))
-            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+            actual_rows, expected_rows = (recorder.rows(tap, output.request_id) for recorder in (actual, expected))
+            torch.testing.assert_close(actual_rows, expected_rows, rtol=1e-4, atol=1e-4)
 
 
 def test_the_function_that_stands_in_for_the_kernel_is_attention() -> None:

@@ -66,8 +66,8 @@ def by_definition(call, seen, stored, used, *, softcap=None, sinks=None):
         request, at = divmod(place, QUERIES)
         heads, products = [], 0.0
         for head in range(HEADS):
-            own = head // (HEADS // KV_HEADS)
-            q, k, v = call.query[request, head, at], call.key[request, own], call.value[request, own]
+            kv_head = head // (HEADS // KV_HEADS)
+            q, k, v = call.query[request, head, at], call.key[request, kv_head], call.value[request, kv_head]
             scores = stored(k)[seen[at]] @ used(q) * SIZE**-0.5
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             weights = scores.exp()
@@ -102,22 +102,22 @@ def test_a_coarse_cache_and_what_its_products_round(dtype, mask, options, window
         return x.to(dtype).double()
 
     call, seen, name = call_of(mask, **options), seen_of(window), str(dtype).removeprefix("torch.")
-    found = list(COARSE_CACHE(subject_of(call, cache=name)))
-    assert [item.name for item in found] == [text.format(name) for text in (CACHE, CACHE_PRODUCTS, CACHE_FLASH)]
-    assert {item.model for item in found} == {MODEL}
+    alternatives = list(COARSE_CACHE(subject_of(call, cache=name)))
+    assert [item.name for item in alternatives] == [text.format(name) for text in (CACHE, CACHE_PRODUCTS, CACHE_FLASH)]
+    assert {item.model for item in alternatives} == {MODEL}
     parts = {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
     alone, _ = by_definition(call, seen, rounded, as_it_is, **parts)
     products, _ = by_definition(call, seen, rounded, rounded, **parts)
-    for item, expected in zip(found, (alone, products, products), strict=True):
+    for item, expected in zip(alternatives, (alone, products, products), strict=True):
         # A probability on a tie may be rounded either way by sums in another order.
         torch.testing.assert_close(item.expected(), expected, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(alone, products)
     _, amplification = by_definition(call, seen, as_it_is, as_it_is, **parts)
     unit = 2 * rounding_unit(dtype) / rounding_unit(torch.float32)
-    assert found[0].allowance is None
-    torch.testing.assert_close(found[1].allowance, unit * amplification, rtol=1e-5, atol=0)
+    assert alternatives[0].allowance is None
+    torch.testing.assert_close(alternatives[1].allowance, unit * amplification, rtol=1e-5, atol=0)
     num_seen = torch.tensor([5.0, 3.0, 3.0], dtype=torch.float64)
-    torch.testing.assert_close(found[2].allowance, unit * (amplification + num_seen.sqrt()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(alternatives[2].allowance, unit * (amplification + num_seen.sqrt()), rtol=1e-5, atol=0)
 
 
 def test_a_cache_of_eight_bits_has_no_products_in_its_dtype():
@@ -125,9 +125,9 @@ def test_a_cache_of_eight_bits_has_no_products_in_its_dtype():
         return x.to(torch.float8_e4m3fn).double()
 
     call = call_of()
-    (found,) = COARSE_CACHE(subject_of(call, cache="float8_e4m3fn"))
-    assert found.name == CACHE.format("float8_e4m3fn")
-    torch.testing.assert_close(found.expected(), by_definition(call, seen_of(), rounded, as_it_is)[0])
+    (alternative,) = COARSE_CACHE(subject_of(call, cache="float8_e4m3fn"))
+    assert alternative.name == CACHE.format("float8_e4m3fn")
+    torch.testing.assert_close(alternative.expected(), by_definition(call, seen_of(), rounded, as_it_is)[0])
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_more_queries_than_a_head_has_elements(monkeypatch, num_bytes):
     x = torch.randn(1, 1, 3 * SIZE, SIZE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     call = AttentionCall(path="", module=nn.Module(), query=x, key=x, value=x, mask=None, options={})
     rows = torch.tensor([3 * SIZE - 1, 4, SIZE])
-    (found,) = COARSE_CACHE(replace(subject_of(call, cache="float8_e4m3fn"), rows=rows, positions=rows))
+    (alternative,) = COARSE_CACHE(replace(subject_of(call, cache="float8_e4m3fn"), rows=rows, positions=rows))
     kept = x[0, 0].to(torch.float8_e4m3fn).double()
     for at, place in enumerate(rows.tolist()):
         weights = (kept[: place + 1] @ x[0, 0, place] * SIZE**-0.5).softmax(0)
-        torch.testing.assert_close(found.expected()[at], weights @ kept[: place + 1])
+        torch.testing.assert_close(alternative.expected()[at], weights @ kept[: place + 1])
     shapes = {p.shape for p, _ in probabilities(call, x, x, x)}
     assert shapes == {(1, 1, 1 if num_bytes == 1 else 3 * SIZE, 3 * SIZE)}
 
@@ -195,39 +195,41 @@ def test_an_additive_mask_hides_what_it_makes_small():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_eager_code_is_given_everything_in_the_dtype(dtype):
-    given = {}
+    arguments = {}
 
     def eager(module, query, key, value, mask, **options):
-        given.update(query=query, key=key, value=value, mask=mask)
+        arguments.update(query=query, key=key, value=value, mask=mask)
         return torch.arange(BATCH * QUERIES * HEADS * SIZE).view(BATCH, QUERIES, HEADS, SIZE).to(dtype), None
 
     call = call_of()
-    found, *_ = EAGER_CODE(subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager)))
-    assert (found.name, found.allowance) == (EAGER, None)
-    assert (found.model.roundings, found.model.accumulation, found.model.products) == (1, 25, 8)
+    alternative, *_ = EAGER_CODE(
+        subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager))
+    )
+    assert (alternative.name, alternative.allowance) == (EAGER, None)
+    assert (alternative.model.roundings, alternative.model.accumulation, alternative.model.products) == (1, 25, 8)
     rows = torch.arange(BATCH * QUERIES * HEADS * SIZE).view(BATCH * QUERIES, HEADS * SIZE).to(dtype)
-    assert torch.equal(found.expected(), rows[ROWS].double())
+    assert torch.equal(alternative.expected(), rows[ROWS].double())
     for part in ("query", "key", "value"):
-        assert torch.equal(given[part], getattr(call, part).to(dtype))
+        assert torch.equal(arguments[part], getattr(call, part).to(dtype))
     mask = torch.zeros(1, 1, QUERIES, KEYS, dtype=dtype).masked_fill(~seen_of(), torch.finfo(dtype).min)
-    assert torch.equal(given["mask"], mask)
+    assert torch.equal(arguments["mask"], mask)
 
 
 @pytest.mark.parametrize(("name", "scale_dtype"), [(SCALED_FIRST, torch.float64), (SCALED_FIRST_BY_ROUNDED, None)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_may_be_scaled_before_the_product(dtype, name, scale_dtype):
-    given = {}
+    arguments = {}
 
     def eager(module, query, key, value, mask, **options):
-        given.update(query=query, scaling=options["scaling"])
+        arguments.update(query=query, scaling=options["scaling"])
         return torch.zeros(BATCH, QUERIES, HEADS, SIZE, dtype=dtype), None
 
     call = call_of()
     subject = subject_of(call, dtype=dtype, hf=SimpleNamespace(eager_attention=lambda _module: eager))
     next(item for item in EAGER_CODE(subject) if item.name == name).expected()
     scale = torch.tensor(scaling(call), dtype=scale_dtype or dtype)
-    assert torch.equal(given["query"], (call.query.to(dtype).double() * scale.double()).to(dtype))
-    assert given["scaling"] == 1
+    assert torch.equal(arguments["query"], (call.query.to(dtype).double() * scale.double()).to(dtype))
+    assert arguments["scaling"] == 1
 
 
 def test_in_float32_queries_are_scaled_no_other_way():

@@ -66,12 +66,12 @@ def float8_of_groups(x, size):
 
 def errors(subject):
     (of_ggml,), (_, convention) = CONVENTIONS, DECLARED
-    found = []
+    actual = []
     assert list(of_ggml.alternatives(subject)) == [], "no format of ggml's was declared"
     for rounding in convention.alternatives(subject):
         error = (subject.actual - rounding.expected()).norm(dim=1) / subject.actual.norm(dim=1)
-        found.append((float(error.median()), rounding))
-    return sorted(found, key=lambda each: each[0])
+        actual.append((float(error.median()), rounding))
+    return sorted(actual, key=lambda pair: pair[0])
 
 
 @pytest.mark.parametrize(("kind", "seen"), [("w8a8", int8_of_a_token), ("fp8-dynamic", float8_of_a_token)])

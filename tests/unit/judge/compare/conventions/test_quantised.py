@@ -51,9 +51,9 @@ def inputs_of(width, seed=0):
 )  # fmt: skip
 def test_inputs_as_quantised_products_see_them(formats, width, sizes):
     x = inputs_of(width)
-    found = list(quantised_inputs(x, formats))
-    assert len(found) == len(sizes)
-    for item, size in zip(found, sizes, strict=True):
+    actual = list(quantised_inputs(x, formats))
+    assert len(actual) == len(sizes)
+    for item, size in zip(actual, sizes, strict=True):
         torch.testing.assert_close(item, by_loop(x, size), rtol=1e-7, atol=0)
 
 
@@ -74,17 +74,19 @@ def plain(weight, bias=None, **more):
 def test_products_with_quantised_inputs(formats, size, name):
     x, weight, bias = inputs_of(512), draw(6, 512, seed=1), draw(6, seed=2)
     expected = by_loop(x, size) @ weight.T + bias
-    (found,) = QUANTISED(subject_of(plain(weight, bias), x.unflatten(1, (2, -1)), expected.float(), weights=formats))
-    assert (found.name, found.allowance) == (name, None)
-    torch.testing.assert_close(found.expected(), expected, rtol=1e-6, atol=1e-6)
+    (alternative,) = QUANTISED(
+        subject_of(plain(weight, bias), x.unflatten(1, (2, -1)), expected.float(), weights=formats)
+    )
+    assert (alternative.name, alternative.allowance) == (name, None)
+    torch.testing.assert_close(alternative.expected(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_where_inputs_are_quantised():
     x, module = inputs_of(512), plain(draw(6, 512))
     actual = draw(4, 6)
 
-    def names(**given):
-        return [item.name for item in QUANTISED(subject_of(module, given.pop("x", x), actual, **given))]
+    def names(**declared):
+        return [item.name for item in QUANTISED(subject_of(module, declared.pop("x", x), actual, **declared))]
 
     assert names(weights=("IQ4_XS", "IQ4_NL")) == [Q8_0, Q8_K]
     assert names() == names(weights=("F16",)) == []
@@ -107,8 +109,8 @@ def tied(*values):
 def expected_of(x, integers, weight):
     """What the convention expects of rows that an engine made of these integers."""
     actual = integers @ weight.T
-    (found,) = QUANTISED(subject_of(plain(weight), x, actual, weights=("Q8_0",)))
-    return found.expected(), actual
+    (alternative,) = QUANTISED(subject_of(plain(weight), x, actual, weights=("Q8_0",)))
+    return alternative.expected(), actual
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -137,6 +139,17 @@ def test_several_values_on_ties_are_rounded_each_as_the_engine_did(num_out):
         torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-12)
 
 
+def test_many_ties_of_a_row_are_decided_at_once():
+    """A quantised embedding after a norm of ones: a whole level of its grid is on ties."""
+    weight, upwards = draw(256, 96), draw(3, 96, seed=1) > 0
+    x = (40 * draw(3, 96, seed=2)).round().clamp(-100, 100)
+    x[:, ::32] = 127.0  # the scale is 1
+    x[:, 1:64:2] += 0.5
+    integers = torch.where(upwards, x.ceil(), x.floor())
+    expected, actual = expected_of(x, integers, weight)
+    torch.testing.assert_close(expected, actual, rtol=1e-9, atol=1e-9)
+
+
 def test_a_row_that_is_wrong_elsewhere_stays_wrong():
     weight, x = draw(6, 32), tied(2.5, 4.0)
     integers = x.round()
@@ -146,7 +159,7 @@ def test_a_row_that_is_wrong_elsewhere_stays_wrong():
 
 
 @pytest.mark.parametrize(("most", "is_resolved"), [(3, True), (2, False)])
-def test_more_ties_than_can_be_told_are_left(monkeypatch, most, is_resolved):
+def test_more_ties_than_the_limit_are_left(monkeypatch, most, is_resolved):
     monkeypatch.setattr(linear, "_MAX_TIES", most)
     weight, x = draw(8, 32), torch.cat((tied(2.5, 5.5), tied(9.5)))
     integers = x.round()
@@ -172,21 +185,21 @@ def test_an_adapters_part_is_not_rounded():
         Q8_0: by_loop(x, 32) @ weight.T,
     }
     actual = parts[Q8_0] + update
-    found = {item.name: item for item in ADAPTED(subject_of(module, x, actual, weights=("F16", "Q8_0")))}
-    assert list(found) == list(parts)
+    by_name = {item.name: item for item in ADAPTED(subject_of(module, x, actual, weights=("F16", "Q8_0")))}
+    assert list(by_name) == list(parts)
     for name, product in parts.items():
-        torch.testing.assert_close(found[name].expected(), product + update, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(by_name[name].expected(), product + update, rtol=1e-6, atol=1e-6)
 
 
-def test_ties_of_a_product_with_an_adapter_are_told_without_it():
+def test_ties_of_a_product_are_decided_without_its_adapter():
     x, weight = tied(17.5), draw(6, 32, seed=1)
     module, update = adapted(x * 1.0, weight)
     for value in (17.0, 18.0):
         integers = x.round()
         integers[0, 1] = value
         actual = integers @ weight.T + update
-        (found,) = ADAPTED(subject_of(module, x, actual, weights=("Q8_0",)))
-        torch.testing.assert_close(found.expected(), actual, rtol=1e-9, atol=1e-9)
+        (alternative,) = ADAPTED(subject_of(module, x, actual, weights=("Q8_0",)))
+        torch.testing.assert_close(alternative.expected(), actual, rtol=1e-9, atol=1e-9)
 
 
 def test_where_an_adapter_is_looked_for():
@@ -214,10 +227,10 @@ def with_minima(x, num_out=48):
 @pytest.mark.parametrize("declared", ["Q4_K", "Q5_K", "Q2_K"])
 def test_two_sums_that_cancel_lose_digits_where_inputs_have_one_sign(declared):
     x = draw(6, 512, seed=3).float()
-    for given, is_large in ((x, False), (x.abs(), True)):
-        weight, expected, errors = with_minima(given)
+    for inputs, is_large in ((x, False), (x.abs(), True)):
+        weight, expected, errors = with_minima(inputs)
         (rounding,) = QUANTISED(
-            subject_of(SimpleNamespace(weight=weight, bias=None), given, expected, weights=(declared,))
+            subject_of(SimpleNamespace(weight=weight, bias=None), inputs, expected, weights=(declared,))
         )
         assert bool((rounding.allowance > 10).all()) == is_large
         assert bool((errors < 2 * rounding.allowance + 10).all())

@@ -44,10 +44,10 @@ def attend(query, key, value, used=lambda p: p):
         request, at = divmod(place, TOKENS)
         heads = []
         for head in range(HEADS):
-            own = head // (HEADS // KV_HEADS)
-            scores = key[request, own, : at + 1] @ query[request, head, at] * SIZE**-0.5
+            kv_head = head // (HEADS // KV_HEADS)
+            scores = key[request, kv_head, : at + 1] @ query[request, head, at] * SIZE**-0.5
             weights[place, head] = scores.softmax(0)
-            heads.append(used(weights[place, head]) @ value[request, own, : at + 1])
+            heads.append(used(weights[place, head]) @ value[request, kv_head, : at + 1])
         contexts.append(torch.stack(heads))
     return torch.stack(contexts), weights
 
@@ -71,7 +71,7 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
     """A score adds up blocks: of queries in 8 bits with those of the keys, and sums of queries with minima of keys."""
     call, held = call_of(), values or keys
     declared = {"cache": keys, "cache_values": values, "cache_rotations": rotations, "interleaved_heads": interleaved}
-    found = list(QUANTISED_CACHE(subject_of(call, **declared)))
+    alternatives = list(QUANTISED_CACHE(subject_of(call, **declared)))
     of_keys = CacheFormat(name=keys, interleaved_heads=interleaved, rotation=rotations[0])
     of_values = CacheFormat(name=held, rotation=rotations[1])
     query, key = of_keys.turned(call.query), of_keys.stored(call.key)
@@ -87,8 +87,8 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
     expected_names = [KEPT.format(names["keys"], names["values"])]
     if held in ("float16", "bfloat16"):
         expected_names += [text.format(keys, held) for text in (ROUNDED_PROBABILITIES, ROUNDED_SUMS)]
-    assert [item.name for item in found] == expected_names
-    for at, item in enumerate(found):
+    assert [item.name for item in alternatives] == expected_names
+    for at, item in enumerate(alternatives):
 
         def used(p, at=at):
             return p if at == 0 else p.to(of_values.dtype).double()
@@ -96,7 +96,7 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
         context, _ = attend(query, k, of_values.stored(call.value).values, used)
         torch.testing.assert_close(item.expected(), of_values.unturned(context).flatten(1), rtol=1e-9, atol=1e-9)
         assert item.model == MODEL
-    if len(found) > 1:
+    if len(alternatives) > 1:
         context, weights = attend(call.query, call.key, call.value)
         coarse = 2 * rounding_unit(of_values.dtype) / UNIT
         for row, place in enumerate(ROWS.tolist()):
@@ -106,7 +106,7 @@ def test_attention_over_what_the_cache_holds(keys, values, rotations, interleave
                 for head in range(HEADS)
             )
             amplification = math.sqrt(products) / float(context[row].norm())
-            more = [float(found[at].allowance[row] - found[0].allowance[row]) for at in (1, 2)]
+            more = [float(alternatives[at].allowance[row] - alternatives[0].allowance[row]) for at in (1, 2)]
             assert more[0] == pytest.approx(coarse * amplification, rel=1e-4)
             assert more[1] == pytest.approx(coarse * (amplification + math.sqrt(place % TOKENS + 1)), rel=1e-4)
 
@@ -145,8 +145,8 @@ def test_what_attention_rounds_before_it_is_read(declared, read):
     rounded = list(QUANTISED_CACHE(subject_of(call, **declared, attention_inputs="float16")))
     kept = list(QUANTISED_CACHE(subject_of(call, cache=read[0], cache_values=read[1])))
     assert [item.name for item in rounded] == [item.name for item in kept]
-    for one, other in zip(rounded, kept, strict=True):
-        assert torch.equal(one.expected(), other.expected())
+    for of_rounded, of_kept in zip(rounded, kept, strict=True):
+        assert torch.equal(of_rounded.expected(), of_kept.expected())
 
 
 # Room of ties.
@@ -176,15 +176,15 @@ def by_loop(query, key, value):
         request, at = divmod(place, TOKENS)
         moved = 0.0
         for head in range(HEADS):
-            own, total = head // 2, torch.zeros(SIZE, dtype=torch.float64)
+            kv_head, total = head // 2, torch.zeros(SIZE, dtype=torch.float64)
             context, by_scores = contexts[row, head], 0.0
             for j in range(at + 1):
-                p, v = weights[place, head][j], value.values[request, own, j]
+                p, v = weights[place, head][j], value.values[request, kv_head, j]
                 q, q_slack = (x[request, head, at] for x in (query.values, query.slack))
-                k, k_slack = (x[request, own, j] for x in (key.values, key.slack))
+                k, k_slack = (x[request, kv_head, j] for x in (key.values, key.slack))
                 score = float(q.abs() @ k_slack + q_slack @ k.abs()) * SIZE**-0.5
                 by_scores += float(p * (v.norm() + context.norm()) * score)
-                total += p * value.slack[request, own, j]
+                total += p * value.slack[request, kv_head, j]
             moved += (by_scores + float(total.norm())) ** 2
         rooms.append(math.sqrt(moved) / float(contexts[row].norm()) / UNIT)
     return rooms
@@ -195,9 +195,9 @@ def test_allowance_of_ties_is_that_of_the_loop(only):
     parts = operands(slack=1)
     if only is not None:
         parts = [x if at == only else Stored(x.values, torch.zeros_like(x.slack)) for at, x in enumerate(parts)]
-    found = room_of(*parts)
-    assert (found > 0).any()
-    assert found.tolist() == pytest.approx(by_loop(*parts), rel=1e-9)
+    actual = room_of(*parts)
+    assert (actual > 0).any()
+    assert actual.tolist() == pytest.approx(by_loop(*parts), rel=1e-9)
 
 
 def test_queries_at_a_time_make_no_difference(monkeypatch):

@@ -43,8 +43,8 @@ def turned(x, angles, scaling=1.0):
     """Rows [R, N * H] whose pairs, half a head apart, turn by angles [R][P]; what is after the pairs stays."""
     out = x.clone().view(len(x), -1, SIZE)
     num = len(angles[0])
-    for row, own in enumerate(angles):
-        for pair, angle in enumerate(own):
+    for row, row_angles in enumerate(angles):
+        for pair, angle in enumerate(row_angles):
             a, b = (x.view(len(x), -1, SIZE)[row, :, at] for at in (pair, pair + num))
             cos, sin = math.cos(angle) * scaling, math.sin(angle) * scaling
             out[row, :, pair], out[row, :, pair + num] = a * cos - b * sin, b * cos + a * sin
@@ -98,14 +98,14 @@ STRETCHED = (1.0, 1.0, 0.5, 0.125)
 
 @pytest.mark.parametrize("stretch", [(1.0,) * PAIRS, STRETCHED])
 @pytest.mark.parametrize("order", range(6))
-def test_rows_are_held_to_the_order_that_they_are_nearest_to(order, stretch):
+def test_rows_are_judged_by_the_nearest_order(order, stretch):
     frequencies = frequencies_of(stretch=stretch)
     hf, expected = model_of(frequencies), turned(X, hf_angles(frequencies))
     actual = turned(X, orders(frequencies, THETA, stretch)[order])
-    (found,) = held(hf, actual, expected, x=X.unflatten(1, (HEADS, SIZE)))
-    assert found.name == OTHER_ORDER
+    (alternative,) = held(hf, actual, expected, x=X.unflatten(1, (HEADS, SIZE)))
+    assert alternative.name == OTHER_ORDER
     # Powers and exponentials of float32 may differ by a rounding or two: 1.2e-7 of an angle of 3,000.
-    torch.testing.assert_close(found.expected(), actual, rtol=0, atol=3e-3)
+    torch.testing.assert_close(alternative.expected(), actual, rtol=0, atol=3e-3)
 
 
 @pytest.mark.parametrize("stretch", [(1.0,) * PAIRS, STRETCHED])
@@ -114,19 +114,20 @@ def test_each_order_is_its_definition(stretch):
     frequencies = frequencies_of(stretch=stretch)
     angles = rotary._Angles(
         positions=torch.tensor(POSITIONS), exponents=torch.arange(0, PAIRS, dtype=torch.float64) / PAIRS,
-        theta=THETA, given=frequencies, stretch=torch.tensor(stretch, dtype=torch.float64),
+        theta=THETA, frequencies=frequencies, stretch=torch.tensor(stretch, dtype=torch.float64),
     )  # fmt: skip
     for at, (order, expected) in enumerate(zip(rotary._ORDERS, orders(frequencies, THETA, stretch), strict=True)):
-        found = order(angles)
-        assert found.dtype is torch.float64
+        angle = order(angles)
+        assert angle.dtype is torch.float64
         tolerance = 1e-14 if at < 3 else 4 * EPS
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0)
-        assert torch.equal(found, found.float().double()) == (at >= 2), "which orders are in float32"
+        torch.testing.assert_close(angle, torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0)
+        assert torch.equal(angle, angle.float().double()) == (at >= 2), "which orders are in float32"
 
 
 def test_one_pair_turns_by_the_position():
     one = rotary._Angles(
-        positions=torch.tensor([3]), exponents=torch.zeros(1, dtype=torch.float64), theta=5.0, given=torch.ones(1),
+        positions=torch.tensor([3]), exponents=torch.zeros(1, dtype=torch.float64), theta=5.0,
+        frequencies=torch.ones(1),
         stretch=torch.full((1,), 2.0, dtype=torch.float64),
     )  # fmt: skip
     assert rotary._ORDERS[-1](one).tolist() == [[6.0]]
@@ -136,22 +137,22 @@ def test_what_the_angles_are_made_of():
     """Frequencies that are the plain ones to four roundings are the plain ones."""
     subject = SimpleNamespace(hf=model_of(None), positions=torch.tensor(POSITIONS))
     nearly = frequencies_of(stretch=(1 + 3 * EPS, 1 - 3 * EPS, 1 + 8 * EPS, 0.5))
-    found = rotary._angles(subject, SimpleNamespace(frequencies=nearly))
-    assert found.exponents.tolist() == [0, 0.25, 0.5, 0.75]
-    assert (found.theta, found.given) == (THETA, nearly)
-    assert found.stretch[:2].tolist() == [1.0, 1.0]
+    angles = rotary._angles(subject, SimpleNamespace(frequencies=nearly))
+    assert angles.exponents.tolist() == [0, 0.25, 0.5, 0.75]
+    assert (angles.theta, angles.frequencies) == (THETA, nearly)
+    assert angles.stretch[:2].tolist() == [1.0, 1.0]
     torch.testing.assert_close(
-        found.stretch[2:], torch.tensor([1 + 8 * EPS, 0.5], dtype=torch.float64), rtol=EPS, atol=0
+        angles.stretch[2:], torch.tensor([1 + 8 * EPS, 0.5], dtype=torch.float64), rtol=EPS, atol=0
     )
-    assert float(found.stretch[2]) != 1.0
+    assert float(angles.stretch[2]) != 1.0
 
 
 @pytest.mark.parametrize(("pairs", "theta"), [(4, 500.0), (2, 500.0), (1, 1.0)])
-def test_a_theta_that_the_model_does_not_say_is_told_by_its_frequencies(pairs, theta):
+def test_a_missing_theta_is_derived_from_the_frequencies(pairs, theta):
     subject = SimpleNamespace(hf=model_of(None, theta=None), positions=torch.tensor(POSITIONS))
-    found = rotary._angles(subject, SimpleNamespace(frequencies=frequencies_of(500.0, pairs=pairs)))
-    assert found.theta == pytest.approx(theta, rel=1e-6)
-    torch.testing.assert_close(found.stretch, torch.ones(pairs, dtype=torch.float64), rtol=1e-6, atol=0)
+    angles = rotary._angles(subject, SimpleNamespace(frequencies=frequencies_of(500.0, pairs=pairs)))
+    assert angles.theta == pytest.approx(theta, rel=1e-6)
+    torch.testing.assert_close(angles.stretch, torch.ones(pairs, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("pairs", [PAIRS, 2])
@@ -163,7 +164,7 @@ def test_room_is_what_two_roundings_of_the_angles_move(pairs, dtype):
     x = X.clone()
     x[0] = 0
     expected[0] = 0
-    (found,) = held(model_of(frequencies), expected, expected, x=x, dtype=dtype)
+    (alternative,) = held(model_of(frequencies), expected, expected, x=x, dtype=dtype)
     for row, position in enumerate(POSITIONS):
         moved = size = 0.0
         for head in x[row].view(HEADS, SIZE):
@@ -172,7 +173,7 @@ def test_room_is_what_two_roundings_of_the_angles_move(pairs, dtype):
                 moved += length * (position * float(frequencies[pair]) * EPS) ** 2
                 size += length
         allowance = math.sqrt(moved / size) / rounding_unit(dtype) if size else 0.0
-        assert float(found.allowance[row]) == pytest.approx(allowance, rel=1e-9)
+        assert float(alternative.allowance[row]) == pytest.approx(allowance, rel=1e-9)
 
 
 def test_what_is_no_rotation_of_the_model_has_no_other_order():
@@ -194,15 +195,15 @@ def test_values_that_are_not_finite_are_no_nearer_to_any_order():
     actual = turned(X, orders(frequencies, THETA, (1.0,) * PAIRS)[0])
     broken = actual.clone()
     broken[1, 3] = torch.nan
-    (found,) = held(model_of(frequencies), broken, expected)
-    torch.testing.assert_close(found.expected(), actual, rtol=0, atol=1e-9)
+    (alternative,) = held(model_of(frequencies), broken, expected)
+    torch.testing.assert_close(alternative.expected(), actual, rtol=0, atol=1e-9)
 
 
 def test_cosines_are_scaled_as_the_models_are():
     frequencies = frequencies_of()
     expected = turned(X, hf_angles(frequencies), scaling=1.5)
-    (found,) = held(model_of(frequencies, scaling=1.5), expected, expected)
-    torch.testing.assert_close(found.expected(), expected, rtol=0, atol=3e-3)
+    (alternative,) = held(model_of(frequencies, scaling=1.5), expected, expected)
+    torch.testing.assert_close(alternative.expected(), expected, rtol=0, atol=3e-3)
 
 
 def of_a_layer_that_looks_ahead(shifts, *, ahead=1, without=()):
@@ -226,11 +227,11 @@ def of_a_layer_that_looks_ahead(shifts, *, ahead=1, without=()):
 
 
 def test_a_layer_that_looks_ahead_may_count_its_rows_own_positions():
-    (found,), subject = of_a_layer_that_looks_ahead({"q": 1, "k": 1})
-    assert found.name == OWN_POSITIONS
-    torch.testing.assert_close(found.expected(), subject.actual.double(), rtol=0, atol=3e-3)
-    (found,), _ = of_a_layer_that_looks_ahead({"q": 2, "k": 2}, ahead=2)
-    assert found.name == OWN_POSITIONS
+    (actual,), subject = of_a_layer_that_looks_ahead({"q": 1, "k": 1})
+    assert actual.name == OWN_POSITIONS
+    torch.testing.assert_close(actual.expected(), subject.actual.double(), rtol=0, atol=3e-3)
+    (actual,), _ = of_a_layer_that_looks_ahead({"q": 2, "k": 2}, ahead=2)
+    assert actual.name == OWN_POSITIONS
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,18 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
             torch.zeros(num_rows, 4096, dtype=torch.int8), torch.zeros(num_rows, 1), integers, scales, None, dtype
         )
     qkv = torch.zeros(3, 12 * head_dim, dtype=dtype)
-    for own in (weight[:head_dim], None):
-        norm_rotate(qkv, cos.contiguous(), cos.contiguous(), own, own, 1e-6, 8, 2, keeps_normed=own is not None)
+    for norm_weight in (weight[:head_dim], None):
+        norm_rotate(
+            qkv,
+            cos.contiguous(),
+            cos.contiguous(),
+            norm_weight,
+            norm_weight,
+            1e-6,
+            8,
+            2,
+            keeps_normed=norm_weight is not None,
+        )
     return compiled
 
 

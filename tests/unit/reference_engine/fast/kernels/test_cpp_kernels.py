@@ -149,9 +149,9 @@ def test_rows_land_in_their_slots_and_nowhere_else(operators: Any, dtype: torch.
     rows = qkv[:, 2:4], qkv[:, 4:6]
     slots = torch.tensor([7, -1, 19, 0])
     operators.store_kv(*rows, slots, *caches)
-    for own, cache, untouched in zip(rows, caches, expected, strict=True):
+    for written, cache, untouched in zip(rows, caches, expected, strict=True):
         for row in (0, 2, 3):
-            untouched[slots[row]] = own[row]
+            untouched[slots[row]] = written[row]
         assert torch.equal(cache.flatten(0, 1), untouched)
 
 
@@ -193,7 +193,9 @@ def test_a_row_is_the_same_in_every_batch_bit_for_bit(operators: Any, window: in
     batched = decode(operators, workload, q, window)
     for request in range(len(LENS)):
         own_q = q[request : request + 1]
-        alone = workload.alone(request, lambda own, own_q=own_q: decode(operators, own, own_q, window))
+        alone = workload.alone(
+            request, lambda request_alone, own_q=own_q: decode(operators, request_alone, own_q, window)
+        )
         assert torch.equal(alone, batched[request : request + 1])
 
 

@@ -53,7 +53,7 @@ def test_attention_reads_numbers_times_their_scale(device: torch.device, dtype: 
         for rows, scale in zip((workload.k, workload.v), SCALES, strict=True)
     ]
     q, tiling = workload.queries(lens), workload.tiling()
-    expected = torch.cat([attention(*given, None) for given in zip(q.split(lens), *read, strict=True)])
+    expected = torch.cat([attention(*qkv, None) for qkv in zip(q.split(lens), *read, strict=True)])
     tiles = torch.tensor(cut_into_tiles(lens, lens, tiling.rows), dtype=torch.int32, device=device)
     scales = {"k_scale": SCALES[0], "v_scale": SCALES[1]}
     out = workload.output(q)

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from reference_engine import model_runner
+from reference_engine import cache_spec, loader
 
 from .launching import IGNORE_NUMPY, launch_on
 
@@ -29,8 +29,11 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for name in ("load_weights", "read_cache_scales"):  # which the script replaces
-        monkeypatch.setattr(model_runner, name, getattr(model_runner, name))
+    for module, name in (
+        (loader, "load_weights"),
+        (cache_spec, "read_cache_scales"),
+    ):  # which the script replaces
+        monkeypatch.setattr(module, name, getattr(module, name))
     return script("gpu_steps")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference_engine.quantised import in_int8, quantised_linear
+from reference_engine.families.quantised import in_int8, quantised_linear
 
 from .launching import IGNORE_NUMPY
 

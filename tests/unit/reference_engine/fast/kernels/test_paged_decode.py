@@ -75,7 +75,9 @@ def test_a_row_is_the_same_in_every_batch_bit_for_bit(
     batched = workload.decode(q, window, min_split_keys)
     for request in range(len(LENS)):
         own_q = q[request : request + 1]
-        alone = workload.alone(request, lambda own, own_q=own_q: own.decode(own_q, window, min_split_keys))
+        alone = workload.alone(
+            request, lambda request_alone, own_q=own_q: request_alone.decode(own_q, window, min_split_keys)
+        )
         assert torch.equal(alone, batched[request : request + 1])
 
 

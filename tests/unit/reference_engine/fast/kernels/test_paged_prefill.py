@@ -56,7 +56,9 @@ def test_a_row_is_the_same_in_every_batch_bit_for_bit(device: torch.device, wind
     q = workload.queries(CHUNKS)
     batched = workload.prefill(q, CHUNKS, window).split(CHUNKS)
     for request, rows in enumerate(q.split(CHUNKS)):
-        alone = workload.alone(request, lambda own, rows=rows: own.prefill(rows, (len(rows),), window))
+        alone = workload.alone(
+            request, lambda request_alone, rows=rows: request_alone.prefill(rows, (len(rows),), window)
+        )
         assert torch.equal(alone, batched[request])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference_engine.quantised import dequantised, quantised_linear
+from reference_engine.families.quantised import dequantised, quantised_linear
 
 from .launching import IGNORE_NUMPY
 

@@ -39,8 +39,8 @@ class Workload:
         widths = [-(-context_len // self.block_size) for context_len in self.context_lens]
         blocks = (1 + torch.randperm(sum(widths) + 3, generator=self.generator)).split([*widths, 3])[:-1]
         self.tables = torch.zeros(len(widths), max(1, *widths), dtype=torch.int64, device=self.device)
-        for row, own in zip(self.tables, blocks, strict=True):
-            row[: len(own)] = own
+        for row, table_blocks in zip(self.tables, blocks, strict=True):
+            row[: len(table_blocks)] = table_blocks
         shape = (sum(widths) + 4, self.block_size, self.num_kv_heads, self.head_dim)
         self.caches = tuple(torch.full(shape, torch.nan, dtype=self.dtype, device=self.device) for _ in "kv")
         self.k, self.v = ([self.random(c, self.num_kv_heads) for c in self.context_lens] for _ in "kv")
@@ -64,7 +64,7 @@ class Workload:
 
     def expected(self, q: torch.Tensor, query_lens: tuple[int, ...], window: int | None = None) -> torch.Tensor:
         parts = zip(q.split(query_lens), self.k, self.v, strict=True)
-        return torch.cat([attention(own, k, v, window) for own, k, v in parts])
+        return torch.cat([attention(q, k, v, window) for q, k, v in parts])
 
     def output(self, q: torch.Tensor) -> torch.Tensor:
         """An output that shows what has not been written."""

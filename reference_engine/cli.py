@@ -1,0 +1,469 @@
+"""`reference-engine generate` and `reference-engine serve`: the engine at work, from a shell.
+
+Standard output has the result alone; statistics and errors go to standard error. The exit status is 0, 2 for an error
+of the input, or 128 and the number of the signal that ended it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reference_engine.errors import ConfigError, EngineError, RequestError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from reference_engine import LLMEngine, SamplingParams
+
+__all__ = ["main", "run"]
+
+API_KEY = "HARNESS_API_KEY"
+BAD_INPUT = 2
+_FORMATS = ("human", "json")
+_EMPTY_ALLOWED = ("--prompt",)
+"""Options whose empty value has an error of its own."""
+
+# typer brings click along under a private name, older versions depend on click itself: this is the base of either.
+_ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="reference-engine", help="Run the reference engine.", add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None, no_args_is_help=True,
+)  # fmt: skip
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Folder of a checkpoint, name of an embedded one, or hub id. [default: the embedded qwen3-tiny]",
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own.")
+]
+Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.")]
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option("--engine-option", metavar="NAME=VALUE", help="Field of EngineConfig. Repeatable."),
+]
+LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")] = None,
+    chat: Annotated[
+        Path | None,
+        typer.Option(
+            "--chat",
+            metavar="FILE",
+            help="JSON file with a conversation in the prompt's place: a list of messages, or messages and tools. The "
+            "checkpoint's chat template makes the prompt.",
+        ),
+    ] = None,
+    model: Model = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Draw among K tokens; 0: among all.")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Draw among the likeliest tokens of this mass.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(metavar="P", help="Draw among tokens of this share of the likeliest one's probability.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds draw equal tokens.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    engine_option: EngineOption = None,
+    lora: Annotated[
+        Path | None, typer.Option("--lora", metavar="FOLDER", help="LoRA adapter in PEFT's format.")
+    ] = None,
+    local_files_only: LocalFilesOnly = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    show_stats: Annotated[bool, typer.Option("--show-stats", help="Print counts and times on standard error.")] = False,
+    format: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="Form of the result.")] = "human",
+) -> None:
+    """Continue a prompt or a conversation.
+
+    Standard output has the continuation alone. It ends at the model's own end-of-sequence token, or after
+    --max-new-tokens.
+    """
+    _refuse_form(format, stream)
+    request = _Request.of(prompt, chat)
+    from reference_engine import SamplingParams  # here, since torch takes seconds to import
+    from reference_engine.launch import find_model
+
+    adapter = None if lora is None else "lora"
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        adapter=adapter,
+    )  # fmt: skip
+    folder = find_model(model, local_files_only=local_files_only)
+    token_ids = request.token_ids(folder)
+    adapters = {} if lora is None else {"lora": lora}
+    options = ["max_num_seqs=1", *(engine_option or [])]
+    with _open_engine(folder, dtype, device, options, adapters) as engine:
+        continuation = _continue(engine, token_ids, params, streams=stream)
+    if stream:
+        _write("\n")
+    else:
+        _write(f"{continuation.text}\n" if format == "human" else _json_text(continuation.json()))
+    if show_stats:
+        typer.echo(continuation.stats(), err=True)
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name that the model is served under. [default: --model]")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    engine_option: EngineOption = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME=FOLDER",
+            help="LoRA adapter in PEFT's format, served as a model of this name. Repeatable.",
+        ),
+    ] = None,
+    local_files_only: LocalFilesOnly = False,
+) -> None:
+    """Serve a model behind the completions and chat interface of OpenAI.
+
+    Standard output gets one line, the address, when requests are taken. Ctrl-C ends it. If the environment has
+    HARNESS_API_KEY, clients must send it as their bearer token.
+    """
+    with _listen(host, port) as listener:  # first: what fails here fails before anything costs time
+        _refuse_without_packages()
+        from reference_engine.launch import engine_threads, find_model
+        from reference_engine.server.app import build_app
+        from reference_engine.server.text import Text
+
+        adapters = {name: Path(folder) for name, folder in (_parse_pair(option, "--lora") for option in lora or ())}
+        folder = find_model(model, local_files_only=local_files_only)
+        options = ["max_num_seqs=64", "enable_prefix_caching=true", *(engine_option or [])]
+        with _open_engine(folder, dtype, device, options, adapters) as engine:
+            api_key = os.environ.get(API_KEY) or None
+            server = build_app(engine, Text(folder), model=name or model or folder.name, api_key=api_key)
+            with engine_threads(engine.model_config.hidden_size, str(engine.runner.device)):
+                _run_server(server, listener)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """A continuation, and how long it took."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    elapsed_seconds: float
+    """From the request to the last token; loading comes before."""
+    ttft_ms: float
+    """Time to first token."""
+    device: str
+    dtype: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens by elapsed time."""
+        return len(self.token_ids) / self.elapsed_seconds
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token after the first; NaN where there is one alone."""
+        num_later = len(self.token_ids) - 1
+        return (1000 * self.elapsed_seconds - self.ttft_ms) / num_later if num_later else math.nan
+
+    def stats(self) -> str:
+        """Return everything but the text on one line."""
+        return (
+            f"prompt_tokens={self.num_prompt_tokens} generated_tokens={len(self.token_ids)} "
+            f"elapsed_seconds={self.elapsed_seconds:.4f} tokens_per_second={self.tokens_per_second:.2f} "
+            f"ttft_ms={self.ttft_ms:.2f} tpot_ms={self.tpot_ms:.2f} device={self.device} dtype={self.dtype}"
+        )
+
+    def json(self) -> dict[str, Any]:
+        """Return everything as JSON-able data."""
+        values = asdict(self)
+        return {"schema_version": 1, **values} | {
+            "prompt_tokens": values.pop("num_prompt_tokens"),
+            "generated_tokens": len(self.token_ids),
+            "tokens_per_second": self.tokens_per_second,
+            "tpot_ms": None if math.isnan(self.tpot_ms) else self.tpot_ms,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A text, or a conversation and the tools that it may call."""
+
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, prompt: str | None, chat: Path | None) -> _Request:
+        """Read the request of the options; exactly one of both is given.
+
+        Raises:
+            ConfigError: not one of both is given, or the file holds no conversation.
+            RequestError: the prompt is empty.
+        """
+        if (prompt is None) == (chat is None):
+            raise ConfigError(
+                "one request is continued", where="--prompt, --chat", expected="one of both",
+                actual="neither" if prompt is None else "both",
+                hint="A conversation in the file may end with the prompt.",
+            )  # fmt: skip
+        if chat is not None:
+            return cls._read_chat(chat)
+        if not str(prompt).strip():
+            raise RequestError("the prompt is empty", where="--prompt", actual=repr(prompt), hint="Give some text.")
+        return cls(prompt)
+
+    @classmethod
+    def _read_chat(cls, path: Path) -> _Request:
+        where, expected = f"--chat {path}", 'a list of messages, or {"messages": [...], "tools": [...]}'
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the file cannot be read: {error.strerror}", where=where) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the conversation is no JSON: {error}", where=where, expected=expected) from error
+        table = content if isinstance(content, dict) else {"messages": content}
+        messages, tools = table.get("messages"), table.get("tools") or []
+        lists = [value for value in (messages, tools) if isinstance(value, list)]
+        are_tables = all(isinstance(item, dict) for items in lists for item in items)
+        if len(lists) < 2 or not messages or not are_tables or table.keys() - {"messages", "tools"}:
+            raise ConfigError("the file holds no conversation", where=where, expected=expected)
+        return cls(None, tuple(messages), tuple(tools))
+
+    def token_ids(self, folder: Path) -> list[int]:
+        """Return the tokens of the prompt, by the tokenizer of a checkpoint.
+
+        Raises:
+            ConfigError: it has none.
+            RequestError: it has no chat template, or this refuses the conversation.
+        """
+        from reference_engine.requests.tokenizer import Tokenizer
+        from reference_engine.server.text import Text
+
+        if self.text is not None:
+            return Tokenizer(folder).encode(self.text)
+        return Text(folder).encode_chat(list(self.messages), list(self.tools) or None)
+
+
+def _open_engine(folder: Path, dtype: str, device: str, options: Sequence[str], adapters: dict[str, Path]) -> LLMEngine:
+    from reference_engine import EngineConfig, LLMEngine
+    from reference_engine.device import open_device
+    from reference_engine.launch import choose_backend, parse_options
+
+    pairs = dict(_parse_pair(option, "--engine-option") for option in options)
+    open_device(device)  # refuse it before kernels are compiled
+    choice = choose_backend(pairs, folder=folder, device=device, has_adapters=bool(adapters))
+    if choice.why_slower:
+        typer.echo(choice.description, err=True)
+    config = EngineConfig(dtype=dtype, device=device, **parse_options(choice.options))
+    return LLMEngine(folder, config, adapters=adapters)
+
+
+def _continue(engine: LLMEngine, token_ids: list[int], params: SamplingParams, *, streams: bool) -> Continuation:
+    """Generate tokens, and write each piece of text as it comes if it is to be streamed."""
+    from reference_engine.launch import engine_threads
+    from reference_engine.requests.detokenizer import Detokenizer
+
+    detokenizer = Detokenizer(engine.tokenizer.decode)
+    pieces: list[str] = []
+    generated: list[int] = []
+    seconds: list[float] = []
+    finish_reason = "length"
+    with engine_threads(engine.model_config.hidden_size, str(engine.runner.device)):
+        start = time.perf_counter()
+        for token_id, reason in _tokens(engine, token_ids, params):
+            seconds.append(time.perf_counter() - start)
+            generated.append(token_id)
+            pieces.append(detokenizer.add(token_id))
+            if reason is not None:
+                finish_reason = reason
+                pieces[-1] += detokenizer.finish()
+            if streams and pieces[-1]:
+                _write(pieces[-1])
+    return Continuation(
+        text="".join(pieces),
+        token_ids=generated,
+        finish_reason=finish_reason,
+        num_prompt_tokens=len(token_ids),
+        elapsed_seconds=seconds[-1],
+        ttft_ms=1000 * seconds[0],
+        device=str(engine.runner.device),
+        dtype=str(engine.runner.dtype).removeprefix("torch."),
+    )
+
+
+def _tokens(engine: LLMEngine, token_ids: list[int], params: SamplingParams) -> Iterator[tuple[int, str | None]]:
+    """Yield each new token, and why it is the last one, if it is."""
+    engine.add_request(token_ids, params)
+    while engine.has_unfinished():  # a prompt longer than a step's budget takes several steps without an output
+        for output in engine.step():
+            yield output.token_id, output.finish_reason and output.finish_reason.value
+
+
+def _parse_pair(option: str, where: str) -> tuple[str, str]:
+    name, _, value = option.partition("=")
+    if not name or not value:
+        expected = "NAME=FOLDER" if where == "--lora" else "NAME=VALUE"
+        subject = "an adapter" if where == "--lora" else "an engine option"
+        raise ConfigError(f"{subject} is {expected}", where=where, expected=expected, actual=option)
+    return name, value
+
+
+def _refuse_form(format: str, stream: bool) -> None:
+    if format not in _FORMATS:
+        raise ConfigError("unknown form", where="--format", expected=" or ".join(_FORMATS), actual=format)
+    if stream and format == "json":
+        raise ConfigError("JSON is written at the end, not streamed", where="--stream", hint="Leave one of them away.")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"the address cannot be listened at: {error.strerror}", where="--host, --port", actual=f"{host}:{port}",
+            hint="--port 0 takes a free one.",
+        ) from error  # fmt: skip
+    # asyncio sets it only for sockets that say TCP, which these do not: bodies waited 40 ms after their headers
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _refuse_without_packages() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs a package that is not installed: {error.name}", where="reference-engine serve",
+            hint="pip install -e '.[serve]' in a checkout.",
+        ) from error  # fmt: skip
+
+
+def _run_server(server: FastAPI, listener: socket.socket) -> None:
+    import uvicorn
+
+    from reference_engine.server.connections import MAX_CONNECTIONS, ImpatientProtocol
+
+    address, port = listener.getsockname()[:2]  # it takes connections already, and uvicorn will serve them
+    _write(f"http://{f'[{address}]' if ':' in address else address}:{port}\n")
+    config = uvicorn.Config(
+        server,
+        http=ImpatientProtocol,
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def main() -> None:
+    """Run the command line and exit the process; a signal ends it with 128 and its number."""
+    ended_by: list[int] = []
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # not every locale has all characters
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended_by.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        status = 0
+    sys.exit(128 + ended_by[0] if ended_by else status)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status."""
+    as_json = "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
+    try:
+        _refuse_empty(arguments)
+        status = typer.main.get_command(app)(list(arguments), prog_name="reference-engine", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except (typer.Abort, KeyboardInterrupt) as error:
+        raise KeyboardInterrupt from error
+    except EngineError as error:
+        return _report(error, type(error).__name__, as_json=as_json)
+    except _ClickError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            return BAD_INPUT
+        context = error.ctx
+        path = context.command_path if context else "reference-engine"
+        usage = ConfigError(error.format_message(), where=path, hint=f"{path} --help")
+        return _report(usage, "UsageError", as_json=as_json)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse an option that is given empty, usually by an unset variable of a script: it is not its default."""
+    for option, value in pairwise([*arguments, "-"]):
+        name, equals, text = option.partition("=")
+        if name.startswith("--") and name not in _EMPTY_ALLOWED and (value == "" or (equals and not text)):
+            raise ConfigError(f"{name} is given empty", where=name, actual="''", hint="Give it a value.")
+
+
+def _report(error: EngineError, code: str, *, as_json: bool) -> int:
+    details = {"where": error.where, "expected": error.expected, "actual": error.actual}
+    lines = [f"{code}: {error.what}"]
+    named = {**details, "try": error.hint or None}
+    lines += [f"  {name + ':':10}{value}" for name, value in named.items() if value is not None]
+    typer.echo(_printable("\n".join(lines)), err=True)
+    if as_json:
+        texts = {name: None if value is None else str(value) for name, value in details.items()}
+        error_document = {"code": code, "message": error.what, **texts, "hint": error.hint or None}
+        _write(_json_text({"schema_version": 1, "error": error_document}))
+    return BAD_INPUT
+
+
+def _json_text(document: dict[str, Any]) -> str:
+    return json.dumps(document, allow_nan=False, indent=1) + "\n"
+
+
+def _printable(text: str) -> str:
+    """Return text without what a terminal would obey: names in files may be hostile."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+
+
+def _write(text: str) -> None:
+    """Write to standard output at once; a reader that went away (`| head`) changes nothing about the result."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest fails again at exit
