@@ -18,7 +18,7 @@ from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.extensions.faults.fault import FaultConfig, Variant
 from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.trial import FaultTrial, try_variant
+from harness.extensions.faults.run import FaultTrial, try_variant
 from reference_engine.kv_cache import KVCache
 
 NUM_LAYERS = 3
@@ -104,11 +104,10 @@ class Format:
 def planted(change: Change) -> Any:
     """Store what a change makes of keys and of values."""
 
-    def make(store: Callable[..., None]) -> Callable[..., None]:
-        def stored(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-            store(self, layer, change(k, layer, 0), change(v, layer, 1), slots)
-
-        return stored
+    def make(
+        store: Callable[..., None], self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        store(self, layer, change(k, layer, 0), change(v, layer, 1), slots)
 
     return replacing((KVCache, "store", make))
 

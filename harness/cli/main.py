@@ -12,8 +12,8 @@ from typing import Any
 import typer
 import typer.core
 
+from harness.base import plugins
 from harness.base.environment import own_commit
-from harness.base.plugins import COMMANDS, load_all
 from harness.cli.supervisor import supervise
 from harness.command.entry import CommandEntry, Panel
 from harness.command.interrupts import INTERRUPTED, Interrupts
@@ -196,7 +196,7 @@ def error_json(error: HarnessError) -> dict[str, Any]:
 
 def commands() -> dict[str, CommandEntry]:
     """Return all commands in the order of the help: of each panel the core's, then those of the extensions."""
-    known = [*_COMMANDS, *load_all(COMMANDS)]
+    known = [*_COMMANDS, *plugins.load_all(plugins.COMMANDS)]
     panels = list(Panel)
     return {command.name: command for command in sorted(known, key=lambda command: panels.index(command.panel))}
 

@@ -18,6 +18,8 @@ class EnginePackage:
     """Names in the package index, any of which brings the module."""
     known_versions: tuple[str, ...]
     """`major.minor` that the adapter was run with."""
+    read_versions: tuple[str, ...] = ()
+    """`major.minor` whose source was read and has all names that the adapter touches, and that were not run."""
     how_to_install: str
     why_imports_fail: str
     """The usual cause, and what to do."""
@@ -40,10 +42,14 @@ class EnginePackage:
                 expected=f"the package {' or '.join(self.distributions)}",
                 hint=self.how_to_install,
             )
-        if installed != allowed and ".".join(installed.split(".")[:2]) not in self.known_versions:
+        release = ".".join(installed.split(".")[:2])
+        if installed != allowed and release not in self.known_versions:
+            what = f"the adapter was never run with this version of {self.name}"
+            if release in self.read_versions:
+                what += ", though its source has all names that the adapter touches"
             raise HarnessError(
                 Code.ENGINE_VERSION,
-                f"the adapter was never run with this version of {self.name}",
+                what,
                 where=f"--engine {self.module}",
                 expected=", ".join(f"{known}.*" for known in self.known_versions),
                 actual=installed,

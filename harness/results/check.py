@@ -23,52 +23,6 @@ from harness.results.merging import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseCost:
-    """One phase of a check."""
-
-    name: str
-    seconds: float
-    read_bytes: int
-    """Bytes of weights, golden and recordings that are read from files; the system may cache some."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckCost:
-    """The estimated cost of a check."""
-
-    kind: ClassVar = "check-cost"
-    IN_DOCUMENT: ClassVar = ("kind", "seconds", "read_bytes")
-    model: str
-    dtype: str
-    num_requests: int
-    num_tokens: int
-    """Tokens of all requests: prompts and continuations."""
-    num_layers: int
-    num_measured: int
-    """The first layers of the model, which the measurement ran."""
-    has_golden: bool
-    """Whether the golden is in the cache."""
-    phases: tuple[PhaseCost, ...]
-    golden_bytes: int
-    """On disk, kept."""
-    recording_bytes: int
-    """On disk while a schedule is judged."""
-    peak_bytes: int | None
-    """Memory of the process beside mapped files; None where the system does not say."""
-    available_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        """Time of all phases; without the engine's own."""
-        return sum(phase.seconds for phase in self.phases)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that all phases read."""
-        return sum(phase.read_bytes for phase in self.phases)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TapSource:
     """The tensor of an engine that is a tap."""
 
@@ -458,3 +412,49 @@ class Memory(StrEnum):
         member = str.__new__(cls, word)
         member._value_, member.help = word, text
         return member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """One phase of a check."""
+
+    name: str
+    seconds: float
+    read_bytes: int
+    """Bytes of weights, golden and recordings that are read from files; the system may cache some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCost:
+    """The estimated cost of a check."""
+
+    kind: ClassVar = "check-cost"
+    IN_DOCUMENT: ClassVar = ("kind", "seconds", "read_bytes")
+    model: str
+    dtype: str
+    num_requests: int
+    num_tokens: int
+    """Tokens of all requests: prompts and continuations."""
+    num_layers: int
+    num_measured: int
+    """The first layers of the model, which the measurement ran."""
+    has_golden: bool
+    """Whether the golden is in the cache."""
+    phases: tuple[PhaseCost, ...]
+    golden_bytes: int
+    """On disk, kept."""
+    recording_bytes: int
+    """On disk while a schedule is judged."""
+    peak_bytes: int | None
+    """Memory of the process beside mapped files; None where the system does not say."""
+    available_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of all phases; without the engine's own."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that all phases read."""
+        return sum(phase.read_bytes for phase in self.phases)

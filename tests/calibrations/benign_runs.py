@@ -22,7 +22,7 @@ from pathlib import Path
 from harness.base.files import scratch_folder
 from harness.errors import HarnessError
 from harness.extensions.faults.fault import Variant
-from harness.extensions.faults.trial import check_variant
+from harness.extensions.faults.run import check_variant
 from harness.extensions.faults.variants import variants
 from harness.results.check import Outcome
 

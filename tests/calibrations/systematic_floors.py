@@ -15,7 +15,7 @@ from unittest.mock import patch
 from tabulate import tabulate
 
 from harness.base.environment import describe_machine
-from harness.extensions.faults.trial import try_variant
+from harness.extensions.faults.run import try_variant
 from harness.extensions.faults.variants import variants
 from harness.judge.compare.systematic import THRESHOLD, Effects
 from harness.results.check import Effect

@@ -51,7 +51,7 @@ def find_divergences(
         HarnessError: PEER_TOKENS_DIFFER: a peer has another number of tokens than was asked for.
     """
     for peer, lists in tokens.items():
-        actual = [len(own) for own in lists]
+        actual = [len(token_ids) for token_ids in lists]
         if actual != list(workload.output_lens):
             raise HarnessError(
                 Code.PEER_TOKENS_DIFFER, f"{peer} generates another number of tokens than it was asked for",
@@ -69,7 +69,7 @@ def find_divergences(
 
 def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> Iterable[int]:
     pairs = enumerate(zip(ours, theirs, strict=True))
-    return [index for index, (own, other) in pairs if own != other][:1]
+    return [index for index, (our_token, their_token) in pairs if our_token != their_token][:1]
 
 
 @torch.no_grad()

@@ -109,8 +109,8 @@ def _of_module(module: str, name: str, setting: BenchConfig) -> Peer:
 
 PEERS: dict[str, Callable[[BenchConfig], Peer]] = {
     OURS: partial(_engine, OURS),
-    "hf-generate": partial(_of_module, "hf_generate", "HfGeneratePeer"),
-    "hf-continuous": partial(_of_module, "hf_continuous", "HfContinuousPeer"),
+    "hf-generate": partial(_of_module, "hf", "HfGeneratePeer"),
+    "hf-continuous": partial(_of_module, "hf", "HfContinuousPeer"),
     "llamacpp": partial(_of_module, "llamacpp", "LlamaCppPeer"),
 }
 """Engines that are timed by default, by name; every installed engine can be named besides."""

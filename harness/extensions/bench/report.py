@@ -153,9 +153,11 @@ def _bandwidth(result: BenchResult) -> str:
 
 
 def _agreement(result: BenchResult) -> str:
-    lines = [
-        f"{own.peer}: the tokens of {result.engine} in {own.num_requests - own.num_ties} of {own.num_requests} requests"
-        + (f", the others part at ties (up to {own.worst_tie_stds:.2g} standard deviations)" if own.num_ties else "")
-        for own in result.agreements
-    ]
+    lines = []
+    for peer in result.agreements:
+        same = f"{peer.num_requests - peer.num_ties} of {peer.num_requests} requests"
+        line = f"{peer.peer}: the tokens of {result.engine} in {same}"
+        if peer.num_ties:
+            line += f", the others part at ties (up to {peer.worst_tie_stds:.2g} standard deviations)"
+        lines.append(line)
     return "\n".join([*lines, *(f"{name}: not timed, {reason}" for name, reason in result.absent.items())])

@@ -87,7 +87,7 @@ class Timed:
 
 
 @dataclass(slots=True)
-class Found:
+class Timings:
     """The results of all groups of engines."""
 
     timed: list[Timed]
@@ -154,15 +154,15 @@ def run_bench(
             dtype=dtype,
             device=device,
             num_threads=torch.get_num_threads(),
-            max_request_len=max(max(own.request_lens) for own in workloads),
-            max_total_len=max(sum(own.request_lens) for own in workloads),
-            max_requests=max(len(own.prompts) for own in workloads),
+            max_request_len=max(max(workload.request_lens) for workload in workloads),
+            max_total_len=max(sum(workload.request_lens) for workload in workloads),
+            max_requests=max(len(workload.prompts) for workload in workloads),
             engine=engine,
             engine_options=engine_options,
         )
         groups = peer_groups(peer_names, device, engine)
-        found = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
-        backend = _reference_backend(found, setting)
+        timings = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
+        backend = _reference_backend(timings, setting)
         machine = describe_machine(device)
     return BenchResult(
         shape=shape_name,
@@ -171,22 +171,22 @@ def run_bench(
         seed=seed,
         repeats=repeats,
         machine=machine,
-        copy_bytes_per_second=found.copy_bytes_per_second,
-        copy_spread=(min(found.copies), max(found.copies)),
-        measures=_measures(found.timed, engine),
-        shares=_shares(found, sizes, num_parameters, dtype) if isinstance(sizes, Shape) else [],
-        agreements=found.agreements,
-        absent=found.absent,
+        copy_bytes_per_second=timings.copy_bytes_per_second,
+        copy_spread=(min(timings.copies), max(timings.copies)),
+        measures=_measures(timings.timed, engine),
+        shares=_shares(timings, sizes, num_parameters, dtype) if isinstance(sizes, Shape) else [],
+        agreements=timings.agreements,
+        absent=timings.absent,
         engine=engine,
-        resident_bytes=found.grown_bytes,
+        resident_bytes=timings.grown_bytes,
         threads=threads,
         reference_backend=backend,
     )
 
 
-def _reference_backend(found: Found, setting: BenchConfig) -> str:
+def _reference_backend(timings: Timings, setting: BenchConfig) -> str:
     """Describe the backend of the reference engine, the one that is timed or a peer; empty if it is neither."""
-    if not any(OURS in own for own in found.tokens):
+    if not any(OURS in tokens for tokens in timings.tokens):
         return ""
     chosen = choose_backend(setting.options_of(OURS), folder=setting.folder, device=setting.device)
     return chosen.description
@@ -224,20 +224,20 @@ def _run_groups(
     required: Sequence[str],
     repeats: int,
     progress: Progress,
-) -> Found:
+) -> Timings:
     """Time the engines of each group while they are open; their tokens are compared before, or once all are closed."""
-    found = Found(timed=[Timed(workload=own) for own in workloads], tokens=[{} for _ in workloads])
+    timings = Timings(timed=[Timed(workload=workload) for workload in workloads], tokens=[{} for _ in workloads])
     for group in groups:
         with open_peers(group, setting, required=required) as opened:
-            found.absent |= opened.absent
-            found.absent |= _run_once(opened, workloads, found.tokens, progress)
-            found.grown_bytes |= opened.memory.grown_bytes
+            timings.absent |= opened.absent
+            timings.absent |= _run_once(opened, workloads, timings.tokens, progress)
+            timings.grown_bytes |= opened.memory.grown_bytes
             if len(groups) == 1:  # nothing is timed in vain
-                found.agreements = _agree(found.tokens, workloads, setting, progress)
-            found.copies += _time(opened.peers, found.timed, found.tokens, setting.device, repeats, progress)
+                timings.agreements = _agree(timings.tokens, workloads, setting, progress)
+            timings.copies += _time(opened.peers, timings.timed, timings.tokens, setting.device, repeats, progress)
     if len(groups) > 1:  # the model that judges needs the memory that the engines had
-        found.agreements = _agree(found.tokens, workloads, setting, progress)
-    return found
+        timings.agreements = _agree(timings.tokens, workloads, setting, progress)
+    return timings
 
 
 def _run_once(
@@ -248,12 +248,12 @@ def _run_once(
     Returns what an engine says that it does not serve, and why.
     """
     not_served = {}
-    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
+    for index, (workload, tokens_by_peer) in enumerate(zip(workloads, tokens, strict=True)):
         progress("comparing tokens", index, len(workloads))
         for peer in opened.peers:
             try:
                 with opened.memory.of(peer.name):
-                    own[peer.name] = peer.generate(workload).token_ids
+                    tokens_by_peer[peer.name] = peer.generate(workload).token_ids
             except HarnessError as error:
                 if error.code is not Code.ENGINE_CANNOT_SERVE:
                     raise
@@ -266,24 +266,31 @@ def _agree(
 ) -> list[Agreement]:
     """Compare each peer's tokens with the engine's, of the workloads that both have run."""
     engine = setting.engine
-    ties: dict[str, list[float]] = {name: [] for own in tokens for name in own if name != engine}
+    ties: dict[str, list[float]] = {name: [] for tokens_by_peer in tokens for name in tokens_by_peer if name != engine}
     num_requests = dict.fromkeys(ties, 0)
     model = None
-    for index, (workload, own) in enumerate(zip(workloads, tokens, strict=True)):
+    for index, (workload, tokens_by_peer) in enumerate(zip(workloads, tokens, strict=True)):
         progress("judging tokens", index, len(workloads))
-        if engine not in own:
+        if engine not in tokens_by_peer:
             continue
-        for name in own.keys() - {engine}:
+        for name in tokens_by_peer.keys() - {engine}:
             num_requests[name] += len(workload.prompts)
-        divergences = find_divergences(workload, own, engine)
+        divergences = find_divergences(workload, tokens_by_peer, engine)
         if divergences:
             model = model or load_hf_model(setting, "float32")
-            judged = judge_divergences(divergences, workload, own[engine], model, dtype=setting.dtype, engine=engine)
+            judged = judge_divergences(
+                divergences, workload, tokens_by_peer[engine], model, dtype=setting.dtype, engine=engine
+            )
             for name, distances in judged.items():
                 ties[name] += distances
     return [
-        Agreement(peer=name, num_requests=num_requests[name], num_ties=len(own), worst_tie_stds=max(own, default=0.0))
-        for name, own in ties.items()
+        Agreement(
+            peer=name,
+            num_requests=num_requests[name],
+            num_ties=len(tokens_by_peer),
+            worst_tie_stds=max(tokens_by_peer, default=0.0),
+        )
+        for name, tokens_by_peer in ties.items()
     ]
 
 
@@ -303,10 +310,10 @@ def _time(
     for repeat in range(repeats):
         progress("timing", repeat, repeats)
         copies.append(copy_bandwidth(device))
-        for own, served in zip(timed, tokens, strict=True):
+        for timed_workload, served in zip(timed, tokens, strict=True):
             for peer in peers if repeat % 2 == 0 else reversed(peers):
-                if peer.name in served and (peer.shows_steps or own is timed[-1]):
-                    own.generations.setdefault(peer.name, []).append(peer.generate(own.workload))
+                if peer.name in served and (peer.shows_steps or timed_workload is timed[-1]):
+                    timed_workload.generations.setdefault(peer.name, []).append(peer.generate(timed_workload.workload))
     return copies
 
 
@@ -321,14 +328,19 @@ def _measures(timed: Sequence[Timed], engine: str) -> list[Measure]:
     return [
         measure("prefill, batch 1", "tok/s", even[0], lambda run: num_prompt_tokens / run.prefill_seconds),
         *(
-            measure(f"decode step, {own.workload.name}", "ms", own, lambda run: 1000 * run.decode_step_seconds)
-            for own in even
+            measure(
+                f"decode step, {timed_workload.workload.name}",
+                "ms",
+                timed_workload,
+                lambda run: 1000 * run.decode_step_seconds,
+            )
+            for timed_workload in even
         ),
         measure("uneven workload", "tok/s", uneven, lambda run: uneven.workload.num_output_tokens / run.seconds),
     ]
 
 
-def _shares(found: Found, shape: Shape, num_parameters: int, dtype: str) -> list[BandwidthShare]:
+def _shares(timings: Timings, shape: Shape, num_parameters: int, dtype: str) -> list[BandwidthShare]:
     """Relate a decode step's bytes to its time; an embedding that is not the head is read by the row, for nothing."""
     num_read = num_parameters - (0 if shape.is_tied else shape.vocab_size * shape.hidden_size)
 
@@ -340,7 +352,7 @@ def _shares(found: Found, shape: Shape, num_parameters: int, dtype: str) -> list
         return BandwidthShare(
             batch_size=len(workload.prompts),
             bytes_per_step=num_bytes,
-            shares={name: num_bytes / seconds / found.copy_bytes_per_second for name, seconds in steps.items()},
+            shares={name: num_bytes / seconds / timings.copy_bytes_per_second for name, seconds in steps.items()},
         )
 
-    return [share(timed) for timed in found.timed[: len(BATCH_SIZES)]]
+    return [share(timed) for timed in timings.timed[: len(BATCH_SIZES)]]

@@ -65,8 +65,8 @@ class MetaModel:
     @property
     def num_chosen(self) -> int:
         """Experts that a token goes through, besides those that are shared; 0 for a dense model."""
-        found = (getattr(self._config, name, None) for name in _CHOSEN)
-        return next((count for count in found if isinstance(count, int)), 0) if self.experts else 0
+        values = (getattr(self._config, name, None) for name in _CHOSEN)
+        return next((count for count in values if isinstance(count, int)), 0) if self.experts else 0
 
     @property
     def head_flops(self) -> int:
@@ -121,7 +121,7 @@ class MetaModel:
 
     def _counted_step(self, context: int) -> tuple[int, list[int]]:
         """Return the FLOPs of a token's step as HF computes it, and of these those of each projection."""
-        given = self._cache(context - 1) if context > 1 else {}
+        arguments = self._cache(context - 1) if context > 1 else {}
         projections: list[int] = []
 
         def count(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
@@ -130,7 +130,7 @@ class MetaModel:
         linears = [module for module in self._model.modules() if isinstance(module, nn.Linear)]
         hooks = [module.register_forward_pre_hook(count) for module in linears]
         with FlopCounterMode(display=False) as counter:
-            self._run(1, given)
+            self._run(1, arguments)
         for hook in hooks:
             hook.remove()
         return int(counter.get_total_flops()), projections
@@ -159,10 +159,10 @@ class MetaModel:
 
     def _cache(self, num_tokens: int) -> dict[str, Any]:
         output = self._run(num_tokens, {})
-        found = caches_of(output)
-        if not found:
+        caches = caches_of(output)
+        if not caches:
             raise _not_sized("its forward keeps no cache", self._name, None)
-        return found
+        return caches
 
     def _run(self, num_tokens: int, cache: dict[str, Any]) -> Any:
         ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")

@@ -119,22 +119,22 @@ def estimate(
     Raises:
         HarnessError: MODEL_NOT_SIZED; BAD_PROFILE; BAD_OPTION: a GPU is not in the table, or has no unit for the dtype.
     """
-    found = [find_gpu(name) for name in gpus]
+    chosen_gpus = [find_gpu(name) for name in gpus]
     cache_dtype = cache_dtype or ("bfloat16" if dtype == "float8" else dtype)
     meta = MetaModel(read_config(model), model)
     size = _size(meta, model, dtype, cache_dtype, context, block_size)
     return Estimate(
         size=size,
         num_requests=num_requests,
-        gpus=tuple(_on(gpu, meta, size, num_requests) for gpu in found),
-        measured=None if profile is None else _measured(profile, found, meta, size),
+        gpus=tuple(_on(gpu, meta, size, num_requests) for gpu in chosen_gpus),
+        measured=None if profile is None else _measured(profile, chosen_gpus, meta, size),
     )
 
 
 def _measured(profile: Path, gpus: Sequence[Gpu], meta: MetaModel, size: ModelSize) -> MeasuredProfile:
     """Return the profile's times, and for each GPU the sum of the best times of the same steps."""
-    names, found = from_profile(profile, _times)
-    return MeasuredProfile(**names, phases=tuple(_phase(*item, gpus, meta, size) for item in found))
+    names, phases = from_profile(profile, _times)
+    return MeasuredProfile(**names, phases=tuple(_phase(*item, gpus, meta, size) for item in phases))
 
 
 def _times(document: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, float, list[StepShape]]]]:
@@ -179,10 +179,14 @@ def _needs(step: StepShape, meta: MetaModel, size: ModelSize) -> tuple[int, int]
 def _cache_parts(meta: MetaModel, context: int, itemsize: int) -> tuple[CachePart, ...]:
     """Return what is kept of a request, by how it grows: its sizes at one token, at the context, and one more tell."""
     sizes = [meta.cache_sizes(item, itemsize) for item in (1, context, context + 1)]
-    found: dict[str, list[int]] = {"every token": [], "window": [], "state": []}
+    bytes_by_kind: dict[str, list[int]] = {"every token": [], "window": [], "state": []}
     for first, now, later in zip(*sizes, strict=True):
-        found["every token" if later > now else "window" if now > first else "state"].append(now)
-    return tuple(CachePart(name=name, num_tensors=len(own), num_bytes=sum(own)) for name, own in found.items() if own)
+        bytes_by_kind["every token" if later > now else "window" if now > first else "state"].append(now)
+    return tuple(
+        CachePart(name=name, num_tensors=len(num_bytes_of_tensors), num_bytes=sum(num_bytes_of_tensors))
+        for name, num_bytes_of_tensors in bytes_by_kind.items()
+        if num_bytes_of_tensors
+    )
 
 
 def _size(meta: MetaModel, model: str, dtype: str, cache_dtype: str, context: int, block_size: int) -> ModelSize:

@@ -75,11 +75,11 @@ def _codes(constant: Any) -> torch.Tensor:
 def _reader(node: Any, *kinds: str) -> Any:
     """Return what reads a node, which is of one of some kinds."""
     readers = [item.get_node() for item in node.output(0).get_target_inputs()]
-    found = [reader for reader in readers if reader.get_type_name() in kinds]
-    if len(found) != 1:
+    matching = [reader for reader in readers if reader.get_type_name() in kinds]
+    if len(matching) != 1:
         names = ", ".join(reader.get_type_name() for reader in readers)
         refuse("a weight is not read", node.get_friendly_name(), expected=" or ".join(kinds), actual=names)
-    return found[0]
+    return matching[0]
 
 
 def _constant(node: Any) -> Any:

@@ -34,10 +34,10 @@ def attend(
 ) -> torch.Tensor:
     """Attention by its definition: q [T, N, H], k and v [C, K, H], mask [T, C]; returns [T, N, H]."""
     num_heads, num_kv = q.shape[1], k.shape[1]
-    own = torch.arange(num_heads) // (num_heads // num_kv) if heads is None else heads(num_heads, num_kv)
-    of_values = own if value_heads is None else value_heads(num_heads, num_kv)
+    kv_heads = torch.arange(num_heads) // (num_heads // num_kv) if heads is None else heads(num_heads, num_kv)
+    of_values = kv_heads if value_heads is None else value_heads(num_heads, num_kv)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("tnh,cnh->ntc", q.float(), k[:, own].float()) * factor
+    scores = torch.einsum("tnh,cnh->ntc", q.float(), k[:, kv_heads].float()) * factor
     probs = softmax(scores.masked_fill(~mask, -torch.inf))
     return torch.einsum("ntc,cnh->tnh", probs.float(), v[:, of_values].float()).to(q.dtype)
 
@@ -52,30 +52,36 @@ def everywhere(**changed: Any) -> Any:
     """Replace both kernels of the paged backend, for chunks and for single rows."""
     mask: Mask = changed.pop("mask", causal)
 
-    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def chunk(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         return attend(q, k, v, mask(len(q), len(k), window), **changed)
 
-    def single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    def single(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None
+    ) -> torch.Tensor:
         keys = torch.ones(len(q), k.shape[1], dtype=torch.bool) if visible is None else visible[:, 0, 0]
         rows = []
         for row, keep in enumerate(keys):
-            own = mask(1, int(keep.sum()), None)
-            rows.append(attend(q[row : row + 1], k[row, keep], v[row, keep], own, **changed))
+            row_mask = mask(1, int(keep.sum()), None)
+            rows.append(attend(q[row : row + 1], k[row, keep], v[row, keep], row_mask, **changed))
         return torch.cat(rows)
 
     return replacing(
-        (reference_engine.attention.paged, "attend_chunk", lambda original: chunk),
-        (reference_engine.attention.paged, "attend_single", lambda original: single),
+        (reference_engine.attention.paged, "attend_chunk", chunk),
+        (reference_engine.attention.paged, "attend_single", single),
     )
 
 
 def _chunks(mask: Mask) -> Any:
     """Replace the kernel for chunks by one with another mask."""
 
-    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def chunk(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         return attend(q, k, v, mask(len(q), len(k), window))
 
-    return replacing((reference_engine.attention.paged, "attend_chunk", lambda original: chunk))
+    return replacing((reference_engine.attention.paged, "attend_chunk", chunk))
 
 
 def _sees_the_next(num_rows: int, num_keys: int, window: int | None) -> torch.Tensor:
@@ -92,16 +98,13 @@ def _top_left(num_rows: int, num_keys: int, window: int | None) -> torch.Tensor:
     return torch.ones(num_rows, num_keys, dtype=torch.bool).tril()
 
 
-def _padding_attended(single: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda q, k, v, mask: single(q, k, v, None)
+def _padding_attended(single: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+    return single(q, k, v, None)
 
 
 def _with_window(change: Callable[[int | None], int | None]) -> Any:
-    def make(init: Callable[..., None]) -> Callable[..., None]:
-        def made(self: Any, spec: Any) -> None:
-            init(self, replace(spec, layer_windows=tuple(change(window) for window in spec.layer_windows)))
-
-        return made
+    def make(init: Callable[..., None], self: Any, spec: Any) -> None:
+        init(self, replace(spec, layer_windows=tuple(change(window) for window in spec.layer_windows)))
 
     return replacing((PagedAttention, "__init__", make))
 
@@ -119,7 +122,9 @@ def _scaled(scores: torch.Tensor) -> torch.Tensor:
 def _lowered(bias: float, *, is_masked_after: bool = False) -> Any:
     """Add a bias to masked scores; and set their probabilities to zero, or not."""
 
-    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def chunk(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         mask = causal(len(q), len(k), window)
 
         def softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -128,7 +133,7 @@ def _lowered(bias: float, *, is_masked_after: bool = False) -> Any:
 
         return attend(q, k, v, torch.ones_like(mask), softmax=softmax)
 
-    return replacing((reference_engine.attention.paged, "attend_chunk", lambda original: chunk))
+    return replacing((reference_engine.attention.paged, "attend_chunk", chunk))
 
 
 def _in_bfloat16(scores: torch.Tensor) -> torch.Tensor:
@@ -138,7 +143,9 @@ def _in_bfloat16(scores: torch.Tensor) -> torch.Tensor:
 def split_decode(merge: Callable[[list[torch.Tensor], list[torch.Tensor]], torch.Tensor]) -> Any:
     """Decode in pieces of `_SPLIT` keys; `merge` gets each piece's output [N, H] and log-sum-exp [N, 1]."""
 
-    def single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    def single(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None
+    ) -> torch.Tensor:
         keys = torch.ones(len(q), k.shape[1], dtype=torch.bool) if visible is None else visible[:, 0, 0]
         group = q.shape[1] // k.shape[2]
         rows = []
@@ -152,7 +159,7 @@ def split_decode(merge: Callable[[list[torch.Tensor], list[torch.Tensor]], torch
             rows.append(merge(outs, sums).to(q.dtype))
         return torch.stack(rows)
 
-    return replacing((reference_engine.attention.paged, "attend_single", lambda original: single))
+    return replacing((reference_engine.attention.paged, "attend_single", single))
 
 
 def merge_exactly(outs: list[torch.Tensor], sums: list[torch.Tensor]) -> torch.Tensor:

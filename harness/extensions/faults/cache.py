@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults import suites
 from harness.extensions.faults.fault import (
     BLOCK_SIZE,
     FIRST,
@@ -18,6 +17,7 @@ from harness.extensions.faults.fault import (
     Category,
     FaultConfig,
     Row,
+    block_manager_suite,
     table_of,
 )
 from harness.extensions.faults.injection import InjectedFault, replaced, replacing
@@ -35,13 +35,10 @@ _K_CACHE, _ATTENTION = "model.layers.0.k_cache", "model.layers.0.attention"
 def stored(change: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Any:
     """Change what is stored where: `change` gets the cache, k, v and slots, and returns k, v and slots."""
 
-    def make(store: Callable[..., None]) -> Callable[..., None]:
-        def stored(self: KVCache, layer: int, *given: torch.Tensor) -> None:
-            k, v, slots = change(self, *given)
-            rows = _last_of_each(slots)
-            store(self, layer, k[rows], v[rows], slots[rows])
-
-        return stored
+    def make(store: Callable[..., None], self: KVCache, layer: int, *tensors: torch.Tensor) -> None:
+        k, v, slots = change(self, *tensors)
+        rows = _last_of_each(slots)
+        store(self, layer, k[rows], v[rows], slots[rows])
 
     return replacing((KVCache, "store", make))
 
@@ -79,16 +76,13 @@ def _keys_before_rotary() -> AbstractContextManager[InjectedFault]:
     """The projection's output is stored, before rotary."""
     unrotated: list[torch.Tensor] = []
 
-    def project(original: Callable[..., Any]) -> Callable[..., Any]:
-        def projected(self: Attention, *args: Any) -> Any:
-            q, k, *others = original(self, *args)
-            unrotated[:] = [k]
-            return q, k, *others
+    def project(original: Callable[..., Any], self: Attention, *args: Any) -> Any:
+        q, k, *others = original(self, *args)
+        unrotated[:] = [k]
+        return q, k, *others
 
-        return projected
-
-    def store(original: Callable[..., None]) -> Callable[..., None]:
-        return lambda self, layer, k, v, slots: original(self, layer, unrotated[0], v, slots)
+    def store(original: Callable[..., None], self: Any, layer: Any, k: Any, v: Any, slots: Any) -> None:
+        return original(self, layer, unrotated[0], v, slots)
 
     return replaced((Attention, "_project", project), (KVCache, "store", store))
 
@@ -96,8 +90,8 @@ def _keys_before_rotary() -> AbstractContextManager[InjectedFault]:
 def _planned(change: Callable[[Any], Any]) -> Any:
     """Change the batch that attention plans its reads by; what is written goes by the slot mapping."""
 
-    def make(plan: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, batch: plan(self, change(batch))
+    def make(plan: Callable[..., Any], self: Any, batch: Any) -> Any:
+        return plan(self, change(batch))
 
     return replacing((PagedAttention, "plan", make))
 
@@ -136,36 +130,30 @@ def _without_the_last(batch: Any) -> Any:
     return replace(batch, context_lens=lens, context_lens_R=torch.tensor(lens))
 
 
-def _read_back_swapped(read_back: Callable[..., Any]) -> Callable[..., Any]:
-    def read(self: Any, layer: int, table: Sequence[int], num_tokens: int) -> Any:
-        table = list(table)
-        return read_back(self, layer, [table[1], table[0], *table[2:]] if len(table) > 1 else table, num_tokens)
-
-    return read
-
-
-def _takes_a_live_block(allocate: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """The second time one block is asked for, it is the first request's first one, which was freed too early."""
-    asked = {"times": 0}
-
-    def allocated(self: BlockPool, num_blocks: int) -> list[int]:
-        if num_blocks == 1:
-            asked["times"] += 1
-            if asked["times"] == 1:
-                return [1]
-        return allocate(self, num_blocks)
-
-    return allocated
+def _read_back_swapped(
+    read_back: Callable[..., Any], self: Any, layer: int, table: Sequence[int], num_tokens: int
+) -> Any:
+    table = list(table)
+    return read_back(self, layer, [table[1], table[0], *table[2:]] if len(table) > 1 else table, num_tokens)
 
 
-def _free_twice(free: Callable[..., None]) -> Callable[..., None]:
+def _takes_a_live_block() -> AbstractContextManager[InjectedFault]:
+    """The first time one block is asked for, it is the first request's first one, which was freed too early."""
+    asked = set[int]()
+
+    def allocate(original: Callable[..., list[int]], self: BlockPool, num_blocks: int) -> list[int]:
+        if num_blocks == 1 and not asked:
+            asked.add(num_blocks)
+            return [1]
+        return original(self, num_blocks)
+
+    return replaced(_UNCHECKED, (BlockPool, "allocate", allocate))
+
+
+def _free_twice(free: Callable[..., None], self: BlockPool, blocks: Sequence[int]) -> None:
     """The blocks of a finished request stand twice in the list of free blocks."""
-
-    def freed(self: BlockPool, blocks: Sequence[int]) -> None:
-        free(self, blocks)
-        self._unused.extend(blocks)
-
-    return freed
+    free(self, blocks)
+    self._unused.extend(blocks)
 
 
 def _keyed_by_own_tokens(cache: PrefixCache) -> None:
@@ -180,108 +168,83 @@ def _keyed_by_depth(cache: PrefixCache) -> None:
 def prefixes_changed(change: Callable[[PrefixCache], None], is_same: Callable[[Prefix, Prefix], bool]) -> Any:
     """Change what a prefix cache hashes and what it compares."""
 
-    def make(init: Callable[..., None]) -> Callable[..., None]:
-        def made(self: PrefixCache, *args: Any) -> None:
-            init(self, *args)
-            change(self)
+    def make(init: Callable[..., None], self: PrefixCache, *args: Any) -> None:
+        init(self, *args)
+        change(self)
 
-        return made
-
-    return replacing((PrefixCache, "__init__", make), (Prefix, "is_same", lambda original: is_same))
+    return replacing(
+        (PrefixCache, "__init__", make), (Prefix, "is_same", lambda original, self, rival: is_same(self, rival))
+    )
 
 
 def _up(number: int, size: int) -> int:
     return -(-number // size) * size
 
 
-def _published_when_begun(publish: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, chunks: publish(
-        self, [replace(chunk, stop=_up(chunk.stop, self.pool.block_size)) for chunk in chunks]
-    )
+def _published_when_begun(publish: Callable[..., None], self: Any, chunks: Any) -> None:
+    return publish(self, [replace(chunk, stop=_up(chunk.stop, self.pool.block_size)) for chunk in chunks])
 
 
-def _remembers_the_evicted(forget: Callable[..., None]) -> Callable[..., None]:
+def _remembers_the_evicted(forget: Callable[..., None], self: PrefixCache, block: int) -> None:
     """The block's own entry goes, but its hash still leads to it."""
-
-    def forgotten(self: PrefixCache, block: int) -> None:
-        prefix = self.prefixes.get(block)
-        forget(self, block)
-        if prefix is not None:
-            self._blocks[prefix.key] = block
-
-    return forgotten
+    prefix = self.prefixes.get(block)
+    forget(self, block)
+    if prefix is not None:
+        self._blocks[prefix.key] = block
 
 
-def _hit_by_hash_alone(share: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    def shared(self: BlockPool, chain: Any) -> list[int]:
-        assert self.prefix_cache is not None
-        known = self.prefix_cache._blocks
-        found = [known[prefix.key] for prefix in takewhile(lambda prefix: prefix.key in known, chain)]
-        for block in found:
-            if block in self._idle:
-                del self._idle[block]
-            elif block in self._unused:
-                self._unused.remove(block)
-            self._num_owners[block] += 1
-        return found
-
-    return shared
+def _hit_by_hash_alone(share: Callable[..., list[int]], self: BlockPool, chain: Any) -> list[int]:
+    assert self.prefix_cache is not None
+    known = self.prefix_cache._blocks
+    blocks = [known[prefix.key] for prefix in takewhile(lambda prefix: prefix.key in known, chain)]
+    for block in blocks:
+        if block in self._idle:
+            del self._idle[block]
+        elif block in self._unused:
+            self._unused.remove(block)
+        self._num_owners[block] += 1
+    return blocks
 
 
-def _hit_without_owner(share: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    def shared(self: BlockPool, chain: Any) -> list[int]:
-        blocks = share(self, chain)
-        for block in blocks:
-            self._num_owners[block] -= 1
-            if self._num_owners[block] == 0:
-                self._idle[block] = None
-        return blocks
-
-    return shared
+def _hit_without_owner(share: Callable[..., list[int]], self: BlockPool, chain: Any) -> list[int]:
+    blocks = share(self, chain)
+    for block in blocks:
+        self._num_owners[block] -= 1
+        if self._num_owners[block] == 0:
+            self._idle[block] = None
+    return blocks
 
 
-def _hit_of_everything(take: Callable[..., int]) -> Callable[..., int]:
+def _hit_of_everything(take: Callable[..., int], self: BlockManager, sequence: Any) -> int:
     """A prompt that ends with a full block is taken from the cache whole."""
-
-    def taken(self: BlockManager, sequence: Any) -> int:
-        cache = self._cache
-        assert cache is not None
-        cache.extend(sequence.prefixes, sequence.token_ids, sequence.num_tokens, sequence.prefix_salt)
-        sequence.block_table.extend(self.pool.share_prefix(sequence.prefixes))
-        sequence.num_computed_tokens = len(sequence.block_table) * cache.block_size
-        return int(sequence.num_computed_tokens)
-
-    return taken
+    cache = self._cache
+    assert cache is not None
+    cache.extend(sequence.prefixes, sequence.token_ids, sequence.num_tokens, sequence.prefix_salt)
+    sequence.block_table.extend(self.pool.share_prefix(sequence.prefixes))
+    sequence.num_computed_tokens = len(sequence.block_table) * cache.block_size
+    return int(sequence.num_computed_tokens)
 
 
-def _resumes_as_if_computed(release: Callable[..., None]) -> Callable[..., None]:
+def _resumes_as_if_computed(release: Callable[..., None], self: BlockManager, sequence: Any) -> None:
     """A preempted request gets other blocks, and takes what they hold for its own."""
-
-    def released(self: BlockManager, sequence: Any) -> None:
-        computed = sequence.num_computed_tokens
-        release(self, sequence)
-        if sequence.finish_reason is None:
-            sequence.num_computed_tokens = computed
-
-    return released
+    computed = sequence.num_computed_tokens
+    release(self, sequence)
+    if sequence.finish_reason is None:
+        sequence.num_computed_tokens = computed
 
 
-def _resumes_with_its_table(release: Callable[..., None]) -> Callable[..., None]:
+def _resumes_with_its_table(release: Callable[..., None], self: BlockManager, sequence: Any) -> None:
     """A preempted request is computed anew, into the blocks that it had, which are others' by then."""
-
-    def released(self: BlockManager, sequence: Any) -> None:
-        table = sequence.block_table[:]
-        release(self, sequence)
-        if sequence.finish_reason is None:
-            sequence.block_table = table
-
-    return released
+    table = sequence.block_table[:]
+    release(self, sequence)
+    if sequence.finish_reason is None:
+        sequence.block_table = table
 
 
 _fault = table_of(category=Category.CACHE)
-_UNCHECKED = (BlockPool, "_check_owned", lambda original: lambda self, blocks, verb: None)
+_UNCHECKED = (BlockPool, "_check_owned", lambda original, self, blocks, verb: None)
 """A pool that believes what it is told, as most do: ours raises on the spot."""
-_ONE_OWNER = (BlockPool, "num_owners", lambda original: lambda self, block: 1)
+_ONE_OWNER = (BlockPool, "num_owners", lambda original, self, block: 1)
 _ALIKE = (tuple(range(10, 18)), tuple(range(30, 38)))
 """Two blocks' worth of tokens."""
 _TWINS = ((*_ALIKE[0], *range(50, 58), 7), (*_ALIKE[1], *range(50, 58), 8))
@@ -322,22 +285,22 @@ FAULTS = [
            replacing((PagedAttention, "read_back", _read_back_swapped)), "another position.*read from one", _K_CACHE,
            FIRST),
     _fault("live-block-reused", "A block that a request still reads is given to another.",
-           replacing((BlockPool, "allocate", _takes_a_live_block), _UNCHECKED), "another request wrote", _K_CACHE,
+           _takes_a_live_block, "another request wrote", _K_CACHE,
            FIRST, setting=FaultConfig(prompts=(tuple(range(40, 60)), tuple(range(70, 85)))), instance="vllm#45357"),
     _fault("double-free", "What a request gives back stands twice in the list of free blocks, and two requests get it.",
            replacing((BlockPool, "free", _free_twice), _UNCHECKED), "another request wrote", _K_CACHE, (2, 0),
            setting=_TWO_AT_A_TIME, instance="sglang#29310"),
     _fault("hash-without-parent", "A block is found by its own tokens, whatever came before.",
-           prefixes_changed(_keyed_by_own_tokens, lambda own, other: own.token_ids == other.token_ids),
+           prefixes_changed(_keyed_by_own_tokens, lambda prefix, cached: prefix.token_ids == cached.token_ids),
            "another request wrote", "model.layers.1.k_cache", (3, BLOCK_SIZE),
            setting=FaultConfig(schedule="prefix-hit", prompts=_TWINS)),
     _fault("collision-taken-for-a-hit", "Two prefixes with the same hash are taken for the same.",
-           prefixes_changed(_keyed_by_depth, lambda own, other: True), "another request wrote", _K_CACHE, (1, 0),
+           prefixes_changed(_keyed_by_depth, lambda prefix, cached: True), "another request wrote", _K_CACHE, (1, 0),
            setting=FaultConfig(schedule="prefix-hit", prompts=(tuple(range(40, 60)), tuple(range(70, 90))))),
     _fault("hash-of-partial-block",
            "A block can be found as soon as it is begun, under the tokens that it holds by then.",
            replacing((BlockManager, "publish", _published_when_begun)), "hash|published|prefix|holds", None, None,
-           suite=suites.block_manager),
+           suite=block_manager_suite),
     _fault("stale-hash", "The hash of an evicted block still leads to it when it holds something else.",
            replacing((PrefixCache, "forget", _remembers_the_evicted), (BlockPool, "share_prefix", _hit_by_hash_alone)),
            "another request wrote", _K_CACHE, (2, 0),
@@ -348,7 +311,7 @@ FAULTS = [
            replacing((BlockManager, "take_prefix", _hit_of_everything)), "at least one row", None, None,
            setting=FaultConfig(schedule="prefix-hit", prompts=(tuple(range(40, 56)), tuple(range(70, 86))))),
     _fault("copy-on-write-forgotten", "A fork writes into the block that it shares.",
-           replacing(_ONE_OWNER, (LLMEngine, "_copy_block", lambda original: lambda self, source, target: None)),
+           replacing(_ONE_OWNER, (LLMEngine, "_copy_block", lambda original, self, source, target: None)),
            "another request wrote", _K_CACHE, (0, 38), setting=FaultConfig(schedule="forked")),
     _fault("preempted-keeps-its-past", "A preempted request goes on as if its keys and values were still there.",
            replacing((BlockManager, "release", _resumes_as_if_computed)),

@@ -1,18 +1,19 @@
-"""All faults, by id."""
+"""All faults by id, some of them in 16 bits as well, where rounding hides much of what float32 shows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from harness.errors import Code, HarnessError
 from harness.extensions.faults import (
     attention,
     cache,
+    conventions,
     drafts,
     experts,
     formulas,
     latent,
     norm,
     numbers,
-    outside,
     parts,
     paths,
     position,
@@ -20,7 +21,6 @@ from harness.extensions.faults import (
     weights,
 )
 from harness.extensions.faults.fault import Category, Fault
-from harness.extensions.faults.half import in_16_bits
 
 _MODULES = (
     position,
@@ -33,11 +33,42 @@ _MODULES = (
     formulas,
     latent,
     numbers,
-    outside,
+    conventions,
     parts,
     paths,
     experts,
 )
+_AGAIN = {
+    "bfloat16": (
+        "rotary-interleaved", "rotary-partial", "position-decode-plus-one", "rope-scaling-ignored", "rope-theta",
+        "qk-norm-skipped-in-decode", "norm-weight-skipped", "residual-dropped", "activation-gelu", "qkv-bias-dropped",
+        "layer-from-another", "head-tied-wrongly", "one-weight-flipped", "embedding-shifted", "mask-sees-the-next",
+        "window-one-more", "kv-heads-tiled", "split-merge-base-two", "wrong-block", "logits-of-the-row-before",
+        "norm-unbiased",
+    ),
+    "float16": (
+        "rotary-skipped", "position-chunk-offset", "qk-norm-over-all-heads", "final-norm-skipped", "activation-of-up",
+        "gate-and-up-swapped", "window-one-less", "scale-of-hidden-size", "last-token-unread", "norm-variance-bf16",
+        "norm-eps-too-large", "norm-eps-outside",
+    ),
+}  # fmt: skip
+
+
+def in_16_bits(faults: Iterable[Fault]) -> list[Fault]:
+    """Return the faults that are tried in 16 bits as well, in the dtype that they are tried in."""
+    by_id = {fault.id: fault for fault in faults}
+    return [
+        replace(
+            by_id[id],
+            id=f"{id}-in-{dtype}",
+            summary=f"{by_id[id].summary} The engine computes in {dtype}.",
+            setting=replace(by_id[id].setting, dtype=dtype),
+        )
+        for dtype, ids in _AGAIN.items()
+        for id in ids
+    ]
+
+
 _FAULTS = [fault for module in _MODULES for fault in module.FAULTS]
 FAULTS: Mapping[str, Fault] = {fault.id: fault for fault in [*_FAULTS, *in_16_bits(_FAULTS)]}
 

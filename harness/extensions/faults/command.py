@@ -11,9 +11,9 @@ from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 FAULTS = Forms(
-    human="harness.extensions.faults.tables:as_text",
-    markdown="harness.extensions.faults.tables:as_text",
-    json="harness.extensions.faults.tables:as_json",
+    human="harness.extensions.faults.report:as_text",
+    markdown="harness.extensions.faults.report:as_text",
+    json="harness.extensions.faults.report:as_json",
 )
 
 
@@ -45,7 +45,7 @@ def faults(
         raise HarnessError(Code.BAD_OPTION, what, where="--out", hint=hint)
     with progress_bar() as report:
         from harness.extensions.faults.catalogue import choose
-        from harness.extensions.faults.scoreboard import keep_score
+        from harness.extensions.faults.run import keep_score
         from harness.extensions.faults.variants import variants
 
         chosen = choose(only, category)
@@ -62,7 +62,7 @@ def _checked(fault: str, out: Path | None, format: str) -> int:
     with progress_bar() as report:
         from harness.cli.check import checked, show_checks
         from harness.extensions.faults.catalogue import choose
-        from harness.extensions.faults.trial import checkpoint, plan_of
+        from harness.extensions.faults.run import checkpoint, plan_of
 
         (chosen,) = choose([fault])
         with checkpoint(chosen.setting) as folder, chosen.inject():

@@ -1,4 +1,7 @@
-"""Legitimate orders of rounding, one engine for each convention: none of them may alarm."""
+"""Legitimate orders of rounding, of which none may alarm, and orders just outside of them, which are wrong.
+
+Numbers in 8 bits are kept as ggml keeps them; the formulas are written once more here, apart from the judge's own.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,14 +15,35 @@ from torch.nn.functional import linear
 import reference_engine.attention.paged
 from harness.base.numerics import Numerics
 from harness.extensions.faults.cache import stored
-from harness.extensions.faults.fault import FaultConfig, Variant
-from harness.extensions.faults.formats import quantised
-from harness.extensions.faults.injection import replaced, replacing
+from harness.extensions.faults.fault import FIRST, SECOND, Category, FaultConfig, Variant, table_of
+from harness.extensions.faults.injection import replacing
 from harness.extensions.faults.norm import edited_layers
+from harness.extensions.faults.position import frequencies_changed
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import Linear
 from reference_engine.model import DecoderLayer
 from reference_engine.rotary import RotaryEmbedding
+
+_BLOCK = 32
+
+
+def quantised(x: torch.Tensor, block: int = _BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers [..., I/block, block] and scales [..., I/block, 1] of Q8_0, or of other blocks."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    return (blocks * inverse).round(), scale.half().float()
+
+
+def in_format(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a checkpoint's tensor rounded to a dtype; to `Q8_0` if it is a matrix."""
+    if name != "Q8_0":
+        return x.to(getattr(torch, name)).to(x.dtype)
+    if x.dim() != 2:
+        return x
+    integers, scale = quantised(x)
+    return (integers * scale).flatten(-2).to(x.dtype)
+
 
 MODELS = ("llama-tiny", "qwen2-tiny", "qwen3-tiny")
 _FLOAT32, _HALF = ("float32",), ("bfloat16", "float16")
@@ -34,19 +58,16 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def _angles(compute: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> Any:
     """Replace the angles [T, H/2]: `compute` gets positions [T, 1], the frequencies [H/2] and theta."""
 
-    def make(init: Callable[..., None]) -> Callable[..., None]:
-        def made(self: Any, config: Any, *args: Any) -> None:
-            init(self, config, *args)
-            self.theta = config.rope.theta
+    def make(init: Callable[..., None], self: Any, config: Any, *args: Any) -> None:
+        init(self, config, *args)
+        self.theta = config.rope.theta
 
-        return made
-
-    def call(self: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(original: Any, self: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = compute(positions[:, None], self.inv_freq, self.theta)
         turned = torch.cat((angles, angles), dim=-1)[:, None]
         return turned.cos().to(self._dtype), turned.sin().to(self._dtype)
 
-    return replacing((RotaryEmbedding, "__init__", make), (RotaryEmbedding, "__call__", lambda original: call))
+    return replacing((RotaryEmbedding, "__init__", make), (RotaryEmbedding, "__call__", call))
 
 
 def _exponents(inv_freq: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -91,12 +112,12 @@ def _one_from_another(positions: torch.Tensor, inv_freq: torch.Tensor, theta: fl
 def products(compute: Product) -> Any:
     """Replace every product with a weight: `compute` gets x [T, I] and the weight [O, I], both in float32."""
 
-    def call(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    def call(original: Any, self: Linear, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight_OI.to_dense() if self.weight_OI.is_mkldnn else self.weight_OI
         out = compute(x.float(), weight.float())
         return (out if self.bias_O is None else out + self.bias_O.float()).to(x.dtype)
 
-    return replacing((Linear, "__call__", lambda original: call))
+    return replacing((Linear, "__call__", call))
 
 
 def rounded_inputs(dtype: torch.dtype, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -115,8 +136,8 @@ def _in_parts(count: int, sums: torch.dtype, x: torch.Tensor, weight: torch.Tens
     """Round what each of so many ranks makes of its share, and add all up in `sums`."""
     shares = zip(x.chunk(count, dim=-1), weight.chunk(count, dim=-1), strict=True)
     total = torch.zeros((), dtype=sums)
-    for own, columns in shares:
-        total = total + linear(own, columns).to(dtype).to(sums)
+    for share, columns in shares:
+        total = total + linear(share, columns).to(dtype).to(sums)
     return total
 
 
@@ -166,23 +187,21 @@ def norms_in_order(gain: float = 1.0) -> Callable[[DecoderLayer], DecoderLayer]:
     return edit
 
 
-def _unrounded_sums(call: Callable[..., Any]) -> Callable[..., Any]:
+def _unrounded_sums(
+    call: Callable[..., Any], self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any
+) -> torch.Tensor:
     """Fused kernels normalise the sum of the stream before it is rounded."""
-
-    def called(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
-        normed = self.input_layernorm(x)
-        batch.tap(self.prefix, "input_layernorm", normed)
-        exact = x.float() + self.attention(normed, rotation, batch, self.prefix).float()
-        x = exact.to(x.dtype)
-        batch.tap(self.prefix, "attn_residual", x)
-        norm = self.post_attention_layernorm
-        normed = (norm.weight_X * _normalised(exact, norm.eps)).to(x.dtype)
-        batch.tap(self.prefix, "post_attention_layernorm", normed)
-        x = x + self.mlp(normed, batch, self.prefix)
-        batch.tap(self.prefix, "output", x)
-        return x
-
-    return called
+    normed = self.input_layernorm(x)
+    batch.tap(self.prefix, "input_layernorm", normed)
+    exact = x.float() + self.attention(normed, rotation, batch, self.prefix).float()
+    x = exact.to(x.dtype)
+    batch.tap(self.prefix, "attn_residual", x)
+    norm = self.post_attention_layernorm
+    normed = (norm.weight_X * _normalised(exact, norm.eps)).to(x.dtype)
+    batch.tap(self.prefix, "post_attention_layernorm", normed)
+    x = x + self.mlp(normed, batch, self.prefix)
+    batch.tap(self.prefix, "output", x)
+    return x
 
 
 # A cache in a lower dtype.
@@ -208,32 +227,26 @@ def patched_attention(attend: Attend, kept: Callable[[torch.Tensor], torch.Tenso
         group = q.shape[0] // k.shape[1]
         return attend(q.float(), *(x.float().repeat_interleave(group, dim=1) for x in (k, v))).to(q.dtype)
 
-    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def chunk(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         ends = range(len(k) - len(q) + 1, len(k) + 1)
-        return torch.stack([row(own, k[:end], v[:end]) for own, end in zip(q, ends, strict=True)])
+        return torch.stack([row(query, k[:end], v[:end]) for query, end in zip(q, ends, strict=True)])
 
-    def single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def single(
+        original: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         keep = torch.ones(k.shape[:2], dtype=torch.bool) if mask is None else mask[:, 0, 0]
-        return torch.stack([row(own, k[at, keep[at]], v[at, keep[at]]) for at, own in enumerate(q)])
+        return torch.stack([row(query, k[at, keep[at]], v[at, keep[at]]) for at, query in enumerate(q)])
 
-    def planted() -> Any:
-        return replaced(
-            (reference_engine.attention.paged, "attend_chunk", lambda original: chunk),
-            (reference_engine.attention.paged, "attend_single", lambda original: single),
-            (KVCache, "store", _keeping(kept)),
-        )
+    def store(original: Any, self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        original(self, layer, kept(k), kept(v), slots)
 
-    return planted
-
-
-def _keeping(kept: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    def make(store: Callable[..., None]) -> Callable[..., None]:
-        def stored(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-            store(self, layer, kept(k), kept(v), slots)
-
-        return stored
-
-    return make
+    return replacing(
+        (reference_engine.attention.paged, "attend_chunk", chunk),
+        (reference_engine.attention.paged, "attend_single", single),
+        (KVCache, "store", store),
+    )
 
 
 def _in_float16(x: torch.Tensor) -> torch.Tensor:
@@ -342,3 +355,34 @@ def variants() -> Iterator[Variant]:
                     setting=FaultConfig(model=model, dtype=dtype, **fields),
                     inject=inject(dtype),
                 )
+
+
+_SITES = ("input_layernorm", "self_attn.q_proj", "q_rope", "k_cache", "attention")
+_NORM, _Q_PROJ, _Q_ROPE, _K_CACHE, _ATTENTION = (f"model.layers.0.{site}" for site in _SITES)
+
+
+_fault = table_of(category=Category.NUMBERS, tap=_Q_PROJ, row=FIRST)
+FAULTS = [
+    _fault("inputs-bf16-of-fp32-weights", "Inputs are rounded to bfloat16, and the weights are float32.",
+           products(partial(rounded_inputs, torch.bfloat16)), "input of the product is rounded to bfloat16"),
+    _fault("inputs-fp16-of-bf16-weights", "Inputs are rounded to float16, and the weights are bfloat16.",
+           products(partial(rounded_inputs, torch.float16)), "inputs? .*float16", weights_in="bfloat16"),
+    _fault("inputs-q8-undeclared", "Inputs are quantised in blocks of 32, and the engine says nothing of it.",
+           products(partial(quantised_inputs, 32)), "input.*int8.*for 32 inputs", weights_in="Q8_0"),
+    _fault("inputs-q8-blocks-of-16", "Inputs are quantised in blocks of 16 where Q8_0 has blocks of 32.",
+           products(partial(quantised_inputs, 16)), "input.*int8.*for 16 inputs", weights_in="Q8_0",
+           numerics=Numerics(weights=("Q8_0",))),
+    _fault("rope-frequencies-fp16", "The frequencies are kept in float16.",
+           frequencies_changed(lambda config, inv_freq: inv_freq.half().float()), "frequencies in float16",
+           tap=_Q_ROPE, row=SECOND),
+    _fault("rope-frequencies-off-by-1e-6", "The frequencies are too high by a part in a million.",
+           frequencies_changed(lambda config, inv_freq: inv_freq * (1 + 1e-6)),
+           "frequencies are off by a factor of 1.000001", tap=_Q_ROPE, row=SECOND),
+    _fault("squares-summed-in-order-and-large", "The squares are summed in order, and the norm is too large by 4e-6.",
+           edited_layers(norms_in_order(1 + 4e-6)), "constant gain", tap=_NORM),
+    _fault("queries-scaled-first-and-large", "The queries are scaled in bfloat16, by 1.25 times the scale.",
+           patched_attention(scaled_first(torch.bfloat16, 1.25), lambda x: x), "softmax scale", tap=_ATTENTION,
+           row=SECOND, dtype="bfloat16"),
+    _fault("cache-bf16-declared-fp16", "The cache is declared to be float16, and is bfloat16.",
+           coarse_cache(torch.bfloat16), "lower dtype: bfloat16", tap=_K_CACHE, numerics=Numerics(cache="float16")),
+]  # fmt: skip

@@ -45,15 +45,12 @@ _WINDOW = 32
 def _noting_rejected(slots: set[int]) -> Any:
     """Note the slot of the first rejected token of a verification, which the next token is written to."""
 
-    def verify(original: Callable[..., int]) -> Callable[..., int]:
-        def verified(chunk: ScheduledChunk, chosen: Any) -> int:
-            end = chunk.stop
-            num_accepted = original(chunk, chosen)
-            if chunk.stop % BLOCK_SIZE and chunk.stop < end:  # its block is kept
-                slots.update(slots_of(ScheduledChunk(chunk.sequence, chunk.stop, chunk.stop + 1), BLOCK_SIZE))
-            return num_accepted
-
-        return verified
+    def verify(original: Callable[..., int], chunk: ScheduledChunk, chosen: Any) -> int:
+        end = chunk.stop
+        num_accepted = original(chunk, chosen)
+        if chunk.stop % BLOCK_SIZE and chunk.stop < end:  # its block is kept
+            slots.update(slots_of(ScheduledChunk(chunk.sequence, chunk.stop, chunk.stop + 1), BLOCK_SIZE))
+        return num_accepted
 
     return (reference_engine.speculation, "verify", verify)
 
@@ -61,14 +58,11 @@ def _noting_rejected(slots: set[int]) -> Any:
 def _noting_taken_back(slots: set[int]) -> Any:
     """Note the slots behind what a request has computed that are still its own."""
 
-    def trim(original: Callable[..., None]) -> Callable[..., None]:
-        def trimmed(self: BlockManager, sequence: Any) -> None:
-            original(self, sequence)
-            num_slots = len(sequence.block_table) * self.pool.block_size
-            left = ScheduledChunk(sequence, sequence.num_computed_tokens + 1, num_slots)
-            slots.update(slots_of(left, self.pool.block_size))
-
-        return trimmed
+    def trim(original: Callable[..., None], self: BlockManager, sequence: Any) -> None:
+        original(self, sequence)
+        num_slots = len(sequence.block_table) * self.pool.block_size
+        left = ScheduledChunk(sequence, sequence.num_computed_tokens + 1, num_slots)
+        slots.update(slots_of(left, self.pool.block_size))
 
     return (BlockManager, "trim", trim)
 
@@ -79,14 +73,18 @@ def _stays(noting: Callable[[set[int]], Any], *, keys: bool, values: bool) -> An
     def plant() -> AbstractContextManager[InjectedFault]:
         noted = set[int]()
 
-        def store(original: Callable[..., None]) -> Callable[..., None]:
-            def kept(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-                stays = torch.tensor([slot in noted for slot in slots.tolist()], dtype=torch.bool)[:, None, None]
-                old_k, old_v = self.gather(layer, slots)
-                k = torch.where(stays, old_k, k) if keys else k
-                original(self, layer, k, torch.where(stays, old_v, v) if values else v, slots)
-
-            return kept
+        def store(
+            original: Callable[..., None],
+            self: KVCache,
+            layer: int,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            slots: torch.Tensor,
+        ) -> None:
+            stays = torch.tensor([slot in noted for slot in slots.tolist()], dtype=torch.bool)[:, None, None]
+            old_k, old_v = self.gather(layer, slots)
+            k = torch.where(stays, old_k, k) if keys else k
+            original(self, layer, k, torch.where(stays, old_v, v) if values else v, slots)
 
         return replaced(noting(noted), (KVCache, "store", store))
 
@@ -99,20 +97,14 @@ def _batch(change: Callable[[Any, list[ScheduledChunk], set[int]], Any]) -> Any:
     def plant() -> AbstractContextManager[InjectedFault]:
         rejecting = set[int]()
 
-        def trim(original: Callable[..., None]) -> Callable[..., None]:
-            def trimmed(self: BlockManager, sequence: Any) -> None:
-                rejecting.add(sequence.request_id)
-                original(self, sequence)
+        def trim(original: Callable[..., None], self: BlockManager, sequence: Any) -> None:
+            rejecting.add(sequence.request_id)
+            original(self, sequence)
 
-            return trimmed
-
-        def build(original: Callable[..., Any]) -> Callable[..., Any]:
-            def built(chunks: Any, *args: Any) -> Any:
-                batch = original(chunks, *args)
-                with device_of(batch):
-                    return change(batch, list(chunks), rejecting)
-
-            return built
+        def build(original: Callable[..., Any], chunks: Any, *args: Any) -> Any:
+            batch = original(chunks, *args)
+            with device_of(batch):
+                return change(batch, list(chunks), rejecting)
 
         return replaced((BlockManager, "trim", trim), (reference_engine.model_runner, "build_batch", build))
 
@@ -142,83 +134,64 @@ def _context_not_shortened() -> AbstractContextManager[InjectedFault]:
     """After going back, the context ends where it ended before, as far as the request's blocks reach."""
     ends: dict[int, int] = {}
 
-    def plan(original: Callable[..., Any]) -> Callable[..., Any]:
-        def planned(self: PagedAttention, batch: Any) -> Any:
-            lens = []
-            for length, table in zip(batch.context_lens, batch.block_tables, strict=True):
-                end = min(ends.get(table[0], 0), -(-length // _LARGE_BLOCK) * _LARGE_BLOCK)
-                lens.append(max(length, end) if len(batch.sampled_rows) == 1 and length > 1 else length)
-                ends[table[0]] = max(ends.get(table[0], 0), length)
-            return original(self, replace(batch, context_lens=lens, context_lens_R=torch.tensor(lens)))
-
-        return planned
+    def plan(original: Callable[..., Any], self: PagedAttention, batch: Any) -> Any:
+        lens = []
+        for length, table in zip(batch.context_lens, batch.block_tables, strict=True):
+            end = min(ends.get(table[0], 0), -(-length // _LARGE_BLOCK) * _LARGE_BLOCK)
+            lens.append(max(length, end) if len(batch.sampled_rows) == 1 and length > 1 else length)
+            ends[table[0]] = max(ends.get(table[0], 0), length)
+        return original(self, replace(batch, context_lens=lens, context_lens_R=torch.tensor(lens)))
 
     return replaced((PagedAttention, "plan", plan))
 
 
-def _sees_later_drafts(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _sees_later_drafts(
+    original: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any = None
+) -> torch.Tensor:
     """Every row of a verification sees all of its drafts."""
-
-    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any = None) -> torch.Tensor:
-        if not 1 < len(q) < len(k):
-            return original(q, k, v, window)
-        return torch.cat([original(row[None], k, v, window) for row in q])
-
-    return attended
+    if not 1 < len(q) < len(k):
+        return original(q, k, v, window)
+    return torch.cat([original(row[None], k, v, window) for row in q])
 
 
-def _one_too_many(original: Callable[..., int]) -> Callable[..., int]:
+def _one_too_many(original: Callable[..., int], chunk: ScheduledChunk, chosen: Any) -> int:
     """The first rejected draft is taken for an accepted one."""
-
-    def verified(chunk: ScheduledChunk, chosen: Any) -> int:
-        end, tokens = chunk.stop, list(chunk.sequence.token_ids)
-        num_accepted = original(chunk, chosen)
-        if chunk.stop == end:
-            return num_accepted
-        chunk.sequence.token_ids.append(tokens[chunk.stop])
-        chunk.stop += 1
-        return num_accepted + 1
-
-    return verified
+    end, tokens = chunk.stop, list(chunk.sequence.token_ids)
+    num_accepted = original(chunk, chosen)
+    if chunk.stop == end:
+        return num_accepted
+    chunk.sequence.token_ids.append(tokens[chunk.stop])
+    chunk.stop += 1
+    return num_accepted + 1
 
 
-def _published_unverified(original: Callable[..., Any]) -> Callable[..., Any]:
-    def verified(self: LLMEngine, chunk: ScheduledChunk, choices: Any) -> Any:
-        self.scheduler._blocks.publish([replace(chunk)])
-        return original(self, chunk, choices)
-
-    return verified
+def _published_unverified(original: Callable[..., Any], self: LLMEngine, chunk: ScheduledChunk, choices: Any) -> Any:
+    self.scheduler._blocks.publish([replace(chunk)])
+    return original(self, chunk, choices)
 
 
-def _blocks_kept(original: Callable[..., None]) -> Callable[..., None]:
+def _blocks_kept(original: Callable[..., None], self: BlockManager, sequence: Any) -> None:
     """Blocks with nothing but rejected tokens are given back, and stay in the table."""
-
-    def trimmed(self: BlockManager, sequence: Any) -> None:
-        table = sequence.block_table[:]
-        original(self, sequence)
-        sequence.block_table = table
-
-    return trimmed
+    table = sequence.block_table[:]
+    original(self, sequence)
+    sequence.block_table = table
 
 
 def _ring() -> AbstractContextManager[InjectedFault]:
     """A sliding window is a ring: rejected tokens have taken the places of the oldest, which do not come back."""
 
-    def verified(original: Callable[..., Any]) -> Callable[..., Any]:
-        def kept(self: LLMEngine, chunk: ScheduledChunk, choices: Any) -> Any:
-            end = chunk.stop
-            slots = slots_of(ScheduledChunk(chunk.sequence, 0, end), BLOCK_SIZE)
-            found = original(self, chunk, choices)
-            cache = self.backend.cache
-            assert cache is not None
-            for layer, window in enumerate(self.model_config.layer_windows):
-                for position in range(chunk.stop, end):
-                    if window is not None and position >= window:
-                        old, new = (divmod(slots[item], BLOCK_SIZE) for item in (position - window, position))
-                        cache.data[:, layer, old[0], old[1]] = cache.data[:, layer, new[0], new[1]]
-            return found
-
-        return kept
+    def verified(original: Callable[..., Any], self: LLMEngine, chunk: ScheduledChunk, choices: Any) -> Any:
+        end = chunk.stop
+        slots = slots_of(ScheduledChunk(chunk.sequence, 0, end), BLOCK_SIZE)
+        result = original(self, chunk, choices)
+        cache = self.backend.cache
+        assert cache is not None
+        for layer, window in enumerate(self.model_config.layer_windows):
+            for position in range(chunk.stop, end):
+                if window is not None and position >= window:
+                    old, new = (divmod(slots[item], BLOCK_SIZE) for item in (position - window, position))
+                    cache.data[:, layer, old[0], old[1]] = cache.data[:, layer, new[0], new[1]]
+        return result
 
     return replaced((LLMEngine, "_verified", verified))
 
@@ -260,6 +233,6 @@ FAULTS = [
     _fault("position-after-going-back", "After going back the positions of a request are one too large.",
            _batch(_shifted), r"position.*\+1", _Q_ROPE, _LAST_OF_PROMPT, setting=_REWOUND),
     _fault("hash-after-going-back", "A block that is written again is still found under what it held.",
-           replacing((BlockPool, "unpublish", lambda original: lambda self, block: None)), "prefix cached in block",
+           replacing((BlockPool, "unpublish", lambda original, self, block: None)), "prefix cached in block",
            None, None, setting=replace(_REWOUND, options=_CHECKED)),
 ]  # fmt: skip

@@ -22,17 +22,14 @@ Route = tuple[torch.Tensor, torch.Tensor]
 def routed(change: Callable[[Experts, torch.Tensor], Route]) -> Any:
     """Choose and weigh by `change`, of the router's logits [T, E], and show that."""
 
-    def make(original: Any) -> Callable[[Experts, torch.Tensor, Batch, str], Route]:
-        def route(self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> Route:
-            logits_TE = self.router(x_TD)
-            batch.tap(prefix, "mlp.gate", logits_TE)
-            weights_TC, chosen_TC = change(self, logits_TE)
-            weights_TC = weights_TC.to(x_TD.dtype)
-            batch.tap(prefix, "mlp.gate.topk", chosen_TC)
-            batch.tap(prefix, "mlp.gate.1", weights_TC)
-            return weights_TC, chosen_TC
-
-        return route
+    def make(original: Any, self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> Route:
+        logits_TE = self.router(x_TD)
+        batch.tap(prefix, "mlp.gate", logits_TE)
+        weights_TC, chosen_TC = change(self, logits_TE)
+        weights_TC = weights_TC.to(x_TD.dtype)
+        batch.tap(prefix, "mlp.gate.topk", chosen_TC)
+        batch.tap(prefix, "mlp.gate.1", weights_TC)
+        return weights_TC, chosen_TC
 
     return replacing((Experts, "_route", make))
 
@@ -80,14 +77,11 @@ def _reversed(self: Experts, logits_TE: torch.Tensor) -> Route:
 def mixed(change: Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     """Compute the experts by `change`, of tokens [T, D], weights and numbers [T, C], which are shown as they are."""
 
-    def make(original: Any) -> Callable[[Experts, torch.Tensor, Batch, str], torch.Tensor]:
-        def call(self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
-            weights_TC, chosen_TC = self._route(x_TD, batch, prefix)
-            out_TD = change(self, x_TD, weights_TC, chosen_TC)
-            batch.tap(prefix, "mlp.experts", out_TD)
-            return out_TD
-
-        return call
+    def make(original: Any, self: Experts, x_TD: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
+        weights_TC, chosen_TC = self._route(x_TD, batch, prefix)
+        out_TD = change(self, x_TD, weights_TC, chosen_TC)
+        batch.tap(prefix, "mlp.experts", out_TD)
+        return out_TD
 
     return replacing((Experts, "__call__", make))
 
@@ -97,8 +91,8 @@ def sum_of(self: Experts, x_TD: torch.Tensor, weights_TC: torch.Tensor, chosen_T
     out_TD = torch.zeros_like(x_TD)
     for number in chosen_TC.unique().tolist():
         rows, places = torch.where(chosen_TC == number)
-        own = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
-        out_TD.index_add_(0, rows, own)
+        outputs = self.experts[number](x_TD[rows], self.activation) * weights_TC[rows, places, None]
+        out_TD.index_add_(0, rows, outputs)
     return out_TD
 
 
@@ -117,9 +111,9 @@ def _swapped(weights: Weights, config: Any) -> None:
     _exchange(weights, _E0 + "1.", _E0 + "6.")
 
 
-def _exchange(weights: Weights, one: str, other: str) -> None:
-    for name in [name for name in weights if name.startswith(one)]:
-        there = other + name.removeprefix(one)
+def _exchange(weights: Weights, first: str, second: str) -> None:
+    for name in [name for name in weights if name.startswith(first)]:
+        there = second + name.removeprefix(first)
         weights[name], weights[there] = weights[there], weights[name]
 
 

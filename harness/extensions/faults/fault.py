@@ -1,13 +1,21 @@
-"""A fault: a bug that engines have had, put into the reference engine, with the truth of where it shows."""
+"""A fault: a bug that engines have had, put into the reference engine, with the truth of where it shows.
+
+For faults that no recording shows there are property suites of the reference engine. Hypothesis is imported when one
+runs.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.base.numerics import Numerics
 from harness.extensions.faults.injection import InjectedFault
+
+if TYPE_CHECKING:
+    from hypothesis import settings
+
 
 PROMPT_LENGTHS = (37, 9, 21)
 """Tokens of the usual workload's prompts: after several blocks, inside the second, inside the third."""
@@ -94,14 +102,14 @@ class Variant:
     inject: Callable[[], AbstractContextManager[InjectedFault]] | None = None
 
 
-def table_of(**given: Any) -> Callable[..., Fault]:
+def table_of(**defaults: Any) -> Callable[..., Fault]:
     """Return what makes the lines of a table of faults: `fault(id, summary, inject, cause, tap, row, ...)`.
 
     What a line leaves out is as given here, fields of a fault and of its setting. A fault without a tap has no row.
     """
 
-    def fault(id: str, summary: str, inject: Any, cause: str, *place: Any, **own: Any) -> Fault:
-        line = {**given, "id": id, "summary": summary, "inject": inject, "cause": cause, **own}
+    def fault(id: str, summary: str, inject: Any, cause: str, *place: Any, **fields_of_line: Any) -> Fault:
+        line = {**defaults, "id": id, "summary": summary, "inject": inject, "cause": cause, **fields_of_line}
         line |= zip(("tap", "row"), place, strict=False)
         line["row"] = line["row"] if line["tap"] is not None else None
         changes = {item.name: line.pop(item.name) for item in fields(FaultConfig) if item.name in line}
@@ -114,3 +122,33 @@ def table_of(**given: Any) -> Callable[..., Fault]:
 def of(category: Category, faults: Sequence[Fault]) -> list[Fault]:
     """Return the faults of one category."""
     return [fault for fault in faults if fault.category is category]
+
+
+def block_manager_suite() -> None:
+    """Hold the block manager to its invariants."""
+    from harness.properties.blocks.suite import search_block_manager
+    from harness.properties.reference.blocks import BlockManagerSubject
+
+    search_block_manager(BlockManagerSubject, _settings()).raise_findings()
+
+
+def sampling_suite() -> None:
+    """Hold the sampler to its properties."""
+    from harness.properties.ops.tokens import check_sampling
+    from harness.properties.reference.ops import Ops
+
+    check_sampling(Ops, _settings())
+
+
+def stopping_suite() -> None:
+    """Hold the ends of requests to their property."""
+    from harness.properties.ops.tokens import check_stopping
+    from harness.properties.reference.ops import Ops
+
+    check_stopping(Ops, _settings())
+
+
+def _settings() -> "settings":
+    from harness.properties.core.search import PROFILES
+
+    return PROFILES["dev"].settings()

@@ -69,28 +69,22 @@ def _theta_stretched(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
 def _head_reads(choose: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
     """Give the head another stream: `choose` gets the embedding's output and that of every layer."""
 
-    def make(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(self: Decoder, batch: Any) -> Any:
-            streams = [self.embed_tokens(batch.token_ids_T)]
-            batch.tap("model.", "embed_tokens", streams[0])
-            rotation = self.rotary(batch.positions_T)
-            for layer in self.layers:
-                streams.append(layer(streams[-1], rotation, batch))
-            batch.tap("model.", "norm", self.norm(streams[-1]))
-            return self.logits(choose(streams), batch)
-
-        return called
+    def make(call: Callable[..., Any], self: Decoder, batch: Any) -> Any:
+        streams = [self.embed_tokens(batch.token_ids_T)]
+        batch.tap("model.", "embed_tokens", streams[0])
+        rotation = self.rotary(batch.positions_T)
+        for layer in self.layers:
+            streams.append(layer(streams[-1], rotation, batch))
+        batch.tap("model.", "norm", self.norm(streams[-1]))
+        return self.logits(choose(streams), batch)
 
     return replacing((Decoder, "__call__", make))
 
 
 def _without_layer(index: int) -> Any:
-    def make(build: Callable[..., Decoder]) -> Callable[..., Decoder]:
-        def built(*args: Any, **kwargs: Any) -> Decoder:
-            decoder = build(*args, **kwargs)
-            return replace(decoder, layers=decoder.layers[:index] + decoder.layers[index + 1 :])
-
-        return built
+    def make(build: Callable[..., Decoder], *args: Any, **kwargs: Any) -> Decoder:
+        decoder = build(*args, **kwargs)
+        return replace(decoder, layers=decoder.layers[:index] + decoder.layers[index + 1 :])
 
     return replacing((reference_engine.loader, "build_decoder", make))
 
@@ -102,18 +96,18 @@ def _stale_head(weights: Weights, config: Any) -> None:
     weights["lm_head.weight"] = table + 0.1 * table.std() * noise
 
 
-def _embedding_scaled(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda self, ids: call(self, ids) * self.weight_VD.shape[1] ** 0.5
+def _embedding_scaled(call: Callable[..., torch.Tensor], self: Embedding, ids: torch.Tensor) -> Any:
+    return call(self, ids) * self.weight_VD.shape[1] ** 0.5
 
 
-def _embedding_of_the_token_before(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _embedding_of_the_token_before(call: Callable[..., torch.Tensor], self: Any, ids: torch.Tensor) -> torch.Tensor:
     """In a prefill of several tokens, each row takes the embedding of the token before it."""
-    return lambda self, ids: call(self, torch.cat((ids[:1], ids[:-1])) if len(ids) > 3 else ids)
+    return call(self, torch.cat((ids[:1], ids[:-1])) if len(ids) > 3 else ids)
 
 
 def _branch_scaled(factor: float) -> Any:
-    def make(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda self, x, batch, prefix: call(self, x, batch, prefix) * factor
+    def make(call: Callable[..., torch.Tensor], self: Any, x: Any, batch: Any, prefix: Any) -> torch.Tensor:
+        return call(self, x, batch, prefix) * factor
 
     return replacing((MLP, "__call__", make))
 

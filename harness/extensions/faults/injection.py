@@ -19,24 +19,24 @@ class InjectedFault:
     num_calls: int = 0
 
 
-@contextmanager
-def replaced(*changes: tuple[object, str, Callable[[Any], Any]]) -> Iterator[InjectedFault]:
-    """Replace functions by what a callable makes of them, until the block ends.
+Change = tuple[object, str, Callable[..., Any]]
+"""An owner, the name of its function, and what is called in the place of that: `fault(original, *args)`."""
 
-    Each change is an owner, a name, and the callable that takes the original and returns its replacement.
-    """
+
+@contextmanager
+def replaced(*changes: Change) -> Iterator[InjectedFault]:
+    """Call other functions in the place of some, until the block ends."""
     planted = InjectedFault()
     with ExitStack() as stack:
-        for owner, name, change in changes:
+        for owner, name, fault in changes:
             original = getattr(owner, name)
-            made = change(original)
-            _refuse_other_parameters(name, original, made)
-            stack.enter_context(patch.object(owner, name, _counted(made, planted)))
+            _refuse_other_parameters(name, original, fault)
+            stack.enter_context(patch.object(owner, name, _counted(original, fault, planted)))
         yield planted
 
 
-def _refuse_other_parameters(name: str, original: Callable[..., Any], made: Callable[..., Any]) -> None:
-    """Refuse a replacement that cannot be called as the original is: that would raise, and look like a detection.
+def _refuse_other_parameters(name: str, original: Callable[..., Any], fault: Callable[..., Any]) -> None:
+    """Refuse a fault that cannot be called as the original is: that would raise, and look like a detection.
 
     Raises:
         TypeError: it takes other parameters.
@@ -47,38 +47,36 @@ def _refuse_other_parameters(name: str, original: Callable[..., Any], made: Call
     positional = [None for item in needed if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
     named = {item.name: None for item in needed if item.kind is item.KEYWORD_ONLY}
     try:
-        signature(made).bind(*positional, **named)
+        signature(fault).bind(original, *positional, **named)
     except TypeError as error:
         raise TypeError(f"what replaces {name} cannot be called as that is: {error}") from error
 
 
-def replacing(
-    *changes: tuple[object, str, Callable[[Any], Any]],
-) -> Callable[[], AbstractContextManager[InjectedFault]]:
+def replacing(*changes: Change) -> Callable[[], AbstractContextManager[InjectedFault]]:
     """Return what plants the changes when it is called."""
     return lambda: replaced(*changes)
 
 
-def device_of(given: Any) -> AbstractContextManager[Any]:
-    """Return the device on which tensors are made from now on: that of the first one of `given` that is on a GPU."""
-    devices = (x.device for x in _tensors(given) if x.device.type != "cpu")
+def device_of(arguments: Any) -> AbstractContextManager[Any]:
+    """Return the device on which tensors are made from now on: that of the first argument that is on a GPU."""
+    devices = (x.device for x in _tensors(arguments) if x.device.type != "cpu")
     return next(devices, nullcontext())
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
+def _tensors(arguments: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of arguments, and those that batches among them hold."""
-    for leaf in tree_leaves(given):
+    for leaf in tree_leaves(arguments):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif is_dataclass(leaf):
             yield from (x for field in fields(leaf) if isinstance(x := getattr(leaf, field.name), torch.Tensor))
 
 
-def _counted(function: Callable[..., Any], planted: InjectedFault) -> Callable[..., Any]:
-    @wraps(function)
+def _counted(original: Callable[..., Any], fault: Callable[..., Any], planted: InjectedFault) -> Callable[..., Any]:
+    @wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:
         planted.num_calls += 1
         with device_of((args, kwargs)):  # where a fault makes tensors of its own
-            return function(*args, **kwargs)
+            return fault(original, *args, **kwargs)
 
     return counted

@@ -18,41 +18,32 @@ _LAYER = "model.layers.0."
 Call = Callable[..., Any]
 
 
-def _key_not_turned(original: Call) -> Call:
-    return lambda self, x_TNR, rotation: original(self, x_TNR, rotation) if x_TNR.shape[1] > 1 else x_TNR
+def _key_not_turned(original: Call, self: Any, x_TNR: Any, rotation: Any) -> Any:
+    return original(self, x_TNR, rotation) if x_TNR.shape[1] > 1 else x_TNR
 
 
-def _not_normed(original: Call) -> Call:
+def _not_normed(original: Call, self: LatentAttention, x_TD: torch.Tensor, *args: Any) -> torch.Tensor:
     """The latent is cached, and read, as it was before its norm."""
+    rank = self.shape.rank
+    raw_T1L = self.kv_a_proj(x_TD)[:, None, :rank]
 
-    def call(self: LatentAttention, x_TD: torch.Tensor, *args: Any) -> torch.Tensor:
-        rank = self.shape.rank
-        raw_T1L = self.kv_a_proj(x_TD)[:, None, :rank]
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any) -> torch.Tensor:
+        return self.backend.attend(layer, q, torch.cat([raw_T1L, k[..., rank:]], dim=-1), raw_T1L, batch)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any) -> torch.Tensor:
-            return self.backend.attend(layer, q, torch.cat([raw_T1L, k[..., rank:]], dim=-1), raw_T1L, batch)
-
-        return original(replace(self, backend=SimpleNamespace(attend=attend)), x_TD, *args)  # type: ignore[no-any-return]
-
-    return call
+    return original(replace(self, backend=SimpleNamespace(attend=attend)), x_TD, *args)  # type: ignore[no-any-return]
 
 
-def _turned_part_lost(original: Call) -> Call:
-    def store(self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        original(self, layer, torch.cat([v, torch.zeros_like(k[..., v.shape[-1] :])], dim=-1), v, slots)
-
-    return store
+def _turned_part_lost(
+    original: Call, self: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> None:
+    original(self, layer, torch.cat([v, torch.zeros_like(k[..., v.shape[-1] :])], dim=-1), v, slots)
 
 
 def _scaled_by(width: Callable[[LatentShape], int]) -> Any:
     """Scale scores by the root of a width alone."""
 
-    def make(original: Call) -> Call:
-        def scaled(model_dir: Any, config: Any, model_config: Any, *args: Any) -> Any:
-            spec = original(model_dir, config, model_config, *args)
-            return replace(spec, score_scale=width(model_config.latent) ** -0.5)
-
-        return scaled
+    def make(original: Call, self: Any, config: Any, model_dir: Any) -> Any:
+        return replace(original(self, config, model_dir), score_scale=width(self.model_config.latent) ** -0.5)
 
     return replacing((reference_engine.loader, "resolve_cache_spec", make))
 

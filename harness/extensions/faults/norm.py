@@ -21,8 +21,8 @@ _LAYER = "model.layers.0."
 def edited_layers(edit: Callable[[Any], Any]) -> Any:
     """Change what `build_layer` returns."""
 
-    def make(build: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: edit(build(*args, **kwargs))
+    def make(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return edit(build(*args, **kwargs))
 
     return replacing((reference_engine.families.build, "build_layer", make))
 
@@ -30,11 +30,11 @@ def edited_layers(edit: Callable[[Any], Any]) -> Any:
 def norm_scaled_by(statistic: Callable[[RMSNorm, torch.Tensor], torch.Tensor]) -> Any:
     """Replace every norm's scale, [..., 1] for an input in float32."""
 
-    def call(self: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    def call(original: Any, self: RMSNorm, x: torch.Tensor) -> torch.Tensor:
         x32 = x.to(torch.float32)
         return self.weight_X * (x32 * statistic(self, x32)).to(x.dtype)
 
-    return replacing((RMSNorm, "__call__", lambda original: call))
+    return replacing((RMSNorm, "__call__", call))
 
 
 def _with_eps(eps: float) -> Any:
@@ -56,13 +56,12 @@ def _unweighted(layer: DecoderLayer) -> DecoderLayer:
     return replace(layer, post_attention_layernorm=replace(norm, weight_X=torch.ones_like(norm.weight_X)))
 
 
-def _skip_qk_norm_in_decode(project: Callable[..., Any]) -> Callable[..., Any]:
-    def projected(self: Attention, x: torch.Tensor, batch: Any, prefix: str) -> Any:
-        if all(length == 1 for length in batch.query_lens):
-            self = replace(self, q_norm=torch.clone, k_norm=torch.clone)  # type: ignore[arg-type]
-        return project(self, x, batch, prefix)
-
-    return projected
+def _skip_qk_norm_in_decode(
+    project: Callable[..., Any], self: Attention, x: torch.Tensor, batch: Any, prefix: str
+) -> Any:
+    if all(length == 1 for length in batch.query_lens):
+        self = replace(self, q_norm=torch.clone, k_norm=torch.clone)  # type: ignore[arg-type]
+    return project(self, x, batch, prefix)
 
 
 def _over_all_heads(layer: DecoderLayer) -> DecoderLayer:
@@ -82,15 +81,14 @@ def _over_all_heads(layer: DecoderLayer) -> DecoderLayer:
     return replace(layer, attention=wrong)
 
 
-def _residual_after_the_norm(call: Callable[..., Any]) -> Callable[..., Any]:
-    def called(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
-        normed = self.input_layernorm(x)
-        x = normed  # should be the stream
-        batch.tap(self.prefix, "input_layernorm", normed)
-        x = x + self.attention(normed, rotation, batch, self.prefix)
-        return _second_half(self, x, batch)
-
-    return called
+def _residual_after_the_norm(
+    call: Callable[..., Any], self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any
+) -> torch.Tensor:
+    normed = self.input_layernorm(x)
+    x = normed  # should be the stream
+    batch.tap(self.prefix, "input_layernorm", normed)
+    x = x + self.attention(normed, rotation, batch, self.prefix)
+    return _second_half(self, x, batch)
 
 
 def _second_half(layer: DecoderLayer, x: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -117,7 +115,7 @@ def branches(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, of
     With `of_input`, the stream is the layer's input, without what attention added.
     """
 
-    def call(self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
+    def call(original: Any, self: DecoderLayer, x: torch.Tensor, rotation: Any, batch: Any) -> torch.Tensor:
         normed = self.input_layernorm(x)
         batch.tap(self.prefix, "input_layernorm", normed)
         middle = x + self.attention(normed, rotation, batch, self.prefix)
@@ -128,13 +126,13 @@ def branches(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, of
         batch.tap(self.prefix, "output", x)
         return x
 
-    return replacing((DecoderLayer, "__call__", lambda original: call))
+    return replacing((DecoderLayer, "__call__", call))
 
 
 def _activation(act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     """Replace act(gate) * up."""
 
-    def call(self: MLP, x: torch.Tensor, batch: Any, prefix: str) -> torch.Tensor:
+    def call(original: Any, self: MLP, x: torch.Tensor, batch: Any, prefix: str) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         batch.tap(prefix, "mlp.gate_proj", gate)
         batch.tap(prefix, "mlp.up_proj", up)
@@ -142,14 +140,11 @@ def _activation(act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> An
         batch.tap(prefix, "mlp.down_proj", out := self.down_proj(product))
         return out
 
-    return replacing((MLP, "__call__", lambda original: call))
+    return replacing((MLP, "__call__", call))
 
 
-def _without_final_norm(build: Callable[..., Decoder]) -> Callable[..., Decoder]:
-    def built(*args: Any, **kwargs: Any) -> Decoder:
-        return replace(build(*args, **kwargs), norm=torch.clone)  # type: ignore[arg-type]
-
-    return built
+def _without_final_norm(build: Callable[..., Decoder], *args: Any, **kwargs: Any) -> Decoder:
+    return replace(build(*args, **kwargs), norm=torch.clone)  # type: ignore[arg-type]
 
 
 _fault = table_of(category=Category.NORM, row=FIRST)

@@ -67,8 +67,8 @@ class _Product:
 def _products(compute: Callable[..., torch.Tensor]) -> Any:
     def edit(layer: DecoderLayer) -> DecoderLayer:
         assert isinstance(layer.mlp, MLP)
-        own = _Product(layer.mlp.down_proj, compute)  # type: ignore[arg-type]
-        return replace(layer, mlp=replace(layer.mlp, down_proj=own))
+        product = _Product(layer.mlp.down_proj, compute)  # type: ignore[arg-type]
+        return replace(layer, mlp=replace(layer.mlp, down_proj=product))
 
     return edited_layers(edit)
 

@@ -48,14 +48,11 @@ def _slow_half_zero(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
 def _logits_capped(cap: float) -> Any:
     """Put a soft cap after the head's product."""
 
-    def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def logits(self: Decoder, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
-            def head(rows_RD: torch.Tensor) -> torch.Tensor:
-                return cap * torch.tanh(self.lm_head(rows_RD) / cap)
+    def make(original: Callable[..., torch.Tensor], self: Decoder, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        def head(rows_RD: torch.Tensor) -> torch.Tensor:
+            return cap * torch.tanh(self.lm_head(rows_RD) / cap)
 
-            return original(replace(self, lm_head=head), x_TD, batch)
-
-        return logits
+        return original(replace(self, lm_head=head), x_TD, batch)
 
     return replacing((Decoder, "logits", make))
 

@@ -33,11 +33,14 @@ _PREEMPTED = 2
 def _later_chunks(compute: Callable[..., torch.Tensor]) -> Any:
     """Replace attention of chunks that have a past: `compute` gets q, k, v and the window."""
 
-    def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
-            return compute(q, k, v, window) if len(q) < len(k) else original(q, k, v, window)
-
-        return chunk
+    def make(
+        original: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        return compute(q, k, v, window) if len(q) < len(k) else original(q, k, v, window)
 
     return replacing((reference_engine.attention.paged, "attend_chunk", make))
 
@@ -94,25 +97,21 @@ def _old_in_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int |
     return attend(q, k, v, causal(len(q), len(k), window))
 
 
-def _padded_keys(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _padded_keys(
+    original: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """Keys are padded with zeros to a multiple of 16, and the padding is not masked."""
-
-    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
-        more = -len(k) % 16
-        padded = [torch.cat((x, x.new_zeros(more, *x.shape[1:]))) for x in (k, v)]
-        mask = torch.nn.functional.pad(causal(len(q), len(k), window), (0, more), value=True)
-        return attend(q, padded[0], padded[1], mask)
-
-    return chunk
+    more = -len(k) % 16
+    padded = [torch.cat((x, x.new_zeros(more, *x.shape[1:]))) for x in (k, v)]
+    mask = torch.nn.functional.pad(causal(len(q), len(k), window), (0, more), value=True)
+    return attend(q, padded[0], padded[1], mask)
 
 
-def _wider_window(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _wider_window(
+    original: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """In later chunks the window counts from the chunk's first row, so that its other rows see too much."""
-
-    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
-        return original(q, k, v, None if len(q) < len(k) else window)
-
-    return chunk
+    return original(q, k, v, None if len(q) < len(k) else window)
 
 
 def _is_later(chunk: Any) -> bool:
@@ -149,13 +148,10 @@ def _shifted_by_the_batch(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
 def _batches(change: Callable[[Any, Any], Any]) -> Any:
     """Change the step's batch once it is built: `change` gets it and its chunks."""
 
-    def make(build: Callable[..., Any]) -> Callable[..., Any]:
-        def built(chunks: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = build(chunks, *args, **kwargs)
-            with device_of(batch):
-                return change(batch, chunks)
-
-        return built
+    def make(build: Callable[..., Any], chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = build(chunks, *args, **kwargs)
+        with device_of(batch):
+            return change(batch, chunks)
 
     return (reference_engine.model_runner, "build_batch", make)
 
@@ -193,14 +189,10 @@ def _logits_of_the_first_row(batch: Any, chunks: Any) -> Any:
     return replace(batch, sampled_rows_=torch.tensor(rows)) if is_changed else batch
 
 
-def _zeroed(init: Callable[..., None]) -> Callable[..., None]:
+def _zeroed(init: Callable[..., None], self: KVCache, *args: Any) -> None:
     """Slots that no step wrote are zero, in every run of the fault."""
-
-    def made(self: KVCache, *args: Any) -> None:
-        init(self, *args)
-        self.data.zero_()
-
-    return made
+    init(self, *args)
+    self.data.zero_()
 
 
 def _in_zeroed_memory(*changes: Any) -> Callable[[], AbstractContextManager[InjectedFault]]:
@@ -216,33 +208,27 @@ def _stale_table(batch: Any, chunks: Any) -> Any:
     return replace(batch, block_tables_RB=tables)
 
 
-def _unnormed_later(project: Callable[..., Any]) -> Callable[..., Any]:
-    def projected(self: Attention, x: torch.Tensor, batch: Any, prefix: str) -> Any:
-        if any(1 < query < context for query, context in zip(batch.query_lens, batch.context_lens, strict=True)):
-            self = replace(self, q_norm=torch.clone, k_norm=torch.clone)  # type: ignore[arg-type]
-        return project(self, x, batch, prefix)
-
-    return projected
+def _unnormed_later(project: Callable[..., Any], self: Attention, x: torch.Tensor, batch: Any, prefix: str) -> Any:
+    if any(1 < query < context for query, context in zip(batch.query_lens, batch.context_lens, strict=True)):
+        self = replace(self, q_norm=torch.clone, k_norm=torch.clone)  # type: ignore[arg-type]
+    return project(self, x, batch, prefix)
 
 
-def _table_reversed(take: Callable[..., int]) -> Callable[..., int]:
-    def taken(self: BlockManager, sequence: Any) -> int:
-        computed = take(self, sequence)
-        sequence.block_table = array("q", reversed(sequence.block_table))
-        return computed
-
-    return taken
+def _table_reversed(take: Callable[..., int], self: BlockManager, sequence: Any) -> int:
+    computed = take(self, sequence)
+    sequence.block_table = array("q", reversed(sequence.block_table))
+    return computed
 
 
-def _one_token_too_many(take: Callable[..., int]) -> Callable[..., int]:
+def _one_token_too_many(take: Callable[..., int], self: BlockManager, sequence: Any) -> int:
     """A hit counts one token more than it has."""
+    computed = take(self, sequence)
+    sequence.num_computed_tokens += bool(computed)
+    return int(sequence.num_computed_tokens)
 
-    def taken(self: BlockManager, sequence: Any) -> int:
-        computed = take(self, sequence)
-        sequence.num_computed_tokens += bool(computed)
-        return int(sequence.num_computed_tokens)
 
-    return taken
+def _has_same_key(prefix: Any, cached: Any) -> bool:
+    return bool(prefix.key == cached.key)
 
 
 def _without_last_token(cache: PrefixCache) -> None:
@@ -263,18 +249,14 @@ def _first_layer_copied_only(cache: KVCache, source: int, target: int) -> None:
 
 def _copied(copy: Callable[[KVCache, int, int], None]) -> Any:
     """Change what is copied when a request writes into a block that it shares."""
-    return _in_zeroed_memory((KVCache, "copy_block", lambda original: copy))
+    return _in_zeroed_memory((KVCache, "copy_block", lambda original, self, source, target: copy(self, source, target)))
 
 
-def _first_token_taken_for_computed(release: Callable[..., None]) -> Callable[..., None]:
+def _first_token_taken_for_computed(release: Callable[..., None], self: BlockManager, sequence: Any) -> None:
     """A preempted request starts again after its first token."""
-
-    def released(self: BlockManager, sequence: Any) -> None:
-        release(self, sequence)
-        if sequence.finish_reason is None:
-            sequence.num_computed_tokens = 1
-
-    return released
+    release(self, sequence)
+    if sequence.finish_reason is None:
+        sequence.num_computed_tokens = 1
 
 
 _path = table_of(category=Category.SCHEDULER)
@@ -371,13 +353,13 @@ FAULTS = [
            replacing(_batches(_logits_of_the_first_row)), "another token, the first one of its step", "lm_head",
            (3, 36), _PREFIX),
     _fault("hash-without-last-token", "The last token of a block is not hashed.",
-           prefixes_changed(_without_last_token, lambda own, other: own.key == other.key), "another request wrote",
+           prefixes_changed(_without_last_token, _has_same_key), "another request wrote",
            _K_CACHE, (1, 7), _PREFIX, prompts=_LAST_DIFFERS),
     _fault("hash-without-last-token-in-bfloat16", "The last token of a block is not hashed.",
-           prefixes_changed(_without_last_token, lambda own, other: own.key == other.key), "another request wrote",
+           prefixes_changed(_without_last_token, _has_same_key), "another request wrote",
            _K_CACHE, (1, 7), _PREFIX, _BF16, prompts=_LAST_DIFFERS),
     _fault("hash-without-order", "The tokens of a block are hashed without their order.",
-           prefixes_changed(_without_order, lambda own, other: own.key == other.key), "another request wrote",
+           prefixes_changed(_without_order, _has_same_key), "another request wrote",
            _K_CACHE, (1, 0), _PREFIX, _FP16, prompts=_REORDERED),
     _fault("fork-copies-keys-only", "A fork that writes into a shared block copies its keys and not its values.",
            _copied(_keys_copied_only), "zeros come back", "model.layers.0.v_cache", (0, 32), "forked"),

@@ -100,15 +100,15 @@ def _judge_tap(
         if not step.has(tap):
             continue
         rows = step_rows(step, tap)
-        found = expected.find(tap, rows)
-        present = found[:, 0] >= 0
+        places = expected.find(tap, rows)
+        present = places[:, 0] >= 0
         if not bool(present.any()):
             continue
-        rows, found = rows.select(present), found[present]
+        rows, places = rows.select(present), places[present]
         pair = _Pair(
             step.tap(tap)[present].flatten(1).to(torch.float64),
-            expected.gather(tap, found).flatten(1).to(torch.float64),
-            noise[tap][found[:, 2]].to(torch.float64).clamp(min=float(noise[tap].nanmedian())),
+            expected.gather(tap, places).flatten(1).to(torch.float64),
+            noise[tap][places[:, 2]].to(torch.float64).clamp(min=float(noise[tap].nanmedian())),
         )
         for name, rule in RULES.items():
             for at in (~rule(pair)).nonzero()[:, 0].tolist():

@@ -19,7 +19,7 @@ _Q_ROPE = "model.layers.0.q_rope"
 
 def rotary(rotate: Callable[..., torch.Tensor]) -> Any:
     """Rotate heads by another function, of what is rotated and the tables of cosine and sine."""
-    return replacing((reference_engine.model, "apply_rotary", lambda original: rotate))
+    return replacing((reference_engine.model, "apply_rotary", lambda original, x, cos, sin: rotate(x, cos, sin)))
 
 
 def _interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -40,13 +40,10 @@ def _partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def positions_changed(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
     """Change the positions that rotary sees: `change` gets them and the chunks of the step."""
 
-    def make(build: Callable[..., Any]) -> Callable[..., Any]:
-        def built(chunks: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = build(chunks, *args, **kwargs)
-            with device_of(batch):
-                return replace(batch, positions_T=change(batch.positions_T, chunks))
-
-        return built
+    def make(build: Callable[..., Any], chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = build(chunks, *args, **kwargs)
+        with device_of(batch):
+            return replace(batch, positions_T=change(batch.positions_T, chunks))
 
     return replacing((reference_engine.model_runner, "build_batch", make))
 
@@ -68,13 +65,10 @@ def _across_the_batch(positions: torch.Tensor, chunks: Any) -> torch.Tensor:
 def frequencies_changed(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
     """Change the frequencies of rotary: `change` gets the config and those that are right."""
 
-    def make(init: Callable[..., None]) -> Callable[..., None]:
-        def made(self: Any, config: Any, *args: Any) -> None:
-            init(self, config, *args)
-            with device_of(self.inv_freq):
-                self.inv_freq = change(config, self.inv_freq)
-
-        return made
+    def make(init: Callable[..., None], self: Any, config: Any, *args: Any) -> None:
+        init(self, config, *args)
+        with device_of(self.inv_freq):
+            self.inv_freq = change(config, self.inv_freq)
 
     return replacing((RotaryEmbedding, "__init__", make))
 
@@ -87,11 +81,8 @@ def _of_theta_10000(config: Any, inv_freq: torch.Tensor) -> torch.Tensor:
     return reference_engine.rope_types.ROPE_TYPES["default"](replace(config.rope, theta=10_000.0), config.head_dim)[0]
 
 
-def _coarse_table(call: Callable[..., Any]) -> Callable[..., Any]:
-    def rotated(self: Any, positions: torch.Tensor) -> Any:
-        return tuple(table.to(torch.bfloat16).to(table.dtype) for table in call(self, positions))
-
-    return rotated
+def _coarse_table(call: Callable[..., Any], self: Any, positions: torch.Tensor) -> Any:
+    return tuple(table.to(torch.bfloat16).to(table.dtype) for table in call(self, positions))
 
 
 _fault = table_of(category=Category.POSITION, tap=_Q_ROPE, row=SECOND)

@@ -11,8 +11,15 @@ import reference_engine.layers
 import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
-from harness.extensions.faults import suites
-from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, Category, FaultConfig, table_of
+from harness.extensions.faults.fault import (
+    FIRST,
+    FIRST_SAMPLED,
+    Category,
+    FaultConfig,
+    sampling_suite,
+    stopping_suite,
+    table_of,
+)
 from harness.extensions.faults.injection import replacing
 from harness.extensions.faults.norm import edited_layers
 from reference_engine.layers import Linear
@@ -22,61 +29,48 @@ from reference_engine.model import Decoder
 def _sampling_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """In a prefill, the rows whose logits are taken are others."""
 
-    def make(build: Callable[..., Any]) -> Callable[..., Any]:
-        def built(*args: Any, **kwargs: Any) -> Any:
-            batch = build(*args, **kwargs)
-            if batch.sampled_rows_ is None:
-                return batch
-            return replace(batch, sampled_rows_=change(batch.sampled_rows_))
-
-        return built
+    def make(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = build(*args, **kwargs)
+        if batch.sampled_rows_ is None:
+            return batch
+        return replace(batch, sampled_rows_=change(batch.sampled_rows_))
 
     return replacing((reference_engine.model_runner, "build_batch", make))
 
 
-def _coarse_logits(logits: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(self: Decoder, x: torch.Tensor, batch: Any) -> Any:
-        head = self.lm_head
-        wrong = replace(self, lm_head=lambda rows: head(rows).to(torch.bfloat16).to(rows.dtype))
-        return logits(wrong, x, batch)
-
-    return computed
+def _coarse_logits(logits: Callable[..., Any], self: Decoder, x: torch.Tensor, batch: Any) -> Any:
+    head = self.lm_head
+    wrong = replace(self, lm_head=lambda rows: head(rows).to(torch.bfloat16).to(rows.dtype))
+    return logits(wrong, x, batch)
 
 
-def _second_best(sample: Callable[..., Any]) -> Callable[..., Any]:
-    def sampled(logits: torch.Tensor, sequences: Any) -> Any:
-        return replace(sample(logits, sequences), token_ids=logits.topk(2).indices[:, 1].tolist())
-
-    return sampled
+def _second_best(sample: Callable[..., Any], logits: torch.Tensor, sequences: Any) -> Any:
+    return replace(sample(logits, sequences), token_ids=logits.topk(2).indices[:, 1].tolist())
 
 
-def _first_of_the_list(read: Callable[..., frozenset[int]]) -> Callable[..., frozenset[int]]:
+def _first_of_the_list(read: Callable[..., frozenset[int]], generation: Any, config: Any, where: Any) -> frozenset[int]:
     """Of several end-of-sequence tokens the first one counts."""
-
-    def first(generation: Any, config: Any, where: Any) -> frozenset[int]:
-        eos = generation.get("eos_token_id")
-        return read({"eos_token_id": eos[0]} if isinstance(eos, list) else generation, config, where)
-
-    return first
+    eos = generation.get("eos_token_id")
+    return read({"eos_token_id": eos[0]} if isinstance(eos, list) else generation, config, where)
 
 
 def _with_params(change: Callable[[Any], Any]) -> Any:
     """Change the parameters that the sets of allowed tokens are made from."""
 
-    def make(allowed: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda scores, params: allowed(scores, [change(own) for own in params])
+    def make(allowed: Callable[..., torch.Tensor], scores: Any, params: Any) -> torch.Tensor:
+        return allowed(scores, [change(request) for request in params])
 
     return replacing((reference_engine.sampler, "allowed_tokens", make))
 
 
-def _seeds_of_the_batch(uniforms: Callable[..., Any]) -> Callable[..., Any]:
+def _seeds_of_the_batch(uniforms: Callable[..., Any], seeds: Any, indices: Any) -> Any:
     """The draws of a row depend on how many rows stand beside it."""
-    return lambda seeds, indices: uniforms([seed + len(seeds) for seed in seeds], indices)
+    return uniforms([seed + len(seeds) for seed in seeds], indices)
 
 
-def _draws_again(sample: Callable[..., Any]) -> Callable[..., Any]:
+def _draws_again(sample: Callable[..., Any], seeds: Any, indices: Any) -> Any:
     """Every token of a request is drawn with the same number."""
-    return lambda seeds, indices: sample([0 for _ in seeds], [0 for _ in indices])
+    return sample([0 for _ in seeds], [0 for _ in indices])
 
 
 class _HalfAccumulation:
@@ -106,20 +100,20 @@ FAULTS = [
            replacing((reference_engine.model_runner, "sample", _second_best)), "second largest", "lm_head"),
     _fault("eos-list-cut", "Of a list of end-of-sequence tokens only the first ends a request.",
            replacing((reference_engine.checkpoint.model_config, "_eos_token_ids", _first_of_the_list)), "the end is",
-           suite=suites.stopping, instance="vllm#4182"),
+           suite=stopping_suite, instance="vllm#4182"),
     _fault("top-k-off-by-one", "One token more than top-k may be drawn.",
-           _with_params(lambda own: replace(own, top_k=own.top_k and own.top_k + 1)), _NO_SUCH_SET,
-           suite=suites.sampling),
-    _fault("top-p-ignored", "Top-p is not applied.", _with_params(lambda own: replace(own, top_p=1.0)), _NO_SUCH_SET,
-           suite=suites.sampling),
-    _fault("min-p-ignored", "Min-p is not applied.", _with_params(lambda own: replace(own, min_p=0.0)), _NO_SUCH_SET,
-           suite=suites.sampling),
+           _with_params(lambda params: replace(params, top_k=params.top_k and params.top_k + 1)), _NO_SUCH_SET,
+           suite=sampling_suite),
+    _fault("top-p-ignored", "Top-p is not applied.", _with_params(lambda params: replace(params, top_p=1.0)),
+           _NO_SUCH_SET, suite=sampling_suite),
+    _fault("min-p-ignored", "Min-p is not applied.", _with_params(lambda params: replace(params, min_p=0.0)),
+           _NO_SUCH_SET, suite=sampling_suite),
     _fault("seed-of-the-batch", "What a request draws depends on its batch mates.",
            replacing((reference_engine.sampler, "uniforms", _seeds_of_the_batch)), "in the batch|same in any batch",
-           suite=suites.sampling, instance="vllm#51226"),
+           suite=sampling_suite, instance="vllm#51226"),
     _fault("seed-ignored", "All requests draw the same number.",
            replacing((reference_engine.sampler, "uniforms", _draws_again)), "as often as|chi-square",
-           suite=suites.sampling),
+           suite=sampling_suite),
     _fault("logits-bf16", "Logits are rounded to bfloat16.", replacing((Decoder, "logits", _coarse_logits)),
            "rounded to bfloat16", "lm_head", category=Category.NUMBERS),
     _fault("product-fp16", "A matrix product takes and gives float16.", edited_layers(_half_accumulation), "float16",

@@ -23,63 +23,45 @@ _SHORT = ((5,), tuple(range(20, 20 + _BLOCK)), tuple(range(60, 61 + _BLOCK)))
 """Prompts of one token, of a block exactly, of a block and one."""
 
 
-def _permuted(init: Callable[..., None]) -> Callable[..., None]:
+def _permuted(init: Callable[..., None], self: BlockPool, *args: Any, **kwargs: Any) -> None:
     """Blocks are handed out in any order."""
-
-    def made(self: BlockPool, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        blocks = list(self._unused)
-        Random(0).shuffle(blocks)
-        self._unused.clear()
-        self._unused.extend(blocks)
-
-    return made
+    init(self, *args, **kwargs)
+    blocks = list(self._unused)
+    Random(0).shuffle(blocks)
+    self._unused.clear()
+    self._unused.extend(blocks)
 
 
-def _weight_before_cast(original: Any) -> Callable[[RMSNorm, torch.Tensor], torch.Tensor]:
+def _weight_before_cast(original: Any, self: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     """The norm's weight is multiplied in float32, before the result is rounded, as some versions of HF do."""
-
-    def call(self: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.to(torch.float32)
-        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight_X.to(torch.float32) * normed).to(x.dtype)
-
-    return call
+    x32 = x.to(torch.float32)
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+    return (self.weight_X.to(torch.float32) * normed).to(x.dtype)
 
 
-def _unfused(original: Any) -> Callable[[Linear, torch.Tensor], torch.Tensor]:
+def _unfused(original: Any, self: Linear, x: torch.Tensor) -> torch.Tensor:
     """Stacked projections are computed in pieces of 16 outputs, as separate modules would."""
-
-    def call(self: Linear, x: torch.Tensor) -> torch.Tensor:
-        weights = self.weight_OI.split(16)
-        biases = [None] * len(weights) if self.bias_O is None else self.bias_O.split(16)
-        return torch.cat([linear(x, w, b) for w, b in zip(weights, biases, strict=True)], dim=-1)
-
-    return call
+    weights = self.weight_OI.split(16)
+    biases = [None] * len(weights) if self.bias_O is None else self.bias_O.split(16)
+    return torch.cat([linear(x, w, b) for w, b in zip(weights, biases, strict=True)], dim=-1)
 
 
-def _activation_in_float32(original: Any) -> Callable[[MLP, torch.Tensor, Batch, str], torch.Tensor]:
+def _activation_in_float32(original: Any, self: MLP, x: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
     """silu(gate) * up is rounded once, as in fused kernels: HF rounds silu, too, on a coarse grid in one direction."""
-
-    def call(self: MLP, x: torch.Tensor, batch: Batch, prefix: str) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        act = (silu(gate.to(torch.float32)) * up.to(torch.float32)).to(x.dtype)
-        out = self.down_proj(act)
-        for name, value in (("gate_proj", gate), ("up_proj", up), ("act", act), ("down_proj", out)):
-            batch.tap(prefix, f"mlp.{name}", value)
-        return out
-
-    return call
+    gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    act = (silu(gate.to(torch.float32)) * up.to(torch.float32)).to(x.dtype)
+    out = self.down_proj(act)
+    for name, value in (("gate_proj", gate), ("up_proj", up), ("act", act), ("down_proj", out)):
+        batch.tap(prefix, f"mlp.{name}", value)
+    return out
 
 
-def _row_by_row(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _row_by_row(
+    original: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
     """Decode attends one request at a time."""
-
-    def single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        rows = [slice(row, row + 1) for row in range(len(q))]
-        return torch.cat([original(q[row], k[row], v[row], None if mask is None else mask[row]) for row in rows])
-
-    return single
+    rows = [slice(row, row + 1) for row in range(len(q))]
+    return torch.cat([original(q[row], k[row], v[row], None if mask is None else mask[row]) for row in rows])
 
 
 _PLANTED = {

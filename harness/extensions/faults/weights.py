@@ -16,13 +16,10 @@ Weights = dict[str, torch.Tensor]
 def loaded(change: Callable[[Weights, Any], None]) -> Any:
     """Change the parameters in place once they are loaded: `change` gets them and the model's config."""
 
-    def make(load: Callable[..., Weights]) -> Callable[..., Weights]:
-        def loaded(folder: Any, config: Any, *args: Any, **kwargs: Any) -> Weights:
-            weights = {name: tensor.clone() for name, tensor in load(folder, config, *args, **kwargs).items()}
-            change(weights, config)
-            return weights
-
-        return loaded
+    def make(load: Callable[..., Weights], folder: Any, config: Any, *args: Any, **kwargs: Any) -> Weights:
+        weights = {name: tensor.clone() for name, tensor in load(folder, config, *args, **kwargs).items()}
+        change(weights, config)
+        return weights
 
     return replacing((reference_engine.loader, "load_weights", make))
 
@@ -99,8 +96,8 @@ def _one_weight_flipped(weights: Weights, config: Any) -> None:
 _of_weights = table_of(category=Category.WEIGHTS, row=FIRST)
 
 
-def _fault(id: str, summary: str, change: Any, *rest: Any, **own: Any) -> Fault:
-    return _of_weights(id, summary, loaded(change), *rest, **own)
+def _fault(id: str, summary: str, change: Any, *rest: Any, **fields: Any) -> Fault:
+    return _of_weights(id, summary, loaded(change), *rest, **fields)
 
 
 _QWEN2 = FaultConfig(model="qwen2-tiny")

@@ -48,7 +48,7 @@ FaultId = Annotated[
 @app.command("run", cls=StrictCommand)
 @grouped
 def run(
-    given: EngineFields,
+    fields: EngineFields,
     seconds: Seconds = 60.0,
     seed: Seed = 0,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first finding.")] = False,
@@ -67,7 +67,7 @@ def run(
     caches that are too small. Each workload is judged as `harness check` judges; a failing one is minimized.
     """
     options = _options(seconds, seed, workload_seconds, first)
-    if replay is not None and (given or fault is not None or out is not None):
+    if replay is not None and (fields or fault is not None or out is not None):
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
@@ -82,7 +82,7 @@ def run(
         else:
             with (
                 nullcontext() if out is None else new_output_dir(out),
-                _opened(given, fault, options, local_files_only) as (plan, planned),
+                _opened(fields, fault, options, local_files_only) as (plan, planned),
             ):
                 result = search_workloads(plan, planned, out=out, progress=report)
     FUZZ.show(result, format)
@@ -92,7 +92,7 @@ def run(
 @app.command(cls=StrictCommand)
 @grouped
 def invariance(
-    given: EngineFields,
+    fields: EngineFields,
     seconds: Seconds = 60.0,
     seed: Seed = 0,
     workload_seconds: WorkloadSeconds = 60.0,
@@ -105,7 +105,7 @@ def invariance(
     with progress_bar() as report:
         from harness.extensions.fuzz.run import compare_schedules
 
-        with _opened(given, fault, options, local_files_only) as (plan, planned):
+        with _opened(fields, fault, options, local_files_only) as (plan, planned):
             result = compare_schedules(plan, planned, progress=report)
     INVARIANCE.show(result, format)
     return _status(result)
@@ -114,7 +114,7 @@ def invariance(
 @app.command(cls=StrictCommand)
 @grouped
 def poison(
-    given: EngineFields,
+    fields: EngineFields,
     seconds: Seconds = 60.0,
     seed: Seed = 0,
     workload_seconds: WorkloadSeconds = 60.0,
@@ -130,7 +130,7 @@ def poison(
     with progress_bar() as report:
         from harness.extensions.fuzz.run import poison_memory
 
-        with _opened(given, fault, options, local_files_only) as (plan, planned):
+        with _opened(fields, fault, options, local_files_only) as (plan, planned):
             result = poison_memory(plan, planned, progress=report)
     POISON.show(result, format)
     return _status(result)
@@ -153,18 +153,18 @@ def _said_by(file: "WorkloadFile") -> opt.Given:
 
 @contextmanager
 def _opened(
-    given: opt.Given, fault: str | None, options: "FuzzOptions", local_files_only: bool
+    fields: opt.Given, fault: str | None, options: "FuzzOptions", local_files_only: bool
 ) -> "Iterator[tuple[Plan, FuzzOptions]]":
     """Yield the plan, and the options with the fault that is to be injected."""
     from harness.plan import plan_engine
 
     if fault is None:
-        yield plan_engine(**given, local_files_only=local_files_only), options
+        yield plan_engine(**fields, local_files_only=local_files_only), options
         return
     from harness.extensions.faults.catalogue import choose
-    from harness.extensions.faults.trial import checkpoint
+    from harness.extensions.faults.run import checkpoint
 
-    if given:
+    if fields:
         what = "a fault comes with the engine, the model and the dtype that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
     (chosen,) = choose([fault])

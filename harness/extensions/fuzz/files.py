@@ -106,9 +106,9 @@ def load_workload(path: Path) -> WorkloadFile:
     Raises:
         HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
     """
-    found = read_case_file(WorkloadFile, path, "workload")
-    model = path.parent / found.model
-    return found.model_copy(update={"model": str(model)}) if exists(model) else found
+    file = read_case_file(WorkloadFile, path, "workload")
+    model = path.parent / file.model
+    return file.model_copy(update={"model": str(model)}) if exists(model) else file
 
 
 def workload_toml(finding: FuzzFinding, plan: Plan, fault: str | None) -> str:

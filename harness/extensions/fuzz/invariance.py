@@ -151,7 +151,7 @@ class _Total:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Comparison:
     """The effect of a change, summed over rounds."""
 
     change: Variation
@@ -184,7 +184,7 @@ class Comparer:
     num_rounds: int = 0
 
     def __post_init__(self) -> None:
-        self._found = {change.name: _Found(change) for change in CHANGES if self._is_offered(change)}
+        self._found = {change.name: _Comparison(change) for change in CHANGES if self._is_offered(change)}
 
     def run(self, seconds: float, seed: int) -> bool:
         """Compare round after round until the time is over; return whether it was interrupted."""
@@ -200,7 +200,7 @@ class Comparer:
     @property
     def _has_compared(self) -> bool:
         """Whether some change did not end in an error: where all have, another round says nothing more."""
-        return any(found.error is None and found.refusal is None for found in self._found.values())
+        return any(comparison.error is None and comparison.refusal is None for comparison in self._found.values())
 
     def _is_offered(self, change: Variation) -> bool:
         return all(run.parsed().name in self.engine.capabilities.schedules for run in change.runs)
@@ -209,12 +209,12 @@ class Comparer:
         """Try every change on one set of requests; a run that two changes share is run once."""
         with scratch_folder("harness-") as folder:
             runs: dict[RunSetting, _Recorded | HarnessError] = {}
-            for at, found in enumerate(self._found.values()):
+            for at, comparison in enumerate(self._found.values()):
                 self.progress(f"{self.plan.case.engine}, round {self.num_rounds + 1}", at, len(self._found))
-                for run in found.change.runs:
+                for run in comparison.change.runs:
                     if run not in runs:
                         runs[run] = self._recorded(run, prompts, folder / str(len(runs)))
-                self._compare(found, *(runs[run] for run in found.change.runs))
+                self._compare(comparison, *(runs[run] for run in comparison.change.runs))
 
     def _recorded(self, run: RunSetting, prompts: Prompts, path: Path) -> _Recorded | HarnessError:
         engine, asked = self.plan.case.engine, describe_run(self.plan, run.parsed(), run.requests(prompts), path)
@@ -235,40 +235,42 @@ class Comparer:
         wrong = frozenset(tap.name for tap in judged.result.taps if tap.verdict.is_wrong)
         return _Recorded(recording, wrong)
 
-    def _compare(self, found: _Found, before: _Recorded | HarnessError, after: _Recorded | HarnessError) -> None:
+    def _compare(
+        self, comparison: _Comparison, before: _Recorded | HarnessError, after: _Recorded | HarnessError
+    ) -> None:
         for item in (before, after):
             if isinstance(item, HarnessError):
-                found.fail(item)
+                comparison.fail(item)
                 return
         assert isinstance(before, _Recorded)
         assert isinstance(after, _Recorded)
         compared = list(compare_bits(before.recording, after.recording, self.hf.graph))
         for rows in compared:
             is_wrong = rows.operation.tap in before.wrong | after.wrong
-            found.totals[rows.operation.site].add(rows, is_wrong=is_wrong)
-        found.first = found.first or first_changed(compared, self.hf.graph)
+            comparison.totals[rows.operation.site].add(rows, is_wrong=is_wrong)
+        comparison.first = comparison.first or first_changed(compared, self.hf.graph)
 
     def changes(self) -> tuple[ScheduleChange, ...]:
         """Return what was found, change by change."""
         return tuple(self._result(change) for change in CHANGES)
 
     def _result(self, change: Variation) -> ScheduleChange:
-        found = self._found.get(change.name)
+        comparison = self._found.get(change.name)
         sites = list(dict.fromkeys(operation.site for operation in self.hf.graph if operation.kind.value != "cache"))
         return ScheduleChange(
             name=change.name,
             before=change.before,
             after=change.after,
-            is_offered=found is not None,
-            operations=() if found is None else tuple(_operation(site, found) for site in sites),
-            first=None if found is None or found.first is None else _first(found.first),
-            error=None if found is None else found.error,
-            refusal=None if found is None else found.refusal,
+            is_offered=comparison is not None,
+            operations=() if comparison is None else tuple(_operation(site, comparison) for site in sites),
+            first=None if comparison is None or comparison.first is None else _first(comparison.first),
+            error=None if comparison is None else comparison.error,
+            refusal=None if comparison is None else comparison.refusal,
         )
 
 
-def _operation(site: str, found: _Found) -> ChangedOperation:
-    total = found.totals[site]
+def _operation(site: str, comparison: _Comparison) -> ChangedOperation:
+    total = comparison.totals[site]
     return ChangedOperation(
         site=site,
         state=total.state,

@@ -85,7 +85,7 @@ def conditions(recording: Recording) -> frozenset[str]:
 
 def pairs(reached: frozenset[str]) -> frozenset[str]:
     """Return the conditions and every two of them together: what a search takes for new."""
-    return reached | {f"{one} & {other}" for one, other in combinations(sorted(reached), 2)}
+    return reached | {f"{first} & {second}" for first, second in combinations(sorted(reached), 2)}
 
 
 def _mixture(step: Step, prompt_lengths: Mapping[int, int]) -> str:
@@ -193,9 +193,9 @@ class WorkloadJudgement:
         return f"{finding.code}: {site_of(finding.tap)}" if finding.tap else str(finding.code)
 
     def finding(
-        self, workload: SentWorkload, signature: str, *, found: SentWorkload, found_s: float, shrunk_s: float = 0.0
+        self, workload: SentWorkload, signature: str, *, original: SentWorkload, found_s: float, shrunk_s: float = 0.0
     ) -> FuzzFinding:
-        """Return the finding of a workload that is wrong; `found`: the same before it was shrunk."""
+        """Return the finding of a workload that is wrong; `original`: the same before it was shrunk."""
         return FuzzFinding(
             signature=signature,
             workload=workload,
@@ -203,8 +203,8 @@ class WorkloadJudgement:
             error=None if self.error is None else str(self.error),
             found_s=found_s,
             shrunk_s=shrunk_s,
-            num_rows_found=found.num_rows,
-            num_requests_found=len(found.requests),
+            num_rows_found=original.num_rows,
+            num_requests_found=len(original.requests),
         )
 
 
@@ -248,8 +248,8 @@ class WorkloadJudge:
             self.engine.run(asked, writer)
 
     def _compared(self, actual: Recording, *, explain: bool) -> WorkloadJudgement:
-        found = compare_planned(self.plan, self.engine.capabilities, actual, self.golden, self.hf)
-        run = explain_run(found, actual, self.golden, self.hf) if explain else found.result
+        comparison = compare_planned(self.plan, self.engine.capabilities, actual, self.golden, self.hf)
+        run = explain_run(comparison, actual, self.golden, self.hf) if explain else comparison.result
         return WorkloadJudgement(run=run, conditions=conditions(actual))
 
 

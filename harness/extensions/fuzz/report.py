@@ -36,8 +36,8 @@ def fuzz_text(result: FuzzResult, *, width: int) -> str:
 
 def _headline_of_search(result: FuzzResult) -> str:
     words = {Outcome.PASS: "NOTHING FOUND", Outcome.MISMATCH: "FOUND", Outcome.NOTHING: "NOTHING CHECKED"}
-    found = [count(len(result.findings), "finding")] if result.findings else []
-    counts = [*found, count(result.num_workloads, "workload"), count(result.num_rows, "row")]
+    finding_count = [count(len(result.findings), "finding")] if result.findings else []
+    counts = [*finding_count, count(result.num_workloads, "workload"), count(result.num_rows, "row")]
     subject = (result.engine, model_name(result.model), result.dtype, result.device)
     return headline(words[result.outcome], *subject, *counts)
 
@@ -81,15 +81,15 @@ _ALIGN = ("right", "right", "right", "left", "left", "left")
 
 def _shared(at: int, workload: SentWorkload) -> str:
     """Say what a request has in common with one before it: what a cache may share, or confuse."""
-    own = workload.requests[at].token_ids
-    lengths = [_common(own, other.token_ids) for other in workload.requests[:at]]
+    token_ids = workload.requests[at].token_ids
+    lengths = [_common(token_ids, earlier.token_ids) for earlier in workload.requests[:at]]
     longest = max(lengths, default=0)
     return f"{longest} with request {lengths.index(longest)}" if longest else "-"
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second)))
 
 
 def _arrival(request: SentRequest) -> str:
@@ -240,10 +240,15 @@ def _memories(result: PoisonResult) -> list[str]:
     return table_lines(rows, headers)
 
 
-def _cells(each: PoisonedMemory, is_let_in: bool) -> tuple[str, str, str, str]:
-    if not each.num_filled:
+def _cells(poisoned: PoisonedMemory, is_let_in: bool) -> tuple[str, str, str, str]:
+    if not poisoned.num_filled:
         return "-", "-", "-", "(the engine has none, or shows none)"
-    return f"{each.num_filled:,}", f"{each.num_rows:,}", "YES" if is_let_in else "no", ", ".join(each.schedules)
+    return (
+        f"{poisoned.num_filled:,}",
+        f"{poisoned.num_rows:,}",
+        "YES" if is_let_in else "no",
+        ", ".join(poisoned.schedules),
+    )
 
 
 def _leak(at: int, leak: Leak) -> Iterator[str]:

@@ -72,7 +72,7 @@ def search_workloads(
         )
         search.run()
         _refuse_nothing(plan, search)
-        findings = search.found()
+        findings = search.all_findings()
         if out is not None:
             findings = write_findings(findings, plan, out, planted=options.planted, fault=options.fault)
     return FuzzResult(
@@ -170,7 +170,7 @@ def run_again(
     signature, found_s = judged.signature, subject.elapsed_s()
     return FuzzResult(
         **subject.described(),
-        findings=(judged.finding(workload, signature, found=workload, found_s=found_s),) if signature else (),
+        findings=(judged.finding(workload, signature, original=workload, found_s=found_s),) if signature else (),
         golden_s=golden_s,
         num_workloads=1,
         num_rows=workload.num_rows,

@@ -104,7 +104,9 @@ def _shorter(request: SearchedRequest) -> Iterator[SearchedRequest]:
 
 
 def _numbers_below(number: int, least: int) -> list[int]:
-    return sorted({other for other in (least, number // 2, number - 1) if least <= other < number})
+    return sorted(
+        {smaller_number for smaller_number in (least, number // 2, number - 1) if least <= smaller_number < number}
+    )
 
 
 def _with(workload: Searched, at: int, request: SearchedRequest) -> Searched:
@@ -206,8 +208,8 @@ class Search:
         self._note(workload, judged, time.perf_counter() - begin)
 
     def _label(self) -> str:
-        found = f", {len(self.findings)} found" if self.findings else ""
-        return f"{self.judge.plan.case.engine}, searching{found}"
+        num_found = f", {len(self.findings)} found" if self.findings else ""
+        return f"{self.judge.plan.case.engine}, searching{num_found}"
 
     def _note(self, workload: Searched, judged: WorkloadJudgement, took_s: float) -> None:
         if judged.is_rejected:
@@ -246,15 +248,15 @@ class Search:
         self.findings[signature] = self._finding(smallest, workload, signature, found_s, shrunk_s)
 
     def _finding(
-        self, workload: Searched, found: Searched, signature: str, found_s: float, shrunk_s: float
+        self, workload: Searched, original: Searched, signature: str, found_s: float, shrunk_s: float
     ) -> FuzzFinding:
         sent = self.translator.sent(workload)
         judged = self.judge.judge(sent, explain=True)
         note = "" if judged.signature == signature else "; a second run of the same workload did not show it"
-        before = self.translator.sent(found)
-        return judged.finding(sent, signature + note, found=before, found_s=found_s, shrunk_s=shrunk_s)
+        before = self.translator.sent(original)
+        return judged.finding(sent, signature + note, original=before, found_s=found_s, shrunk_s=shrunk_s)
 
-    def found(self) -> tuple[FuzzFinding, ...]:
+    def all_findings(self) -> tuple[FuzzFinding, ...]:
         """Return the findings with the numbers of workloads that failed like each, in the order of the search."""
         return tuple(
             replace(finding, num_failures=self.failures[signature]) for signature, finding in self.findings.items()

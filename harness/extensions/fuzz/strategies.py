@@ -137,9 +137,11 @@ class Strategies:
             return
         at = draw(st.integers(0, len(requests) - 2))
         original = requests[at]
-        shared = {other: pool.shared(original.sequence, other) for other in range(len(pool.sequences))}
-        others = [other for other, length in shared.items() if length > 1]
-        inside = [other for other in others if shared[other] % SEGMENT]  # they part inside of a block that is shared
+        shared = {candidate: pool.shared(original.sequence, candidate) for candidate in range(len(pool.sequences))}
+        others = [candidate for candidate, length in shared.items() if length > 1]
+        inside = [
+            candidate for candidate in others if shared[candidate] % SEGMENT
+        ]  # they part inside of a block that is shared
         sequence = draw(st.sampled_from([*others, *inside, *inside, *inside]))
         num_alike = draw(st.sampled_from((1, 2, 3)))  # the token that the original has made, and some after it
         prompt_length = max(1, pool.shared(original.sequence, sequence) - num_alike)

@@ -54,11 +54,11 @@ class SequencePool:
         """Tokens of the longest."""
         return max(map(len, self.sequences))
 
-    def shared(self, one: int, other: int) -> int:
+    def shared(self, first: int, second: int) -> int:
         """Return how many tokens two sequences have in common at their beginning."""
-        pairs = zip(self.sequences[one], self.sequences[other], strict=False)
+        pairs = zip(self.sequences[first], self.sequences[second], strict=False)
         same = next((at for at, (left, right) in enumerate(pairs) if left != right), None)
-        return min(len(self.sequences[one]), len(self.sequences[other])) if same is None else same
+        return min(len(self.sequences[first]), len(self.sequences[second])) if same is None else same
 
     def prompts(self) -> list[Prompt]:
         """Return what the golden is made for: every token but the first is forced, and every one chooses."""
@@ -140,7 +140,7 @@ class Searched:
         """Return the workload with another value of a limit; None takes the limit away."""
         limits: dict[str, int | bool | None] = {**dict(self.limits), name: value}
         ordered = ((key, limits.get(key)) for key in LIMITS)
-        return replace(self, limits=tuple((key, given) for key, given in ordered if given is not None))
+        return replace(self, limits=tuple((key, limit) for key, limit in ordered if limit is not None))
 
     @property
     def cost(self) -> tuple[int, ...]:
@@ -171,8 +171,8 @@ class Translator:
     @cached_property
     def block_size(self) -> int:
         """Tokens of a block where a workload does not say."""
-        given = self.options.get("block_size", "")
-        return int(given) if given.isdecimal() and int(given) else DEFAULT_BLOCK_SIZE
+        option = self.options.get("block_size", "")
+        return int(option) if option.isdecimal() and int(option) else DEFAULT_BLOCK_SIZE
 
     def fitted(self, workload: Searched) -> Searched:
         """Return the workload with what is impossible made possible: lengths, forks, and blocks for the longest."""

@@ -143,10 +143,12 @@ class MLXStepper:
         """Return what convolutions and recurrences of each layer keep, in mlx-lm's order and layout."""
         parts = {layer: _parts(cache) for layer, cache in enumerate(self._cache_of(request))}
         arrays = {
-            layer: [array for part in own if isinstance(part, ArraysCache) for array in part.cache]
-            for layer, own in parts.items()
+            layer: [array for part in state if isinstance(part, ArraysCache) for array in part.cache]
+            for layer, state in parts.items()
         }
-        return {layer: [as_torch(item)[0] for item in own if item is not None] for layer, own in arrays.items() if own}
+        return {
+            layer: [as_torch(item)[0] for item in state if item is not None] for layer, state in arrays.items() if state
+        }
 
     def cached(self, request: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values that each layer keeps, [positions, KV heads, head size]: see `Cached`."""
@@ -155,8 +157,8 @@ class MLXStepper:
 
     def fill_unused(self, value: float) -> int:
         """See `FillsUnused`: places that a cache has behind its tokens; a ring has none."""
-        own = [cache for item in self._caches.values() for cache in item if type(cache) is KVCache]
-        ends = [(cache, cache.offset) for cache in own]
+        caches = [cache for item in self._caches.values() for cache in item if type(cache) is KVCache]
+        ends = [(cache, cache.offset) for cache in caches]
         ends += [(cache, cache.size()) for cache in self._batch_cache if type(cache) is BatchKVCache]
         arrays = [(array, end) for cache, end in ends for array in (cache.keys, cache.values) if array is not None]
         for array, end in arrays:
@@ -222,9 +224,9 @@ class ModuleCalls:
 
     def _show(self, site: Site, value: Any) -> None:
         for place, array in enumerate(_arrays(value)):
-            own = Site(site.path, site.call, site.what, place=place)
-            if self._only is None or own in self._only:
-                self._see(own, as_torch(array))
+            placed = Site(site.path, site.call, site.what, place=place)
+            if self._only is None or placed in self._only:
+                self._see(placed, as_torch(array))
 
 
 def _parts(cache: Any) -> Iterator[Any]:

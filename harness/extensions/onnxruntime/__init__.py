@@ -16,7 +16,7 @@ from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import See, Site, Work
 from harness.errors import Code, HarnessError
-from harness.extensions.exports.export import NodeOutputs, export_folder
+from harness.extensions.exports.engine import NodeOutputs, export_folder
 from harness.extensions.exports.onnx_graph import GRAPH_NAME
 
 

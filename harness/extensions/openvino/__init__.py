@@ -15,7 +15,7 @@ from harness.engines.adapter import engine_refusals
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import See, Site, Work
 from harness.errors import Code, HarnessError
-from harness.extensions.exports.export import NodeOutputs, export_folder
+from harness.extensions.exports.engine import NodeOutputs, export_folder
 from harness.extensions.exports.openvino_graph import GRAPH_NAME
 
 _SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -35,10 +35,10 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
     """
     command = f"optimum-cli export openvino --model {folder} --task text-generation-with-past --weight-format fp32 DIR"
     export = export_folder("openvino", folder, options, graph=GRAPH_NAME, command=command)
-    for option, given, served in (("--device", device, "cpu"), ("--dtype", dtype, "float32")):
-        if given != served:
+    for option, value, served in (("--device", device, "cpu"), ("--dtype", dtype, "float32")):
+        if value != served:
             what = "OpenVINO is run on the CPU here, in float32: in others it rounds at places of its own choice"
-            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=option, expected=served, actual=given)
+            raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=option, expected=served, actual=value)
     with engine_refusals("openvino", export):
         stepper = OpenVINOStepper(export / GRAPH_NAME)
     return StepEngine(lambda: stepper, name="openvino", folder=folder, dtype=dtype)
@@ -83,9 +83,11 @@ class OpenVINOStepper:
         lengths = [len(tokens) for _, tokens, _ in work]
         width = max(lengths)
         padding = [width - length for length in lengths]
-        own = np.array([[0] * pad + [1] * length for pad, length in zip(padding, lengths, strict=True)], dtype=np.int64)
+        mask = np.array(
+            [[0] * pad + [1] * length for pad, length in zip(padding, lengths, strict=True)], dtype=np.int64
+        )
         batch.requests = [request for request, _, _ in work]
-        batch.mask = np.concatenate((batch.mask[kept], own), axis=1)
+        batch.mask = np.concatenate((batch.mask[kept], mask), axis=1)
         ids = [[0] * pad + tokens for pad, (_, tokens, _) in zip(padding, work, strict=True)]
         inputs = {
             "input_ids": np.array(ids, dtype=np.int64),
@@ -148,8 +150,8 @@ def _cut_off(batch: _Batch, num_tokens: int) -> None:
 
 def _rows_of(batch: _Batch, at: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Return what the cache holds of a request by layer, [positions, KV heads, head size] twice, without padding."""
-    own = batch.mask[at].astype(bool)
-    kept = {place: torch.from_numpy(state.state.data[at][:, own].copy()) for place, state in _states(batch)}
+    is_real = batch.mask[at].astype(bool)
+    kept = {place: torch.from_numpy(state.state.data[at][:, is_real].copy()) for place, state in _states(batch)}
     return {
         layer: (kept[layer, "key"].transpose(0, 1), kept[layer, "value"].transpose(0, 1))
         for layer in {layer for layer, _part in kept}
@@ -158,8 +160,8 @@ def _rows_of(batch: _Batch, at: int) -> dict[int, tuple[torch.Tensor, torch.Tens
 
 def _place_in_cache(state: str) -> tuple[int, str] | None:
     """Return the layer of a state, and which part of the cache it is; None for any other state."""
-    found = re.search(r"\.(\d+)\.(key|value)$", state)
-    return None if found is None else (int(found[1]), found[2])
+    match = re.search(r"\.(\d+)\.(key|value)$", state)
+    return None if match is None else (int(match[1]), match[2])
 
 
 def with_all_outputs(model: Any) -> Iterator[tuple[Site, int]]:

@@ -90,7 +90,7 @@ def format_cost(numerics: Numerics, hf: HFModel, sequences: Sequences, where: st
     kept = _Kept(numerics)
     try:
         with torch.no_grad(), watching(hf) as watch, watch.showing(kept):
-            found = [log_probabilities(hf, ids) for ids in sequences]
+            distributions = [log_probabilities(hf, ids) for ids in sequences]
     except RuntimeError as error:  # unflatten, of heads that are no whole blocks
         raise HarnessError(
             Code.BAD_OPTION,
@@ -99,7 +99,7 @@ def format_cost(numerics: Numerics, hf: HFModel, sequences: Sequences, where: st
             actual=str(error).splitlines()[0],
         ) from error
     bits = _bits(numerics, kept)
-    return FormatCost(distributions=found, bits=bits, size_bytes=round(kept.num_elements * bits / 8))
+    return FormatCost(distributions=distributions, bits=bits, size_bytes=round(kept.num_elements * bits / 8))
 
 
 class _Kept(Seeing):
@@ -178,31 +178,31 @@ def run_engine_cache(plan: Plan, hf: HFModel, sequences: Sequences, scratch: Pat
 
 def _rows(folder: Path, tap: str, num_tokens: int, engine: str) -> torch.Tensor:
     """Return a tap at every position of the one request, [T, ...] float32."""
-    found: dict[int, torch.Tensor] = {}
+    rows_by_position: dict[int, torch.Tensor] = {}
     with Recording.open(folder, verify=False) as recording:
         for step in recording.steps:
             if step.phase == "readback" or not step.has(tap):
                 continue
             rows, at = step.tap(tap).to(torch.float32), step.rows_of(tap)
             positions = step.position if at is None else step.position[at]
-            found.update(zip(positions.tolist(), rows, strict=True))
-    if len(found) != num_tokens:
+            rows_by_position.update(zip(positions.tolist(), rows, strict=True))
+    if len(rows_by_position) != num_tokens:
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
             f"engine {engine!r} has not recorded {tap} at every row",
             where="--engine",
             expected=f"{num_tokens} rows",
-            actual=len(found),
+            actual=len(rows_by_position),
             hint="leave --engine out: --caches gives the cost of a format without an engine",
         )
-    return torch.stack([found[position] for position in range(num_tokens)])
+    return torch.stack([rows_by_position[position] for position in range(num_tokens)])
 
 
 @contextmanager
 def _given(hf: HFModel, operation: Operation, rows: torch.Tensor) -> Iterator[None]:
     """Let HuggingFace's model go on with an engine's rows of an operation."""
 
-    def exchanged(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+    def exchanged(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         return rows.to(output.dtype).view_as(output)
 
     handle = hf.module(operation.module).register_forward_hook(exchanged)

@@ -124,12 +124,12 @@ def quant(
             if engine is not None:
                 asked = {"engine": engine, "engine_options": engine_options, "dtype": dtype}
                 plan = plan_engine(model=str(original), **asked, local_files_only=local_files_only)
-            given, text = _sequences(hf, text_file, sequences, tokens, seed)
+            token_sequences, text = _sequences(hf, text_file, sequences, tokens, seed)
             name = model or DEFAULT_MODEL
             result = measure_types(
                 hf,
                 wanted,
-                given,
+                token_sequences,
                 caches=kept,
                 engine=plan,
                 model=name,

@@ -175,8 +175,8 @@ def check_type(name: str) -> str:
     Raises:
         HarnessError: BAD_OPTION.
     """
-    found = next((item for item in NAMES if item.lower() == name.strip().lower()), None)
-    if found is None:
+    known = next((item for item in NAMES if item.lower() == name.strip().lower()), None)
+    if known is None:
         raise HarnessError(
             Code.BAD_OPTION,
             f"there is no type {name.strip()!r} to quantise to",
@@ -185,7 +185,7 @@ def check_type(name: str) -> str:
             actual=name,
             hint="--types F16,Q8_0,Q4_K,torchao-int8",
         )
-    return found
+    return known
 
 
 def make_file(hf: HFModel, name: str, folder: Path, importance: Callable[[], Importance]) -> Path:

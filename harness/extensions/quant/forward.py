@@ -31,7 +31,7 @@ def llamacpp_distributions(
 ) -> list[torch.Tensor]:
     """Return the logarithms of llama.cpp's probabilities: [tokens, vocabulary] float32 of each sequence."""
     model = Model(path, repack=options.repack)
-    found = []
+    distributions = []
     for ids in sequences:
         with Context(model, options, None, num_seqs=1, num_cells=len(ids)) as context:
             rows = []
@@ -39,8 +39,8 @@ def llamacpp_distributions(
                 part = ids[at : at + context.num_batch]
                 context.decode([(token, at + offset, 0, True) for offset, token in enumerate(part)])
                 rows.append(np.stack([context.logits(row) for row in range(len(part))]))
-        found.append(_log_softmax(torch.from_numpy(np.concatenate(rows))))
-    return found
+        distributions.append(_log_softmax(torch.from_numpy(np.concatenate(rows))))
+    return distributions
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:

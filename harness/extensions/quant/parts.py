@@ -42,13 +42,13 @@ def check_splits(names: str) -> list[str]:
     Raises:
         HarnessError: BAD_OPTION.
     """
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    for name in found:
+    splits = [name.strip() for name in names.split(",") if name.strip()]
+    for name in splits:
         if name not in SPLITS:
             what = f"a model is not split into {name!r}"
             expected = ", ".join(SPLITS)
             raise HarnessError(Code.BAD_OPTION, what, where="--parts", expected=expected, actual=name)
-    return found
+    return splits
 
 
 @torch.no_grad()
@@ -77,12 +77,12 @@ def part_costs(
         parts: dict[str, list[_Weight]] = {}
         for weight in weights:
             parts.setdefault(SPLITS[split](weight.name), []).append(weight)
-        for name, own in parts.items():
+        for name, part_weights in parts.items():
             progress(name)
-            with _exchanged(own):
+            with _exchanged(part_weights):
                 pairs = zip(truth, sequences, strict=True)
                 rows = torch.cat([kl(expected, log_probabilities(hf, ids)) for expected, ids in pairs])
-            costs.append(_cost(split, name, own, float(rows.mean())))
+            costs.append(_cost(split, name, part_weights, float(rows.mean())))
     return tuple(costs)
 
 
@@ -107,15 +107,15 @@ def _changed_weights(hf: HFModel, quantised: HFModel) -> list[_Weight]:
     places: dict[int, list[str]] = {}
     for name, values in hf.model.named_parameters(remove_duplicate=False):
         places.setdefault(id(values), []).append(name)
-    found = []
+    changed_weights = []
     for names in places.values():
         original, changed = hf.model.get_parameter(names[0]), theirs.get(names[0])
         if changed is not None and original.shape == changed.shape and not torch.equal(original, changed):
             owners = (name.rpartition(".") for name in names)
             at = tuple((hf.model.get_submodule(path), leaf) for path, _, leaf in owners)
             name = names[0].removesuffix(".weight")
-            found.append(_Weight(name=name, places=at, original=original, changed=changed))
-    return found
+            changed_weights.append(_Weight(name=name, places=at, original=original, changed=changed))
+    return changed_weights
 
 
 @contextmanager

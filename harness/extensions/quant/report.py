@@ -59,15 +59,15 @@ def quant_html(result: QuantResult) -> str:
     """Return the page of a result."""
     rows = [[row.name, *_cells(row)] for row in result.types]
     lead = f"{result.num_rows} rows of {result.text}, perplexity of HuggingFace's original {result.perplexity:.4f}"
-    given: dict[str, object] = {
+    variables: dict[str, object] = {
         "title": printable(result.model),
         "lead": printable(lead),
         "headers": _HEADERS,
         "rows": rows,
     }
     notes = [f"{', '.join(names)}: {note}" for note, names in _notes(result).items()]
-    given |= {"figures": list(_figures(result)), "notes": [printable(note) for note in notes]}
-    return page_of(_TEMPLATES, "quant.html.j2", **given)
+    variables |= {"figures": list(_figures(result)), "notes": [printable(note) for note in notes]}
+    return page_of(_TEMPLATES, "quant.html.j2", **variables)
 
 
 def _notes(result: QuantResult) -> dict[str, list[str]]:
@@ -96,8 +96,8 @@ def _lines_of_parts(result: QuantResult, split: str) -> Iterator[list[str]]:
     if split == "weights":
         names = sorted(names, key=lambda name: -max(cost.get(name, 0) for cost in costs))[:_MOST_WEIGHTS]
     for name in names:
-        found = [(cost.get(name, 0.0), total) for cost, total in zip(costs, sums, strict=True)]
-        yield [name, *(f"{value:.2e} {_percent(value / total if total else 0)}" for value, total in found)]
+        shares = [(cost.get(name, 0.0), total) for cost, total in zip(costs, sums, strict=True)]
+        yield [name, *(f"{value:.2e} {_percent(value / total if total else 0)}" for value, total in shares)]
     yield ["sum of all parts", *(f"{total:.2e}" for total in sums)]
     yield ["all of it at once", *(f"{row.kl_mean_format:.2e}" for row in result.types)]
 

@@ -11,7 +11,7 @@ from harness.base.files import scratch_folder
 from harness.base.progress import Progress
 from harness.engines.hf import quantising, served_model
 from harness.errors import Code, HarnessError
-from harness.extensions.exports import is_export
+from harness.extensions.exports.checkpoint import is_export
 from harness.extensions.llamacpp.engine.options import LlamaCppOptions
 from harness.extensions.llamacpp.engine.tensor import is_installed
 from harness.extensions.llamacpp.gguf import checkpoint_of_gguf, is_gguf, open_gguf
@@ -66,9 +66,9 @@ def measure_types(
     with scratch_folder("harness-quant-") as folder:
         bench = _Bench(hf=hf, sequences=sequences, options=options, scratch=folder, seed=seed, stays=bool(splits))
 
-        def measured(at: int, each: str | Path) -> QuantRow:
-            progress(str(each), at, total)
-            run = bench.run(each)
+        def measured(at: int, kind: str | Path) -> QuantRow:
+            progress(str(kind), at, total)
+            run = bench.run(kind)
 
             def tell(part: str) -> None:
                 progress(f"{run.name}, {part}", at, total)
@@ -105,12 +105,12 @@ class _Bench:
     stays: bool
     """Whether dequantised weights stay in memory, however large: parts of them are run more than once."""
 
-    def run(self, each: str | Path) -> TypeRun:
-        if isinstance(each, Path):
-            return self._gguf(each.stem, each) if is_gguf(each) else self._folder(each)
-        if each in HF_TYPES:
-            return run_hf_type(each, self.hf, self.sequences, self.scratch)
-        return self._gguf(each, make_file(self.hf, each, self.scratch, lambda: self._importance), is_made_here=True)
+    def run(self, kind: str | Path) -> TypeRun:
+        if isinstance(kind, Path):
+            return self._gguf(kind.stem, kind) if is_gguf(kind) else self._folder(kind)
+        if kind in HF_TYPES:
+            return run_hf_type(kind, self.hf, self.sequences, self.scratch)
+        return self._gguf(kind, make_file(self.hf, kind, self.scratch, lambda: self._importance), is_made_here=True)
 
     @cached_property
     def _importance(self) -> Importance:
@@ -165,14 +165,14 @@ class _Bench:
                 raise
             return None, f"not measured as transformers runs it: {error.what}"
 
-    def _check_vocabulary(self, other: HFModel, path: Path) -> None:
-        if other.vocab_size != self.hf.vocab_size:
+    def _check_vocabulary(self, reference: HFModel, path: Path) -> None:
+        if reference.vocab_size != self.hf.vocab_size:
             raise HarnessError(
                 Code.BAD_OPTION,
                 "the checkpoint has another vocabulary than the model",
                 where=f"--file {path}",
                 expected=f"{self.hf.vocab_size} tokens, as {self.hf.folder} has",
-                actual=f"{other.vocab_size} tokens",
+                actual=f"{reference.vocab_size} tokens",
                 hint="name the model that it was made from as --model",
             )
 

@@ -86,10 +86,10 @@ class QuantisedCheckpoint:
     @property
     def entries(self) -> dict[str, TensorEntry]:
         """The tensors that a dequantised checkpoint has."""
-        found = {name: entry for name, (entry, _) in self._headers.items() if name not in self._used}
+        entries = {name: entry for name, (entry, _) in self._headers.items() if name not in self._used}
         for weight in self.weights.values():
-            found[weight.name] = TensorEntry(name=weight.name, dtype="F32", shape=weight.shape, begin=0, end=0)
-        return found
+            entries[weight.name] = TensorEntry(name=weight.name, dtype="F32", shape=weight.shape, begin=0, end=0)
+        return entries
 
     def check_room(self) -> None:
         """Refuse a weight that the memory does not hold while it is unpacked.
@@ -120,11 +120,11 @@ class QuantisedCheckpoint:
 
     def _is_quantised(self, tensors: Mapping[str, str], format: Format) -> bool:
         codes = format.parts[0]
-        own = set(tensors) & {suffix for part in format.parts for suffix in part.suffixes}
-        if own - {".weight"}:
+        present = set(tensors) & {suffix for part in format.parts for suffix in part.suffixes}
+        if present - {".weight"}:
             return True
         packed = [dtype for dtype in codes.dtypes if dtype not in _PLAIN]
-        return any(self._headers[tensors[suffix]][0].dtype in packed for suffix in own)
+        return any(self._headers[tensors[suffix]][0].dtype in packed for suffix in present)
 
     def _weight(self, module: str, scheme: Scheme, tensors: Mapping[str, str]) -> QuantisedWeight:
         format = FORMATS[scheme.format]
@@ -263,15 +263,15 @@ class QuantisedCheckpoint:
         Raises:
             HarnessError: BAD_SCALE.
         """
-        found = {}
+        scales_by_tap = {}
         for name in self._headers:
             part = next((part for part, ends in _CACHE_PARTS.items() if name.endswith(ends)), None)
             if part is not None:
                 scales = tuple(self._read(name).to(torch.float32).flatten().tolist())
                 if not scales or not all(0 < scale < math.inf for scale in scales):
                     self._bad_scale("a scale of the KV cache is none to divide by", name, "positive", str(scales[:8]))
-                found[f"{prefix_of(name)}{part}_cache"] = scales
-        return found
+                scales_by_tap[f"{prefix_of(name)}{part}_cache"] = scales
+        return scales_by_tap
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the dequantised checkpoint by HF's name.

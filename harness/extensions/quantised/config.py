@@ -286,7 +286,7 @@ def _compressed(config: Mapping[str, Any], where: str) -> Targets:
         return []
     if not isinstance(groups, dict) or not groups:
         refuse("there are no groups of modules", f"{where}.config_groups", expected="a table", actual=groups)
-    found: Targets = []
+    schemes: Targets = []
     for name, group in groups.items():
         at = f"{where}.config_groups.{name}"
         targets = group.get("targets") if isinstance(group, dict) else None
@@ -294,11 +294,11 @@ def _compressed(config: Mapping[str, Any], where: str) -> Targets:
             refuse("the group names no modules", at, expected="a table with targets", actual=str(group)[:100])
         _check(group, _COMPRESSED_GROUP, at)
         scheme = _compressed_scheme(group, group.get("format") or config.get("format"), at)
-        found += [(target, scheme) for target in targets]
-    classes = [pair for pair in found if pair[0] in ("Linear", "Embedding")]
+        schemes += [(target, scheme) for target in targets]
+    classes = [pair for pair in schemes if pair[0] in ("Linear", "Embedding")]
     if len({scheme for _, scheme in classes}) > 1:
         refuse("several groups name the same class of modules", f"{where}.config_groups", actual=len(groups))
-    return [*(classes or found)[:1], *(pair for pair in found if pair not in classes)]
+    return [*(classes or schemes)[:1], *(pair for pair in schemes if pair not in classes)]
 
 
 def _compressed_scheme(group: Mapping[str, Any], packing: object, where: str) -> Scheme:

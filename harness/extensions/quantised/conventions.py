@@ -53,20 +53,20 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
     if len(subject.inputs) != 1:
         return
     checkpoint = quantised_checkpoint(subject.hf)
-    own = None if checkpoint is None else checkpoint.weights.get(f"{subject.operation.module}.weight")
-    if checkpoint is None or own is None:
+    quantised = None if checkpoint is None else checkpoint.weights.get(f"{subject.operation.module}.weight")
+    if checkpoint is None or quantised is None:
         return
     weight, bias = weight_and_bias(subject)
-    weights = {name: item.to(weight.device) for name, item in _weights(subject, checkpoint, own)}
-    given, dtype = subject.inputs[0].flatten(1), subject.dtype
+    weights = {name: item.to(weight.device) for name, item in _weights(subject, checkpoint, quantised)}
+    inputs, dtype = subject.inputs[0].flatten(1), subject.dtype
     for name, item in weights.items():
-        yield Rounding(name=name, model=MODEL, expected=partial(product, given, item, bias))
+        yield Rounding(name=name, model=MODEL, expected=partial(product, inputs, item, bias))
         if bias is not None and dtype in HALF:
-            after = partial(product_then_bias, given, item, bias, dtype)
+            after = partial(product_then_bias, inputs, item, bias, dtype)
             yield Rounding(name=f"{name}; {ADDED_AFTER}", model=MODEL, expected=after)
     weights[""] = weight
-    x = given.to(torch.float32)
-    for way in input_roundings(checkpoint, own, x.shape[1], subject.dtype):
+    x = inputs.to(torch.float32)
+    for way in input_roundings(checkpoint, quantised, x.shape[1], subject.dtype):
         used = way.dtype if way.dtype in HALF else torch.float64
         for more, item in weights.items():
             expected = partial(product_of_integers, subject, *way.steps(x), item, bias, used)

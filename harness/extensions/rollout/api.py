@@ -101,13 +101,13 @@ def rollout(
     Raises:
         HarnessError: a file cannot be used, or a side raised an exception.
     """
-    given = dict(locals())
+    arguments = dict(locals())
     with named_as_arguments():
-        result = compare(given)
+        result = compare(arguments)
     return RolloutReport(**{field.name: getattr(result, field.name) for field in fields(result)})
 
 
-def compare(given: Mapping[str, Any]) -> RolloutResult:
+def compare(arguments: Mapping[str, Any]) -> RolloutResult:
     """Return the result for the arguments of `rollout`; errors name options of the command line."""
     import torch
 
@@ -116,49 +116,49 @@ def compare(given: Mapping[str, Any]) -> RolloutResult:
     from harness.extensions.rollout.run import compare_rollouts
     from harness.extensions.rollout.sides import Request
 
-    _check_choice("--layout", given["layout"], LAYOUTS)
-    _check_choice("--head", given["head"], (None, *_HEADS))
-    _check_choice("--truth", given["truth"], _TRUTHS)
-    num_rows = given["num_rows"]
+    _check_choice("--layout", arguments["layout"], LAYOUTS)
+    _check_choice("--head", arguments["head"], (None, *_HEADS))
+    _check_choice("--truth", arguments["truth"], _TRUTHS)
+    num_rows = arguments["num_rows"]
     if num_rows is not None and num_rows < 1:
         what = "too few rows to compare"
         raise HarnessError(Code.BAD_OPTION, what, where="--num-rows", expected="1 or more", actual=num_rows)
-    read, is_local = given["rollouts"], given["local_files_only"]
+    read, is_local = arguments["rollouts"], arguments["local_files_only"]
     if not isinstance(read, Rollouts):
-        read = read_rollouts(read, weight_version=given["weight_version"], num_rows=num_rows)
-    kind = torch.device(given["device"] or "cpu").type
+        read = read_rollouts(read, weight_version=arguments["weight_version"], num_rows=num_rows)
+    kind = torch.device(arguments["device"] or "cpu").type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with (
         torch.autocast(kind, enabled=False),
-        checkpoint(given["model"]) as (folder, label),
+        checkpoint(arguments["model"]) as (folder, label),
     ):  # it is the trainer's alone
-        plan = _plan(folder, given)
+        plan = _plan(folder, arguments)
         request = Request(
             model=label or plan.case.model,
             checkpoint=plan.checkpoint,
             dtype=plan.case.dtype,
             device=plan.case.device,
-            truth=given["truth"],
-            head=given["head"],
-            module=given["model"] if isinstance(given["model"], torch.nn.Module) else None,
-            layout=given["layout"],
+            truth=arguments["truth"],
+            head=arguments["head"],
+            module=arguments["model"] if isinstance(arguments["model"], torch.nn.Module) else None,
+            layout=arguments["layout"],
             autocast=autocast,
-            engine=None if given["engine"] is None else plan,
-            previous=_folder(given["previous"], is_local),
-            engine_weights=_folder(given["engine_weights"], is_local),
+            engine=None if arguments["engine"] is None else plan,
+            previous=_folder(arguments["previous"], is_local),
+            engine_weights=_folder(arguments["engine_weights"], is_local),
         )
-        request = replace(request, trainer=_trainer(given["trainer"], request, is_local))
-        return compare_rollouts(read, request, progress=given["progress"])
+        request = replace(request, trainer=_trainer(arguments["trainer"], request, is_local))
+        return compare_rollouts(read, request, progress=arguments["progress"])
 
 
-def _plan(folder: str | None, given: Mapping[str, Any]) -> "Plan":
+def _plan(folder: str | None, arguments: Mapping[str, Any]) -> "Plan":
     from harness.plan import plan_engine
 
-    options = given["engine_options"] or {}
-    engine = "hf" if given["engine"] is None else given["engine"]
-    chosen = choose(engine, dtype=given["dtype"], device=given["device"], options=options, names=None)
+    options = arguments["engine_options"] or {}
+    engine = "hf" if arguments["engine"] is None else arguments["engine"]
+    chosen = choose(engine, dtype=arguments["dtype"], device=arguments["device"], options=options, names=None)
     chosen = replace(chosen, checkpoint=folder, options=engine_option_texts(options))
-    return chosen.opened(plan_engine(**chosen.changes(), local_files_only=given["local_files_only"]))
+    return chosen.opened(plan_engine(**chosen.changes(), local_files_only=arguments["local_files_only"]))
 
 
 def _trainer(trainer: Any, request: "Request", is_local: bool) -> Any:

@@ -69,9 +69,9 @@ def rollout(
     Each term is measured against the model in high precision: tokens, positions, weights, routing, cache, head, the
     distribution that is meant, operations. What rounding explains is called rounding.
     """
-    given: dict[str, Any] = dict(locals())
+    arguments: dict[str, Any] = dict(locals())
     if history is not None:
-        return _show_history(history, given)
+        return _show_history(history, arguments)
     if rollouts is None or out is not None:
         what = (
             "there is nothing to compare" if rollouts is None else "a page shows the steps of a run, and none is given"
@@ -81,25 +81,25 @@ def rollout(
     with progress_bar() as report:
         from harness.extensions.rollout.api import compare
 
-        given |= {"engine_options": opt.parse_engine_options(engine_option), "num_rows": rows, "progress": report}
-        result = compare({**given, "dtype": dtype or "auto", "truth": truth or "auto"})
+        arguments |= {"engine_options": opt.parse_engine_options(engine_option), "num_rows": rows, "progress": report}
+        result = compare({**arguments, "dtype": dtype or "auto", "truth": truth or "auto"})
     ROLLOUT.show(result, format)
     return STATUS[result.outcome]
 
 
-def _show_history(file: Path, given: Mapping[str, Any]) -> int:
+def _show_history(file: Path, arguments: Mapping[str, Any]) -> int:
     """Show a history; options of a comparison are refused beside it."""
     from harness.extensions.rollout.monitor import read_history
     from harness.extensions.rollout.report import gap_html
 
     defaults = {name: parameter.default for name, parameter in signature(rollout).parameters.items()}
-    for name in [name for name in given if name not in _OF_HISTORY and given[name] != defaults[name]]:
+    for name in [name for name in arguments if name not in _OF_HISTORY and arguments[name] != defaults[name]]:
         where = "ROLLOUTS" if name == "rollouts" else f"--{name.replace('_', '-')}"
         what, hint = "a history is shown as it is: nothing is compared", f"leave {where} or --history out"
         raise HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
-    out, found = given["out"], read_history(file)
+    out, history = arguments["out"], read_history(file)
     refuse_existing(out)
     if out is not None:
-        write_text(out, gap_html(found))
-    GAP_HISTORY.show(found, given["format"])
-    return STATUS[found.outcome]
+        write_text(out, gap_html(history))
+    GAP_HISTORY.show(history, arguments["format"])
+    return STATUS[history.outcome]

@@ -99,10 +99,10 @@ class Altered:
         if recorded[0].numel() != rows[0].numel():
             return value
         there = self._numbers >= 0
-        given = recorded[self._numbers.clamp(min=0)].reshape(rows.shape)
-        known = given.isfinite() if given.is_floating_point() else given >= 0
+        restored = recorded[self._numbers.clamp(min=0)].reshape(rows.shape)
+        known = restored.isfinite() if restored.is_floating_point() else restored >= 0
         known = known.flatten(1).all(dim=1) & there
-        mixed = torch.where(known.view(-1, *[1] * (rows.dim() - 1)).to(rows.device), given.to(rows), rows)
+        mixed = torch.where(known.view(-1, *[1] * (rows.dim() - 1)).to(rows.device), restored.to(rows), rows)
         return from_rows(mixed, value, dim)
 
     def _keep(self, source: str, value: torch.Tensor) -> None:
@@ -129,11 +129,11 @@ def router_choices(graph: Graph) -> list[str]:
 def rounded(x: torch.Tensor, dtype: torch.dtype, *, truncates: bool = False) -> torch.Tensor:
     """Round to a dtype of the cache, without a scale, to nearest or towards zero; what is too large is saturated."""
     most = min(torch.finfo(item).max for item in (dtype, x.dtype))  # bfloat16 is wider than float16
-    found = x.clamp(-most, most).to(dtype)
+    clamped = x.clamp(-most, most).to(dtype)
     if truncates:  # sign and magnitude in one byte: one less is the next value towards zero
-        is_larger = found.to(x.dtype).abs() > x.abs()
-        found = (found.view(torch.uint8) - is_larger.to(torch.uint8)).view(dtype)
-    return found.to(x.dtype)
+        is_larger = clamped.to(x.dtype).abs() > x.abs()
+        clamped = (clamped.view(torch.uint8) - is_larger.to(torch.uint8)).view(dtype)
+    return clamped.to(x.dtype)
 
 
 _BLOCK_VALUES = 1 << 22
@@ -254,11 +254,11 @@ class Forwards:
             self._read_logits(run, setting.shift) for run in (one, two, (setting, Arithmetic.TRUTH))
         )
         chances = ((logits - logits[:, -1:]) / scale[:, None] + self.truth(setting)[:, None]).exp()
-        likely, own = chances[:, :-1], chances[:, -1]
+        likely, chosen = chances[:, :-1], chances[:, -1]
         apart = (first - second)[:, :-1]
         centred = apart - (likely * apart).sum(dim=1, keepdim=True) / likely.sum(dim=1, keepdim=True)
-        others = (likely.square().sum(dim=1) - own.square()).clamp(min=0)
-        return centred.square().mean(dim=1).sqrt() / scale * ((1 - own).square() + others).sqrt()
+        others = (likely.square().sum(dim=1) - chosen.square()).clamp(min=0)
+        return centred.square().mean(dim=1).sqrt() / scale * ((1 - chosen).square() + others).sqrt()
 
     def _read_logits(self, run: Run, shift: int) -> torch.Tensor:
         """Return a run's logits of likely tokens, and of the token itself, [compared, likely + 1] float64."""
@@ -314,8 +314,8 @@ class Forwards:
                     inputs = {name: value.to(hf.device) for name, value in inputs.items()}
                     logits = hf.run(**inputs, use_cache=False).logits
                 with torch._C.DisableTorchFunction():
-                    other = None if watch is None else altered.see("logits", logits)
-                self._read(logits if other is None else other, lanes, columns, read)
+                    changed_logits = None if watch is None else altered.see("logits", logits)
+                self._read(logits if changed_logits is None else changed_logits, lanes, columns, read)
         self._logits[_run_key(setting, arithmetic)] = read
         for meaning, column in columns.items():
             self._columns[replace(setting, meaning=meaning, shift=0), arithmetic] = column
@@ -382,11 +382,11 @@ def _shifted(column: torch.Tensor, places: Places, shift: int) -> torch.Tensor:
     if not shift:
         return column
     number = torch.arange(len(column))
-    other = (number - shift).clamp(0, len(column) - 1)
-    is_inside = (places.row_of[other] == places.row_of[number]) & column[other].isfinite().reshape(len(column), -1).all(
-        1
-    )
-    return column[torch.where(is_inside, other, number)]
+    source = (number - shift).clamp(0, len(column) - 1)
+    is_inside = (places.row_of[source] == places.row_of[number]) & column[source].isfinite().reshape(
+        len(column), -1
+    ).all(1)
+    return column[torch.where(is_inside, source, number)]
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class Places:
         """Return for which tokens no token of their response stands so many places before them, [compared] bool."""
         spans = [(at + row.num_prompt, at + len(row.tokens)) for at, row in zip(self.begins, self.rows, strict=True)]
         firsts, ends = torch.tensor(spans)[self.row_of[self.compared]].T
-        other = self.compared - shift
-        return torch.logical_or(other < firsts, other >= ends)
+        boundary = self.compared - shift
+        return torch.logical_or(boundary < firsts, boundary >= ends)
 
     def put(self, kept: dict[str, torch.Tensor], source: str, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         """Keep some tokens' rows of a source, [tokens, ...]; what is not known is NaN, or -1 in whole numbers."""

@@ -43,28 +43,28 @@ def trainer_values(module: nn.Module, hf: HFModel, places: Places, layout: str, 
     from transformers import PreTrainedModel
 
     kept: dict[str, torch.Tensor] = {}
-    own: Any = module
-    if getattr(own, "peft_config", None):
-        own = own.get_base_model()  # which has the adapters in it
-    is_whole = hasattr(own, "reshard") or not is_sharded(own)  # FSDP puts weights together for the forward
+    unwrapped: Any = module
+    if getattr(unwrapped, "peft_config", None):
+        unwrapped = unwrapped.get_base_model()  # which has the adapters in it
+    is_whole = hasattr(unwrapped, "reshard") or not is_sharded(unwrapped)  # FSDP puts weights together for the forward
     with evaluating(module), engine_errors(f"trainer {type(module).__name__}"):
-        if isinstance(own, PreTrainedModel) and is_like and is_whole:
-            _run_seen(own, hf, places, layout, kept)
+        if isinstance(unwrapped, PreTrainedModel) and is_like and is_whole:
+            _run_seen(unwrapped, hf, places, layout, kept)
         else:
             _run_any(module, hf, places, kept)
-        if hasattr(own, "reshard"):  # or FSDP goes on with the root's weights of now, after they have changed
-            own.reshard()
+        if hasattr(unwrapped, "reshard"):  # or FSDP goes on with the root's weights of now, after they have changed
+            unwrapped.reshard()
     _check_logits(kept[hf.graph[hf.graph.logits].source], places, type(module).__name__)
     return PutBack(kept)
 
 
 def _run_seen(module: nn.Module, hf: HFModel, places: Places, layout: str, kept: dict[str, torch.Tensor]) -> None:
-    own = HFModel(model=module, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
-    own.graph = hf.graph
-    with watching(own) as watch:
+    seen_model = HFModel(model=module, checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
+    seen_model.graph = hf.graph
+    with watching(seen_model) as watch:
         for group, positions in _groups(places, hf, layout):
             batch = LaneBatch.of(group, is_left=layout == "left")
-            altered = _Wrapped(own, Setting(), batch, places)
+            altered = _Wrapped(seen_model, Setting(), batch, places)
             altered.kept = kept
             inputs = {"input_ids": batch.ids, **_inputs(batch, positions, layout)}
             with watch.showing(altered):
@@ -163,6 +163,6 @@ def _read(folder: Path, hf: HFModel, places: Places) -> PutBack:
                 if operation is None or not operation.source:
                     continue
                 covered = step.rows_of(name)
-                own = numbers if covered is None else numbers[covered.long()]
-                places.put(kept, operation.source, own, step.tap(name))
+                covered_numbers = numbers if covered is None else numbers[covered.long()]
+                places.put(kept, operation.source, covered_numbers, step.tap(name))
     return PutBack(kept)

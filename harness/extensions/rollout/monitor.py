@@ -115,7 +115,7 @@ class RolloutMonitor:
         """What the gap may grow to, and the standard error of that, nats; None without both columns."""
 
     def step(
-        self, step: int, rollouts: str | Path | Sequence[Mapping[str, Any]], *, model: Model, **given: Any
+        self, step: int, rollouts: str | Path | Sequence[Mapping[str, Any]], *, model: Model, **options: Any
     ) -> RolloutReport | None:
         """Compare the rollouts of a step, where it is its turn or their gap has grown.
 
@@ -123,7 +123,7 @@ class RolloutMonitor:
             step: number of the training step.
             rollouts: as `harness.rollout` takes them; rows that were sampled with the model as it is now.
             model: the trainer's module as it is, or a checkpoint of it.
-            given: further arguments of `harness.rollout` for this step.
+            options: further arguments of `harness.rollout` for this step.
 
         Returns:
             The report; None where nothing was compared.
@@ -136,21 +136,21 @@ class RolloutMonitor:
         from harness.extensions.rollout.waterfall import gap_figures, recorded_gap
 
         begin = time.perf_counter()
-        options = {**self.options, **given}
+        options = {**self.options, **options}
         with named_as_arguments():
             read = partial(read_rollouts, rollouts, weight_version=options.pop("weight_version", None))
             gap = recorded_gap(read())
             is_due = step % self.every == 0 or (self._most is None and gap is not None)
             if not is_due and (gap is None or not self._has_grown(gap)):
                 if gap is not None:
-                    found = plain({"verdict": Outcome.NOTHING, "gap": gap_figures(gap), "terms": []})
-                    self._keep(step, found, begin)
+                    document = plain({"verdict": Outcome.NOTHING, "gap": gap_figures(gap), "terms": []})
+                    self._keep(step, document, begin)
                 return None
             chosen = read(num_rows=self.num_rows, by_gap=not is_due)
         report = rollout(chosen, model=model, **options)
         self._most = None if gap is None else self._growing(gap)
-        found = report.as_dict()
-        self._keep(step, {name: found[name] for name in ("verdict", "gap", "terms")}, begin)
+        document = report.as_dict()
+        self._keep(step, {name: document[name] for name in ("verdict", "gap", "terms")}, begin)
         if self.raises:
             report.assert_ok()
         return report
@@ -164,12 +164,12 @@ class RolloutMonitor:
         most, error = self._most
         return float(gap.abs().mean()) > most + _LEAST_Z * math.hypot(error, _standard_error(gap))
 
-    def _keep(self, step: int, found: Mapping[str, Any], begin: float) -> None:
+    def _keep(self, step: int, document: Mapping[str, Any], begin: float) -> None:
         now = time.perf_counter()
         since, self._ended = now - (begin if self._ended is None else self._ended), now
         if self.history is None:
             return
-        line = {"step": step, **found, "seconds": round(now - begin, 4), "share": round((now - begin) / since, 4)}
+        line = {"step": step, **document, "seconds": round(now - begin, 4), "share": round((now - begin) / since, 4)}
         with writing(self.history), self.history.open("ab+") as file:
             if file.tell():  # a run that was killed may have left half a line
                 file.seek(-1, os.SEEK_END)

@@ -145,10 +145,10 @@ def _plot(
     y = log_scale([*(item for _, item in whole), *(value(term) for step in steps for term in step.terms)])
     lines, dots = [Line(path=polyline((x.at(at), y.at(item)) for at, item in whole), style="total")], []
     for name, style in styles.items():
-        own = [(step.step, term) for step in steps for term in step.terms if _name(term) == name]
-        points = [(x.at(at), y.at(value(term))) for at, term in own]
+        terms = [(step.step, term) for step in steps for term in step.terms if _name(term) == name]
+        points = [(x.at(at), y.at(value(term))) for at, term in terms]
         lines.append(Line(path=polyline(points), style=style, title=name))
-        dots += [_dot(*item, *point, style) for item, point in zip(own, points, strict=True)]
+        dots += [_dot(*item, *point, style) for item, point in zip(terms, points, strict=True)]
     ticks = x.ticks(lambda step: f"{step:g}"), y.ticks(power)
     return Plot(x_ticks=ticks[0], y_ticks=ticks[1], x_label="step", y_label=label, lines=tuple(lines), dots=tuple(dots))
 

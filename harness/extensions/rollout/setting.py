@@ -112,8 +112,8 @@ def token_logprobs(
         sampling: of each row.
         meaning: of the log probability.
     """
-    own = [item.temperature if meaning.temperature is None else meaning.temperature for item in sampling]
-    scaled = logits / torch.tensor(own, dtype=logits.dtype, device=logits.device)[:, None]
+    temperatures = [item.temperature if meaning.temperature is None else meaning.temperature for item in sampling]
+    scaled = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
     if meaning.is_truncated:
         scaled = scaled.masked_fill(~_left(scaled, tokens, sampling), -torch.inf)
     return scaled.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
@@ -167,8 +167,8 @@ class GapCause:
 
 def weights_cause(hf: HFModel, tensors: Mapping[str, torch.Tensor], name: str) -> GapCause:
     """Return the cause that these tensors are in the place of the model's."""
-    own = dict(hf.model.named_parameters())
-    off = {tensor: _off(own[tensor], tensors[tensor]) for tensor in list(tensors)[:3]}
+    parameters = dict(hf.model.named_parameters())
+    off = {tensor: _off(parameters[tensor], tensors[tensor]) for tensor in list(tensors)[:3]}
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
     shown = ", ".join(f"{key} ({share:.2g} % off)" for key, share in off.items()) + more
     return GapCause(
@@ -179,10 +179,10 @@ def weights_cause(hf: HFModel, tensors: Mapping[str, torch.Tensor], name: str) -
     )
 
 
-def _off(own: torch.Tensor, other: torch.Tensor) -> float:
+def _off(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Return by how much a tensor differs, as percents of its norm."""
-    x = own.detach().float()
-    return 100 * float((other.to(x.device, x.dtype) - x).norm() / x.norm().clamp(min=1e-30))
+    x = expected.detach().float()
+    return 100 * float((actual.to(x.device, x.dtype) - x).norm() / x.norm().clamp(min=1e-30))
 
 
 def routing_cause(experts: ForcedExperts | None) -> GapCause:
@@ -253,10 +253,10 @@ def alignment_causes() -> Iterator[GapCause]:
 def meaning_causes(rows: list[Rollout]) -> Iterator[GapCause]:
     """Yield the distributions that log probabilities may be of."""
     is_truncated = any(row.sampling.is_truncated for row in rows)
-    own = {row.sampling.temperature for row in rows}
+    temperatures = {row.sampling.temperature for row in rows}
     for temperature in (None, 1.0, *_TEMPERATURES):
         for truncated in (False, True) if is_truncated else (False,):
-            if temperature is not None and {temperature} == own:
+            if temperature is not None and {temperature} == temperatures:
                 continue
             meaning = Meaning(temperature=temperature, is_truncated=truncated)
             yield GapCause(
@@ -289,5 +289,5 @@ def _stale(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[GapCaus
         parts.setdefault(hf.part_of(name), {})[name] = tensor
     if len(parts) > 1:
         yield weights_cause(hf, tensors, "all weights are the earlier ones")
-    for part, own in parts.items():
-        yield weights_cause(hf, own, f"{part} is the earlier one")
+    for part, stale_values in parts.items():
+        yield weights_cause(hf, stale_values, f"{part} is the earlier one")

@@ -80,8 +80,8 @@ class Side:
         Of a column that is shifted, the values at its ends are no token's of the response: whatever they are is given.
         """
         setting = self.setting(causes)
-        found = (forwards.control if self.follows_control else forwards.truth)(setting)
-        return torch.where(forwards.places.is_end(setting.shift), self.column, found)
+        logprobs = (forwards.control if self.follows_control else forwards.truth)(setting)
+        return torch.where(forwards.places.is_end(setting.shift), self.column, logprobs)
 
     def rest(self, forwards: Forwards) -> torch.Tensor:
         """Return what its causes leave of its distance from the truth, [compared]."""
@@ -129,13 +129,13 @@ def explain(side: Side, forwards: Forwards, candidates: Sequence[GapCause], mean
     while len(side.causes) < _MOST_CAUSES and (
         rms(_nearest(side, forwards, side.setting()) / floor_of(side, forwards, side.setting())) > _LEAST_REST
     ):
-        found = _best(side, forwards, _longer(side, forwards, candidates, meanings))
-        if not _is_strong(side, forwards, side.causes, found) and _is_outside(side, forwards):
+        causes = _best(side, forwards, _longer(side, forwards, candidates, meanings))
+        if not _is_strong(side, forwards, side.causes, causes) and _is_outside(side, forwards):
             both = _best(side, forwards, _longer(side, forwards, candidates, meanings, is_by_two=True))
-            found = both if _is_strong(side, forwards, side.causes, both) else found
-        if found is None:
+            causes = both if _is_strong(side, forwards, side.causes, both) else causes
+        if causes is None:
             break
-        side.causes = found
+        side.causes = causes
     _drop_partial(side, forwards)
     side.causes.sort(key=lambda cause: _ORDER.index(cause.kind))
     floor = floor_of(side, forwards, side.setting())
@@ -151,15 +151,15 @@ def possible_meanings(side: Side, forwards: Forwards, meanings: Sequence[GapCaus
     """
     if side.values is None:
         return list(meanings)
-    own = replace(side.base, cut=side.values)
-    forwards.prepare(own, [meaning.change["meaning"] for meaning in meanings])
+    recorded = replace(side.base, cut=side.values)
+    forwards.prepare(recorded, [meaning.change["meaning"] for meaning in meanings])
 
     def error(setting: Setting) -> float:
         columns = [forwards.truth(replace(setting, shift=shift)) for shift in (0, 1, -1)]
         return min(rms(torch.where(column.isfinite(), side.column - column, _FAR)) for column in columns)
 
-    least = error(own)
-    return [meaning for meaning in meanings if error(meaning.added_to(own)) < least]
+    least = error(recorded)
+    return [meaning for meaning in meanings if error(meaning.added_to(recorded)) < least]
 
 
 def _longer(
@@ -194,9 +194,9 @@ def _with_meanings(
         yield from ([*causes, meaning] for meaning in meanings)
 
 
-def _open(candidates: Sequence[GapCause], found: Sequence[GapCause]) -> list[GapCause]:
+def _open(candidates: Sequence[GapCause], causes: Sequence[GapCause]) -> list[GapCause]:
     """Return the causes that may come to those found: one of a kind, but several tensors."""
-    names, kinds = {item.detail for item in found}, {item.kind for item in found} - {TermKind.WEIGHTS}
+    names, kinds = {item.detail for item in causes}, {item.kind for item in causes} - {TermKind.WEIGHTS}
     return [cause for cause in candidates if cause.detail not in names and cause.kind not in kinds]
 
 
@@ -225,8 +225,8 @@ def _yardstick(side: Side, forwards: Forwards, setting: Setting) -> torch.Tensor
     A cause that rounds by itself, a cache in eight bits, is no excuse for what is left with it.
     """
     base = forwards.noise(side.base)
-    own = forwards.deviation((side.base, Arithmetic.CONTROL), (side.base, Arithmetic.TRUTH), setting)
-    return torch.hypot(torch.fmax(own, base.min()), side.resolution)
+    floor = forwards.deviation((side.base, Arithmetic.CONTROL), (side.base, Arithmetic.TRUTH), setting)
+    return torch.hypot(torch.fmax(floor, base.min()), side.resolution)
 
 
 def _errors(
@@ -286,8 +286,8 @@ def _is_better(side: Side, forwards: Forwards, causes: Sequence[GapCause]) -> bo
         return False
     if not was_outside and rms(left) > _LEAST_SHARE_INSIDE * rms(rest):
         return False
-    each = gain(side, forwards, side.causes, causes)
-    is_on_many = float(each.sum()) > _LEAST_Z * float(each.square().sum().sqrt())
+    gains = gain(side, forwards, side.causes, causes)
+    is_on_many = float(gains.sum()) > _LEAST_Z * float(gains.square().sum().sqrt())
     return is_on_many or (was_outside and not is_still)
 
 

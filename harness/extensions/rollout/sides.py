@@ -80,18 +80,18 @@ def load_tensors(folder: Path, hf: HFModel, where: str) -> dict[str, torch.Tenso
 def misfit(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Return the name of a tensor that only one side has, or that has another shape; None if there is none."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    own = {name: tensor.shape for name, tensor in hf.model.named_parameters()}
-    return next((name for name in {**own, **shapes} if own.get(name) != shapes.get(name)), None)
+    expected_shapes = {name: tensor.shape for name, tensor in hf.model.named_parameters()}
+    return next((name for name in {**expected_shapes, **shapes} if expected_shapes.get(name) != shapes.get(name)), None)
 
 
 def other_tensors(hf: HFModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return those tensors that differ from the model's, in its dtype."""
-    own = dict(hf.model.named_parameters())
+    parameters = dict(hf.model.named_parameters())
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if name in own and tensor.shape == own[name].shape
-        and not torch.equal(tensor.to(own[name].device, own[name].dtype), own[name])
+        if name in parameters and tensor.shape == parameters[name].shape
+        and not torch.equal(tensor.to(parameters[name].device, parameters[name].dtype), parameters[name])
     }  # fmt: skip
 
 
@@ -110,14 +110,14 @@ def replica(module: nn.Module, hf: HFModel) -> HFModel:
     """
     shared = {id(item): nn.Parameter(item.detach(), requires_grad=False) for item in hf.model.parameters()}
     model = copy.deepcopy(hf.model, shared)
-    own: Any = module
-    if getattr(own, "peft_config", None):
-        own = own.get_base_model()  # which has the adapters in it
-        _add_adapters(model, module, own)
-    tensors = {plain_name(name): gathered(tensor) for name, tensor in own.named_parameters()}
+    unwrapped: Any = module
+    if getattr(unwrapped, "peft_config", None):
+        unwrapped = unwrapped.get_base_model()  # which has the adapters in it
+        _add_adapters(model, module, unwrapped)
+    tensors = {plain_name(name): gathered(tensor) for name, tensor in unwrapped.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.data = tensors[name].to(parameter.device)
-    attention = getattr(getattr(own, "config", None), "_attn_implementation", None)
+    attention = getattr(getattr(unwrapped, "config", None), "_attn_implementation", None)
     if attention is not None:
         model.set_attn_implementation(attention)
     built = HFModel(model=model.eval(), checkpoint=hf.checkpoint, dtype=hf.dtype, device=hf.device)
@@ -125,7 +125,7 @@ def replica(module: nn.Module, hf: HFModel) -> HFModel:
     return built
 
 
-def _add_adapters(model: Any, module: Any, own: nn.Module) -> None:
+def _add_adapters(model: Any, module: Any, replica_module: nn.Module) -> None:
     from peft import get_peft_model
 
     (first, config), *others = copy.deepcopy(module.peft_config).items()
@@ -133,7 +133,7 @@ def _add_adapters(model: Any, module: Any, own: nn.Module) -> None:
         wrapped = get_peft_model(model, config, first)
         for name, config in others:
             wrapped.add_adapter(name, config)
-    for path, layer in own.named_modules():
+    for path, layer in replica_module.named_modules():
         state = {name: value for name, value in vars(layer).items() if name in _ADAPTER_STATE}
         vars(model.get_submodule(plain_name(path))).update(copy.deepcopy(state))
 
@@ -213,8 +213,8 @@ def logged_experts(rollouts: Rollouts, forwards: Forwards) -> ForcedExperts | No
     """
     if all(row.experts is None for row in rollouts.rows):
         return None
-    own = chosen_experts(forwards.record(Setting()), forwards.hf)
-    width, num_experts = (0, 0) if own is None else (own.shape[1], _num_experts(forwards.hf, own))
+    computed = chosen_experts(forwards.record(Setting()), forwards.hf)
+    width, num_experts = (0, 0) if computed is None else (computed.shape[1], _num_experts(forwards.hf, computed))
     ids = torch.full((forwards.places.num_tokens, width), -1, dtype=torch.int64)
     for begin, row in zip(forwards.places.begins, rollouts.rows, strict=True):
         experts = row.experts or ()
@@ -236,5 +236,5 @@ def logged_experts(rollouts: Rollouts, forwards: Forwards) -> ForcedExperts | No
 def _num_experts(hf: HFModel, chosen: torch.Tensor) -> int:
     """Return how many experts a layer has; without a known name in the config, as many as were chosen at least."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = (getattr(hf.config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), int(chosen.max()) + 1)
+    numbers = (getattr(hf.config, name, None) for name in names)
+    return next((value for value in numbers if isinstance(value, int)), int(chosen.max()) + 1)

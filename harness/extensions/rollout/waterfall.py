@@ -56,12 +56,12 @@ def part_terms(forwards: Forwards, side: Side, values: PutBack) -> list[PartTerm
     for part, sources in parts.items():
         begin = steps.begin
         term = steps.take(part, sources, is_head=part == head)
-        own = [term]
+        terms_of_part = [term]
         if len(sources) > 1 and term.is_outside:
             end, steps.begin = steps.begin, begin
-            own = [steps.take(_name(hf, source), [source], is_head=part == head) for source in sources]
+            terms_of_part = [steps.take(_name(hf, source), [source], is_head=part == head) for source in sources]
             steps.begin = end
-        terms += own if any(item.is_outside for item in own) else [term]
+        terms += terms_of_part if any(item.is_outside for item in terms_of_part) else [term]
     return terms
 
 
@@ -77,12 +77,12 @@ class _Steps:
     def take(self, name: str, sources: Sequence[str], *, is_head: bool = False) -> PartTerm:
         """Put the values of sources back, too, and return what that does."""
         forwards, begin = self._forwards, self.begin
-        given = begin.cut.values if begin.cut is not None else {}
+        recorded = begin.cut.values if begin.cut is not None else {}
         control = forwards.record(begin, is_trainer=self._is_trainer)
         same = {source: control[source] for source in sources if source in control}
-        rounded = replace(begin, cut=PutBack({**given, **same}))
+        rounded = replace(begin, cut=PutBack({**recorded, **same}))
         floor = forwards.deviation((rounded, Arithmetic.TRUTH), (begin, Arithmetic.TRUTH), begin)
-        self.begin = replace(begin, cut=PutBack({**given, **{source: self._values[source] for source in sources}}))
+        self.begin = replace(begin, cut=PutBack({**recorded, **{source: self._values[source] for source in sources}}))
         before = forwards.truth(begin)
         sound = forwards.truth(rounded) - before
         return PartTerm(
@@ -192,9 +192,9 @@ def waterfall(
     for side, sign in sides:
         _add_causes(terms, side, sign, forwards)
     rests = [_rest_terms(side, sign, forwards, parts.get(side.name, ())) for side, sign in sides]
-    own = [term for several, _ in rests for term in several]
+    rest_terms = [term for several, _ in rests for term in several]
     rest = _sum([last for _, last in rests])
-    gap = sum((term.values for term in (*terms, *own, rest)), torch.zeros_like(engine.column))
+    gap = sum((term.values for term in (*terms, *rest_terms, rest)), torch.zeros_like(engine.column))
     floor = torch.stack([floor_of(side, forwards, side.base) for side, _ in sides]).norm(dim=0)
     for term in terms:
         term.floor = floor
@@ -206,10 +206,10 @@ def waterfall(
         if term.kind in outside:
             term.mended = _mended({term.kind}, trainer, engine, forwards)
     left = gap - _mended(outside, trainer, engine, forwards)
-    for term in own:
+    for term in rest_terms:
         left = left if term.is_rounding or term.mended is None else left - term.mended
-    has_remedy = any(not term.is_rounding for term in (*terms, *own))
-    judged = [_judged(term, gap, forwards.places) for term in (*ordered, *own, rest)]
+    has_remedy = any(not term.is_rounding for term in (*terms, *rest_terms))
+    judged = [_judged(term, gap, forwards.places) for term in (*ordered, *rest_terms, rest)]
     return judged, float(left.abs().mean()) if has_remedy else None
 
 

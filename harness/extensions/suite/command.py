@@ -265,11 +265,11 @@ def diff(
     from harness.extensions.suite.history import diff_suites
     from harness.extensions.suite.report import load_suite
 
-    found = diff_suites(load_suite(old), load_suite(new))
-    SUITE_DIFF.show(found, format)
-    if found.new_failures or found.added_failures:
+    changes = diff_suites(load_suite(old), load_suite(new))
+    SUITE_DIFF.show(changes, format)
+    if changes.new_failures or changes.added_failures:
         return ExitStatus.MISMATCH
-    return ExitStatus.REGRESSION if found.slower else ExitStatus.PASS
+    return ExitStatus.REGRESSION if changes.slower else ExitStatus.PASS
 
 
 @app.command(cls=StrictCommand)
@@ -290,9 +290,9 @@ def history(
     from harness.extensions.suite.report import history_html
 
     refuse_existing(out)
-    found = read_history(runs)
+    suites = read_history(runs)
     if out is not None:
-        write_text(out, history_html(found))
-    SUITE_HISTORY.show(found, format)
-    is_failing = any(trend.first_failure is not None for trend in found.trends)
+        write_text(out, history_html(suites))
+    SUITE_HISTORY.show(suites, format)
+    is_failing = any(trend.first_failure is not None for trend in suites.trends)
     return ExitStatus.MISMATCH if is_failing else ExitStatus.PASS

@@ -38,8 +38,12 @@ def diff_suites(old: SuiteResult, new: SuiteResult) -> SuiteDiff:
     before, after = ({case.name: case for case in suite.cases} for suite in (old, new))
     pairs = [(before[name], after[name]) for name in after if name in before]
     changed = [pair for pair in pairs if _way(pair[0]) != _way(pair[1])]
-    moved = [found for figure in _figures(pairs) for found in _moved(pairs, figure, _figure_of(figure))]
-    slower = [found for found in _moved(pairs, _SECONDS, _seconds) if found.new > found.old * found.usual_ratio]
+    moved = [figure_change for figure in _figures(pairs) for figure_change in _moved(pairs, figure, _figure_of(figure))]
+    slower = [
+        figure_change
+        for figure_change in _moved(pairs, _SECONDS, _seconds)
+        if figure_change.new > figure_change.old * figure_change.usual_ratio
+    ]
     return SuiteDiff(
         new_failures=tuple(pair for pair in changed if _passed(pair[0])),
         new_passes=tuple(pair for pair in changed if _passed(pair[1])),
@@ -137,8 +141,8 @@ def history_of(runs: Sequence[SuiteResult]) -> SuiteHistory:
 def _runs(path: Path) -> list[Path]:
     if not path.is_dir() or (path / SUITE_NAME).exists():
         return [path]
-    found = sorted(item.parent for item in path.glob(f"*/{SUITE_NAME}"))
-    if not found:
+    folders = sorted(item.parent for item in path.glob(f"*/{SUITE_NAME}"))
+    if not folders:
         what = "the folder holds no run of a suite"
         raise HarnessError(Code.BAD_SUITE_RESULT, what, where=path, expected=f"folders with {SUITE_NAME}")
-    return found
+    return folders

@@ -36,8 +36,8 @@ def diff_text(diff: SuiteDiff) -> str:
     return blocks_text([*blocks, [", ".join(counts)]])
 
 
-def _block(title: str, found: Sequence[Any], lines_of: Callable[[Any], Iterator[str]]) -> list[str]:
-    return [f"{title} ({len(found)})", *(line for item in found for line in lines_of(item))] if found else []
+def _block(title: str, items: Sequence[Any], lines_of: Callable[[Any], Iterator[str]]) -> list[str]:
+    return [f"{title} ({len(items)})", *(line for item in items for line in lines_of(item))] if items else []
 
 
 def _pair(pair: tuple[CaseResult, CaseResult]) -> Iterator[str]:

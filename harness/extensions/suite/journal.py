@@ -69,9 +69,9 @@ class Journal:
 
     def result_of(self, case: SuiteCase) -> CaseResult | None:
         """Return what came of a case; None if it was lost, or the name was another case's."""
-        found = self.results.get(case.name)
-        is_done = found is not None and found.verdict is not CaseVerdict.LOST
-        return found if is_done and self._digests[case.name] == case.digest() else None
+        result = self.results.get(case.name)
+        is_done = result is not None and result.verdict is not CaseVerdict.LOST
+        return result if is_done and self._digests[case.name] == case.digest() else None
 
     def add_case(self, case: SuiteCase, result: CaseResult) -> None:
         """Write down how a case ended."""

@@ -135,11 +135,11 @@ def expand(files: Sequence[Path], matrix: Matrix | None = None, *, where: object
         HarnessError: BAD_SUITE: there is no case, two have one name, or the matrix names what no case has; BAD_CASE.
     """
     matrix = matrix or Matrix()
-    found: list[tuple[Path | None, Case]] = [(path, load_case(path)) for path in _case_files(files)]
+    templates: list[tuple[Path | None, Case]] = [(path, load_case(path)) for path in _case_files(files)]
     cases: list[SuiteCase] = []
     sources: dict[str, tuple[object, str]] = {}
     """By name of a case: its file, and its model."""
-    for path, case in found or [(None, _from_matrix(matrix, where))]:
+    for path, case in templates or [(None, _from_matrix(matrix, where))]:
         for expanded in _multiplied(path, case, matrix):
             source = path or where, expanded.case.model
             if expanded.name in sources:
@@ -233,13 +233,13 @@ def _own_labels(case: Case) -> dict[str, str]:
 
 
 def _ruled(case: SuiteCase, rules: Sequence[CaseRule]) -> SuiteCase:
-    given: dict[str, Any] = {}
+    needs: dict[str, Any] = {}
     for rule in rules:
         if _has(case, rule.where):
-            given |= rule.model_dump(exclude={"where"}, exclude_none=True)
-    resources = Resources(**{name: given[name] for name in ("cpus", "memory_gib", "gpus") if name in given})
-    limit = given.get("time_limit_s", DEFAULT_TIME_LIMIT_S)
-    update = {"resources": resources, "environment": given.get("environment"), "time_limit_s": limit}
+            needs |= rule.model_dump(exclude={"where"}, exclude_none=True)
+    resources = Resources(**{name: needs[name] for name in ("cpus", "memory_gib", "gpus") if name in needs})
+    limit = needs.get("time_limit_s", DEFAULT_TIME_LIMIT_S)
+    update = {"resources": resources, "environment": needs.get("environment"), "time_limit_s": limit}
     return case.model_copy(update=update)
 
 
@@ -269,7 +269,7 @@ def _refuse_unknown_labels(matrix: Matrix, cases: Sequence[SuiteCase], where: ob
 
 def _duplicate(name: str, first: tuple[object, str], second: tuple[object, str]) -> HarnessError:
     """Say what has the same name: two files, or two models of one file; else two values of an axis."""
-    differing = [f"{one} and {other}" for one, other in zip(first, second, strict=True) if one != other]
+    differing = [f"{old} and {new}" for old, new in zip(first, second, strict=True) if old != new]
     return HarnessError(
         Code.BAD_SUITE,
         "two cases have one name",

@@ -25,7 +25,7 @@ from harness.extensions.suite.preflight import (
     unknown_engine,
 )
 from harness.extensions.suite.store import DamagedBlobError, Store
-from harness.extensions.suite.task import FOUND, Environment, SuiteCase, Task
+from harness.extensions.suite.task import TASK_OUTCOME, Environment, SuiteCase, Task
 
 _shelf = ProcessShelf(1)
 """Of this process: it runs one task at a time."""
@@ -37,7 +37,7 @@ class Look(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str
-    own: Installation
+    default: Installation
     """Of the Python that the cluster runs there."""
     missing_models: list[str]
     environments: dict[str, Installation | None]
@@ -46,7 +46,7 @@ class Look(BaseModel):
 
     def installed(self, environment: str | None) -> Installation | None:
         """Return what an environment has, None being the node's own; None if it is not there."""
-        return self.own if environment is None else self.environments.get(environment)
+        return self.default if environment is None else self.environments.get(environment)
 
 
 def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], store: str, probe: str) -> str:
@@ -54,26 +54,26 @@ def look(models: Sequence[str], environments: Mapping[str, Mapping[str, Any]], s
 
     Each environment is given as its fields; `probe` is the digest of a file that the driver has put into the store.
     """
-    found = Look(
+    seen = Look(
         name=node_name(),
-        own=installation(),
+        default=installation(),
         missing_models=missing_models(models),
         environments={name: _installed_in(Environment(**environment)) for name, environment in environments.items()},
         store_error=_store_error(store, probe),
     )
-    return found.model_dump_json()
+    return seen.model_dump_json()
 
 
 def _installed_in(environment: Environment) -> Installation | None:
-    found = installed_in(environment)
-    return None if found is None or found.missing_packages else found
+    installed = installed_in(environment)
+    return None if installed is None or installed.missing_packages else installed
 
 
 def run_on_node(task: str) -> str:
-    """Do a task, as JSON; return what came of it, as JSON of `FOUND`."""
+    """Do a task, as JSON; return what came of it, as JSON of `TASK_OUTCOME`."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = _shelf.run(Task.model_validate_json(task), {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
-    return FOUND.dump_json(found).decode()
+    outcome = _shelf.run(Task.model_validate_json(task), {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    return TASK_OUTCOME.dump_json(outcome).decode()
 
 
 def _store_error(url: str, probe: str) -> str | None:
@@ -106,12 +106,14 @@ def refuse_differences(looks: Sequence[Look]) -> None:
     Raises:
         HarnessError: NODES_DIFFER.
     """
-    own = fingerprint()
+    expected = fingerprint()
     for seen in looks:
-        if seen.own.versions != own:
-            raise _differing("a node has other versions than this machine", seen.name, own, seen.own.versions)
+        if seen.default.versions != expected:
+            raise _differing("a node has other versions than this machine", seen.name, expected, seen.default.versions)
     for name in sorted({name for seen in looks for name in seen.environments}):
-        having = [(seen.name, found.versions) for seen in looks if (found := seen.environments.get(name)) is not None]
+        having = [
+            (seen.name, installed.versions) for seen in looks if (installed := seen.environments.get(name)) is not None
+        ]
         for node, versions in having:
             if versions != having[0][1]:
                 what = f"the environment {name!r} has other versions on two nodes"
@@ -143,13 +145,13 @@ def refuse_missing(looks: Sequence[Look], cases: Sequence[SuiteCase]) -> None:
                 Code.NOT_A_CHECKPOINT, what, where=case.name, expected="a folder or a cached hub id",
                 actual=case.case.model, hint=hint,
             )  # fmt: skip
-        places = [found for seen in looks if (found := seen.installed(case.environment)) is not None]
+        places = [installed for seen in looks if (installed := seen.installed(case.environment)) is not None]
         if not places:
             what = f"no node has the environment {case.environment!r}"
             hint = "install it, with the harness in it, at the same path on at least one node"
             raise HarnessError(Code.BAD_SUITE, what, where=case.name, hint=hint)
-        if all(case.case.engine not in found.engines for found in places):
-            known = sorted({engine for found in places for engine in found.engines})
+        if all(case.case.engine not in installed.engines for installed in places):
+            known = sorted({engine for installed in places for engine in installed.engines})
             raise unknown_engine(case, f"no node has an engine called {case.case.engine!r}", known)
 
 

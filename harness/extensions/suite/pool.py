@@ -22,7 +22,7 @@ from harness.base.files import sweep
 from harness.engines.process import EngineProcess
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import node_name
-from harness.extensions.suite.task import FOUND, GIB, Found, Loss, Resources, SuiteCase, Task, TaskResult
+from harness.extensions.suite.task import GIB, TASK_OUTCOME, Loss, Resources, SuiteCase, Task, TaskOutcome, TaskResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Ended:
     """A task that is no longer running."""
 
     task: Task
-    found: Found
+    outcome: TaskOutcome
     node: str | None
     """Name of the machine that it ran on, as far as it is known."""
 
@@ -125,7 +125,7 @@ class ProcessShelf:
         self._lock = Lock()
         self._is_closed = False
 
-    def run(self, task: Task, more: Mapping[str, str]) -> Found:
+    def run(self, task: Task, more: Mapping[str, str]) -> TaskOutcome:
         """Do a task in a process of its setting: one that waits, or a new one."""
         setting = WorkerConfig.of(task, more)
         try:
@@ -144,7 +144,7 @@ class ProcessShelf:
             seconds = time.perf_counter() - begin
             return TaskResult(verdict="error", code=error.code.value, reason=error.what, seconds=seconds)
         self._give_back(process, setting)
-        return FOUND.validate_python(said["found"])
+        return TASK_OUTCOME.validate_python(said["found"])
 
     def close(self) -> None:
         """End all processes; tasks that run are lost."""
@@ -177,8 +177,8 @@ class ProcessShelf:
     def _waiting(self, setting: WorkerConfig) -> tuple[CaseProcess | None, CaseProcess | None]:
         """Take a process of that setting from the shelf, or else one that has to make room."""
         with self._lock:
-            for at, (own, process) in enumerate(self._idle):
-                if own == setting and process.is_alive:
+            for at, (idle_setting, process) in enumerate(self._idle):
+                if idle_setting == setting and process.is_alive:
                     del self._idle[at]
                     self._busy.append(process)
                     return process, None
@@ -208,7 +208,7 @@ class LocalPool:
         self._num_workers = num_workers
         cpus, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._all = Resources(cpus=float(max(num_workers, cpus)), memory_gib=memory / GIB, gpus=float(num_gpus))
-        self._running: dict[Future[Found], tuple[Task, list[int]]] = {}
+        self._running: dict[Future[TaskOutcome], tuple[Task, list[int]]] = {}
         self._gpus = list(range(num_gpus))
         self._shelf = ProcessShelf(num_workers)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="suite")
@@ -235,9 +235,9 @@ class LocalPool:
 
     def submit(self, task: Task) -> None:
         """See `Pool.submit`."""
-        own = [self._gpus.pop() for _ in range(_whole(task.case.resources))]
-        more = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))} if own else {}
-        self._running[self._threads.submit(self._shelf.run, task, more)] = (task, own)
+        gpus = [self._gpus.pop() for _ in range(_whole(task.case.resources))]
+        more = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+        self._running[self._threads.submit(self._shelf.run, task, more)] = (task, gpus)
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """See `Pool.wait`."""
@@ -246,7 +246,7 @@ class LocalPool:
         for future in done:
             task, gpus = self._running.pop(future)
             self._gpus += gpus
-            ended.append(Ended(task=task, found=future.result(), node=node_name()))
+            ended.append(Ended(task=task, outcome=future.result(), node=node_name()))
         return ended
 
     def close(self) -> None:

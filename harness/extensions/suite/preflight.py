@@ -44,7 +44,7 @@ class Installation(BaseModel):
     @property
     def missing_packages(self) -> list[str]:
         """Return the packages without which it can check nothing."""
-        return [name for name, found in self.versions.items() if found == _NOT_INSTALLED]
+        return [name for name, version in self.versions.items() if version == _NOT_INSTALLED]
 
 
 def installation() -> Installation:
@@ -94,10 +94,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return _NOT_INSTALLED if find_spec(name) is None else "unknown"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(installation().model_dump_json())
 
 
 _LOOK_LIMIT_S = 60.0
@@ -166,8 +162,8 @@ def check_environments(environments: Mapping[str, Environment]) -> dict[str, Ins
     Raises:
         HarnessError: BAD_SUITE.
     """
-    found = {name: installed_in(environment) for name, environment in environments.items()}
-    for name, installed in found.items():
+    installations = {name: installed_in(environment) for name, environment in environments.items()}
+    for name, installed in installations.items():
         if installed is None or installed.missing_packages:
             lack = "has no interpreter with the harness"
             if installed is not None:
@@ -180,7 +176,7 @@ def check_environments(environments: Mapping[str, Environment]) -> dict[str, Ins
                 actual=environments[name].python or sys.executable,
                 hint="install inference-harness with that Python",
             )
-    return {name: installed for name, installed in found.items() if installed is not None}
+    return {name: installed for name, installed in installations.items() if installed is not None}
 
 
 def installed_in(environment: Environment) -> Installation | None:
@@ -208,8 +204,10 @@ def with_inputs(
     """
     models = {(case.case.model, case.case.hf) for case in cases}
     contents = {named: _model_digest(*named, local_files_only) for named in models}
-    found = {name: installed.get(name) or installed_in(place) for name, place in environments.items()}
-    places: dict[str | None, str] = {name: place.digest if place else _unknown() for name, place in found.items()}
+    installations = {name: installed.get(name) or installed_in(place) for name, place in environments.items()}
+    places: dict[str | None, str] = {
+        name: place.digest if place else _unknown() for name, place in installations.items()
+    }
     places[None] = installed_digest()
 
     def changed(case: SuiteCase) -> SuiteCase:
@@ -232,16 +230,20 @@ def _model_digest(model: str, hf: str | None, local_files_only: bool) -> str:
 
 def _files_of_options(case: SuiteCase) -> list[tuple[str, str]]:
     """Return digests of the files and folders that options of the engine name, alone or in a list."""
-    found = []
+    digests = []
     for value in case.case.engine_options.values():
         for text in dict.fromkeys([str(value), *re.split(r"[,=;]", str(value))]):
             try:
                 if text and Path(text).exists():
-                    found.append((text, folder_digest(Path(text))))
+                    digests.append((text, folder_digest(Path(text))))
             except (OSError, ValueError):
-                found.append((text, _unknown()))
-    return found
+                digests.append((text, _unknown()))
+    return digests
 
 
 def _unknown() -> str:
     return uuid.uuid4().hex
+
+
+if __name__ == "__main__":
+    sys.stdout.write(installation().model_dump_json())

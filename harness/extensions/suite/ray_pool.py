@@ -21,7 +21,7 @@ from harness.extensions.suite.nodes import (
 from harness.extensions.suite.pool import START_LIMIT_S, Ended
 from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.store import Store
-from harness.extensions.suite.task import FOUND, GIB, Environment, Loss, Resources, SuiteCase, Task
+from harness.extensions.suite.task import GIB, TASK_OUTCOME, Environment, Loss, Resources, SuiteCase, Task
 
 _REFRESH_S = 2.0
 _LOOK_LIMIT_S = 300.0
@@ -158,12 +158,12 @@ class RayPool:
         running.node.running.remove(running.task.case.resources)
         name = running.node.look.name
         try:
-            found = FOUND.validate_json(self._ray.get(reference))
+            outcome = TASK_OUTCOME.validate_json(self._ray.get(reference))
         except self._ray.exceptions.RayError as error:
-            found = Loss(reason=_reason(error, name))
-        if isinstance(found, Loss) and not found.needs_golden:
+            outcome = Loss(reason=_reason(error, name))
+        if isinstance(outcome, Loss) and not outcome.needs_golden:
             running.node.is_trusted, self._refreshed = False, 0.0
-        return Ended(task=running.task, found=found, node=name)
+        return Ended(task=running.task, outcome=outcome, node=name)
 
     def _give_up_silent(self) -> list[Ended]:
         now, silent = time.monotonic(), []
@@ -173,7 +173,7 @@ class RayPool:
                 del self._running[reference]
                 running.node.running.remove(running.task.case.resources)
                 loss = Loss(reason=f"node {running.node.look.name} gave no answer long after the time limit")
-                silent.append(Ended(task=running.task, found=loss, node=running.node.look.name))
+                silent.append(Ended(task=running.task, outcome=loss, node=running.node.look.name))
         return silent
 
     def _refresh(self) -> None:
@@ -195,7 +195,7 @@ class RayPool:
             seen = Look.model_validate_json(self._ray.get(reference))
         except self._ray.exceptions.RayError:
             return  # it is lost already, or is looked at once more
-        if seen.own.versions != fingerprint() or seen.store_error or id not in alive:
+        if seen.default.versions != fingerprint() or seen.store_error or id not in alive:
             self._refused.add(id)
             self._nodes.pop(id, None)
         elif id in self._nodes:
@@ -205,13 +205,13 @@ class RayPool:
 
     def _alive(self) -> dict[str, Resources]:
         """Return the nodes that are there, by id, with all that they have."""
-        found = {}
+        nodes = {}
         for node in self._ray.nodes():
             has = node["Resources"]
             if node["Alive"] and has.get("CPU"):
                 memory, gpus = has.get("memory", 0.0) / GIB, has.get("GPU", 0.0)
-                found[node["NodeID"]] = Resources(cpus=float(has["CPU"]), memory_gib=memory, gpus=float(gpus))
-        return found
+                nodes[node["NodeID"]] = Resources(cpus=float(has["CPU"]), memory_gib=memory, gpus=float(gpus))
+        return nodes
 
     def _look_at(self, id: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -43,8 +43,8 @@ class MatrixCell:
     @property
     def counts(self) -> str:
         """The count of each ending: `3 pass, 1 mismatch`."""
-        found = [(verdict, sum(case.verdict is verdict for case in self.cases)) for verdict in SEVERITY]
-        return ", ".join(f"{number} {verdict}" for verdict, number in found if number)
+        counts = [(verdict, sum(case.verdict is verdict for case in self.cases)) for verdict in SEVERITY]
+        return ", ".join(f"{number} {verdict}" for verdict, number in counts if number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +102,13 @@ def facts(result: SuiteResult) -> list[tuple[str, str]]:
     timings = f"all {number(result.elapsed_s)} s, checks together {number(busy)} s"
     if result.num_goldens:
         timings += f", {count(result.num_goldens, 'golden')} {number(result.golden_s)} s"
-    found = [("timings", f"{timings}; {count(result.num_workers, 'worker')}")]
+    sentences = [("timings", f"{timings}; {count(result.num_workers, 'worker')}")]
     if result.num_resumed:
-        found.append(("resumed", f"{count(result.num_resumed, 'case')} had ended before, and did not run again"))
+        sentences.append(("resumed", f"{count(result.num_resumed, 'case')} had ended before, and did not run again"))
     retried = sum(case.attempts > 1 for case in result.cases)
     if retried:
-        found.append(("retried", f"{count(retried, 'case')} ran more than once, since a worker or a node was lost"))
-    return [*found, *(("note", note) for note in result.notes)]
+        sentences.append(("retried", f"{count(retried, 'case')} ran more than once, since a worker or a node was lost"))
+    return [*sentences, *(("note", note) for note in result.notes)]
 
 
 def _text_cell(cell: MatrixCell) -> str:
@@ -194,8 +194,8 @@ def _add(suite: ElementTree.Element, case: CaseResult) -> None:
             ElementTree.SubElement(properties, "property", name=name, value=printable(str(value)))
     if case.verdict in _ELEMENT:
         message = printable(f"{case.code or case.verdict}: {case.divergence_text}")
-        found = ElementTree.SubElement(test, _ELEMENT[case.verdict], type=case.verdict.value, message=message)
-        found.text = printable(case.reason or "")
+        problem = ElementTree.SubElement(test, _ELEMENT[case.verdict], type=case.verdict.value, message=message)
+        problem.text = printable(case.reason or "")
 
 
 SCHEMA_VERSION = 1
@@ -263,9 +263,9 @@ def suite_html(result: SuiteResult) -> str:
 def history_html(history: SuiteHistory) -> str:
     """Return the page of a suite over time: a row a case, those that fail since the latest run first."""
     runs = [{"name": history.label_of(at), "begun_at": run.begun_at} for at, run in enumerate(history.runs)]
-    given = {"headline": headline_of_history(history), "legend": LEGEND, "runs": runs}
+    head = {"headline": headline_of_history(history), "legend": LEGEND, "runs": runs}
     cases = [_trend(history, trend) for trend in failing_first(history)]
-    return templates(_TEMPLATES).get_template("history.html.j2").render(**given, cases=cases)
+    return templates(_TEMPLATES).get_template("history.html.j2").render(**head, cases=cases)
 
 
 def _trend(history: SuiteHistory, trend: CaseTrend) -> dict[str, object]:

@@ -91,8 +91,8 @@ class SuiteResult:
     @property
     def counts(self) -> dict[str, int]:
         """Cases by verdict; together they are all cases."""
-        found = Counter(case.verdict for case in self.cases)
-        return {verdict.value: found[verdict] for verdict in CaseVerdict}
+        counter = Counter(case.verdict for case in self.cases)
+        return {verdict.value: counter[verdict] for verdict in CaseVerdict}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

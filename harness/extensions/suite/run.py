@@ -178,12 +178,12 @@ class Driver:
             self._give_up(task, None)
 
     def _handle(self, ended: Ended) -> None:
-        if isinstance(ended.found, Loss):
-            self._retry(ended, ended.found)
+        if isinstance(ended.outcome, Loss):
+            self._retry(ended, ended.outcome)
         elif ended.task.kind == "golden":
-            self._release(ended.task, ended.found, ended.node)
+            self._release(ended.task, ended.outcome, ended.node)
         else:
-            self._end(ended.task.case, CaseVerdict(ended.found.verdict), ended.found, ended.node)
+            self._end(ended.task.case, CaseVerdict(ended.outcome.verdict), ended.outcome, ended.node)
 
     def _retry(self, ended: Ended, loss: Loss) -> None:
         """Try a task again that was lost, as long as it has attempts left."""

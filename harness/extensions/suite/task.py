@@ -155,6 +155,6 @@ class Loss(BaseModel):
     """Whether its golden is gone from the store, and is to be made again first."""
 
 
-Found = TaskResult | Loss
-FOUND: TypeAdapter[Found] = TypeAdapter(Found)
+TaskOutcome = TaskResult | Loss
+TASK_OUTCOME: TypeAdapter[TaskOutcome] = TypeAdapter(TaskOutcome)
 """Reads and writes what came of a task, on its way from a process."""

@@ -14,7 +14,7 @@ from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.store import DamagedBlobError, Store, fetch_goldens, share_golden
-from harness.extensions.suite.task import FOUND, Found, Loss, Task, TaskResult
+from harness.extensions.suite.task import TASK_OUTCOME, Loss, Task, TaskOutcome, TaskResult
 from harness.report.check.json import check_json_text
 from harness.report.check.table import merge_taps, sum_tokens
 from harness.report.document import plain
@@ -37,26 +37,26 @@ def answer(message: Mapping[str, Any]) -> dict[str, Any]:
         from harness.judge.jobs import opened  # noqa: F401  seconds to import, once a process
 
         return {"versions": fingerprint()}
-    return {"found": FOUND.dump_python(run_task(Task.model_validate(message["task"])), mode="json")}
+    return {"found": TASK_OUTCOME.dump_python(run_task(Task.model_validate(message["task"])), mode="json")}
 
 
-def run_task(task: Task) -> Found:
+def run_task(task: Task) -> TaskOutcome:
     """Do a task; an exception is its outcome."""
     begin = time.perf_counter()
     try:
         store = None if task.store is None else Store(task.store, patience_s=task.store_patience_s)
-        found = _make_goldens(task, store) if task.kind == "golden" else _check(task, store)
+        outcome = _make_goldens(task, store) if task.kind == "golden" else _check(task, store)
     except DamagedBlobError as error:
         return Loss(reason=f"its golden did not arrive: {error}", needs_golden=True)
     except HarnessError as error:
         if error.code is Code.STORE_FAILED:
             return Loss(reason=f"{error.code}: {error.summary}")
-        found = _error(error.code, error.summary)
+        outcome = _error(error.code, error.summary)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}, line {where.lineno}"
-        found = _error(Code.INTERNAL, f"{type(error).__name__}: {error} ({place})")
-    return found.model_copy(update={"seconds": time.perf_counter() - begin})
+        outcome = _error(Code.INTERNAL, f"{type(error).__name__}: {error} ({place})")
+    return outcome.model_copy(update={"seconds": time.perf_counter() - begin})
 
 
 def _make_goldens(task: Task, store: Store | None) -> TaskResult:

@@ -72,8 +72,8 @@ def diff(
     from harness.profiling.trace.summary import diff_traces, summarize
 
     pattern = _compiled(phase_pattern)
-    found = diff_traces(summarize(before, pattern), summarize(after, pattern))
-    forms.TRACE_DIFF.show(found, format)
+    changes = diff_traces(summarize(before, pattern), summarize(after, pattern))
+    forms.TRACE_DIFF.show(changes, format)
     return ExitStatus.PASS
 
 
@@ -94,10 +94,10 @@ def critical_path(
 
     pattern = _compiled(within, "--within")
     with collecting_no_garbage():
-        found = [
+        paths = [
             critical_path(read_trace(file), str(file), within=pattern, instance=instance) for file in trace_files(files)
         ]
-    forms.CRITICAL_PATHS.show(found, format)
+    forms.CRITICAL_PATHS.show(paths, format)
     return ExitStatus.PASS
 
 

@@ -74,8 +74,8 @@ class VllmSession:
         """See `Session.watching`."""
         model = self._runner.get_model()
 
-        def begin(_model: Any, _args: Any, given: Mapping[str, Any]) -> None:
-            watcher.begin_step(self._step_shape(given["positions"]))
+        def begin(_model: Any, _args: Any, arguments: Mapping[str, Any]) -> None:
+            watcher.begin_step(self._step_shape(arguments["positions"]))
             watcher.reached(PREPARE)
 
         with ExitStack() as stack:

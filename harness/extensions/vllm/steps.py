@@ -58,16 +58,16 @@ class VllmWatcher(StepWatcher):
         sizes = [int(group.kv_cache_spec.block_size) for _, group in groups]
         self._block_size = sizes[0] if sizes else int(runner.cache_config.block_size)
 
-    def read_batch(self, given: Mapping[str, Any]) -> ForwardBatch:
+    def read_batch(self, arguments: Mapping[str, Any]) -> ForwardBatch:
         """Read vLLM's metadata of the step; requests of vLLM are named by our ids, and by a suffix of vLLM's."""
         requests = [int(name.partition("-")[0]) for name in self._runner.input_batch.req_ids]
         starts = self._runner.query_start_loc.np[: len(requests) + 1].tolist()  # not all metadata of layers has them
-        positions = given["positions"].reshape(-1)[: starts[-1]].tolist()
+        positions = arguments["positions"].reshape(-1)[: starts[-1]].tolist()
         return ForwardBatch(
             requests=requests,
             starts=starts,
             positions=positions,
-            num_padded_rows=len(given["input_ids"]),
+            num_padded_rows=len(arguments["input_ids"]),
             slot_mapping=_slot_mapping(self._attending, starts[-1]),
             block_tables=self._block_tables(requests),
             block_size=self._block_size,
@@ -98,8 +98,8 @@ def _attending_groups(runner: Any) -> list[tuple[int, Any]]:
 def _slot_mapping(attending: Collection[str], num_rows: int) -> torch.Tensor | None:
     """[rows] of the first of these layers that has slots; None for a model without attention."""
     by_layer = get_forward_context().slot_mapping
-    found = by_layer.items() if isinstance(by_layer, Mapping) else ()
-    return next((mapping[:num_rows] for name, mapping in found if name in attending and mapping is not None), None)
+    mappings = by_layer.items() if isinstance(by_layer, Mapping) else ()
+    return next((mapping[:num_rows] for name, mapping in mappings if name in attending and mapping is not None), None)
 
 
 def _routers(model: nn.Module, graph: Graph) -> dict[str, Any]:
@@ -127,14 +127,14 @@ def declared_numerics(runner: Any, folder: Path) -> Numerics | None:
         return None
     name, layers = runner.cache_config.cache_dtype, runner.compilation_config.static_forward_context.items()
     if name in _CACHE_DTYPES:
-        own = {
+        default_scales = {
             f"{prefix_of(path)}{part}_cache": (float(getattr(layer, f"_{part}_scale_float")),)
             for path, layer in layers
             for part in "kv"
             if hasattr(layer, f"_{part}_scale_float")
         }
-        given = own | cache_scales(folder)
-        return Numerics(cache=_CACHE_DTYPES[name], cache_scales=given if set(given.values()) != {(1.0,)} else {})
+        scales = default_scales | cache_scales(folder)
+        return Numerics(cache=_CACHE_DTYPES[name], cache_scales=scales if set(scales.values()) != {(1.0,)} else {})
     raise HarnessError(
         Code.ENGINE_CANNOT_SERVE,
         "the harness does not know the format of vLLM's cache, so attention that reads it cannot be judged",
@@ -184,7 +184,7 @@ class RankRecorder:
         self, folder: str, graph: Mapping[str, Any], calls: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]
     ) -> list[str]:
         """Begin to record into `folder/rank-N`; return what the modules do not show."""
-        own = [RequestInfo(**request) for request in requests]
+        infos = [RequestInfo(**request) for request in requests]
         self.harness_resources = ExitStack()
         writer = RecordingWriter(
             Path(folder) / f"rank-{self.rank}",
@@ -194,11 +194,11 @@ class RankRecorder:
                 dtype="any",
                 device="any",
             ),
-            own,
+            infos,
         )
         self.harness_resources.enter_context(writer)
         known = Graph.from_json(graph)
-        watcher = VllmWatcher(self.model_runner, known, Calls.from_json(calls), own, writer)
+        watcher = VllmWatcher(self.model_runner, known, Calls.from_json(calls), infos, writer)
         self.harness_resources.enter_context(watcher)
         return list(watcher.unsupported_taps(known))
 

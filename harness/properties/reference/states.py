@@ -9,6 +9,7 @@ from reference_engine import control
 from reference_engine.batch import slots_of
 from reference_engine.checkpoint.delta_net import DeltaNetShape
 from reference_engine.families.state_cache import StateCache, StateSpec
+from reference_engine.prefix_cache import Prefix
 from reference_engine.requests.sequence import ScheduledChunk
 from reference_engine.requests.sequence import Sequence as EngineSequence
 from reference_engine.speculation import drop_drafts
@@ -100,8 +101,17 @@ class StateCacheSubject(PoolAndCache):
         return num_cached
 
     def cached_states(self) -> list[tuple[Sequence[int], int]]:
-        """Return what look-ups find."""
-        return [(tokens, self._in_block(block)) for block, tokens in self.cached_blocks().items()]
+        """Return what look-ups find: after a reset, a block may be cached and the block before it not."""
+        return [
+            (tokens, self._in_block(block))
+            for block, tokens in self.cached_blocks().items()
+            if self._is_found_from_the_start(self.cache.prefixes[block])
+        ]
+
+    def _is_found_from_the_start(self, prefix: Prefix | None) -> bool:
+        while prefix is not None and self.cache.find(prefix) is not None:
+            prefix = prefix.parent
+        return prefix is None
 
     def slots(self, request_id: int) -> Sequence[int]:
         """Return a request's blocks."""

@@ -33,8 +33,8 @@ from harness.extensions.faults.fault import Category, Fault, FaultConfig
 from harness.extensions.faults.injection import replacing
 from harness.extensions.faults.norm import branches, edited_layers, norm_scaled_by
 from harness.extensions.faults.position import frequencies_changed, positions_changed, rotary
-from harness.extensions.faults.scoreboard import score_fault
-from harness.extensions.faults.trial import try_fault
+from harness.extensions.faults.run import score_fault
+from harness.extensions.faults.run import try_fault
 from harness.extensions.faults.weights import loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
 from reference_engine.model import Attention

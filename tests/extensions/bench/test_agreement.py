@@ -36,8 +36,8 @@ def test_equal_tokens_do_not_part():
 
 
 def test_each_request_parts_once_where_it_differs_first():
-    found = [(own.peer, own.request, own.token, own.ours, own.theirs) for own in divergences([[4, 9, 9], [0, 8]])]
-    assert found == [("other", 0, 1, 5, 9), ("other", 1, 0, 7, 0)]
+    parts = [(item.peer, item.request, item.token, item.ours, item.theirs) for item in divergences([[4, 9, 9], [0, 8]])]
+    assert parts == [("other", 0, 1, 5, 9), ("other", 1, 0, 7, 0)]
 
 
 def test_too_few_tokens_are_refused():

@@ -41,9 +41,11 @@ def test_all_measures_of_all_peers(harness, tmp_path):
     assert [measure["name"] for measure in document["measures"]] == measures
     assert set(document["measures"][0]["samples"]) == {"reference", "hf-generate"}
     assert set(document["measures"][-1]["samples"]) == {"reference", "hf-generate", "hf-continuous"}
-    assert all(value > 0 for measure in document["measures"] for own in measure["samples"].values() for value in own)
-    assert [own["batch_size"] for own in document["shares"]] == [1, 16]
-    assert {own["peer"]: own["num_requests"] for own in document["agreements"]} == dict.fromkeys(
+    assert all(
+        value > 0 for measure in document["measures"] for entry in measure["samples"].values() for value in entry
+    )
+    assert [entry["batch_size"] for entry in document["shares"]] == [1, 16]
+    assert {entry["peer"]: entry["num_requests"] for entry in document["agreements"]} == dict.fromkeys(
         ["hf-generate", "hf-continuous"], 22
     )
     assert document["copy_bytes_per_second"] > 1e8
@@ -123,7 +125,7 @@ def test_an_engine_that_only_generates_is_timed_as_a_whole(harness, install):
     *even, uneven = ran.json["measures"]
     assert all(set(measure["samples"]) == {"reference"} for measure in even)
     assert set(uneven["samples"]) == {"reference", name}
-    assert [(own["peer"], own["num_requests"]) for own in ran.json["agreements"]] == [(name, 20)]
+    assert [(entry["peer"], entry["num_requests"]) for entry in ran.json["agreements"]] == [(name, 20)]
 
 
 def test_an_engine_that_cannot_continue_a_prompt_is_told_what_it_lacks(harness, install):

@@ -52,7 +52,7 @@ def setting(tmp_path, log, monkeypatch):
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(measure, "load_hf_model", lambda *_: log.append("judge") or "a model")
     monkeypatch.setattr(
-        measure, "judge_divergences", lambda divergences, *_, **__: {own.peer: [0.1] for own in divergences}
+        measure, "judge_divergences", lambda divergences, *_, **__: {item.peer: [0.1] for item in divergences}
     )
     return BenchConfig(folder=tmp_path, scratch=tmp_path, dtype="float32", device="cuda", num_threads=1,
                        max_request_len=3, max_total_len=3, max_requests=1, engine_options={})  # fmt: skip
@@ -63,16 +63,16 @@ def run(setting, names, device):
 
 
 def test_on_a_gpu_one_engine_is_open_at_a_time_and_the_judge_comes_last(setting, log):
-    found = run(setting, ["hf-generate", "hf-continuous"], "cuda:1")
+    result = run(setting, ["hf-generate", "hf-continuous"], "cuda:1")
     assert log == [
         *(f"{what} {name}".strip() if what != "release" else what
           for name in (OURS, "hf-generate", "hf-continuous")
           for what in ("open", "even", "uneven", "even", "uneven", "close", "release")),
         "judge",
     ]  # fmt: skip
-    assert {own.peer: own.num_ties for own in found.agreements} == {"hf-generate": 0, "hf-continuous": 2}
-    assert list(found.timed[0].generations) == [OURS, "hf-generate", "hf-continuous"]
-    assert len(found.copies) == 3
+    assert {item.peer: item.num_ties for item in result.agreements} == {"hf-generate": 0, "hf-continuous": 2}
+    assert list(result.timed[0].generations) == [OURS, "hf-generate", "hf-continuous"]
+    assert len(result.copies) == 3
 
 
 def test_on_the_cpu_all_are_open_and_compared_before_anything_is_timed(setting, log):

@@ -34,5 +34,5 @@ def test_without_psutil_transformers_5_17_is_left_out_on_a_cpu(monkeypatch):
 def test_a_page_has_the_size_under_the_name_that_this_transformers_gives_it():
     assert _page_size_field(ConfigOf517) == "block_size"
     assert _page_size_field(ConfigOf523) == "page_size"
-    own = _page_size_field(ContinuousBatchingConfig)
-    assert getattr(ContinuousBatchingConfig(**{own: PAGE_SIZE}), own) == PAGE_SIZE
+    field = _page_size_field(ContinuousBatchingConfig)
+    assert getattr(ContinuousBatchingConfig(**{field: PAGE_SIZE}), field) == PAGE_SIZE

@@ -25,11 +25,13 @@ def test_weights_are_the_same_bits_and_norms_float32(tmp_path):
     build_checkpoint(SHAPES["tiny"], tmp_path, dtype="bfloat16", seed=0, device="cpu")
     path = write_model(setting(tmp_path, "bfloat16"))
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    own = load_file(tmp_path / "model.safetensors")
-    assert len(read) == len(own)
+    checkpoint_tensors = load_file(tmp_path / "model.safetensors")
+    assert len(read) == len(checkpoint_tensors)
     up = read["blk.1.ffn_up.weight"]
     assert up.tensor_type == gguf.GGMLQuantizationType.BF16
-    assert up.data.tobytes() == own["model.layers.1.mlp.up_proj.weight"].view(torch.uint8).numpy().tobytes()
+    assert (
+        up.data.tobytes() == checkpoint_tensors["model.layers.1.mlp.up_proj.weight"].view(torch.uint8).numpy().tobytes()
+    )
     assert read["output_norm.weight"].data.dtype == np.float32
 
 

@@ -19,8 +19,8 @@ def test_uneven_requests_reach_both_ends_of_their_ranges():
 
 
 def test_a_seed_gives_the_same_requests_and_another_one_others():
-    first, again, other = (uneven_workload(SIZE, vocab_size=100, seed=seed) for seed in (0, 0, 1))
-    assert first == again != other
+    first, again, another = (uneven_workload(SIZE, vocab_size=100, seed=seed) for seed in (0, 0, 1))
+    assert first == again != another
 
 
 def test_tokens_are_of_the_vocabulary():

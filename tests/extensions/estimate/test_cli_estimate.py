@@ -51,10 +51,10 @@ def test_a_profile_stands_beside_the_best_that_a_gpu_could_do(tmp_path, capsys):
             "name": name, "wall_ms": 3.0,
             "steps": [
                 {"phase": name, "query_lens": rows, "context_lens": contexts, "num_sampled": sampled}
-                for rows, contexts, sampled in own
+                for rows, contexts, sampled in step
             ],
         }
-        for name, own in steps.items()
+        for name, step in steps.items()
     ]  # fmt: skip
     written = {"engine": "hf", "model": "qwen3-tiny", "dtype": "bfloat16", "device": "cpu", "phases": phases}
     (tmp_path / "profile.json").write_text(json.dumps(written))

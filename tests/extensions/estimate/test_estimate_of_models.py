@@ -19,8 +19,8 @@ def shape(phase, num_rows, context):
 
 
 def sizes(model, **options):
-    given = {"dtype": "bfloat16", "gpus": [], "num_requests": 1, "context": CONTEXT, **options}
-    return estimate(str(model), **given)
+    arguments = {"dtype": "bfloat16", "gpus": [], "num_requests": 1, "context": CONTEXT, **options}
+    return estimate(str(model), **arguments)
 
 
 @pytest.mark.sampled(2)

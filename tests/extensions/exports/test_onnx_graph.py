@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.extensions.exports import exported_folder
+from harness.extensions.exports.checkpoint import exported_folder
 from harness.formats.checkpoint import resolve
 from harness.formats.checkpoint.converted import read_quantised_source, served_folder
 from harness.oracle.model import load_model
@@ -34,13 +34,13 @@ class Export:
         spread = [item.repeat_interleave(BLOCK, dim=1) for item in (scale, zero)]
         self.weights[module] = (codes - spread[1]) * spread[0]
         name = "/" + module.replace("self_attn", "attn").replace(".", "/").replace("layers/", "layers.") + "/MatMul"
-        given = {
+        values_by_name = {
             f"{name}.codes": self._packed(codes).reshape(num_outputs, groups, -1),
             f"{name}.scales": scale.flatten(),
         }
         if self.has_zeros:
-            given[f"{name}.zeros"] = self._packed(zero).flatten()
-        self.tensors += [onnx.numpy_helper.from_array(item.numpy(), key) for key, item in given.items()]
+            values_by_name[f"{name}.zeros"] = self._packed(zero).flatten()
+        self.tensors += [onnx.numpy_helper.from_array(item.numpy(), key) for key, item in values_by_name.items()]
         fixed = {
             "K": num_inputs,
             "N": num_outputs,
@@ -48,7 +48,9 @@ class Export:
             "block_size": BLOCK,
             "accuracy_level": self.level,
         }
-        node = onnx.helper.make_node("MatMulNBits", ["x", *given], [f"{name}.y"], name=name, **fixed, **attributes)
+        node = onnx.helper.make_node(
+            "MatMulNBits", ["x", *values_by_name], [f"{name}.y"], name=name, **fixed, **attributes
+        )
         self.nodes.append(node)
 
     def _packed(self, codes):
@@ -74,19 +76,19 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_are_those_of_the_operator(checkpoints, tmp_path, bits, has_zeros):
     export = Export(tmp_path / "export", bits, has_zeros=has_zeros)
-    own = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32, stays=True)
-    export.add(UP, *own.module(UP).weight.shape)
-    parts = [own.module(QKV.replace("qkv", part)).weight for part in "qkv"]
+    original = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32, stays=True)
+    export.add(UP, *original.module(UP).weight.shape)
+    parts = [original.module(QKV.replace("qkv", part)).weight for part in "qkv"]
     export.add(QKV, sum(map(len, parts)), parts[0].shape[1])
-    export.add(HEAD, *own.module(HEAD).weight.shape)
+    export.add(HEAD, *original.module(HEAD).weight.shape)
     folder = resolve(str(export.write()), hf=str(checkpoints / "qwen2-tiny"))
     made = load_model(folder, dtype=torch.float32, stays=True)
     assert torch.allclose(made.module(UP).weight, export.weights[UP], rtol=1e-6)
-    found = torch.cat([made.module(QKV.replace("qkv", part)).weight for part in "qkv"])
-    assert torch.allclose(found, export.weights[QKV], rtol=1e-6)
+    dequantised = torch.cat([made.module(QKV.replace("qkv", part)).weight for part in "qkv"])
+    assert torch.allclose(dequantised, export.weights[QKV], rtol=1e-6)
     assert torch.allclose(made.module(HEAD).weight, export.weights[HEAD], rtol=1e-6)
     for module in ("model.layers.0.mlp.up_proj", "model.embed_tokens", "model.norm"):
-        assert torch.equal(made.module(module).weight, own.module(module).weight)
+        assert torch.equal(made.module(module).weight, original.module(module).weight)
     assert exported_folder(served_folder(folder)) == export.folder
     schemes = {weight.scheme.inputs for weight in read_quantised_source(folder).open().weights.values()}
     assert [str(scheme) for scheme in schemes] == ["int8, one scale for 32 inputs"]
@@ -113,10 +115,10 @@ def test_what_is_not_read_is_refused(checkpoints, tmp_path):
     stray = Export(tmp_path / "stray", 4)
     stray.add("model.layers.9.mlp.up_proj", 192, 128)
     assert "model.layers.9.mlp.up_proj" in refused(stray, checkpoints, Code.QUANTISED_MISFIT)
-    other = Export(tmp_path / "other", 4)
-    other.add(UP, 192, 128)
-    other.nodes.append(onnx.helper.make_node("QMoE", ["x", other.tensors[0].name], ["y"]))
-    assert "QMoE" in refused(other, checkpoints, Code.UNKNOWN_QUANTISATION)
+    another = Export(tmp_path / "other", 4)
+    another.add(UP, 192, 128)
+    another.nodes.append(onnx.helper.make_node("QMoE", ["x", another.tensors[0].name], ["y"]))
+    assert "QMoE" in refused(another, checkpoints, Code.UNKNOWN_QUANTISATION)
     assert "no weight of the export is in few bits" in refused(
         Export(tmp_path / "floats", 4), checkpoints, Code.UNKNOWN_QUANTISATION
     )

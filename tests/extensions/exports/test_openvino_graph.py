@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.extensions.exports import exported_folder
+from harness.extensions.exports.checkpoint import exported_folder
 from harness.formats.checkpoint import resolve
 from harness.formats.checkpoint.converted import served_folder
 from harness.oracle.model import load_model
@@ -53,8 +53,8 @@ def cache(tmp_path, monkeypatch):
 def test_weights_are_those_of_openvino(checkpoints, tmp_path, kind, has_zeros):
     computed = export(tmp_path / "export", kind, has_zeros=has_zeros)
     folder = resolve(str(tmp_path / "export"), hf=str(checkpoints / "qwen2-tiny"))
-    found = load_model(folder, dtype=torch.float32, stays=True).module(UP).weight
-    assert torch.allclose(found, computed, rtol=2**-10, atol=1e-7)  # it may round them to the dtype of the scales
+    dequantised = load_model(folder, dtype=torch.float32, stays=True).module(UP).weight
+    assert torch.allclose(dequantised, computed, rtol=2**-10, atol=1e-7)  # it may round them to the dtype of the scales
     assert exported_folder(served_folder(folder)) == tmp_path / "export"
 
 

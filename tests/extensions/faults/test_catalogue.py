@@ -15,8 +15,7 @@ from harness.errors import Code, HarnessError
 from harness.extensions.faults.catalogue import FAULTS, choose
 from harness.extensions.faults.fault import Category, Fault, FaultConfig
 from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.scoreboard import score_fault
-from harness.extensions.faults.trial import FaultTrial, try_fault, try_variant
+from harness.extensions.faults.run import FaultTrial, score_fault, try_fault, try_variant
 from harness.extensions.faults.variants import variants
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
@@ -60,12 +59,20 @@ def test_a_replacement_is_called_as_the_original_is():
         def method(self, first, second=None, *, named):
             return first, second, named
 
-    for made in (lambda self, first, second=None, *, named: 0, lambda *args, **named: 0, lambda self, x, *, named: 0):
-        with replacing((Owner, "method", lambda _original, made=made: made))():
+    for made in (
+        lambda original, self, first, second=None, *, named: 0,
+        lambda *args, **named: 0,
+        lambda original, self, x, *, named: 0,
+    ):
+        with replacing((Owner, "method", made))():
             pass
-    for made in (lambda self, *, named: 0, lambda self, first: 0, lambda self, first, second, *, named: 0):
+    for made in (
+        lambda original, self, *, named: 0,
+        lambda original, self, first: 0,
+        lambda original, self, first, second, *, named: 0,
+    ):
         with pytest.raises(TypeError, match="what replaces method cannot be called as that is"):
-            replacing((Owner, "method", lambda _original, made=made: made))().__enter__()
+            replacing((Owner, "method", made))().__enter__()
     assert Owner().method(1, named=2) == (1, None, 2), "and nothing was replaced"
 
 
@@ -108,7 +115,8 @@ def test_a_fault_is_found_where_it_is_and_named(name):
 def test_a_fault_that_is_never_reached_is_no_score():
     unreached = Fault(
         id="unreached", category=Category.CACHE, summary="Never runs.", tap="lm_head", row=(0, 0), cause="x",
-        inject=replacing((BlockPool, "reset_prefix_cache", lambda original: original)), setting=FaultConfig(),
+        inject=replacing((BlockPool, "reset_prefix_cache", lambda original, self: original(self))),
+        setting=FaultConfig(),
     )  # fmt: skip
     with pytest.raises(HarnessError) as caught:
         score_fault(unreached, try_fault(unreached))
@@ -118,19 +126,19 @@ def test_a_fault_that_is_never_reached_is_no_score():
 def test_a_fault_that_nothing_shows_is_not_detected():
     harmless = Fault(
         id="harmless", category=Category.NORM, summary="Changes nothing.", tap="model.norm", row=(0, 0), cause="norm",
-        inject=replacing((RMSNorm, "__call__", lambda original: original)),
+        inject=replacing((RMSNorm, "__call__", lambda original, self, x: original(self, x))),
     )  # fmt: skip
     score = score_fault(harmless, try_fault(harmless))
     assert (score.detected, score.localised, score.named) == (False, False, False)
 
 
 def test_planted_code_that_fails_is_no_detection():
-    def fails(*given):
+    def fails(original, *_arguments):
         raise TypeError("the fault's own mistake")
 
     broken = Fault(
         id="broken", category=Category.NORM, summary="Raises.", tap="model.norm", row=(0, 0), cause="mistake",
-        inject=replacing((RMSNorm, "__call__", lambda original: fails)),
+        inject=replacing((RMSNorm, "__call__", fails)),
     )  # fmt: skip
     score = score_fault(broken, try_fault(broken))
     assert (score.detected, score.localised, score.named) == (False, False, False)

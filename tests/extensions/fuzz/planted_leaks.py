@@ -48,7 +48,9 @@ class Planted:
 
 def _batch(change: Callable[..., Any]) -> Callable[[], Any]:
     """Change the batch of each step before it is planned."""
-    return replacing((reference_engine.model_runner, "build_batch", lambda build: lambda *given: change(build(*given))))
+    return replacing(
+        (reference_engine.model_runner, "build_batch", lambda build, *arguments: change(build(*arguments)))
+    )
 
 
 def _lengths(batch):
@@ -67,9 +69,9 @@ def _whole_blocks(batch):
     return replace(batch, context_lens=ends, context_lens_R=torch.tensor(ends))
 
 
-def _not_zeroed(gather):
+def _not_zeroed(gather, self: Any, layer: Any, single: Any) -> Any:
     """Masked values are multiplied by zero."""
-    return lambda self, layer, single: gather(self, layer, replace(single, padding=None))
+    return gather(self, layer, replace(single, padding=None))
 
 
 def _stale_entry(to):
@@ -88,119 +90,84 @@ def _freed_early():
     """A request's first block is given back while it is running."""
     freed = set()
 
-    def advance(original):
-        def advanced(self, chunks):
-            original(self, chunks)
-            for chunk in chunks:
-                if chunk.sequence.request_id == 2 and chunk.sequence.request_id not in freed:
-                    freed.add(chunk.sequence.request_id)
-                    self._blocks.pool.free([chunk.sequence.block_table[0]])
+    def advance(original, self, chunks):
+        original(self, chunks)
+        for chunk in chunks:
+            if chunk.sequence.request_id == 2 and chunk.sequence.request_id not in freed:
+                freed.add(chunk.sequence.request_id)
+                self._blocks.pool.free([chunk.sequence.block_table[0]])
 
-        return advanced
-
-    def free(original):
-        return lambda self, blocks: original(self, [block for block in blocks if self.num_owners(block)])
+    def free(original, self: Any, blocks: Any) -> Any:
+        return original(self, [block for block in blocks if self.num_owners(block)])
 
     return replaced((Scheduler, "advance", advance), (BlockPool, "free", free))
 
 
-def _scores_of_all(plan):
+def _scores_of_all(plan, self, *arguments):
     """Shorter requests see the keys behind their end, whose values count for nothing."""
-
-    def planned(self, *given):
-        found = plan(self, *given)
-        return replace(found, mask_R11C=None, padding=None) if isinstance(found, SingleBlocks) else found
-
-    return planned
+    planned = plan(self, *arguments)
+    return replace(planned, mask_R11C=None, padding=None) if isinstance(planned, SingleBlocks) else planned
 
 
-def _norm_of_batch(norm):
+def _norm_of_batch(norm, self, x):
     """A norm takes its statistic from all rows of the step."""
-
-    def normed(self, x):
-        return norm(self, x) + 0.0 * x.amax(dim=0) if x.dim() == 2 and len(x) > 1 else norm(self, x)
-
-    return normed
+    return norm(self, x) + 0.0 * x.amax(dim=0) if x.dim() == 2 and len(x) > 1 else norm(self, x)
 
 
-def _one_scale(norm):
+def _one_scale(norm, self, x):
     """Rows of a step are quantised by their common maximum."""
-
-    def normed(self, x):
-        scale = x.abs().nan_to_num(posinf=1e38).max() if x.dim() == 2 else 1.0
-        return norm(self, (x / scale * 32767).round() / 32767 * scale)
-
-    return normed
+    scale = x.abs().nan_to_num(posinf=1e38).max() if x.dim() == 2 else 1.0
+    return norm(self, (x / scale * 32767).round() / 32767 * scale)
 
 
-def _counted(route):
+def _counted(route, self, x, batch, prefix):
     """Tokens are sent elsewhere where an expert has more than others: by the load of all rows."""
-
-    def routed(self, x, batch, prefix):
-        logits = self.router(x)
-        counts = logits.softmax(dim=-1).nan_to_num(1.0).sum(dim=0)
-        batch.tap(prefix, "mlp.gate", logits)
-        weights, chosen = (logits - 1e-3 * counts).softmax(dim=-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True) if self.normalizes_weights else weights
-        batch.tap(prefix, "mlp.gate.topk", chosen)
-        batch.tap(prefix, "mlp.gate.1", weights)
-        return weights, chosen
-
-    return routed
+    logits = self.router(x)
+    counts = logits.softmax(dim=-1).nan_to_num(1.0).sum(dim=0)
+    batch.tap(prefix, "mlp.gate", logits)
+    weights, chosen = (logits - 1e-3 * counts).softmax(dim=-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
+    weights = weights / weights.sum(dim=-1, keepdim=True) if self.normalizes_weights else weights
+    batch.tap(prefix, "mlp.gate.topk", chosen)
+    batch.tap(prefix, "mlp.gate.1", weights)
+    return weights, chosen
 
 
-def _into_unset(attend):
+def _into_unset(attend, self, layer, q, k, v, batch):
     """The context is added to a buffer that nothing has set."""
-
-    def attended(self, layer, q, k, v, batch):
-        return torch.empty_like(q).mul_(0).add_(attend(self, layer, q, k, v, batch))
-
-    return attended
+    return torch.empty_like(q).mul_(0).add_(attend(self, layer, q, k, v, batch))
 
 
-def _last_row_unset(norm):
+def _last_row_unset(norm, self, x):
     """A kernel leaves the last row of a step as its buffer was."""
-
-    def normed(self, x):
-        out = torch.empty_like(x)
-        if x.dim() < 2 or len(x) < 2:
-            return norm(self, x)
-        out[:-1] = norm(self, x)[:-1]
-        return out
-
-    return normed
+    out = torch.empty_like(x)
+    if x.dim() < 2 or len(x) < 2:
+        return norm(self, x)
+    out[:-1] = norm(self, x)[:-1]
+    return out
 
 
-def _key_of_the_row_before(store):
+def _key_of_the_row_before(store, self, layer, k, v, slots):
     """Each row adds what its slot held before."""
-
-    def stored(self, layer, k, v, slots):
-        old_k, _ = self.gather(layer, slots)
-        store(self, layer, k + 1e-6 * old_k, v, slots)
-
-    return stored
+    old_k, _ = self.gather(layer, slots)
+    store(self, layer, k + 1e-6 * old_k, v, slots)
 
 
 def _of_the_catalogue(id):
     return next(fault.inject for fault in FAULTS if fault.id == id)
 
 
-def _zeroed_by_where(gather):
+def _zeroed_by_where(gather, self, layer, single):
     """Legitimate: masked places are read, and replaced."""
-
-    def gathered(self, layer, single):
-        k, v = gather(self, layer, replace(single, padding=None))
-        if single.mask_R11C is None:
-            return k, v
-        is_key = single.mask_R11C[:, 0, 0, :, None, None]
-        return torch.where(is_key, k, 0.0), torch.where(is_key, v, 0.0)
-
-    return gathered
+    k, v = gather(self, layer, replace(single, padding=None))
+    if single.mask_R11C is None:
+        return k, v
+    is_key = single.mask_R11C[:, 0, 0, :, None, None]
+    return torch.where(is_key, k, 0.0), torch.where(is_key, v, 0.0)
 
 
-def _thrown_away(norm):
+def _thrown_away(norm, self: Any, x: Any) -> Any:
     """Legitimate: a row more is computed, from memory that nothing has set, and left out."""
-    return lambda self, x: norm(self, torch.cat([x, torch.empty_like(x[:1])]))[: len(x)]
+    return norm(self, torch.cat([x, torch.empty_like(x[:1])]))[: len(x)]
 
 
 ZEROED_BY_WHERE = replacing((PagedAttention, "_gather_blocks", _zeroed_by_where))

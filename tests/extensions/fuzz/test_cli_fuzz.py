@@ -7,7 +7,6 @@ import pytest
 from harness.engines import hf
 from harness.errors import Code, HarnessError
 from harness.extensions.fuzz import invariance, poison, search
-from harness.extensions.fuzz import invariance as changes
 
 from ...integration.commands import ENGINE
 
@@ -158,7 +157,7 @@ def test_a_workload_that_the_engine_does_not_follow_is_refused(harness, install,
 
 def only(monkeypatch, *names):
     """Try these changes of schedule, and no others."""
-    chosen = tuple(change for change in changes.CHANGES if change.name in names)
+    chosen = tuple(change for change in invariance.CHANGES if change.name in names)
     monkeypatch.setattr(invariance, "CHANGES", chosen)
 
 
@@ -176,12 +175,12 @@ def test_changes_of_schedule_that_change_bits(harness, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", ["invariance", "run"])
-def test_an_engine_is_told_the_taps_of_the_model(harness, monkeypatch, question):
+@pytest.mark.parametrize("command", ["invariance", "run"])
+def test_an_engine_is_told_the_taps_of_the_model(harness, monkeypatch, command):
     only(monkeypatch, "repetition")
     told = []
     monkeypatch.setattr(hf.HFEngine, "match_taps", lambda _engine, graph: told.append(graph))
-    assert harness("fuzz", question, "--engine", "hf", "--seconds", "0.1").status in (0, 5)  # what it is told matters
+    assert harness("fuzz", command, "--engine", "hf", "--seconds", "0.1").status in (0, 5)  # what it is told matters
     (graph,) = told
     assert "model.layers.0.attention" in graph
 
@@ -215,6 +214,14 @@ def test_a_change_that_goes_beyond_rounding(harness, monkeypatch):
     ran = harness("fuzz", "invariance", "--fault", "wrong-block", "--seconds", "0.1", "--format", "json")
     assert ran.status == 1
     assert ran.json["verdict"] == "mismatch"
+
+
+@pytest.mark.parametrize("question", ["invariance", "poison"])
+@pytest.mark.parametrize("option", [["--first"], ["--out", "new"], ["--replay", "file"]])
+def test_nothing_is_searched_where_two_runs_are_compared(harness, question, option):
+    ran = harness("fuzz", question, *option)
+    assert ran.status == 2
+    assert option[0] in ran.err
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ def reached(*steps, num_requests=4):
 
 def blocks(*tables):
     """Conditions of blocks, over steps with these tables."""
-    found = reached(*(step([(request, 0) for request in table] or [(3, 0)], table) for table in tables))
-    return {name for name in found if name.startswith("block ") and name != "block boundary"}
+    events = reached(*(step([(request, 0) for request in table] or [(3, 0)], table) for table in tables))
+    return {name for name in events if name.startswith("block ") and name != "block boundary"}
 
 
 def test_triggers_are_conditions():

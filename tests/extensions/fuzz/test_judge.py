@@ -68,10 +68,10 @@ class Declaring:
 def test_what_an_engine_declares_reaches_the_judge_as_in_a_check(checkpoints, monkeypatch):
     folder = checkpoints / "llama-tiny"
     plan = plan_request(model=str(folder), requests=[RequestSpec(token_ids=[3, 4, 5])])
-    given = []
+    declared = []
 
     def compared(actual, golden, **arguments):
-        given.append((actual.manifest.numerics, arguments))
+        declared.append((actual.manifest.numerics, arguments))
         return SimpleNamespace(result=run(Outcome.PASS))
 
     monkeypatch.setattr(check, "compare_run", compared)
@@ -79,7 +79,7 @@ def test_what_an_engine_declares_reaches_the_judge_as_in_a_check(checkpoints, mo
     judge = WorkloadJudge(plan=plan, engine=Declaring(), hf=hf, golden=None, limit_s=60.0)
     workload = SentWorkload(requests=(SentRequest(token_ids=(3, 4, 5), prompt_length=2),), schedule="plain")
     assert judge.judge(workload).error is None
-    ((numerics, arguments),) = given
+    ((numerics, arguments),) = declared
     assert numerics == Declaring.capabilities.numerics
     assert arguments["requirements"].sampled_only == ("model.norm",)
     assert arguments["requirements"].require == ()

@@ -42,16 +42,16 @@ def poisoned(checkpoints, tiny_folder):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("planted", LEAKS, ids=lambda planted: planted.id)
 def test_a_leak_is_named_with_its_operation_row_and_memory(poisoned, planted):
-    found = poisoned(model=planted.model, schedule=planted.schedule, planted=planted.inject)
-    assert found.failures == []
-    first = found.leaks[0]
+    result = poisoned(model=planted.model, schedule=planted.schedule, planted=planted.inject)
+    assert result.failures == []
+    first = result.leaks[0]
     assert (first.memory, first.tap, (first.request, first.position)) == (planted.memory, planted.tap, planted.row)
     assert first.values == planted.values
-    assert {leak.memory for leak in found.leaks} == {planted.memory}
+    assert {leak.memory for leak in result.leaks} == {planted.memory}
 
 
-def filled(found):
-    return {memory.memory for memory in found.memories() if memory.num_filled}
+def filled(result):
+    return {memory.memory for memory in result.memories() if memory.num_filled}
 
 
 REACHED = {Memory.UNUSED, Memory.OTHERS, Memory.SCRATCH}
@@ -80,30 +80,30 @@ ALONE = REACHED - {Memory.OTHERS}
     ],
 )
 def test_what_lets_nothing_in_is_no_finding(poisoned, setting, reached):
-    found = poisoned(**setting)
-    assert found.leaks == ()
-    assert found.failures == []
-    assert filled(found) == reached
+    result = poisoned(**setting)
+    assert result.leaks == ()
+    assert result.failures == []
+    assert filled(result) == reached
 
 
 @pytest.mark.slow
 def test_an_engine_without_a_cache_has_nothing_to_poison(poisoned):
-    found = poisoned(attention_backend="recompute")
-    assert filled(found) <= {Memory.SCRATCH}
+    result = poisoned(attention_backend="recompute")
+    assert filled(result) <= {Memory.SCRATCH}
 
 
 @pytest.mark.slow
 def test_padding_of_hf_reaches_its_rows_as_zero_times_nan(poisoned):
-    found = poisoned(engine="hf")
-    (leak,) = found.leaks
+    result = poisoned(engine="hf")
+    (leak,) = result.leaks
     assert (leak.memory, leak.tap, leak.values) == (Memory.PADDING, "model.layers.0.attention", NOT_FINITE)
     assert (leak.request, leak.position) == (1, 0)  # request 0 is the longest, and has no padding
-    assert Memory.OTHERS in filled(found)
+    assert Memory.OTHERS in filled(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
 def test_states_of_recurrent_layers_are_poisoned(poisoned, family):
-    found = poisoned(model=family, engine="hf")
-    assert Memory.OTHERS in filled(found)
-    assert {leak.memory for leak in found.leaks} == {Memory.PADDING}  # multiplied by a mask of zero
+    result = poisoned(model=family, engine="hf")
+    assert Memory.OTHERS in filled(result)
+    assert {leak.memory for leak in result.leaks} == {Memory.PADDING}  # multiplied by a mask of zero

@@ -54,28 +54,20 @@ def poisoned(fused, checkpoints):
 
 def before_the_norm(change):
     """Change the rows that the first norm of a layer is given."""
-    return lambda fused: replacing((fused.RMSNorm, "_norm", lambda norm: lambda self, x: norm(self, change(x))))
+    return lambda fused: replacing((fused.RMSNorm, "_norm", lambda norm, self, x: norm(self, change(x))))
 
 
-def _as_the_first(attend):
+def _as_the_first(attend, self, q, k, v, batch):
     """The key of a padded row is written to the slot of the step's first row."""
-
-    def attended(self, q, k, v, batch):
-        slots = batch["slots"].clone()
-        slots[-1] = slots[0]
-        return attend(self, q, k, v, {**batch, "slots": slots})
-
-    return attended
+    slots = batch["slots"].clone()
+    slots[-1] = slots[0]
+    return attend(self, q, k, v, {**batch, "slots": slots})
 
 
-def _whole_blocks(attend):
+def _whole_blocks(attend, self, q, k, v, batch):
     """Keys behind a request's end are read and masked."""
-
-    def attended(self, q, k, v, batch):
-        tables = [[*table, *range(table[-1] + 1, -(-(table[-1] + 1) // 4) * 4)] for table in batch["tables"]]
-        return attend(self, q, k, v, {**batch, "tables": tables})
-
-    return attended
+    tables = [[*table, *range(table[-1] + 1, -(-(table[-1] + 1) // 4) * 4)] for table in batch["tables"]]
+    return attend(self, q, k, v, {**batch, "tables": tables})
 
 
 def _without_padding(x):

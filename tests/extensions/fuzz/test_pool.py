@@ -44,18 +44,18 @@ def test_a_model_without_room_for_a_workload_is_refused():
 
 
 def test_sequences_share_their_beginnings_to_the_boundary_of_a_segment_or_part_inside_of_one():
-    found = pool()
-    shared = {found.shared(0, other) for other in range(1, len(PATTERNS))}
+    drawn_pool = pool()
+    shared = {drawn_pool.shared(0, second) for second in range(1, len(PATTERNS))}
     assert {0, 2 * SEGMENT, 4 * SEGMENT} <= shared
     assert any(length % SEGMENT for length in shared)
-    assert found.shared(0, 0) == NUM_TOKENS
+    assert drawn_pool.shared(0, 0) == NUM_TOKENS
 
 
 def test_the_same_segment_stands_at_the_same_place_behind_another_beginning():
-    found = pool().sequences
-    one, other = found[PATTERNS.index("ABCDEF")], found[PATTERNS.index("KLCDEF")]
-    assert one[: 2 * SEGMENT] != other[: 2 * SEGMENT]
-    assert one[2 * SEGMENT :] == other[2 * SEGMENT :]
+    drawn_pool = pool().sequences
+    first, second = drawn_pool[PATTERNS.index("ABCDEF")], drawn_pool[PATTERNS.index("KLCDEF")]
+    assert first[: 2 * SEGMENT] != second[: 2 * SEGMENT]
+    assert first[2 * SEGMENT :] == second[2 * SEGMENT :]
 
 
 def test_every_token_of_a_golden_chooses():

@@ -75,7 +75,7 @@ def has_two(sent):
 def test_a_sound_engine_has_no_findings(searching):
     _, search = searching(until(50, sound))
     search.run()
-    assert search.found() == ()
+    assert search.all_findings() == ()
     assert search.num_workloads == 50
     assert search.num_workloads == sum(search.coverage.values())
 
@@ -90,7 +90,7 @@ def test_when_the_time_is_up_the_search_ends(searching):
 def test_a_finding_is_shrunk(searching):
     _, search = searching(has_two, is_first_enough=True)
     search.run()
-    (finding,) = search.found()
+    (finding,) = search.all_findings()
     assert finding.signature == "H040: self_attn.q_proj"
     assert len(finding.workload.requests) == 2
     assert finding.workload.num_rows == 2
@@ -108,8 +108,8 @@ def test_findings_of_different_operations_are_told_apart(searching):
 
     _, search = searching(until(500, decide))
     search.run()
-    assert {finding.signature for finding in search.found()} == {"H040: attention", "H040: k_cache"}
-    assert all(finding.num_failures > 1 for finding in search.found())
+    assert {finding.signature for finding in search.all_findings()} == {"H040: attention", "H040: k_cache"}
+    assert all(finding.num_failures > 1 for finding in search.all_findings())
 
 
 def test_the_same_seed_searches_the_same_workloads(searching):
@@ -131,7 +131,7 @@ def test_ctrl_c_keeps_what_was_found(searching):
     _, search = searching(until(100, has_two))
     search.run()
     assert search.was_interrupted
-    assert len(search.found()) == 1
+    assert len(search.all_findings()) == 1
 
 
 def test_ctrl_c_while_shrinking_keeps_the_workload_as_it_was_found(searching):
@@ -147,7 +147,7 @@ def test_ctrl_c_while_shrinking_keeps_the_workload_as_it_was_found(searching):
 
     _, search = searching(decide)
     search.run()
-    (finding,) = search.found()
+    (finding,) = search.all_findings()
     assert search.was_interrupted
     assert finding.shrunk_s == 0
 
@@ -156,7 +156,7 @@ def test_what_an_engine_does_not_serve_is_no_finding(searching):
     error = HarnessError(Code.ENGINE_CANNOT_SERVE, "too long")
     _, search = searching(until(5, lambda sent: WorkloadJudgement(error=error)))
     search.run()
-    assert search.found() == ()
+    assert search.all_findings() == ()
     assert search.num_workloads == 0
     assert search.rejected["too long"] == 5
 
@@ -167,7 +167,7 @@ def test_errors_are_told_apart_by_their_words_not_by_their_numbers(searching):
 
     _, search = searching(until(100, decide))
     search.run()
-    assert [finding.signature for finding in search.found()] == ["H017: no block #"]
+    assert [finding.signature for finding in search.all_findings()] == ["H017: no block #"]
 
 
 def test_a_finding_that_does_not_come_again_says_so(searching):
@@ -180,7 +180,7 @@ def test_a_finding_that_does_not_come_again_says_so(searching):
 
     _, search = searching(decide, is_first_enough=True)
     search.run()
-    (finding,) = search.found()
+    (finding,) = search.all_findings()
     assert "a second run of the same workload did not show it" in finding.signature
 
 
@@ -188,7 +188,7 @@ def test_shrinking_ends_when_its_time_is_up(searching, monkeypatch):
     monkeypatch.setattr(module, "SHRINKING_S", 0.0)
     _, search = searching(has_two, is_first_enough=True)
     search.run()
-    (finding,) = search.found()
+    (finding,) = search.all_findings()
     assert len(finding.workload.requests) == finding.num_requests_found
 
 

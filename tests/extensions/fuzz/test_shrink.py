@@ -25,10 +25,13 @@ def shares_two_blocks(translator):
     """Two requests of at least 16 common tokens of prompt, with the prefix cache on."""
 
     def fails(workload):
-        pairs = [(one, other) for at, one in enumerate(workload.requests) for other in workload.requests[at + 1 :]]
+        pairs = [
+            (first, second) for at, first in enumerate(workload.requests) for second in workload.requests[at + 1 :]
+        ]
         return bool(workload.limit("enable_prefix_caching")) and any(
-            min(translator.pool.shared(one.sequence, other.sequence), one.prompt_length, other.prompt_length) >= 16
-            for one, other in pairs
+            min(translator.pool.shared(first.sequence, second.sequence), first.prompt_length, second.prompt_length)
+            >= 16
+            for first, second in pairs
         )
 
     return fails
@@ -55,9 +58,9 @@ def test_a_fork_goes_where_it_is_not_needed(translator):
     fork = SearchedRequest(sequence=1, prompt_length=8, num_new=2, fork_of=0)
     workload = translator.fitted(Searched(requests=(SearchedRequest(sequence=0, prompt_length=8, num_new=3), fork)))
     assert workload.requests[1].fork_of == 0
-    smallest = shrink(workload, translator, lambda each: len(each.requests) == 2, never)
+    smallest = shrink(workload, translator, lambda candidate: len(candidate.requests) == 2, never)
     assert smallest.requests[1].fork_of is None
-    kept = shrink(workload, translator, lambda each: any(r.fork_of is not None for r in each.requests), never)
+    kept = shrink(workload, translator, lambda candidate: any(r.fork_of is not None for r in candidate.requests), never)
     assert len(kept.requests) == 2
 
 
@@ -77,7 +80,7 @@ def test_no_workload_is_run_twice_and_each_step_is_smaller(translator):
 
 def test_when_the_time_is_up_what_there_is_is_returned(translator):
     workload = translator.fitted(LARGE)
-    assert shrink(workload, translator, lambda each: True, lambda: True) == workload
+    assert shrink(workload, translator, lambda candidate: True, lambda: True) == workload
 
 
 def test_a_block_is_made_as_small_as_those_of_engines(translator):
@@ -87,6 +90,8 @@ def test_a_block_is_made_as_small_as_those_of_engines(translator):
 
 def test_a_schedule_by_name_becomes_plain(translator):
     workload = Searched(requests=(SearchedRequest(sequence=0, prompt_length=9, num_new=2),), schedule="batched")
-    assert shrink(workload, translator, lambda each: True, never).schedule == "plain"
+    assert shrink(workload, translator, lambda candidate: True, never).schedule == "plain"
     chunked = Searched(requests=workload.requests, schedule="chunked:3")
-    assert shrink(chunked, translator, lambda each: ":" in (each.schedule or ""), never).schedule == "chunked:3"
+    assert (
+        shrink(chunked, translator, lambda candidate: ":" in (candidate.schedule or ""), never).schedule == "chunked:3"
+    )

@@ -10,13 +10,13 @@ from harness.extensions.fuzz.workload import Searched, SearchedRequest, Translat
 
 
 def drawn(strategy, number=200):
-    found = []
+    drawn_workloads = []
     quick = settings(
         max_examples=number, database=None, derandomize=True, deadline=None, phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    quick(given(strategy)(lambda workload: found.append(workload)))()
-    return found
+    quick(given(strategy)(lambda workload: drawn_workloads.append(workload)))()
+    return drawn_workloads
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def workload(*requests, **limits):
 
 
 @pytest.mark.parametrize(
-    ("given", "fitted"),
+    ("unfitted", "fitted"),
     [
         (SearchedRequest(sequence=0, prompt_length=0), (1, 1)),
         (SearchedRequest(sequence=0, prompt_length=1000, num_new=3), (46, 3)),
@@ -27,8 +27,8 @@ def workload(*requests, **limits):
         (SearchedRequest(sequence=0, prompt_length=7, num_new=1000), (1, 48)),
     ],
 )
-def test_lengths_are_those_of_the_sequence(translator, given, fitted):
-    (request,) = translator.fitted(workload(given)).requests
+def test_lengths_are_those_of_the_sequence(translator, unfitted, fitted):
+    (request,) = translator.fitted(workload(unfitted)).requests
     assert (request.prompt_length, request.num_new) == fitted
 
 
@@ -43,8 +43,8 @@ def test_the_longest_request_fits_into_the_blocks(translator):
 
 def test_blocks_for_some_of_the_prompts(translator):
     lengths = [SearchedRequest(sequence=0, prompt_length=length) for length in (4, 17, 8)]
-    given = workload(*lengths, block_size=4)
-    assert [translator.of_prompts(given, number) for number in (1, 2, 3)] == [1 + 5, 1 + 7, 1 + 8]
+    unfitted = workload(*lengths, block_size=4)
+    assert [translator.of_prompts(unfitted, number) for number in (1, 2, 3)] == [1 + 5, 1 + 7, 1 + 8]
 
 
 def test_where_the_workload_does_not_say_the_option_does(pool):
@@ -82,15 +82,15 @@ def test_a_fork_of_a_fork_is_a_request_of_its_own(translator):
 
 
 def test_what_fits_stays(translator):
-    given = translator.fitted(workload(ORIGINAL, FORK, SearchedRequest(sequence=3, prompt_length=5), block_size=4))
-    assert translator.fitted(given) == given
+    unfitted = translator.fitted(workload(ORIGINAL, FORK, SearchedRequest(sequence=3, prompt_length=5), block_size=4))
+    assert translator.fitted(unfitted) == unfitted
 
 
 def test_an_engine_is_told_all_of_it(translator):
-    given = workload(
+    unfitted = workload(
         ORIGINAL, FORK, SearchedRequest(sequence=3, prompt_length=5, arrival=2, is_aborted=True), block_size=4
     )
-    sent = translator.sent(translator.fitted(given))
+    sent = translator.sent(translator.fitted(unfitted))
     asked = engine_workload(sent)
     assert [request.id for request in asked.requests] == [0, 1, 2]
     assert [request.prompt_length for request in asked.requests] == [SEGMENT, SEGMENT + 1, 5]
@@ -104,8 +104,8 @@ def test_an_engine_is_told_all_of_it(translator):
 
 def test_an_engine_without_control_is_told_a_schedule():
     pool = SequencePool(((1, 2, 3, 4),))
-    given = Searched(requests=(SearchedRequest(sequence=0, prompt_length=3, num_new=2),), schedule="prefix-hit")
-    asked = engine_workload(Translator(pool, None).sent(given))
+    unfitted = Searched(requests=(SearchedRequest(sequence=0, prompt_length=3, num_new=2),), schedule="prefix-hit")
+    asked = engine_workload(Translator(pool, None).sent(unfitted))
     assert asked.timeline is None
     assert asked.schedule.name == "prefix-hit"
     assert [(copy.id, copy.token_ids) for copy in asked.copies] == [(1, [1, 2, 3, 4])]
@@ -131,7 +131,7 @@ def searched(sent: SentWorkload) -> Searched:
 
 
 def test_a_workload_that_was_sent_can_be_searched_again(translator):
-    given = translator.fitted(workload(ORIGINAL, FORK, block_size=4, enable_prefix_caching=True))
-    sent = translator.sent(given)
+    unfitted = translator.fitted(workload(ORIGINAL, FORK, block_size=4, enable_prefix_caching=True))
+    sent = translator.sent(unfitted)
     again = Translator(SequencePool.of(sent), translator.control)
     assert again.sent(again.fitted(searched(sent))) == sent

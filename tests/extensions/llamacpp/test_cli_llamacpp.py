@@ -120,10 +120,10 @@ NO_REPACK = ["--engine-option", "repack=off"]
 @pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
 def test_types_pass_with_the_cache_that_llamacpp_has_by_default(runs, type_name, checkpoints, tmp_path):
     path = write_gguf(checkpoints / "llama-tiny", tmp_path / "model.gguf", type_name)
-    found = conventions(runs(path, *NO_REPACK, "--schedule", "plain,batched"))
-    assert "float16" in found["attention"]
+    seen = conventions(runs(path, *NO_REPACK, "--schedule", "plain,batched"))
+    assert "float16" in seen["attention"]
     wanted = {"F16": "rounded to float16", "BF16": "rounded to bfloat16", "Q8_0": "to Q8_0", "Q4_0": "to Q8_0"}
-    assert type_name == "F32" or wanted[type_name] in found["self_attn.q_proj"]
+    assert type_name == "F32" or wanted[type_name] in seen["self_attn.q_proj"]
 
 
 CACHES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "F16"), ("F16", "Q4_0"), ("Q4_1", "Q5_1"), ("IQ4_NL", "IQ4_NL")]
@@ -134,11 +134,11 @@ CACHES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q8_0", "F16"), ("F16", "Q4_0"), 
 def test_quantised_caches_pass(runs, keys, values, head_dim, small_llama):
     cache = ["--engine-option", f"cache_type_k={keys}", "--engine-option", f"cache_type_v={values}"]
     flash = ["--engine-option", "flash_attention=on", "--schedule", "plain,batched", *LONGER]
-    found = conventions(runs(small_llama(head_dim), *cache, *flash))
+    seen = conventions(runs(small_llama(head_dim), *cache, *flash))
     names = {"F16": "float16"}
-    assert found["k_cache"] == f"kept in {names.get(keys, keys)}, as declared"
-    assert found["v_cache"] == f"kept in {names.get(values, values)}, as declared"
-    assert f"keys read in {names.get(keys, keys)}, values in {names.get(values, values)}" in found["attention"]
+    assert seen["k_cache"] == f"kept in {names.get(keys, keys)}, as declared"
+    assert seen["v_cache"] == f"kept in {names.get(values, values)}, as declared"
+    assert f"keys read in {names.get(keys, keys)}, values in {names.get(values, values)}" in seen["attention"]
 
 
 MIXED = [
@@ -154,13 +154,13 @@ def test_caches_in_two_formats_pass(runs, keys, values, flash, small_llama):
     """Flash attention casts what is kept in float32 to float16."""
     cache = ["--engine-option", f"cache_type_k={keys}", "--engine-option", f"cache_type_v={values}"]
     found_runs = runs(small_llama(32), *cache, "--engine-option", f"flash_attention={flash}", *LONGER)
-    (found,) = {tap["convention"] for run in found_runs for tap in run["taps"] if tap["site"] == "attention"}
+    (seen,) = {tap["convention"] for run in found_runs for tap in run["taps"] if tap["site"] == "attention"}
     names = {"F32": "float16" if flash == "on" else "float32", "F16": "float16", "BF16": "bfloat16"}
     keys, values = names.get(keys, keys), names.get(values, values)
     if keys == values == "float32":
-        assert not found
+        assert not seen
     else:
-        assert found.startswith(
+        assert seen.startswith(
             f"keys and values read in {keys}" if keys == values else f"keys read in {keys}, values in {values}"
         )
 
@@ -220,7 +220,7 @@ def test_an_architecture_without_a_table_is_found_by_content(runs, mamba):
     ],
 )
 def test_a_fault_of_a_recurrent_model_is_found_at_its_operation(runs, mamba, name, change, site):
-    folder, file = mamba(lambda own, value: change(value) if own.endswith(name) else value)
+    folder, file = mamba(lambda tensor_name, value: change(value) if tensor_name.endswith(name) else value)
     first = runs(folder, "--engine-option", file, "--schedule", "plain", passes=False)[0]["first_divergence"]
     assert first["tap"] == f"backbone.layers.{name.split('.')[1]}.{site}"
 
@@ -259,8 +259,8 @@ def test_a_fault_of_a_quantised_file_is_found_at_its_operation(runs, gemma, chec
 
 
 def test_a_file_that_is_another_model_is_refused(check, gemma, checkpoints):
-    other = gemma(change=lambda name, tensor: tensor.flip(0) if "layers.2.mlp.up_proj" in name else tensor)
-    ran = check(other, "--hf", checkpoints / "gemma3-tiny", "--schedule", "plain")
+    another = gemma(change=lambda name, tensor: tensor.flip(0) if "layers.2.mlp.up_proj" in name else tensor)
+    ran = check(another, "--hf", checkpoints / "gemma3-tiny", "--schedule", "plain")
     assert ran.status == 1
     assert "model.layers.2.mlp.up_proj.weight is not the checkpoint's" in ran.err
 
@@ -313,7 +313,7 @@ def test_layers_that_predict_further_tokens_pass(runs, glm):
     ],
 )
 def test_a_fault_of_such_a_layer_is_found_at_its_operation(runs, glm, name, change, site):
-    folder, file = glm(lambda own, value: change(value) if own == LAST + name else value)
+    folder, file = glm(lambda tensor_name, value: change(value) if tensor_name == LAST + name else value)
     (run,) = runs(folder, "--engine-option", file, *OF_MTP, "plain", passes=False)
     assert run["first_divergence"]["tap"] == LAST + site
 
@@ -527,10 +527,10 @@ def test_the_counts_of_products_are_those_of_the_formulas_but_for_rows_that_llam
     session = open_session(open_llamacpp(checkpoints / "qwen2-tiny"), max_num_tokens=64, max_num_seqs=2)
     load = ProfileRequests(prompts=(tuple(range(10, 34)),), max_new_tokens=(4,))
     decode = window("decode", load, dry_run(session, load), CaptureSchedule())
-    found = count(session, decode)
+    seen = count(session, decode)
     formulas = operation_costs(session.model, decode.shapes)
     flops = Counter()
-    for item in found.counts:
+    for item in seen.counts:
         flops[item.operation] += item.flops
     assert {name: flops[name] for name in formulas if name != "attention"} == {
         name: cost.flops for name, cost in formulas.items() if name != "attention"
@@ -544,8 +544,8 @@ def test_requests_wait_for_a_sequence_and_end_with_their_last_token(checkpoints)
     prompts = [(tuple(range(10, 10 + length)), num_new) for length, num_new in ((9, 4), (3, 1), (20, 6), (5, 2))]
     expected = [greedy(open_engine("reference", checkpoints / "llama-tiny", dtype="float32", device="cpu", options={}),
                        [prompt]) for prompt in prompts]  # fmt: skip
-    found = greedy(open_llamacpp(checkpoints / "llama-tiny", cache_type="F32"), prompts)
-    assert found == [tokens for (tokens,) in expected]
+    seen = greedy(open_llamacpp(checkpoints / "llama-tiny", cache_type="F32"), prompts)
+    assert seen == [tokens for (tokens,) in expected]
 
 
 def open_llamacpp(folder, **options):

@@ -223,9 +223,9 @@ def test_states_are_read_behind_the_cache(has_cache):
     keys, values = [torch.randn(2, 8)], [torch.randn(2, 8)]
     before = state([0, 1], keys, values, transposed=0) if has_cache else b"head" * 2
     saved = parse_saved(memoryview(before + recurrent(convolutions, recurrences)), has_cache=has_cache, has_states=True)
-    for (ours, theirs), *given in zip(saved.states, convolutions, recurrences, strict=True):
-        assert torch.equal(ours, given[0])
-        assert torch.equal(theirs, given[1])
+    for (ours, theirs), *expected in zip(saved.states, convolutions, recurrences, strict=True):
+        assert torch.equal(ours, expected[0])
+        assert torch.equal(theirs, expected[1])
     assert [torch.equal(key, keys[0]) and torch.equal(value, values[0]) for key, value in saved.cache] == [
         True
     ] * has_cache

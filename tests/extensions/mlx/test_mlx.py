@@ -134,9 +134,9 @@ def test_states_do_not_go_back(tiny_folder):
 def test_what_it_cannot_do_is_refused(checkpoints):
     from harness.extensions.mlx import open_engine
 
-    for given, words in (({"device": "cuda"}, "on the CPU here"), ({"options": {"a": "1"}}, "no option 'a'")):
+    for arguments, words in (({"device": "cuda"}, "on the CPU here"), ({"options": {"a": "1"}}, "no option 'a'")):
         with pytest.raises(harness.HarnessError, match=words):
-            open_engine(checkpoints / "qwen3-tiny", **{"dtype": "float32", "device": "cpu", "options": {}, **given})
+            open_engine(checkpoints / "qwen3-tiny", **{"dtype": "float32", "device": "cpu", "options": {}, **arguments})
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ def poisoned(checkpoints):
 
 @pytest.mark.slow
 def test_what_stands_behind_its_tokens_is_not_read(poisoned, monkeypatch):
-    found = poisoned("rewound")
-    assert (found.leaks, found.failures) == ((), [])
-    assert {memory.memory for memory in found.memories() if memory.num_filled} >= {Memory.UNUSED}
+    leaks = poisoned("rewound")
+    assert (leaks.leaks, leaks.failures) == ((), [])
+    assert {memory.memory for memory in leaks.memories() if memory.num_filled} >= {Memory.UNUSED}
 
 
 @pytest.mark.slow
@@ -171,9 +171,9 @@ def test_what_adds_a_place_behind_its_tokens_is_named(poisoned, monkeypatch):
     cache = pytest.importorskip("mlx_lm.models.cache").KVCache
     kept = cache.keys_and_values
 
-    def with_the_next(own):
-        keys, values = kept(own)
-        return keys, values + 0 * own.values[..., own.offset : own.offset + 1, :]
+    def with_the_next(original):
+        keys, values = kept(original)
+        return keys, values + 0 * original.values[..., original.offset : original.offset + 1, :]
 
     monkeypatch.setattr(cache, "keys_and_values", with_the_next)
     (leak,) = poisoned("plain").leaks

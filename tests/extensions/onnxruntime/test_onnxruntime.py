@@ -53,19 +53,19 @@ def test_a_request_goes_back(checkpoints, export):
 class KeepsAToken:
     """A generator that keeps one token more than it should."""
 
-    def __init__(self, own):
-        self.own = own
+    def __init__(self, generator):
+        self._generator = generator
 
     def __getattr__(self, name):
-        return getattr(self.own, name)
+        return getattr(self._generator, name)
 
     def rewind_to(self, length):
-        self.own.rewind_to(length + 1)
+        self._generator.rewind_to(length + 1)
 
 
 def test_a_token_too_many_after_going_back_is_found(checkpoints, export, monkeypatch):
     opened = engine.genai.Generator
-    monkeypatch.setattr(engine.genai, "Generator", lambda *given: KeepsAToken(opened(*given)))
+    monkeypatch.setattr(engine.genai, "Generator", lambda *arguments: KeepsAToken(opened(*arguments)))
     folder = checkpoints / "qwen3-tiny"
     forgetful = engine.open_engine(folder, dtype="float32", device="cpu", options={"export": str(export)})
     (run,) = harness.check(forgetful, model=folder, prompts=PROMPTS, max_new_tokens=4, schedules=["rewound"]).runs

@@ -28,8 +28,8 @@ def export(checkpoints, tmp_path_factory):
 
 
 def check(checkpoints, export, **options):
-    given = {"prompts": PROMPTS, "max_new_tokens": 4, "engine_options": {"export": export}} | options
-    return harness.check("openvino", model=checkpoints / "qwen3-tiny", **given)
+    arguments = {"prompts": PROMPTS, "max_new_tokens": 4, "engine_options": {"export": export}} | options
+    return harness.check("openvino", model=checkpoints / "qwen3-tiny", **arguments)
 
 
 def test_every_operation_and_the_cache_pass(checkpoints, export):
@@ -53,13 +53,13 @@ def test_a_request_goes_on_when_those_beside_it_have_ended(export):
     together, alone = (openvino.OpenVINOStepper(export / "openvino_model.xml") for _ in range(2))
     steps = [([7], 9), ([8], 10), ([5], 10), ([6], 11)]
     alone.step([(0, PROMPTS[0], 0)])
-    other = openvino.OpenVINOStepper(export / "openvino_model.xml")
-    other.step([(1, PROMPTS[1], 0)])
+    another = openvino.OpenVINOStepper(export / "openvino_model.xml")
+    another.step([(1, PROMPTS[1], 0)])
     together.step([(0, PROMPTS[0], 0), (1, PROMPTS[1], 0)])
     for tokens, first in steps:
         expected, actual = (item.step([(0, tokens, first)]) for item in (alone, together))
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    for number, single in ((0, alone), (1, other)):
+    for number, single in ((0, alone), (1, another)):
         for ours, theirs in zip(together.cached(number).values(), single.cached(number).values(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -68,18 +68,18 @@ def in_process(checkpoints, export, schedule):
     """Check an engine that the test has changed."""
     options = {"export": str(export)}
     engine = openvino.open_engine(checkpoints / "qwen3-tiny", dtype="float32", device="cpu", options=options)
-    given = {"prompts": PROMPTS, "max_new_tokens": 4, "dtype": "float32", "schedules": [schedule]}
-    (run,) = harness.check(engine, model=checkpoints / "qwen3-tiny", **given).runs
+    arguments = {"prompts": PROMPTS, "max_new_tokens": 4, "dtype": "float32", "schedules": [schedule]}
+    (run,) = harness.check(engine, model=checkpoints / "qwen3-tiny", **arguments).runs
     return run
 
 
 def test_a_cache_that_is_cut_off_too_late_is_named(checkpoints, export, monkeypatch):
     cut_off = openvino._cut_off
     monkeypatch.setattr(openvino, "_cut_off", lambda batch, num: cut_off(batch, num + 1))
-    found = in_process(checkpoints, export, "rewound").first_divergence
-    assert found.tap == "model.layers.0.q_rope"
-    assert found.explanation.cause == "rotary at a position off by one (+1)"
-    assert found.position == len(PROMPTS[0]) - 1  # the first that is computed again
+    divergence = in_process(checkpoints, export, "rewound").first_divergence
+    assert divergence.tap == "model.layers.0.q_rope"
+    assert divergence.explanation.cause == "rotary at a position off by one (+1)"
+    assert divergence.position == len(PROMPTS[0]) - 1  # the first that is computed again
 
 
 def test_padding_that_is_attended_to_is_found(checkpoints, export, monkeypatch):
@@ -94,8 +94,8 @@ def test_padding_that_is_attended_to_is_found(checkpoints, export, monkeypatch):
         return batch
 
     monkeypatch.setattr(openvino.OpenVINOStepper, "_batch_of", unmasked)
-    found = in_process(checkpoints, export, "batched").first_divergence
-    assert (found.tap, found.request) == ("model.layers.0.attention", 0)
+    divergence = in_process(checkpoints, export, "batched").first_divergence
+    assert (divergence.tap, divergence.request) == ("model.layers.0.attention", 0)
 
 
 class Unmasked:
@@ -121,6 +121,6 @@ def test_what_it_cannot_do_is_refused(checkpoints, tmp_path, option, value):
     from harness.extensions.openvino import open_engine
 
     (tmp_path / "openvino_model.xml").touch()
-    given = {"dtype": "float32", "device": "cpu", option: value}
+    arguments = {"dtype": "float32", "device": "cpu", option: value}
     with pytest.raises(harness.HarnessError, match="on the CPU here, in float32"):
-        open_engine(checkpoints / "qwen3-tiny", options={"export": str(tmp_path)}, **given)
+        open_engine(checkpoints / "qwen3-tiny", options={"export": str(tmp_path)}, **arguments)

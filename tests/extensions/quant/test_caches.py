@@ -42,9 +42,9 @@ def hf(checkpoints):
 def token_by_token(hf, change):
     cache, rows = Rounded(change, hf.model.config), []
     for at, token in enumerate(IDS):
-        given = {"input_ids": torch.tensor([[token]]), "position_ids": torch.tensor([[at]])}
-        given[cache_argument(hf.model.forward)] = cache
-        rows.append(hf.model(**given, use_cache=True).logits[0, -1])
+        inputs = {"input_ids": torch.tensor([[token]]), "position_ids": torch.tensor([[at]])}
+        inputs[cache_argument(hf.model.forward)] = cache
+        rows.append(hf.model(**inputs, use_cache=True).logits[0, -1])
     return torch.stack(rows).double().log_softmax(dim=-1)
 
 

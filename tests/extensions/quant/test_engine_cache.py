@@ -26,8 +26,8 @@ def cost(hf):
 
     def measure(**plan):
         planned = plan_engine(model=str(hf.folder), dtype="float32", **plan)
-        given = {"model": "", "text": "", "options": LlamaCppOptions(), "seed": 0, "progress": no_progress}
-        return measure_types(hf, [], ids, engine=planned, **given).types[0]
+        arguments = {"model": "", "text": "", "options": LlamaCppOptions(), "seed": 0, "progress": no_progress}
+        return measure_types(hf, [], ids, engine=planned, **arguments).types[0]
 
     return measure
 

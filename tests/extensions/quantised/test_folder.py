@@ -98,10 +98,12 @@ def test_a_cache_alone_may_be_quantised(tmp_path: Path, monkeypatch: pytest.Monk
     path = kv_cache_alone(tmp_path / "cached", {}, {"num_bits": 8, "type": "float", "strategy": "tensor"})
     folder = resolve(str(path))
     assert cache_scales(folder) == {"model.layers.0.k_cache": (0.25,)}
-    own = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    checkpoint_tensors = {
+        name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()
+    }
     plain = load_file(CHECKPOINTS / "qwen3-tiny" / "model.safetensors")
-    assert own.keys() == plain.keys()
-    assert all(torch.equal(own[name], plain[name]) for name in own)
+    assert checkpoint_tensors.keys() == plain.keys()
+    assert all(torch.equal(checkpoint_tensors[name], plain[name]) for name in checkpoint_tensors)
     assert str(read_quantised_source(folder)) == (
         "the checkpoint is quantised in its KV cache alone: the weights are its own"
     )

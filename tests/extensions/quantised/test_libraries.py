@@ -48,8 +48,10 @@ def test_compressed_tensors(kind: str, tmp_path: Path):
     (scheme,) = QuantizationConfig.model_validate(table).config_groups.values()
     compressor: Any = BaseCompressor.get_value_from_registry(table["format"])
     for name, weight in ours.weights.items():
-        own = {key.removeprefix(f"{weight.module}."): value for key, value in tensors.items() if weight.module in key}
-        theirs = compressor.decompress(own, scheme)["weight"]
+        own_tensors = {
+            key.removeprefix(f"{weight.module}."): value for key, value in tensors.items() if weight.module in key
+        }
+        theirs = compressor.decompress(own_tensors, scheme)["weight"]
         assert torch.equal(ours.codes(name).dequantised().to(theirs.dtype), theirs), name
 
 

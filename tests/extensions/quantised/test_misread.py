@@ -51,7 +51,9 @@ def _quantising_engine(folder: Path, wrong: Path | None = None) -> HFEngine:
     source = read_quantised_source(right)
     assert source is not None
     for weight in source.open().weights.values():
-        _quantise_inputs(hf.module(weight.module), next(input_roundings(hf, weight, weight.sizes["in"], torch.float32)))
+        _quantise_inputs(
+            hf.module(weight.module), next(input_roundings(source.open(), weight, weight.sizes["in"], torch.float32))
+        )
     return HFEngine(hf, None)
 
 

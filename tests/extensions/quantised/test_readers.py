@@ -19,11 +19,11 @@ MODELS = {"nf4": "qwen2-tiny"}
 def test_a_format_is_dequantised_bit_for_bit(kind: str, tmp_path: Path):
     expected = write_quantised(CHECKPOINTS / MODELS.get(kind, "llama-tiny"), tmp_path / "model", kind)
     checkpoint = QuantisedCheckpoint(tmp_path / "model")
-    found = dict(checkpoint.tensors())
-    assert found.keys() == expected.keys()
+    dequantised = dict(checkpoint.tensors())
+    assert dequantised.keys() == expected.keys()
     assert len(checkpoint.weights) == 21
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(dequantised[name], weight), name
 
 
 def test_experts_of_gpt_oss_are_turned(tmp_path: Path):
@@ -38,10 +38,10 @@ def test_experts_of_gpt_oss_are_turned(tmp_path: Path):
     save_file(tensors, original / "model.safetensors")
     (original / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
     expected = write_quantised(original, tmp_path / "model", "gpt-oss")
-    found = dict(QuantisedCheckpoint(tmp_path / "model").tensors())
-    assert found.keys() == tensors.keys()
+    dequantised = dict(QuantisedCheckpoint(tmp_path / "model").tensors())
+    assert dequantised.keys() == tensors.keys()
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(dequantised[name], weight), name
 
 
 def test_codes_are_taken_out_of_words_in_order():
@@ -58,8 +58,8 @@ def test_the_last_block_may_be_smaller(tmp_path: Path):
     tensors = load_file(file)
     tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.tensor([[1.0], [2.0]])
     for name in [name for name in tensors if name.endswith("_scale_inv") and "layers.0.self_attn.q" not in name]:
-        own = tensors[name.removesuffix("_scale_inv")]
-        tensors[name] = torch.ones(-(-own.shape[0] // 128), -(-own.shape[1] // 128))
+        scales = tensors[name.removesuffix("_scale_inv")]
+        tensors[name] = torch.ones(-(-scales.shape[0] // 128), -(-scales.shape[1] // 128))
     save_file(tensors, file)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [128, 128]

@@ -39,10 +39,10 @@ def compare(tmp_path: Path) -> Callable[..., RolloutResult]:
     """Compare rows, with or without a trainer's columns, in bfloat16."""
 
     def compare(
-        rows: list[dict[str, Any]], columns: list[list[float]] | None = None, *, model: str = MODEL, **given: Any
+        rows: list[dict[str, Any]], columns: list[list[float]] | None = None, *, model: str = MODEL, **options: Any
     ) -> RolloutResult:
         path = write_rows(tmp_path / "rollouts.jsonl", rows, columns)
-        request = Request(model=model, checkpoint=Checkpoint(Path(resolve(model))), dtype="bfloat16", **given)
+        request = Request(model=model, checkpoint=Checkpoint(Path(resolve(model))), dtype="bfloat16", **options)
         return compare_rollouts(read_rollouts(path), request)
 
     return compare

@@ -36,8 +36,14 @@ def fresh(model, trainer, folder):
         running = train_column(trainer, rows, packs=running_on)
         yield {"positions", "cache"}, eight, running, {}, sound
         warm = rollout(model, prompts(num_rows, seed=seed), seed=seed, num_tokens=num_tokens, top_p=0.7)
-        own = train_column(trainer, warm)
-        yield {"meaning"}, with_engine(warm, renormalised(trainer, warm, 0.7)), own, {}, (warm, own)
+        trainer_column = train_column(trainer, warm)
+        yield (
+            {"meaning"},
+            with_engine(warm, renormalised(trainer, warm, 0.7)),
+            trainer_column,
+            {},
+            (warm, trainer_column),
+        )
 
     if model == "qwen3-moe-tiny":
         yield from _routing(model, trainer)
@@ -46,12 +52,12 @@ def fresh(model, trainer, folder):
 def _routing(model, trainer):
     """Yield the same of a router that is not replayed."""
     for seed, temperature in ((203, 1.0), (204, 0.8), (205, 1.0)):
-        given = []
+        inputs = []
         for row in rollout(model, prompts(12, seed=seed), seed=seed, num_tokens=12):
             seen = []
             with jittering_router(size=0.2, seen=seen):
                 (column,) = train_column(trainer, [row])
-            given.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
+            inputs.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
         expected = {"routing"} if temperature == 1 else {"routing", "meaning"}
-        columns = train_column(trainer, given, temperature=temperature)
-        yield expected, given, columns, {}, (given, [row["engine_logprobs"] for row in given])
+        columns = train_column(trainer, inputs, temperature=temperature)
+        yield expected, inputs, columns, {}, (inputs, [row["engine_logprobs"] for row in inputs])

@@ -17,8 +17,8 @@ PROMPTS = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9], [1, 99, 98, 97]]
 
 
 def load(kind):
-    given = {"tp_plan": "auto"} if kind == "tensor_parallel" else {}
-    module = AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=torch.bfloat16, **given)
+    plan = {"tp_plan": "auto"} if kind == "tensor_parallel" else {}
+    module = AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=torch.bfloat16, **plan)
     if kind == "flat_shards":
         return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
     if kind == "fully_shard":

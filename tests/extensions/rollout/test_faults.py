@@ -122,8 +122,8 @@ def test_a_temperature_in_one_side_only(compare, rows, trainer):
 @pytest.mark.slow
 def test_a_truncated_distribution_that_one_side_renormalises(compare, trainer):
     sampled = rollout("llama-tiny", prompts(), top_p=0.8)
-    given = with_engine(sampled, renormalised(trainer, sampled, 0.8))
-    term = assert_only(compare(given, train_column(trainer, sampled)), "meaning", "engine")
+    recorded = with_engine(sampled, renormalised(trainer, sampled, 0.8))
+    term = assert_only(compare(recorded, train_column(trainer, sampled)), "meaning", "engine")
     assert "renormalised over the truncated distribution" in term.detail
 
 
@@ -174,17 +174,17 @@ def test_a_head_in_16_bits(compare, rows, trainer):
 def test_a_router_without_replay(compare):
     module = load_model(Path(resolve(MOE)), dtype=torch.bfloat16, stays=True).model
     sampled = rollout(MOE, prompts())
-    given, replayed = [], train_column(module, sampled)
+    recorded, replayed = [], train_column(module, sampled)
     for row in sampled:
         seen = []
         with jittering_router(size=0.3, seen=seen):
             (column,) = train_column(module, [row])
-        given.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
-    result = compare(given, replayed, model=MOE)
+        recorded.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
+    result = compare(recorded, replayed, model=MOE)
     assert_only(result, "routing", "trainer")
     # The engine's column is what a trainer computes that replays its experts.
     assert result.remedied < 0.3 * result.gap.mean_abs
-    assert_sound(compare(given, [row["engine_logprobs"] for row in given], model=MOE))
+    assert_sound(compare(recorded, [row["engine_logprobs"] for row in recorded], model=MOE))
 
 
 @pytest.mark.slow
@@ -227,8 +227,10 @@ def test_two_faults_are_told_apart(compare, rows, trainer):
 
 
 def mean_gap(rows, columns):
-    given = [value for row in rows for value in row["engine_logprobs"]]
-    return float((torch.tensor([value for column in columns for value in column]) - torch.tensor(given)).abs().mean())
+    recorded = [value for row in rows for value in row["engine_logprobs"]]
+    return float(
+        (torch.tensor([value for column in columns for value in column]) - torch.tensor(recorded)).abs().mean()
+    )
 
 
 @pytest.mark.slow
@@ -257,8 +259,8 @@ def test_a_remedy_of_a_part_leaves_its_rounding(compare, rows, columns):
 
 @pytest.mark.slow
 def test_two_sides_that_are_alike_and_run_another_model_are_said(compare, rows):
-    other = [[-0.5 - at % 7 for at, _ in enumerate(row["response_ids"])] for row in rows]
-    result = compare(with_engine(rows, other), other)
+    rival_column = [[-0.5 - at % 7 for at, _ in enumerate(row["response_ids"])] for row in rows]
+    result = compare(with_engine(rows, rival_column), rival_column)
     assert_sound(result)
     assert "both sides are outside of their floors, and alike: look whether --model is what they run" in result.notes
     assert "both sides" not in " ".join(compare(rows, [row["engine_logprobs"] for row in rows]).notes)

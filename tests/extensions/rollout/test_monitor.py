@@ -46,9 +46,9 @@ def test_between_comparisons_the_gap_alone_is_read_until_it_grows(module, rows, 
     monitor = harness.RolloutMonitor(every=50, num_rows=1, history=history, raises=False, dtype="float32")
     compared = []
 
-    def compare(rollouts, **given):
+    def compare(rollouts, **options):
         compared.append([row.row for row in rollouts.rows])
-        return harness.rollout(rollouts, **given)
+        return harness.rollout(rollouts, **options)
 
     monkeypatch.setattr("harness.extensions.rollout.monitor.rollout", compare)
 
@@ -97,10 +97,10 @@ def test_a_run_may_go_on(module, rows):
     assert not report
 
 
-@pytest.mark.parametrize("given", [{"every": 0}, {"num_rows": 0}, {"growth": 0.5}])
-def test_numbers_that_make_no_sense(given):
+@pytest.mark.parametrize("options", [{"every": 0}, {"num_rows": 0}, {"growth": 0.5}])
+def test_numbers_that_make_no_sense(options):
     with pytest.raises(HarnessError) as caught:
-        harness.RolloutMonitor(**given)
+        harness.RolloutMonitor(**options)
     assert caught.value.code is Code.BAD_OPTION
 
 

@@ -79,8 +79,8 @@ def test_an_operation_of_an_engine(fault):
     with fault.inject():
         rows = rollout(setting.model, prompts()[:4], dtype=setting.dtype)
         report = harness.rollout(rows, model=setting.model, engine="reference", dtype=setting.dtype)
-    found = named(report, "engine")
-    _log.info("%s: %s, named %s", fault.id, fault.tap, found)
-    own = fault.tap.rpartition(".")[2]
-    expected = {own, *SEEN_BY.get(own, ())}
-    assert found in ([], [ANOTHER_SCHEDULE]) or expected & {name.rpartition(".")[2] for name in found}
+    by_name = named(report, "engine")
+    _log.info("%s: %s, named %s", fault.id, fault.tap, by_name)
+    site = fault.tap.rpartition(".")[2]
+    expected = {site, *SEEN_BY.get(site, ())}
+    assert by_name in ([], [ANOTHER_SCHEDULE]) or expected & {name.rpartition(".")[2] for name in by_name}

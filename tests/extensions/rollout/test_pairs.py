@@ -40,19 +40,19 @@ def trainer(model):
 
 
 def sampled(model, seed, **params):
-    given = prompts(8 + 4 * (seed % 3), seed=seed)
-    return rollout(model, given, seed=seed, num_tokens=8 + 4 * (seed % 4), **params)
+    arguments = prompts(8 + 4 * (seed % 3), seed=seed)
+    return rollout(model, arguments, seed=seed, num_tokens=8 + 4 * (seed % 4), **params)
 
 
 def replayed(trainer, rows):
     """Return rows of an engine whose router is a little off, with its experts, and a trainer that replays them."""
-    given = []
+    arguments = []
     for row in rows:
         seen = []
         with jittering_router(size=0.3, seen=seen):
             (column,) = train_column(trainer, [row])
-        given.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
-    return given, [row["engine_logprobs"] for row in given]
+        arguments.append({**row, "engine_logprobs": column, "routed_experts": torch.stack(seen, dim=1).tolist()})
+    return arguments, [row["engine_logprobs"] for row in arguments]
 
 
 def sound_pairs(model, trainer):
@@ -65,16 +65,16 @@ def sound_pairs(model, trainer):
         yield "cache", with_engine(rows, decoded(trainer, rows, DynamicCache)), columns, {}
         yield "at hand", rows, None, {"trainer": trainer, "layout": ("packed", "left", "right")[seed % 3]}
         warm = sampled(model, seed, temperature=0.8, top_p=0.9)
-        own = renormalised(trainer, warm, 1.0)
-        yield "same meaning", with_engine(warm, own), train_column(trainer, warm), {}
+        trainer_column = renormalised(trainer, warm, 1.0)
+        yield "same meaning", with_engine(warm, trainer_column), train_column(trainer, warm), {}
         if model == "qwen3-moe-tiny":
             yield "replayed", *replayed(trainer, rows), {}
 
 
 def test_sound_pairs_have_no_alarm(model, trainer, compare):
     alarms, num_pairs = [], 0
-    for name, rows, columns, given in sound_pairs(model, trainer):
-        result = compare(rows, columns, model=model, **given)
+    for name, rows, columns, arguments in sound_pairs(model, trainer):
+        result = compare(rows, columns, model=model, **arguments)
         num_pairs += 1
         if result.outcome is not Outcome.PASS:
             alarms.append((name, [finding.message for finding in result.findings]))
@@ -99,8 +99,14 @@ def planted(model, trainer, folder):
         yield {"cache"}, with_engine(rows, eight), columns, {}, sound
         yield {"cache", "meaning"}, with_engine(rows, eight), train_column(trainer, rows, temperature=0.6), {}, sound
         cool = sampled(model, seed, top_p=0.8)
-        own = train_column(trainer, cool)
-        yield {"meaning"}, with_engine(cool, renormalised(trainer, cool, 0.8)), own, {}, (cool, own)
+        trainer_column = train_column(trainer, cool)
+        yield (
+            {"meaning"},
+            with_engine(cool, renormalised(trainer, cool, 0.8)),
+            trainer_column,
+            {},
+            (cool, trainer_column),
+        )
         old = other_checkpoint(model, folder / f"old-{seed}", f"layers.{seed % 3}.", size=0.1)
         module = load_model(old, dtype=torch.bfloat16, stays=True).model
         yield {"weights"}, rows, train_column(module, rows), {"previous": old}, sound
@@ -108,8 +114,8 @@ def planted(model, trainer, folder):
         stale = train_column(module, rows, temperature=0.6)
         yield {"weights", "meaning"}, rows, stale, {"previous": old}, sound
         if model == "qwen3-moe-tiny":
-            given, _ = replayed(trainer, rows)
-            yield {"routing"}, given, columns, {}, (given, [row["engine_logprobs"] for row in given])
+            arguments, _ = replayed(trainer, rows)
+            yield {"routing"}, arguments, columns, {}, (arguments, [row["engine_logprobs"] for row in arguments])
 
 
 def gap(rows, columns):
@@ -134,8 +140,8 @@ def error_of_remedies(result, sound):
 def test_planted_faults_are_attributed(model, trainer, compare, tmp_path, faults):
     right = wrong = missed = total = best = 0.0
     lines, errors = [], {}
-    for expected, rows, columns, given, sound in faults(model, trainer, tmp_path):
-        result = compare(rows, columns, model=model, **given)
+    for expected, rows, columns, arguments, sound in faults(model, trainer, tmp_path):
+        result = compare(rows, columns, model=model, **arguments)
         terms = {term.kind: term.mean_abs for term in result.terms}
         shares = {kind: value / sum(terms.values()) for kind, value in terms.items()}
         named = {str(term.kind) for term in result.terms if not term.is_rounding} - {"rest"}

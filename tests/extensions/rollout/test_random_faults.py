@@ -60,11 +60,11 @@ def left(logits, sampling):
 def logits_of(module, rows, way):
     """Return logits of each row's response, [tokens, vocabulary] each."""
     changed = {-1: lambda ids: ids[1:], 0: lambda ids: ids, 1: lambda ids: [BOS, *ids]}[way.first]
-    given = [(changed(row["prompt_ids"]), row["response_ids"]) for row in rows]
+    pair_setting = [(changed(row["prompt_ids"]), row["response_ids"]) for row in rows]
     with torch.no_grad():
         if way.cache is not None:
-            return [torch.stack(list(decoded(module, *item, way.cache))) for item in given]
-        tokens = [[*prompt, *response] for prompt, response in given]
+            return [torch.stack(list(decoded(module, *item, way.cache))) for item in pair_setting]
+        tokens = [[*prompt, *response] for prompt, response in pair_setting]
         if way.packs is None:
             whole = [module(input_ids=torch.tensor([item])).logits[0] for item in tokens]
         else:
@@ -72,7 +72,7 @@ def logits_of(module, rows, way):
             joined = torch.tensor([[token for item in tokens for token in item]])
             logits = module(input_ids=joined, position_ids=positions[None], use_cache=way.leaks).logits[0]
             whole = [logits[end - len(item) : end] for item, end in zip(tokens, ends, strict=True)]
-    return [item[len(prompt) - 1 : -1] for item, (prompt, _) in zip(whole, given, strict=True)]
+    return [item[len(prompt) - 1 : -1] for item, (prompt, _) in zip(whole, pair_setting, strict=True)]
 
 
 def decoded(module, prompt, response, cache):
@@ -136,42 +136,51 @@ def drawn(seed):
     }
 
 
-def with_fault(way, kind, given, old):
+def with_fault(way, kind, pair_setting, old):
     """Return the way with one fault more."""
-    packs = running_on if given["packs"] == "running" else restarting
+    packs = running_on if pair_setting["packs"] == "running" else restarting
     changes = {
-        "meaning": {"temperature": given["temperature"]},
+        "meaning": {"temperature": pair_setting["temperature"]},
         "truncation": {"truncates": True},
-        "tokens": {"first": given["first"]},
-        "positions": {"packs": packs, "leaks": given["packs"] == "leaking"},
+        "tokens": {"first": pair_setting["first"]},
+        "positions": {"packs": packs, "leaks": pair_setting["packs"] == "leaking"},
         "weights": {"weights": old},
-        "cache": {"cache": CACHES[given["cache"]]},
-        "alignment": {"shift": given["shift"]},
+        "cache": {"cache": CACHES[pair_setting["cache"]]},
+        "alignment": {"shift": pair_setting["shift"]},
         "head": {"has_narrow_head": True},
         "routing": {},
     }
     return replace(way, **changes[kind])
 
 
-def pair(given, folder):
+def pair(pair_setting, folder):
     """Return rows and the trainer's columns with the faults and without, and what else is at hand."""
-    dtype = getattr(torch, given["dtype"])
-    module = load_model(resolve(given["model"]), dtype=dtype, stays=True).model
-    asked = prompts(given["rows"], seed=given["seed"])
+    dtype = getattr(torch, pair_setting["dtype"])
+    module = load_model(resolve(pair_setting["model"]), dtype=dtype, stays=True).model
+    asked = prompts(pair_setting["rows"], seed=pair_setting["seed"])
     rows = rollout(
-        given["model"], asked, dtype=given["dtype"], seed=given["seed"], num_tokens=given["tokens"], **given["sampling"]
+        pair_setting["model"],
+        asked,
+        dtype=pair_setting["dtype"],
+        seed=pair_setting["seed"],
+        num_tokens=pair_setting["tokens"],
+        **pair_setting["sampling"],
     )
     old, options = None, {}
-    if "weights" in given["kinds"]:
-        path = other_checkpoint(given["model"], folder / "old", given["part"], size=given["size"])
+    if "weights" in pair_setting["kinds"]:
+        path = other_checkpoint(pair_setting["model"], folder / "old", pair_setting["part"], size=pair_setting["size"])
         old = load_model(path, dtype=dtype, stays=True).model
-        options = {given["known"] if given["sides"]["weights"] == "engine" else "previous": path}
+        options = {pair_setting["known"] if pair_setting["sides"]["weights"] == "engine" else "previous": path}
     ways = {side: Way() for side in ("trainer", "engine")}
-    for kind, side in given["sides"].items():
-        ways[side] = with_fault(ways[side], kind, given, old)
-    if "routing" in given["kinds"]:
-        rows = [routed(row, module, given["jitter"]) for row in rows]
-    sound = [row["engine_logprobs"] for row in rows] if "routing" in given["kinds"] else columns_of(module, rows, Way())
+    for kind, side in pair_setting["sides"].items():
+        ways[side] = with_fault(ways[side], kind, pair_setting, old)
+    if "routing" in pair_setting["kinds"]:
+        rows = [routed(row, module, pair_setting["jitter"]) for row in rows]
+    sound = (
+        [row["engine_logprobs"] for row in rows]
+        if "routing" in pair_setting["kinds"]
+        else columns_of(module, rows, Way())
+    )
     if ways["engine"] != Way():
         cache = None if ways["engine"].cache is None else DynamicCache
         plain = with_columns(rows, columns_of(module, rows, Way(cache=cache)))
@@ -195,11 +204,11 @@ def routed(row, module, jitter):
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_FAULTS))
 def test_a_drawn_fault_goes_to_its_term(seed, tmp_path):
-    given = drawn(seed)
-    rows, columns, options, sound = pair(given, tmp_path)
+    pair_setting = drawn(seed)
+    rows, columns, options, sound = pair(pair_setting, tmp_path)
     log = [{**row, "trainer_logprobs": column} for row, column in zip(rows, columns, strict=True)]
-    report = harness.rollout(log, model=given["model"], dtype=given["dtype"], **options)
-    expected = {TERM.get(kind, kind) for kind in given["kinds"]}
+    report = harness.rollout(log, model=pair_setting["model"], dtype=pair_setting["dtype"], **options)
+    expected = {TERM.get(kind, kind) for kind in pair_setting["kinds"]}
     sizes = {term.kind: term.mean_abs for term in report.terms}
     named = {str(term.kind) for term in report.terms if not term.is_rounding} - {"rest"}
     figures = {
@@ -212,5 +221,5 @@ def test_a_drawn_fault_goes_to_its_term(seed, tmp_path):
         "terms": {str(kind): round(size, 4) for kind, size in sizes.items()},
         "details": [term.detail[:90] for term in report.terms if not term.is_rounding],
     }
-    _log.info(json.dumps({**given, **figures}))
-    assert named <= expected, f"{given}\n{report.text()}"
+    _log.info(json.dumps({**pair_setting, **figures}))
+    assert named <= expected, f"{pair_setting}\n{report.text()}"

@@ -59,65 +59,65 @@ def drawn(seed):
     }
 
 
-def train(given):
+def train(pair_setting):
     """Return the trainer's module, and what the engine is to serve: a model with weights of its own, or the adapter."""
-    dtype = torch.float32 if "autocast" in given["trainer"] else getattr(torch, given["dtype"])
+    dtype = torch.float32 if "autocast" in pair_setting["trainer"] else getattr(torch, pair_setting["dtype"])
     module = AutoModelForCausalLM.from_pretrained(
-        resolve(given["model"]), dtype=dtype, attn_implementation=given["attention"]
+        resolve(pair_setting["model"]), dtype=dtype, attn_implementation=pair_setting["attention"]
     )
-    if "lora" not in given["trainer"]:
+    if "lora" not in pair_setting["trainer"]:
         return module.eval()
     peft = pytest.importorskip("peft", reason="needs PEFT")
-    torch.manual_seed(given["seed"])
+    torch.manual_seed(pair_setting["seed"])
     targets = ["q_proj", "v_proj", "o_proj"]
     config = peft.LoraConfig(
-        r=4, lora_alpha=given["lora_alpha"], target_modules=targets, init_lora_weights=False, lora_dropout=0.1
+        r=4, lora_alpha=pair_setting["lora_alpha"], target_modules=targets, init_lora_weights=False, lora_dropout=0.1
     )
     return peft.get_peft_model(module, config).eval()
 
 
-def sample(given, module, folder):
+def sample(pair_setting, module, folder):
     """Return what the reference engine samples with the trainer's weights."""
     config = EngineConfig(
-        dtype=given["dtype"],
+        dtype=pair_setting["dtype"],
         num_blocks=256,
-        attention_backend=given["backend"],
-        block_size=given["block_size"],
-        max_num_batched_tokens=given["step"],
-        max_num_seqs=min(8, given["step"]),
+        attention_backend=pair_setting["backend"],
+        block_size=pair_setting["block_size"],
+        max_num_batched_tokens=pair_setting["step"],
+        max_num_seqs=min(8, pair_setting["step"]),
     )
-    served, adapters = resolve(given["model"]), None
-    if "lora" in given["trainer"] and given["served"] == "beside":
+    served, adapters = resolve(pair_setting["model"]), None
+    if "lora" in pair_setting["trainer"] and pair_setting["served"] == "beside":
         module.save_pretrained(folder / "adapter")
         adapters = {"adapter": folder / "adapter"}
-    elif "lora" in given["trainer"]:
+    elif "lora" in pair_setting["trainer"]:
         served = folder / "merged"
         merged(module, where="").save_pretrained(served)
     params = SamplingParams(
-        max_new_tokens=given["tokens"],
-        temperature=given["temperature"],
-        top_p=given["top_p"],
-        seed=given["seed"],
+        max_new_tokens=pair_setting["tokens"],
+        temperature=pair_setting["temperature"],
+        top_p=pair_setting["top_p"],
+        seed=pair_setting["seed"],
         num_logprobs=0,
         ignore_eos=True,
         adapter="adapter" if adapters else None,
     )
-    asked = prompts(given["rows"], seed=given["seed"])
+    asked = prompts(pair_setting["rows"], seed=pair_setting["seed"])
     with LLMEngine(served, config, adapters=adapters) as engine:
         return sampled_rows(engine, asked, params)
 
 
-def compare(given, folder):
-    module = train(given)
-    rows = sample(given, module, folder)
-    model = module if "lora" in given["trainer"] else given["model"]
-    options = {"model": model, "dtype": given["dtype"]}
-    if "recorded" in given["trainer"]:
-        columns = train_column(module, rows, packs=restarting if "packed" in given["trainer"] else None)
+def compare(pair_setting, folder):
+    module = train(pair_setting)
+    rows = sample(pair_setting, module, folder)
+    model = module if "lora" in pair_setting["trainer"] else pair_setting["model"]
+    options = {"model": model, "dtype": pair_setting["dtype"]}
+    if "recorded" in pair_setting["trainer"]:
+        columns = train_column(module, rows, packs=restarting if "packed" in pair_setting["trainer"] else None)
         rows = [{**row, "trainer_logprobs": column} for row, column in zip(rows, columns, strict=True)]
     else:
-        options |= {"trainer": module, "layout": given["layout"]}
-    under = torch.autocast("cpu", torch.bfloat16) if "autocast" in given["trainer"] else nullcontext()
+        options |= {"trainer": module, "layout": pair_setting["layout"]}
+    under = torch.autocast("cpu", torch.bfloat16) if "autocast" in pair_setting["trainer"] else nullcontext()
     with under:
         return harness.rollout(rows, **options)
 
@@ -127,7 +127,7 @@ SEEDS = [seed for seed in range(FIRST_SEED, FIRST_SEED + NUM_PAIRS) if re.search
 
 @pytest.mark.parametrize("seed", dict.fromkeys([*ONCE_ALARMED, *SEEDS]))
 def test_a_sound_pair_has_no_alarm(seed, tmp_path):
-    given = drawn(seed)
-    report = compare(given, tmp_path)
-    _log.info(json.dumps({**given, "gap": report.gap.mean_abs, "verdict": report.outcome}))
-    assert report, f"{given}\n{report.text()}"
+    pair_setting = drawn(seed)
+    report = compare(pair_setting, tmp_path)
+    _log.info(json.dumps({**pair_setting, "gap": report.gap.mean_abs, "verdict": report.outcome}))
+    assert report, f"{pair_setting}\n{report.text()}"

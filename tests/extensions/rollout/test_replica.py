@@ -39,8 +39,8 @@ def test_a_trainer_of_its_own_dtype_and_attention(hf, options):
 def lora(**options):
     peft = pytest.importorskip("peft", reason="needs PEFT")
     torch.manual_seed(0)
-    given = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, "lora_dropout": 0.2}
-    return peft.get_peft_model(load(), peft.LoraConfig(**given | options)).eval()
+    arguments = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, "lora_dropout": 0.2}
+    return peft.get_peft_model(load(), peft.LoraConfig(**arguments | options)).eval()
 
 
 def merged():
@@ -82,6 +82,6 @@ def test_adapters_are_as_they_are_in_the_trainer(hf, make):
 def test_what_is_hooked_to_the_trainer_is_not_in_it(hf):
     trainer = lora()
     sound = logits(trainer)
-    trainer.get_base_model().model.layers[1].mlp.down_proj.register_forward_hook(lambda *given: given[-1] * 1.5)
+    trainer.get_base_model().model.layers[1].mlp.down_proj.register_forward_hook(lambda *arguments: arguments[-1] * 1.5)
     assert not torch.equal(logits(trainer), sound)
     assert torch.equal(logits(replica(trainer, hf).model), sound)

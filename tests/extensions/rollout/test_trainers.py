@@ -35,8 +35,8 @@ def with_lora(dtype=torch.bfloat16):
     return peft.get_peft_model(load(dtype), config)
 
 
-def compare(rows, trainer, **given):
-    return harness.rollout(rows[:4], **{"model": MODEL, "trainer": trainer, "dtype": "bfloat16", **given})
+def compare(rows, trainer, **arguments):
+    return harness.rollout(rows[:4], **{"model": MODEL, "trainer": trainer, "dtype": "bfloat16", **arguments})
 
 
 def outside(report):
@@ -85,9 +85,9 @@ def test_a_wrong_layer_of_a_trainer_that_rounds_more_often(adapted, rows, name):
     base = trainer.get_base_model() if name == "lora" else trainer
     with torch.no_grad():  # the replica has neither the hook nor the larger floor of it
         base.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output * 1.5)
-    given = {"rows": adapted, "model": trainer} if name == "lora" else {"rows": rows}
+    arguments = {"rows": adapted, "model": trainer} if name == "lora" else {"rows": rows}
     with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
-        report = compare(trainer=trainer, **given)
+        report = compare(trainer=trainer, **arguments)
     assert outside(report) == [("operations", "trainer")]
     assert "operations: trainer: model.layers.1.mlp.down_proj;" in report.findings[0].message
 
@@ -103,14 +103,14 @@ def test_an_engine_without_the_adapter(adapted, rows):
 def test_adapters_that_no_weights_can_hold_are_refused(rows):
     peft = pytest.importorskip("peft", reason="needs PEFT")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    for given in ({}, {"model": "trainer"}):
+    for arguments in ({}, {"model": "trainer"}):
         trainer = peft.get_peft_model(load(), config)
         with pytest.raises(HarnessError) as caught:
-            compare(rows, trainer, **dict.fromkeys(given, trainer))
+            compare(rows, trainer, **dict.fromkeys(arguments, trainer))
         assert caught.value.code is Code.BAD_OPTION
         text = str(caught.value)
         assert "adapters of this kind cannot be merged: PROMPT_TUNING" in text
-        assert f"where:    {'model=' if given else 'trainer='}" in text
+        assert f"where:    {'model=' if arguments else 'trainer='}" in text
         assert "try:      give a copy with plain weights" in text
 
 

@@ -113,12 +113,13 @@ def test_a_trainer_that_raises_is_named():
 
 
 @pytest.mark.parametrize(
-    "given", [{"layout": "top"}, {"truth": "float8"}, {"num_rows": 0}, {"num_rows": -1}, {"trainer": 5}, {"head": "x"}]
+    "arguments",
+    [{"layout": "top"}, {"truth": "float8"}, {"num_rows": 0}, {"num_rows": -1}, {"trainer": 5}, {"head": "x"}],
 )
-def test_bad_arguments_are_named(given):
+def test_bad_arguments_are_named(arguments):
     with pytest.raises(harness.HarnessError) as caught:
-        harness.rollout(ROWS, model="llama-tiny", **given)
-    assert (caught.value.code, caught.value.where) == ("H013", f"{next(iter(given))}=")
+        harness.rollout(ROWS, model="llama-tiny", **arguments)
+    assert (caught.value.code, caught.value.where) == ("H013", f"{next(iter(arguments))}=")
 
 
 def test_weights_of_a_module(trainer):

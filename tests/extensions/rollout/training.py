@@ -27,27 +27,27 @@ def prompts(num_rows: int = 12, *, seed: int = 0) -> list[list[int]]:
 
 
 def rollout(
-    model: str | Path, given: Sequence[Sequence[int]], *, dtype: str = "bfloat16", num_tokens: int = 12, **params: Any
+    model: str | Path, inputs: Sequence[Sequence[int]], *, dtype: str = "bfloat16", num_tokens: int = 12, **params: Any
 ) -> list[dict[str, Any]]:
     """Return rows as the reference engine samples them, with its own log probabilities (raw)."""
     engine = LLMEngine(Path(resolve(str(model))), EngineConfig(dtype=dtype, num_blocks=64))
     sampling = SamplingParams(
         max_new_tokens=num_tokens, num_logprobs=0, ignore_eos=True, **{"temperature": 1.0, "seed": 5, **params}
     )
-    own = {name: value for name, value in params.items() if name != "seed"}
-    return [{**row, "sampling_params": own} for row in sampled_rows(engine, given, sampling)]
+    settings = {name: value for name, value in params.items() if name != "seed"}
+    return [{**row, "sampling_params": settings} for row in sampled_rows(engine, inputs, sampling)]
 
 
-def sampled_rows(engine: LLMEngine, given: Sequence[Sequence[int]], sampling: SamplingParams) -> list[dict[str, Any]]:
+def sampled_rows(engine: LLMEngine, inputs: Sequence[Sequence[int]], sampling: SamplingParams) -> list[dict[str, Any]]:
     """Return rows with the tokens that an engine samples, and its log probabilities."""
-    outputs = engine.generate([list(item) for item in given], sampling)
+    outputs = engine.generate([list(item) for item in inputs], sampling)
     return [
         {
             "prompt_ids": list(prompt),
             "response_ids": list(output.token_ids),
             "engine_logprobs": [logprob.logprob for logprob in output.logprobs],
         }
-        for prompt, output in zip(given, outputs, strict=True)
+        for prompt, output in zip(inputs, outputs, strict=True)
     ]
 
 
@@ -73,8 +73,8 @@ def train_column(
             whole = module(input_ids=ids, position_ids=positions[None], use_cache=use_cache).logits[0]
             logits = [whole[end - len(item) : end] for item, end in zip(tokens, ends, strict=True)]
     columns = []
-    for own, item, row in zip(logits, tokens, rows, strict=True):
-        logprobs = (own.float() / temperature).log_softmax(dim=-1)
+    for settings, item, row in zip(logits, tokens, rows, strict=True):
+        logprobs = (settings.float() / temperature).log_softmax(dim=-1)
         begin = len(row["prompt_ids"])
         columns.append([float(logprobs[at - 1, item[at]]) for at in range(begin, len(item))])
     return columns

@@ -66,10 +66,10 @@ def test_a_matrix_that_names_a_model_that_is_not_there(harness, case, tmp_path):
 
 
 def test_two_cases_of_one_name(harness, case, tmp_path):
-    other = tmp_path / "other" / "llama.toml"
-    other.parent.mkdir()
-    other.write_text(case.read_text())
-    ran = harness("suite", case, other)
+    another = tmp_path / "other" / "llama.toml"
+    another.parent.mkdir()
+    another.write_text(case.read_text())
+    ran = harness("suite", case, another)
     assert ran.status == 2
     assert ran.err.startswith("H130: two cases have one name\n  where:    llama\n")
 
@@ -95,8 +95,8 @@ def test_an_environment_without_an_interpreter(harness, case, tmp_path):
     ],
 )
 def test_options_that_make_no_sense(harness, case, tmp_path, arguments, says):
-    given = [argument.format(tmp=tmp_path) for argument in arguments]
-    ran = harness("suite", *([case] if given else ["run"]), *given)
+    filled = [argument.format(tmp=tmp_path) for argument in arguments]
+    ran = harness("suite", *([case] if filled else ["run"]), *filled)
     assert ran.status == 2
     assert ran.err.startswith(says), ran.err
 
@@ -216,9 +216,9 @@ def test_nights_of_an_engine_that_breaks_are_a_history(harness, install, case, t
     ran = harness("suite", "history", tmp_path / "nights", "--format", "json")
     assert ran.status == 1, ran.err
     assert [run["label"] for run in ran.json["runs"]] == ["c0", "c1", "c2"]
-    (found,) = ran.json["cases"]
-    assert (found["last_pass"], found["first_failure"], found["changed_bits"]) == (1, 2, [2])
-    assert found["runs"][2]["first_divergence"]["tap"].startswith("model.layers.1.mlp.down_proj")
+    (trend,) = ran.json["cases"]
+    assert (trend["last_pass"], trend["first_failure"], trend["changed_bits"]) == (1, 2, [2])
+    assert trend["runs"][2]["first_divergence"]["tap"].startswith("model.layers.1.mlp.down_proj")
 
 
 @pytest.mark.slow

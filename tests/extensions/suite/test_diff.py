@@ -31,17 +31,17 @@ def test_every_change_of_a_verdict_has_its_place():
            case("stays", "mismatch", tap="a"), case("gone")]  # fmt: skip
     new = [case("same"), case("breaks", "error"), case("mended"), case("moves", "mismatch", tap="b"),
            case("stays", "mismatch", tap="a"), case("fresh"), case("fresh and wrong", "mismatch", tap="c")]  # fmt: skip
-    found = diff(old, new)
-    assert names(found.new_failures) == ["breaks"]
-    assert names(found.new_passes) == ["mended"]
-    assert names(found.changed_failures) == ["moves"]
-    assert [item.name for item in found.added] == ["fresh", "fresh and wrong"]
-    assert [failure.name for failure in found.added_failures] == ["fresh and wrong"]
-    assert [item.name for item in found.removed] == ["gone"]
-    assert found.num_same == 2
-    text = diff_text(found)
+    changes = diff(old, new)
+    assert names(changes.new_failures) == ["breaks"]
+    assert names(changes.new_passes) == ["mended"]
+    assert names(changes.changed_failures) == ["moves"]
+    assert [item.name for item in changes.added] == ["fresh", "fresh and wrong"]
+    assert [failure.name for failure in changes.added_failures] == ["fresh and wrong"]
+    assert [item.name for item in changes.removed] == ["gone"]
+    assert changes.num_same == 2
+    text = diff_text(changes)
     assert text.startswith("new failures (1)\n  breaks\n    pass -> error (H040: )")
-    assert json.loads(json.dumps(diff_json(found), allow_nan=False))["new_failures"][0]["new"]["name"] == "breaks"
+    assert json.loads(json.dumps(diff_json(changes), allow_nan=False))["new_failures"][0]["new"]["name"] == "breaks"
 
 
 @pytest.fixture
@@ -61,17 +61,17 @@ def test_a_case_that_is_slower_than_the_others_is_found(noisy):
     old, new = noisy
     new["c7"] *= 2.0
     new["c8"] /= 2.0
-    found = diff(*([case(name, seconds=seconds) for name, seconds in times.items()] for times in (old, new)))
-    assert [item.name for item in found.slower] == ["c7"], "a faster case is no finding"
-    assert found.slower[0].usual_ratio == pytest.approx(1.6, rel=0.1)
-    assert "seconds" in diff_text(found)
+    changes = diff(*([case(name, seconds=seconds) for name, seconds in times.items()] for times in (old, new)))
+    assert [item.name for item in changes.slower] == ["c7"], "a faster case is no finding"
+    assert changes.slower[0].usual_ratio == pytest.approx(1.6, rel=0.1)
+    assert "seconds" in diff_text(changes)
 
 
 def test_a_figure_that_moved_beyond_the_others_is_found_and_equal_ones_are_not():
     old = [case(f"c{at}", bound_share_max=0.5, kl_max=1e-12) for at in range(20)]
     new = [case(f"c{at}", bound_share_max=0.5, kl_max=3e-12) for at in range(19)]
-    found = diff(old, [*new, case("c19", bound_share_max=0.9, kl_max=1e-3)])
-    assert [(item.name, item.figure) for item in found.moved] == [("c19", "bound_share_max"), ("c19", "kl_max")]
+    changes = diff(old, [*new, case("c19", bound_share_max=0.9, kl_max=1e-3)])
+    assert [(item.name, item.figure) for item in changes.moved] == [("c19", "bound_share_max"), ("c19", "kl_max")]
 
 
 def test_of_a_few_cases_only_a_factor_of_two_is_told():

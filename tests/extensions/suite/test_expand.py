@@ -38,32 +38,32 @@ def expanded(tmp_path, cases):
 
 
 def test_without_a_matrix_the_cases_are_those_of_the_files_by_name(cases):
-    found = expand([cases, cases / "a.toml"])
-    assert [case.name for case in found] == ["a", "b"]
-    assert found[0].labels == {
+    cases_of_suite = expand([cases, cases / "a.toml"])
+    assert [case.name for case in cases_of_suite] == ["a", "b"]
+    assert cases_of_suite[0].labels == {
         "case": "a", "model": "qwen3-tiny", "engine": "reference", "dtype": "float32", "schedule": "plain",
         "prompts": "own",
     }  # fmt: skip
 
 
 def test_every_value_of_an_axis_meets_every_other(expanded):
-    found = expanded(
+    cases_of_suite = expanded(
         """
         dtype = ["float32", "bfloat16"]
         engine = ["hf", {name = "small", engine = "reference", options = {block_size = 1}}]
         schedule = ["plain,batched"]
         """
     )
-    assert len(found) == 2 * 2 * 2
-    assert [case.name for case in found][:4] == [
+    assert len(cases_of_suite) == 2 * 2 * 2
+    assert [case.name for case in cases_of_suite][:4] == [
         "a[hf,float32,plain,batched]", "a[hf,bfloat16,plain,batched]",
         "a[small,float32,plain,batched]", "a[small,bfloat16,plain,batched]",
     ]  # fmt: skip
-    assert found[2].case.engine == "reference"
-    assert found[2].case.engine_options == {"block_size": "1"}
-    assert found[0].case.engine_options == {}, "another engine has other options"
-    assert found[0].case.schedules == ["plain", "batched"]
-    assert found[2].labels["engine"] == "small"
+    assert cases_of_suite[2].case.engine == "reference"
+    assert cases_of_suite[2].case.engine_options == {"block_size": "1"}
+    assert cases_of_suite[0].case.engine_options == {}, "another engine has other options"
+    assert cases_of_suite[0].case.schedules == ["plain", "batched"]
+    assert cases_of_suite[2].labels["engine"] == "small"
 
 
 def test_a_matrix_with_models_and_prompts_needs_no_case(expanded, tmp_path):
@@ -76,23 +76,23 @@ def test_a_matrix_with_models_and_prompts_needs_no_case(expanded, tmp_path):
         requests = [{token_ids = [1, 2, 3]}]
         max_new_tokens = 9
     """
-    found = expanded(text, [])
-    assert [case.name for case in found] == [
+    cases_of_suite = expanded(text, [])
+    assert [case.name for case in cases_of_suite] == [
         "matrix[mine,short]", "matrix[mine,long]", "matrix[qwen3-tiny,short]", "matrix[qwen3-tiny,long]",
     ]  # fmt: skip
-    assert found[0].case.model == str(tmp_path / "models" / "mine")
-    assert found[1].case.max_new_tokens == 9
-    assert found[0].golden_digest() != found[1].golden_digest()
+    assert cases_of_suite[0].case.model == str(tmp_path / "models" / "mine")
+    assert cases_of_suite[1].case.max_new_tokens == 9
+    assert cases_of_suite[0].golden_digest() != cases_of_suite[1].golden_digest()
 
 
 def test_engine_and_schedule_do_not_make_another_golden(expanded):
-    found = expanded('engine = ["hf", "reference"]\nschedule = ["plain", "batched"]')
-    assert len({case.golden_digest() for case in found}) == 1
-    assert len({case.digest() for case in found}) == 4, "the files hold the same case"
+    cases_of_suite = expanded('engine = ["hf", "reference"]\nschedule = ["plain", "batched"]')
+    assert len({case.golden_digest() for case in cases_of_suite}) == 1
+    assert len({case.digest() for case in cases_of_suite}) == 4, "the files hold the same case"
 
 
 def test_the_last_rule_that_says_it_counts(expanded):
-    found = expanded(
+    cases_of_suite = expanded(
         """
         engine = ["hf", "reference"]
         exclude = [{case = "b"}]
@@ -108,7 +108,7 @@ def test_the_last_rule_that_says_it_counts(expanded):
         python = "/opt/old/bin/python"
         """
     )
-    hf, reference = found
+    hf, reference = cases_of_suite
     assert (hf.resources.cpus, hf.resources.gpus, hf.time_limit_s, hf.environment) == (4, 1, 60, "old")
     assert (reference.resources.cpus, reference.resources.gpus, reference.environment) == (2, 0, None)
 
@@ -139,12 +139,12 @@ def test_a_matrix_that_makes_no_sense_is_said(expanded, text, says):
 
 
 def test_two_files_of_one_name_are_both_said(cases, tmp_path):
-    other = tmp_path / "other" / "a.toml"
-    other.parent.mkdir()
-    other.write_text(CASE)
+    another = tmp_path / "other" / "a.toml"
+    another.parent.mkdir()
+    another.write_text(CASE)
     with pytest.raises(HarnessError, match="two cases have one name") as caught:
-        expand([cases, other])
-    assert caught.value.actual == f"{cases / 'a.toml'} and {other}"
+        expand([cases, another])
+    assert caught.value.actual == f"{cases / 'a.toml'} and {another}"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_nothing_to_run_is_an_error(tmp_path, files):
 def test_the_documentations_matrix_is_one(tmp_path, monkeypatch, cases):
     page = (Path(__file__).parents[3] / "docs" / "scale.md").read_text(encoding="utf-8")
     (tmp_path / "matrix.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
-    found = {case.name: case for case in expand([cases / "a.toml"], load_matrix(tmp_path / "matrix.toml"))}
-    assert len(found) == 2 * 2 * 2 * 2 * 2 - 8
-    chosen = found["a[8b,paged,bfloat16,plain,short]"]
+    cases_of_suite = {case.name: case for case in expand([cases / "a.toml"], load_matrix(tmp_path / "matrix.toml"))}
+    assert len(cases_of_suite) == 2 * 2 * 2 * 2 * 2 - 8
+    chosen = cases_of_suite["a[8b,paged,bfloat16,plain,short]"]
     assert (chosen.resources.gpus, chosen.environment, chosen.time_limit_s) == (1, "mine", 600)

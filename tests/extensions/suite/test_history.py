@@ -32,11 +32,11 @@ def nights():
 
 
 def test_each_case_has_its_way(nights):
-    found = history_of(nights)
-    assert [trend.name for trend in found.trends] == ["a[x]", "b[x]", "c[x]", "d[x]"]
-    assert [trend.first_failure for trend in found.trends] == [2, 1, None, None]
-    assert [trend.last_pass for trend in found.trends] == [1, 0, 2, 2]
-    assert [trend.changed_bits for trend in found.trends] == [(), (1,), (2,), ()]
+    history = history_of(nights)
+    assert [trend.name for trend in history.trends] == ["a[x]", "b[x]", "c[x]", "d[x]"]
+    assert [trend.first_failure for trend in history.trends] == [2, 1, None, None]
+    assert [trend.last_pass for trend in history.trends] == [1, 0, 2, 2]
+    assert [trend.changed_bits for trend in history.trends] == [(), (1,), (2,), ()]
 
 
 def test_a_failure_that_was_mended_is_over_and_a_gap_is_none():

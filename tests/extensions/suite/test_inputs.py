@@ -34,8 +34,8 @@ def digest(tmp_path, monkeypatch, installed):
         case = Case(schema_version=1, model=str(model), requests=requests, engine_options=options)
         planned = SuiteCase(name="a", case=case, labels={}, environment=environment)
         environments = {environment: Environment(python=python)} if environment else {}
-        (found,) = with_inputs([planned], environments, {}, local_files_only=True)
-        return found.digest(), found.golden_digest()
+        (case_with_inputs,) = with_inputs([planned], environments, {}, local_files_only=True)
+        return case_with_inputs.digest(), case_with_inputs.golden_digest()
 
     return of_case
 

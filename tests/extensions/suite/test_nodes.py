@@ -10,12 +10,12 @@ from harness.extensions.suite.nodes import Look, look, refuse_differences, refus
 from harness.extensions.suite.preflight import Installation, fingerprint, installation
 from harness.extensions.suite.ray_pool import ClusterNode, RayPool, _Running
 from harness.extensions.suite.store import Store
-from harness.extensions.suite.task import FOUND, Loss, Resources, Task, TaskResult
+from harness.extensions.suite.task import TASK_OUTCOME, Loss, Resources, Task, TaskResult
 
 
 def seen(name: str = "n", **more) -> Look:
-    found = {"own": installation(), "missing_models": [], "environments": {}, "store_error": None}
-    return Look(name=name, **{**found, **more})
+    seen_node = {"default": installation(), "missing_models": [], "environments": {}, "store_error": None}
+    return Look(name=name, **{**seen_node, **more})
 
 
 def installed(*engines: str, **versions: str) -> Installation:
@@ -35,8 +35,8 @@ def pool():
 
 
 def place(pool, case):
-    found = pool._place(Task(kind="case", case=case))
-    return found and found.id
+    seen_node = pool._place(Task(kind="case", case=case))
+    return seen_node and seen_node.id
 
 
 def test_a_case_goes_where_its_model_has_run_and_else_where_most_is_free(pool, make_case):
@@ -93,8 +93,8 @@ def run_and_end(pool, task, said):
 def test_a_node_that_loses_a_task_gets_no_other_until_it_was_looked_at_again(pool, make_case):
     pool._ray, pool._refused, task = StubRay(), set(), Task(kind="case", case=make_case("x"))
     pool._nodes = {"dead": node("dead", cpus=4.0), "sound": node("sound")}
-    found = run_and_end(pool, task, StubRay.exceptions.RayError("the node died\nand more")).found
-    assert found == Loss(reason="RayError on dead: the node died")
+    seen_node = run_and_end(pool, task, StubRay.exceptions.RayError("the node died\nand more")).outcome
+    assert seen_node == Loss(reason="RayError on dead: the node died")
     assert place(pool, make_case("y")) == "sound"
     assert pool._refreshed == 0.0, "it is looked at again at once"
     pool._admit("dead", seen("dead").model_dump_json(), {"dead": Resources(cpus=4.0)})
@@ -111,9 +111,9 @@ def test_a_golden_that_is_gone_says_nothing_of_the_node(pool, make_case):
 
 
 def test_versions_that_differ_are_refused_with_the_node_and_both_versions():
-    other = seen("odd", own=installed(**{**fingerprint(), "torch": "1.0"}))
+    odd_node = seen("odd", default=installed(**{**fingerprint(), "torch": "1.0"}))
     with pytest.raises(HarnessError) as caught:
-        refuse_differences([seen(), other])
+        refuse_differences([seen(), odd_node])
     error = caught.value
     assert (error.code, error.where, error.actual) == (Code.NODES_DIFFER, "odd", {"torch": "1.0"})
 
@@ -140,14 +140,14 @@ def test_a_model_or_environment_that_no_node_has_is_refused_with_its_case(make_c
 
 @pytest.mark.slow
 def test_an_engine_that_no_node_has_is_refused_with_its_case_and_place(make_case):
-    case, without = make_case("x"), seen(own=installed("hf", "mine"))
+    case, without = make_case("x"), seen(default=installed("hf", "mine"))
     refuse_missing([without, seen()], [case])
     with pytest.raises(HarnessError, match="no node has an engine called 'reference'") as caught:
         refuse_missing([without], [case])
     error = caught.value
     assert (error.code, error.where, error.expected) == (Code.UNKNOWN_ENGINE, "x", "hf, mine")
     with pytest.raises(HarnessError, match="no node has an engine called 'reference' in the environment 'old'"):
-        refuse_missing([seen(environments={"old": without.own})], [case.model_copy(update={"environment": "old"})])
+        refuse_missing([seen(environments={"old": without.default})], [case.model_copy(update={"environment": "old"})])
 
 
 @pytest.mark.slow
@@ -158,19 +158,19 @@ def test_a_node_says_what_it_has(tmp_path):
     digest = store.put(tmp_path / "probe")
     models = ["qwen3-tiny", "/no/such/model"]
     environments = {"own": {}, "none": {"python": "/no/python"}}
-    found = Look.model_validate_json(look(models, environments, str(tmp_path / "store"), digest))
-    assert found.missing_models == ["/no/such/model"]
-    assert found.environments["own"] == found.own == installation()
-    assert found.environments["none"] is None
-    assert found.own.versions == fingerprint()
-    assert "reference" in found.own.engines
-    assert found.store_error is None
+    seen_node = Look.model_validate_json(look(models, environments, str(tmp_path / "store"), digest))
+    assert seen_node.missing_models == ["/no/such/model"]
+    assert seen_node.environments["own"] == seen_node.default == installation()
+    assert seen_node.environments["none"] is None
+    assert seen_node.default.versions == fingerprint()
+    assert "reference" in seen_node.default.engines
+    assert seen_node.store_error is None
 
 
 def test_a_store_that_is_another_folder_on_a_node_is_refused(tmp_path):
-    found = Look.model_validate_json(look([], {}, str(tmp_path / "another"), "0" * 64))
+    seen_node = Look.model_validate_json(look([], {}, str(tmp_path / "another"), "0" * 64))
     with pytest.raises(HarnessError, match="it is another folder than the driver's") as caught:
-        refuse_store(found, "store")
+        refuse_store(seen_node, "store")
     assert caught.value.code is Code.STORE_FAILED
 
 
@@ -178,4 +178,4 @@ def test_what_a_node_has_found_comes_back(make_case, monkeypatch):
     for said in (TaskResult(verdict="pass", seconds=2.0), Loss(reason="gone", needs_golden=True)):
         monkeypatch.setattr(nodes._shelf, "run", lambda _task, _more, said=said: said)
         text = nodes.run_on_node(Task(kind="case", case=make_case("x")).model_dump_json())
-        assert FOUND.validate_json(text) == said
+        assert TASK_OUTCOME.validate_json(text) == said

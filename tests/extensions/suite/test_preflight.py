@@ -31,15 +31,15 @@ def test_an_environment_s_own_packages_are_seen(tmp_path):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[inference_harness.engines]\nmine = mine:open_engine\n")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    found = check_environments({"e": Environment(variables={"PYTHONPATH": paths})})
-    assert "mine" in found["e"].engines
+    installed = check_environments({"e": Environment(variables={"PYTHONPATH": paths})})
+    assert "mine" in installed["e"].engines
 
 
 def test_an_environment_without_torch_is_refused(tmp_path):
     """One that has the harness, but not what the harness needs."""
     python = tmp_path / "python"
-    found = Installation(versions={**fingerprint(), "torch": "not installed"}, engines=["reference"])
-    python.write_text(f"#!/bin/sh\necho '{found.model_dump_json()}'\n")
+    installed = Installation(versions={**fingerprint(), "torch": "not installed"}, engines=["reference"])
+    python.write_text(f"#!/bin/sh\necho '{installed.model_dump_json()}'\n")
     python.chmod(0o755)
     with pytest.raises(HarnessError, match="the environment 'bare' lacks torch") as caught:
         check_environments({"bare": Environment(python=str(python))})
@@ -48,8 +48,8 @@ def test_an_environment_without_torch_is_refused(tmp_path):
 
 def test_what_is_not_installed_is_told_from_what_has_no_version(monkeypatch):
     monkeypatch.setattr("harness.extensions.suite.preflight._PACKAGES", ("json", "no_such_package"))
-    found = json.loads(installation().model_dump_json())["versions"]
-    assert (found["json"], found["no_such_package"]) == ("unknown", "not installed")
+    installed = json.loads(installation().model_dump_json())["versions"]
+    assert (installed["json"], installed["no_such_package"]) == ("unknown", "not installed")
     assert installation().missing_packages == ["no_such_package"]
 
 

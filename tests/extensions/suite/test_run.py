@@ -33,7 +33,7 @@ class ScriptedPool:
     num_workers = 2
 
     def __init__(self, **script):
-        self.script = {name: list(found) for name, found in script.items()}
+        self.script = {name: list(outcomes) for name, outcomes in script.items()}
         self.waiting, self.submitted = [], []
         self.has = True
 
@@ -49,11 +49,11 @@ class ScriptedPool:
 
     def wait(self, timeout_s):
         tasks, self.waiting = self.waiting, []
-        return [Ended(task=task, found=self.find(task), node="node") for task in tasks]
+        return [Ended(task=task, outcome=self.find(task), node="node") for task in tasks]
 
     def find(self, task):
-        found = self.script.get(task.label.replace("golden of ", "golden_"))
-        return found.pop(0) if found else TaskResult(verdict="pass", seconds=1.0)
+        outcomes = self.script.get(task.label.replace("golden of ", "golden_"))
+        return outcomes.pop(0) if outcomes else TaskResult(verdict="pass", seconds=1.0)
 
     def close(self):
         pass
@@ -63,8 +63,8 @@ def test_every_case_ends_in_one_way_whatever_becomes_of_its_process(worker, make
     names = ["pass", "mismatch", "crash", "exit", "killed", "once-killed", "gone"]
     cases = [make_case(name) for name in names] + [make_case("hang", limit_s=0.3), make_case("bad-prompt", token=9)]
     result = run(cases, tmp_path / "out")
-    found = {case.name: (case.verdict.value, case.code) for case in result.cases}
-    assert found == {
+    outcomes = {case.name: (case.verdict.value, case.code) for case in result.cases}
+    assert outcomes == {
         "pass": ("pass", None),
         "mismatch": ("mismatch", "H040"),
         "crash": ("error", "H136"),
@@ -82,7 +82,7 @@ def test_every_case_ends_in_one_way_whatever_becomes_of_its_process(worker, make
     assert "0.3 s" in reasons["hang"]
     assert next(case.seconds for case in result.cases if case.name == "hang") >= 0.3
     assert reasons["bad-prompt"] == "its golden: the prompt is too long"
-    assert {case.name: case.attempts for case in result.cases} == dict.fromkeys(found, 1) | {
+    assert {case.name: case.attempts for case in result.cases} == dict.fromkeys(outcomes, 1) | {
         "killed": 3, "once-killed": 2, "gone": 2,
     }  # fmt: skip
     assert result.counts == {"pass": 3, "mismatch": 1, "error": 4, "lost": 1}

@@ -116,8 +116,8 @@ def test_the_markdown_escapes_names_and_links_reports(suite):
 
 def test_the_junit_file_has_a_failure_for_what_is_wrong_and_an_error_for_what_was_not_checked(suite):
     root = ElementTree.fromstring(suite_junit(suite))
-    found = root.find("testsuite")
-    assert (found.get("tests"), found.get("failures"), found.get("errors")) == ("4", "1", "2")
-    kinds = [[child.tag for child in test if child.tag != "properties"] for test in found]
+    testsuite = root.find("testsuite")
+    assert (testsuite.get("tests"), testsuite.get("failures"), testsuite.get("errors")) == ("4", "1", "2")
+    kinds = [[child.tag for child in test if child.tag != "properties"] for test in testsuite]
     assert kinds == [[], ["failure"], ["error"], ["error"]]
-    assert "q_proj" in found[1].find("failure").get("message")
+    assert "q_proj" in testsuite[1].find("failure").get("message")

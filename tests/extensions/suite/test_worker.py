@@ -36,17 +36,17 @@ def test_a_golden_that_was_made_elsewhere_judges_a_case_here(task, tmp_path, mon
     assert made.verdict == "pass"
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr("harness.oracle.make_golden.make_golden", None)
-    found = worker.run_task(task(store=store, goldens=made.goldens))
-    assert (found.verdict, found.reason) == ("pass", None)
-    assert found.figures["tokens_equal_share"] == 1.0
-    assert 0 < found.figures["bound_share_max"] < 1
-    assert found.seconds > 0
+    outcome = worker.run_task(task(store=store, goldens=made.goldens))
+    assert (outcome.verdict, outcome.reason) == ("pass", None)
+    assert outcome.figures["tokens_equal_share"] == 1.0
+    assert 0 < outcome.figures["bound_share_max"] < 1
+    assert outcome.seconds > 0
 
 
 def test_a_task_that_the_harness_refuses_is_an_error_with_its_code(task):
-    found = worker.run_task(task(token_ids=[999_999]))
-    assert (found.verdict, found.code) == ("error", Code.TOKEN_OUTSIDE_VOCABULARY)
-    assert "999999" in found.reason
+    outcome = worker.run_task(task(token_ids=[999_999]))
+    assert (outcome.verdict, outcome.code) == ("error", Code.TOKEN_OUTSIDE_VOCABULARY)
+    assert "999999" in outcome.reason
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,17 @@ def test_a_task_that_the_harness_refuses_is_an_error_with_its_code(task):
 )
 def test_what_a_task_raises_is_an_answer_or_a_loss(task, monkeypatch, raised, expected):
     monkeypatch.setattr(worker, "_check", lambda *_: (_ for _ in ()).throw(raised))
-    found = worker.run_task(task())
-    assert found == (expected if isinstance(found, Loss) else expected.model_copy(update={"seconds": found.seconds}))
+    outcome = worker.run_task(task())
+    assert outcome == (
+        expected if isinstance(outcome, Loss) else expected.model_copy(update={"seconds": outcome.seconds})
+    )
 
 
 def test_a_bug_of_our_own_is_an_error_that_says_where(task, monkeypatch):
     monkeypatch.setattr(worker, "_check", lambda *_: [][0])
-    found = worker.run_task(task())
-    assert (found.verdict, found.code) == ("error", Code.INTERNAL)
-    assert found.reason.startswith("IndexError: list index out of range (test_worker.py, line ")
+    outcome = worker.run_task(task())
+    assert (outcome.verdict, outcome.code) == ("error", Code.INTERNAL)
+    assert outcome.reason.startswith("IndexError: list index out of range (test_worker.py, line ")
 
 
 def test_a_mismatch_brings_its_report(task, monkeypatch):
@@ -77,10 +79,10 @@ def test_a_mismatch_brings_its_report(task, monkeypatch):
 
     rotary = model.apply_rotary
     monkeypatch.setattr(model, "apply_rotary", lambda x, cos, sin: rotary(x, cos, torch.zeros_like(sin)))
-    found = worker.run_task(task(token_ids=[1, 4, 5, 6]))
-    assert (found.verdict, found.code) == ("mismatch", "H040")
-    assert found.first_divergence["tap"].startswith("model.layers.0.")
-    assert {"request", "position", "schedule", "cause"} <= found.first_divergence.keys()
-    unpacked = {name: zlib.decompress(base64.b64decode(text)).decode() for name, text in found.files.items()}
+    outcome = worker.run_task(task(token_ids=[1, 4, 5, 6]))
+    assert (outcome.verdict, outcome.code) == ("mismatch", "H040")
+    assert outcome.first_divergence["tap"].startswith("model.layers.0.")
+    assert {"request", "position", "schedule", "cause"} <= outcome.first_divergence.keys()
+    unpacked = {name: zlib.decompress(base64.b64decode(text)).decode() for name, text in outcome.files.items()}
     assert unpacked["report.html"].startswith("<!doctype html>")
     assert json.loads(unpacked["check.json"])["verdict"] == "mismatch"

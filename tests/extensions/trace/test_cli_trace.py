@@ -67,7 +67,7 @@ def test_what_changed_is_listed_the_largest_first(tmp_path, capsys):
     (change, *others) = json.loads(capsys.readouterr().out)["changes"]
     assert (change["name"], change["count_before"], change["count_after"]) == ("aten::add", 1, 4)
     assert (change["self_us_before"], change["self_us_after"]) == (5, 20)
-    assert "aten::mm" not in [other["name"] for other in others]
+    assert "aten::mm" not in [item["name"] for item in others]
     assert change["phase"] == "prefill"
 
 
@@ -133,9 +133,9 @@ def test_a_pattern_that_is_none_and_a_folder_without_traces_are_refused(harness,
 def test_the_critical_path_adds_up_and_says_of_what(harness, tmp_path):
     path = trace(tmp_path / "t.json", 2)
     shown = harness("trace", "critical-path", path, "--within", "^prefill", "--format", "json").json
-    (found,) = shown["files"]
-    assert found["total_us"] == 100
-    links = {(link["kind"], link["name"]): link["total_us"] for link in found["links"]}
+    (path_document,) = shown["files"]
+    assert path_document["total_us"] == 100
+    links = {(link["kind"], link["name"]): link["total_us"] for link in path_document["links"]}
     assert links == {
         ("operator", "aten::mm"): 40, ("operator", "aten::copy_"): 20, ("operator", "aten::add"): 10,
         ("host", ""): 20, ("unknown", ""): 10,

@@ -38,6 +38,16 @@ def test_a_version_that_was_never_run(monkeypatch, tmp_path):
     assert (error.code, error.expected, error.actual) == (Code.ENGINE_VERSION, "0.32.*", "0.40.1")
 
 
+def test_a_version_whose_source_was_read_and_that_was_not_run(monkeypatch, tmp_path):
+    installed(monkeypatch, vllm="0.33.0")
+    error = refusal(tmp_path)
+    assert error.code is Code.ENGINE_VERSION
+    assert error.what == (
+        "the adapter was never run with this version of vLLM, though its source has all names that the adapter touches"
+    )
+    assert "allow_version=0.33.0" in error.hint
+
+
 def test_a_version_that_the_user_wants_to_try(monkeypatch, tmp_path):
     installed(monkeypatch, vllm="0.40.1")
     assert refusal(tmp_path, allow_version="0.40.0").code is Code.ENGINE_VERSION

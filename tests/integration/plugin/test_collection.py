@@ -40,7 +40,7 @@ def test_toml_files_elsewhere_are_left_alone(project: pytest.Pytester, path: str
 
 
 @pytest.mark.parametrize("text", ["", "[settings]\nname = 'theirs'\n", "# schema_version = 1\n", "no toml at all"])
-def test_somebody_elses_toml_in_a_folder_named_cases_is_left_alone(project: pytest.Pytester, text: str) -> None:
+def test_a_foreign_toml_in_a_folder_named_cases_is_left_alone(project: pytest.Pytester, text: str) -> None:
     (project.path / "cases" / "theirs.toml").write_text(text)
     result = project.runpytest("--collect-only", "-q")
     assert result.ret == 0

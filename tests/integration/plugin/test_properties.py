@@ -90,7 +90,7 @@ def test_a_correct_manager_passes_and_what_it_does_not_offer_is_said(project: py
     result.stdout.no_fnmatch_line("scheduler: *")
 
 
-def test_a_leak_is_told_as_a_program_without_a_traceback(project: pytest.Pytester) -> None:
+def test_a_leak_is_reported_as_a_program_without_a_traceback(project: pytest.Pytester) -> None:
     result = run(project, "--block-manager", "my_blocks:Leaking")
     result.assert_outcomes(failed=1)
     text = result.stdout.str()

@@ -207,7 +207,7 @@ def own_rope(model):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("bug", [own_eps, own_scale, own_rope])
 @pytest.mark.parametrize("kind", [OwnModel, CachedModel])
-def test_a_bug_in_a_module_of_ones_own_is_found_where_it_is(folder, kind, bug):
+def test_a_bug_in_a_module_of_the_user_is_found_where_it_is(folder, kind, bug):
     model = load(folder, kind)
     tap = bug(model)
     assert_wrong_at(check(model, names=NAMES, schedules=["plain"]), tap)
@@ -256,7 +256,7 @@ def test_what_is_kept_is_a_page_and_recordings(folder, tmp_path):
     assert (tmp_path / "kept" / "report.html").read_text() == report.html()
 
 
-def test_progress_is_told(folder):
+def test_progress_is_reported(folder):
     said = []
     check(load(folder), names=NAMES, progress=lambda label, done, total: said.append((label, done, total)))
     assert ("OwnModel, plain", 0, 1) in said

@@ -68,7 +68,7 @@ def test_a_profile_of_a_model_of_hfs(checkpoints):
     assert report.engine == "LlamaForCausalLM"
 
 
-def test_a_module_of_ones_own_has_no_steps_to_profile(checkpoints):
+def test_a_module_of_the_user_has_no_steps_to_profile(checkpoints):
     with pytest.raises(harness.HarnessError) as caught:
         harness.profile(load(checkpoints / "qwen3-tiny"), model="qwen3-tiny")
     assert caught.value.code is Code.ENGINE_HAS_NO_STEPS

@@ -1,10 +1,12 @@
-"""Memory that is left: the machine's, or what the container's limit leaves of it."""
+"""Memory that is left: the machine's, or what the container's limit leaves of it; and no garbage collected."""
 
+import gc
 import os
 
 import pytest
 
 from harness.base import memory
+from harness.base.memory import collecting_no_garbage
 
 KIB = 1024
 
@@ -32,3 +34,16 @@ def test_a_container_has_what_its_limit_leaves(machine, limit, expected):
 def test_a_system_that_does_not_tell_has_all_of_its_memory(machine):
     (machine / "meminfo").unlink()
     assert memory.available_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_as_before_after_an_exception(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with collecting_no_garbage():
+            assert not gc.isenabled()
+        with pytest.raises(KeyError), collecting_no_garbage():
+            raise KeyError
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()

@@ -202,7 +202,7 @@ def test_rows_without_elements_are_equal():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 2, 3), (0, 0), (0,)])
-def test_no_rows(shape):
+def test_metrics_of_no_rows_are_empty(shape):
     m = row_metrics(torch.empty(shape), torch.empty(shape))
     assert m.relative_l2.shape == m.max_ulp.shape == m.worst_index.shape == (0,)
     assert (m.num_nan, m.num_inf) == (0, 0)

@@ -112,7 +112,7 @@ def test_prefills_peak_is_its_own(capture):
     assert (timeline.num_allocations, timeline.num_kept) == (2, 1)
 
 
-def test_a_history_of_somebody_else_is_left_alone(capture, allocator):
+def test_a_history_of_another_recorder_is_left_alone(capture, allocator):
     allocator.history = [{"action": "alloc", "addr": 1, "size": 2, "time_us": 3}]
     with pytest.raises(HarnessError) as caught:
         capture("prefill")

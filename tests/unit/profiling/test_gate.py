@@ -76,7 +76,7 @@ def test_times_are_no_part_of_it(tmp_path: Path, baseline: Path) -> None:
     assert run_gate(folder(tmp_path / "new", changed(wall_ms=900.0)), baseline).verdict is GateVerdict.PASS
 
 
-def test_other_work_is_refused_and_told_apart(tmp_path: Path, baseline: Path) -> None:
+def test_other_work_is_refused_and_named(tmp_path: Path, baseline: Path) -> None:
     with pytest.raises(HarnessError) as caught:
         run_gate(folder(tmp_path / "new", replace(profile(), batch_size=4)), baseline, command="type this")
     assert caught.value.code is Code.OTHER_BASELINE

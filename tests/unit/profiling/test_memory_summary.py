@@ -147,7 +147,7 @@ def test_what_changed_between_two(write):
     assert "in use: +1.00 MiB" in memory_diff_text(diff)
 
 
-def test_devices_are_told_apart(write):
+def test_devices_are_separate(write):
     snapshot = {"segments": [segment([block(0, 5)], device=3)], "device_traces": [[event("alloc", 7, 2, 0)]]}
     assert [device.device for device in summarize_memory(write(snapshot)).devices] == [0, 3]
 

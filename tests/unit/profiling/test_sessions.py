@@ -76,7 +76,7 @@ def test_the_engines_own_observer_is_put_back(reference_session):
     assert not engine.has_unfinished()
 
 
-def test_a_step_is_told_from_its_begin_to_its_end(reference_session, hf):
+def test_a_watcher_sees_a_step_from_begin_to_end(reference_session, hf):
     for session in (reference_session[1], hf):
         watcher = Watcher()
         session.add([1, 2, 3], 4)

@@ -41,7 +41,7 @@ def test_times_rounded_to_microseconds_nest_the_next_event_nowhere(tmp_path: Pat
     assert summary.duration_us == 11
 
 
-def test_one_that_calls_itself_is_counted_twice_and_timed_once(tmp_path: Path) -> None:
+def test_a_recursive_operator_is_counted_twice_and_timed_once(tmp_path: Path) -> None:
     (operator,) = written(tmp_path / "t", event("div_", 0, 10), event("div_", 2, 6)).operators
     assert (operator.count, operator.total_us, operator.self_us) == (2, 16, 10)
 
@@ -69,7 +69,7 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it(tmp_path: Path) -> None:
     assert kernels == {"prefill": 1, "decode": 1, None: 1}
 
 
-def test_a_trace_of_somebody_else(tmp_path: Path) -> None:
+def test_a_trace_of_another_program(tmp_path: Path) -> None:
     """Every event is counted, and the own times of all operators fill the outermost ones."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     path = tmp_path / "theirs.pt.trace.json"

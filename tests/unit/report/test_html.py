@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.report.page.check_view import growth_along_depth
 from harness.report.page.html import report_html
-from harness.results.check import CheckResult, PositionError
+from harness.results.check import CheckResult, PositionError, Verdict
 
 from .browser import Browser
 from .examples import build, check, explained_run
@@ -189,3 +190,15 @@ def test_hostile_names_do_nothing_in_a_browser(browser: Browser, tmp_path: Path)
     assert browser.complaints() == []
     assert browser.evaluate("document.title").startswith("mismatch · </script>")
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
+
+
+@pytest.mark.parametrize(("verdict", "styles"), [("bug", ["wrong"]), ("systematic", ["wrong"]), ("noise", [])])
+def test_dots_of_wrong_operations_are_marked(verdict, styles):
+    run = explained_run()
+    culprit = run.first_divergence.tap
+    index = next(at for at, tap in enumerate(run.taps) if tap.name != culprit and tap.propagated_ratio_max is not None)
+    taps = list(run.taps)
+    taps[index] = replace(taps[index], verdict=Verdict(verdict))
+    plot = growth_along_depth(replace(run, taps=tuple(taps)))
+    marked = [dot.style for dot in plot.dots if dot.title.startswith(f"{taps[index].name} ") and dot.style]
+    assert marked == styles

@@ -121,7 +121,7 @@ def changes(seen: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_looks_as_it_did(
+def test_the_page_looks_the_same(
     browser: Browser, tmp_path: Path, width: int, dark: bool, request: pytest.FixtureRequest
 ) -> None:
     seen = looks(browser, page(), tmp_path, width, dark=dark)

@@ -1,11 +1,13 @@
+"""Sentences that all forms share."""
+
 import math
 from dataclasses import replace
 
 import pytest
 
 from harness.errors import Code
-from harness.report.check.sentences import MAX_FINDINGS, facts, finding_lines, number, printable
-from harness.results.check import CheckResult, Finding
+from harness.report.check.sentences import MAX_FINDINGS, _not_judged, facts, finding_lines, number, printable
+from harness.results.check import CheckResult, Coverage, Finding
 
 from .examples import build, check, sound_run
 
@@ -69,3 +71,19 @@ def test_facts_end_with_the_timings():
         "timings": "golden 2.31 s, engine 1.10 s, compare 3.02 s",
     }
     assert [label for label, _ in facts(build("pass"))][-1] == "timings"
+
+
+@pytest.mark.parametrize(
+    ("coverage", "words"),
+    [
+        (Coverage(), "nothing"),
+        (Coverage(not_judged=("mlp.act",), only_through=("q_rope",)),
+         "mlp.act; only through what is computed from them: q_rope"),
+        (Coverage(rows_left_out=1_967), "products and attention in 1,967 rows outside of the sample"),
+        (Coverage(rows_left_out=1, states_left_out=("request 0: 3",)),
+         "products and attention in 1 row outside of the sample; states after some positions: request 0: 3"),
+        (Coverage(judged_compute=0.62), "judged outputs are 62 % of the model's multiply-adds"),
+    ],
+)  # fmt: skip
+def test_what_was_not_judged_is_said(coverage: Coverage, words: str) -> None:
+    assert _not_judged(coverage) == words

@@ -1,9 +1,26 @@
-from dataclasses import replace
+"""The rows of the table, and how results merge."""
 
-from harness.report.check.table import MAX_FOLDED_ROWS, Role, sections, table_rows
-from harness.results.check import Verdict
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Annotated
 
-from .examples import broken, build, check, sound_run, wrong_run
+import pytest
+
+from harness.report.check.table import (
+    MAX_FOLDED_ROWS,
+    Role,
+    merge,
+    merge_taps,
+    sections,
+    sum_coverage,
+    sum_seconds,
+    sum_tokens,
+    table_rows,
+)
+from harness.results.check import TapResult, Verdict
+from harness.results.merging import TOTAL, mergeable
+
+from .examples import NUM_ROWS, broken, build, check, missing_run, sound_run, wrong_run
 
 
 def test_a_sound_check_has_one_row_per_operation():
@@ -64,3 +81,84 @@ def test_the_worst_verdict_of_the_layers_is_shown():
     run = sound_run()
     taps = tuple(replace(tap, verdict=Verdict.CONVENTION) if tap.layer == 1 else tap for tap in run.taps)
     assert {row.remark for row in table_rows(taps, None) if row.layers} == {"convention"}
+
+
+def tap(**fields: object) -> TapResult:
+    base = {"name": "t", "site": "t", "layer": 0, "kind": "linear", "num_rows": 10, "verdict": Verdict.NOISE}
+    return TapResult(**(base | fields))  # type: ignore[arg-type]
+
+
+def test_counts_are_summed_and_errors_are_the_largest():
+    merged = merge(
+        [
+            tap(local_roundings_max=1.5, cosine_min=0.9, num_nan=1),
+            tap(local_roundings_max=2.5, cosine_min=0.8, num_nan=2, num_rows=5),
+        ]
+    )
+    assert (merged.num_rows, merged.num_nan) == (15, 3)
+    assert (merged.local_roundings_max, merged.cosine_min) == (2.5, 0.8)
+
+
+def test_nan_is_the_largest_error_and_none_is_no_error():
+    assert math.isnan(merge([tap(max_abs=math.nan), tap(max_abs=9.0)]).max_abs or 0.0)
+    assert merge([tap(max_abs=None), tap(max_abs=9.0)]).max_abs == 9.0
+    assert merge([tap(), tap()]).max_abs is None
+
+
+def test_the_verdict_and_its_place_are_those_of_the_worst():
+    bug = tap(name="bug", verdict=Verdict.BUG, judged_by="local")
+    assert merge([tap(verdict=Verdict.MISSING), bug, tap(verdict=Verdict.EXACT)]) == merge([bug, tap(num_rows=20)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "median"),
+    [
+        ([(1.0, 10), (2.0, 10)], 2.0),
+        ([(1.0, 11), (2.0, 10)], 1.0),
+        ([(1.0, 1), (2.0, 9), (3.0, 1)], 2.0),
+        ([(None, 99), (2.0, 1)], 2.0),
+        ([(3.0, 0)], 3.0),
+        ([(None, 1)], None),
+    ],
+)
+def test_medians_are_weighted_by_rows(parts: list[tuple[float | None, int]], median: float | None):
+    taps = [tap(local_roundings_median=value, num_rows=weight) for value, weight in parts]
+    assert merge(taps).local_roundings_median == median
+
+
+def test_runs_are_merged_tap_by_tap_in_graph_order():
+    runs = [sound_run(), sound_run("chunked"), missing_run()]
+    taps = merge_taps(runs)
+    assert [tap.name for tap in taps] == [tap.name for tap in runs[0].taps]
+    verdicts = {tap.name: tap.verdict for tap in taps}
+    assert verdicts["model.layers.1.attention"] is Verdict.MISSING
+    assert {tap.num_rows for tap in taps} == {2 * NUM_ROWS, 3 * NUM_ROWS}
+
+
+def test_totals():
+    runs = [sound_run(), wrong_run(num_layers=3, layer=1), missing_run()]
+    tokens, coverage = sum_tokens(runs), sum_coverage(runs)
+    assert (tokens.compared, tokens.equal, tokens.ties) == (288, 280, 3)
+    assert coverage.missing == NUM_ROWS
+    assert coverage.triggers == ("decode", "batch", "block_boundary")
+    assert sum_seconds([None, 1.5, 2.0]) == 3.5
+    assert sum_seconds([None]) is None
+
+
+def test_a_field_without_a_rule_is_an_error_when_it_is_declared():
+    with pytest.raises(TypeError, match=r"Figures.mean names 0 rules for merging, expected one: write Annotated"):
+
+        @mergeable
+        @dataclass
+        class Figures:
+            num_rows: Annotated[int, TOTAL]
+            mean: float | None = None
+
+
+def test_every_figure_of_a_tap_is_merged_by_its_rule():
+    """No figure of the worst tap stands for all of them by accident: each is set in the better tap alone."""
+    worst = tap(verdict=Verdict.BUG)
+    for field in fields(TapResult):
+        if "float" in str(field.type):
+            better = tap(**{field.name: 3.0})
+            assert getattr(merge([worst, better]), field.name) == 3.0, field.name

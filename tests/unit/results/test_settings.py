@@ -26,7 +26,7 @@ def differing(engine, hf):
         ),
     ],
 )
-def test_a_setting_that_differs_is_told_with_both_values(engine, hf, message):
+def test_a_setting_that_differs_is_shown_with_both_values(engine, hf, message):
     assert differing(engine, hf) == [message]
 
 

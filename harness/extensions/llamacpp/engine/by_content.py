@@ -100,8 +100,8 @@ class _ByContent(StepEngine):
                 whose quantised inputs are not replayed for what is computed from it.
         """
         super().match_taps(graph)
-        numerics, found = self._numerics or Numerics(), {} if self.map is None else self.map.taps
-        lost = next((op.tap for op in graph if op.kind is Kind.LINEAR and op.tap not in found), None)
+        numerics, taps = self._numerics or Numerics(), {} if self.map is None else self.map.taps
+        lost = next((op.tap for op in graph if op.kind is Kind.LINEAR and op.tap not in taps), None)
         lost = lost or next(_products_within(graph, Checkpoint(self._folder)), None)
         if set(numerics.weights) - PLAIN.keys() and lost is not None:
             raise HarnessError(
@@ -209,9 +209,9 @@ class LlamaCppStepper:
         kinds = kv_heads if isinstance(kv_heads, list) and len(kv_heads) == len(layers) else None
         of_cache = [at for at in layers if kinds is None or kinds[at]]
         of_states = [at for at in layers if kinds is None or not kinds[at]]
-        for name, part, own in (("cached", _CACHE, of_cache), ("states", _STATES, of_states)):
-            if part(saved) and len(part(saved)) == len(own):
-                setattr(self, name, partial(self._by_layer, part, own))
+        for name, part, numbers in (("cached", _CACHE, of_cache), ("states", _STATES, of_states)):
+            if part(saved) and len(part(saved)) == len(numbers):
+                setattr(self, name, partial(self._by_layer, part, numbers))
         self.notes = (_SOFTPLUS,) if saved.states else ()
         self.finish(0)
 
@@ -318,13 +318,13 @@ class MtpContext:
         self._batch = self._llama.llama_batch_ext_init(self._context.pointer)
 
     def _function(self, name: str, result: Any) -> Any:
-        found = getattr(self._llama.llama_cpp._lib, name, None)
-        if found is None:
+        function = getattr(self._llama.llama_cpp._lib, name, None)
+        if function is None:
             what = "this llama.cpp does not export what the main model gives these layers"
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where="llamacpp", expected=name)
-        found.argtypes, found.restype = None, result
+        function.argtypes, function.restype = None, result
         pointer = self._llama.ctypes.c_void_p
-        return lambda context, *flags: found(pointer(context), *map(self._llama.ctypes.c_bool, flags))
+        return lambda context, *flags: function(pointer(context), *map(self._llama.ctypes.c_bool, flags))
 
     def decode(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Compute a row for each of the main context's last batch.

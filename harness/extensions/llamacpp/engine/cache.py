@@ -95,13 +95,13 @@ def _states(reader: "_Reader") -> list[list[torch.Tensor]]:
         _position, num_sequences = reader.numbers("iI")
         reader.take(4 * num_sequences)
     reader.numbers("II")
-    found = []
+    states = []
     while num_cells == 1 and not reader.is_at_end:
         kind, row_bytes = reader.numbers("iQ")
         row = reader.take(row_bytes)
-        found.append(_tensor(row, kind, 1).flatten() if row else torch.empty(0))  # LFM2 has convolutions alone
-    half = len(found) // 2
-    return [list(item) for item in zip(found[:half], found[half:], strict=True)]
+        states.append(_tensor(row, kind, 1).flatten() if row else torch.empty(0))  # LFM2 has convolutions alone
+    half = len(states) // 2
+    return [list(item) for item in zip(states[:half], states[half:], strict=True)]
 
 
 class _Reader:

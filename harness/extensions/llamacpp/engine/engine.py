@@ -197,8 +197,8 @@ class _Run:
         begin = 0
         for ubatch in self._capture.take():
             size = len(ubatch.taps["model.embed_tokens"])
-            own = slice(begin, begin + size)
-            self._record(ubatch, ids[own], [row[1] for row in rows[own]], [row[3] for row in rows[own]])
+            span = slice(begin, begin + size)
+            self._record(ubatch, ids[span], [row[1] for row in rows[span]], [row[3] for row in rows[span]])
             begin += size
         if begin != len(rows):
             raise _disagreement("rows of a batch", expected=len(rows), actual=begin)

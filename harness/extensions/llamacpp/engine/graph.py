@@ -42,8 +42,8 @@ def tap_of(node: Tensor, weights: Collection[str], *, turns_values: bool = False
     operation = node.op
     if operation == "MUL_MAT":
         return _turned_back(node) if _name(node.source(0)) == _VALUE_ROTATION else _product(node, weights)
-    if operation in ("MUL", "ADD") and (found := _of_weight(node.source(1))) is not None:
-        return found  # a norm times its weight, a product and its bias
+    if operation in ("MUL", "ADD") and (weight := _of_weight(node.source(1))) is not None:
+        return weight  # a norm times its weight, a product and its bias
     if adds_adapter(node):
         product = node.source(0)
         return None if product is None else _product(product, weights)
@@ -88,9 +88,9 @@ def turned_context(node: Tensor) -> Tensor | None:
 
 def _turned_back(node: Tensor) -> str | None:
     """Return the tap of a product with the matrix that turns values: of attention's context, not of the values."""
-    found = _IN_LAYER.fullmatch(_name(turned_context(node)))
-    is_context = found is not None and found["name"] == _ATTENTION
-    return f"{layer_prefix(int(found['layer']))}attention" if found is not None and is_context else None
+    match = _IN_LAYER.fullmatch(_name(turned_context(node)))
+    is_context = match is not None and match["name"] == _ATTENTION
+    return f"{layer_prefix(int(match['layer']))}attention" if match is not None and is_context else None
 
 
 def _product(node: Tensor, weights: Collection[str]) -> str | None:

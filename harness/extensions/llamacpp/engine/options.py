@@ -75,12 +75,12 @@ def parse_llamacpp_options(options: Mapping[str, str]) -> LlamaCppOptions:
         HarnessError: BAD_OPTION: one that is not known, or an impossible value.
     """
     refuse_unknown_options("llamacpp", options, ("cache_type", *LlamaCppOptions.model_fields))
-    given: dict[str, Any] = dict(options)
-    if "cache_type" in given:
-        both = given.pop("cache_type")
-        given = {"cache_type_k": both, "cache_type_v": both, **given}
+    fields: dict[str, Any] = dict(options)
+    if "cache_type" in fields:
+        both = fields.pop("cache_type")
+        fields = {"cache_type_k": both, "cache_type_v": both, **fields}
     try:
-        return LlamaCppOptions.model_validate(given)
+        return LlamaCppOptions.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])

@@ -75,8 +75,11 @@ class LlamaCppSession:
         threads += f"{torch.get_num_threads()}"
         if False not in self._contexts:
             return (*_NOTES, threads)
-        own = self._contexts[False].counters
-        counted = (("prompt", own.n_p_eval, own.t_p_eval_ms), ("generation", own.n_eval, own.t_eval_ms))
+        measured = self._contexts[False].counters
+        counted = (
+            ("prompt", measured.n_p_eval, measured.t_p_eval_ms),
+            ("generation", measured.n_eval, measured.t_eval_ms),
+        )
         shown = [
             f"{name} {number / ms * 1e3:.1f} tok/s ({number:,} in {ms:.1f} ms)" for name, number, ms in counted if ms
         ]
@@ -148,21 +151,21 @@ class LlamaCppSession:
     def _context(self) -> Context:
         """Return the context of now; while no request runs, one with cells for all that wait, and one more of them."""
         is_watched = self._boundaries.is_watched
-        found = self._contexts.get(is_watched)
-        own = [(item.prompt_length, self._lengths[item.id]) for item in self._waiting] or [(1, 1)]
-        longest = max(prompt for prompt, _ in own) + max(length - prompt + 1 for prompt, length in own)
-        num_cells = sum(length for _, length in own) + longest
-        if found is None or (not self._running and found.num_cells < num_cells):
-            if found is not None:
-                found.close()
-            self._contexts[is_watched] = found = Context(
+        context = self._contexts.get(is_watched)
+        lengths = [(item.prompt_length, self._lengths[item.id]) for item in self._waiting] or [(1, 1)]
+        longest = max(prompt for prompt, _ in lengths) + max(length - prompt + 1 for prompt, length in lengths)
+        num_cells = sum(length for _, length in lengths) + longest
+        if context is None or (not self._running and context.num_cells < num_cells):
+            if context is not None:
+                context.close()
+            self._contexts[is_watched] = context = Context(
                 self._llama_model,
                 self._options,
                 self._boundaries if is_watched else None,
                 num_seqs=self._max_num_seqs,
                 num_cells=num_cells,
             )
-        return found
+        return context
 
     def _admit(self, context: Context) -> None:
         """Let requests begin, in their order, while there are a sequence and cells for all of their tokens."""

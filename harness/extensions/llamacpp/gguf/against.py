@@ -79,21 +79,21 @@ def read_original(model: GGUFModel, hf: Checkpoint) -> Any:
 
 def check_against(
     model: GGUFModel,
-    own: Mapping[str, Any],
+    config: Mapping[str, Any],
     original: Any,
     hf: Checkpoint,
     tensors: "Iterable[tuple[str, torch.Tensor]]",
 ) -> None:
     """Hold a GGUF model against an HF checkpoint.
 
-    `own` is the HF configuration that the file tells, `original` that of the checkpoint, from `read_original`. The
+    `config` is the HF configuration that the file tells, `original` that of the checkpoint, from `read_original`. The
     tensors are dequantised, by HF's names and in HF's order.
 
     Raises:
         HarnessError: GGUF_DIFFERS, with the first difference and its cause.
     """
     differences = [
-        *_configuration(model, own, original),
+        *_configuration(model, config, original),
         *_vocabulary(model, hf.folder),
         *_tensors(model, hf, original, tensors),
     ]
@@ -112,11 +112,11 @@ def _error(model: GGUFModel, first: _Difference, *more: _Difference) -> HarnessE
     )
 
 
-def _configuration(model: GGUFModel, own: Mapping[str, Any], original: Any) -> Iterator[_Difference]:
+def _configuration(model: GGUFModel, config: Mapping[str, Any], original: Any) -> Iterator[_Difference]:
     """Compare everything in HF's configurations that changes what the model computes."""
     from transformers import AutoConfig
 
-    ours, theirs = AutoConfig.for_model(**own), original
+    ours, theirs = AutoConfig.for_model(**config), original
     actual, expected = _fields(ours), _fields(theirs)
     for name in sorted(actual.keys() | expected.keys()):
         if not _is_same(actual.get(name), expected.get(name)):
@@ -269,15 +269,15 @@ def _cause(
         ):
             if _bad_blocks(turned, original, kind) is None:
                 return cause
-    for other in originals.names:
-        candidate = originals.get(other) if other != name else None
+    for rival in originals.names:
+        candidate = originals.get(rival) if rival != name else None
         if (
             candidate is not None
             and candidate.shape == values.shape
             and _bad_blocks(values, candidate, kind) is None
             and _bad_blocks(candidate, original, kind) is not None
         ):
-            return f"it holds the weights of {other}"
+            return f"it holds the weights of {rival}"
     if values.ndim == 2 and values.shape[0] == values.shape[1] and _bad_blocks(values.T, original, kind) is None:
         return "it is transposed"
     return _cause_of_blocks(values, original, kind, bad)

@@ -55,13 +55,15 @@ def gguf_name(name: str) -> str | None:
     return _renamed(name, _HF_LAYER, _GGUF_LAYER, _OUTSIDE_REVERSED, _IN_LAYER_REVERSED)
 
 
-def _renamed(name: str, layers: str, other: str, outside: Mapping[str, str], in_layer: Mapping[str, str]) -> str | None:
-    """Return the other side's name, whose layers are called `other`; None if a table has none."""
-    found = _NAME.fullmatch(name)
-    if found is None or found["layers"] not in (None, layers):
+def _renamed(
+    name: str, layers: str, new_layers: str, outside: Mapping[str, str], in_layer: Mapping[str, str]
+) -> str | None:
+    """Return the other side's name, whose layers are called `new_layers`; None if a table has none."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["layers"] not in (None, layers):
         return None
-    prefix, table = ("", outside) if found["layer"] is None else (f"{other}.{int(found['layer'])}.", in_layer)
-    return f"{prefix}{table[found['part']]}.{found['kind']}" if found["part"] in table else None
+    prefix, table = ("", outside) if match["layer"] is None else (f"{new_layers}.{int(match['layer'])}.", in_layer)
+    return f"{prefix}{table[match['part']]}.{match['kind']}" if match["part"] in table else None
 
 
 def is_query_or_key(name: str) -> bool:
@@ -287,10 +289,10 @@ def _rope(metadata: Metadata) -> dict[str, Any]:
         }
     if kind not in (None, "none", "linear"):
         raise metadata.unsupported("rope.scaling.type", expected="none, linear or yarn")
-    given, factor = ("rope.scale_linear", linear) if factor is None else ("rope.scaling.factor", factor)
+    field, factor = ("rope.scale_linear", linear) if factor is None else ("rope.scaling.factor", factor)
     if kind == "none" or factor is None or _is_one_of(factor, (0.0, 1.0)):
         return {"rope_type": "default", "rope_theta": base}
-    return {"rope_type": "linear", "rope_theta": base, "factor": metadata.real(given)}
+    return {"rope_type": "linear", "rope_theta": base, "factor": metadata.real(field)}
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:
@@ -321,9 +323,9 @@ def _llama3_scaling(
     candidates = [{**usual, "original_max_position_embeddings": 2**exponent} for exponent in range(4, 22)]
     if original is not None and original["rope_type"] == "llama3":
         candidates.insert(0, dict(original))  # with its own base, so that another base is not said to be other factors
-    for found in candidates if rope["rope_type"] == "default" and metadata.family.divides_frequencies else ():
-        if _are_close(llama3_factors(found, head_dim), factors):
-            return {**found, "rope_theta": rope["rope_theta"]}
+    for scaling in candidates if rope["rope_type"] == "default" and metadata.family.divides_frequencies else ():
+        if _are_close(llama3_factors(scaling, head_dim), factors):
+            return {**scaling, "rope_theta": rope["rope_theta"]}
     usually = "low_freq_factor 1, high_freq_factor 4, an original length that is a power of two, no other scaling"
     raise HarnessError(
         Code.UNSUPPORTED_GGUF if original is None else Code.GGUF_DIFFERS,

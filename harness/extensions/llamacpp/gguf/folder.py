@@ -96,16 +96,16 @@ def _write_family(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> None
     """Write a model of one of the families that are read here."""
     _ = model.metadata.family
     if hf is None:
-        own = gguf_config(model)
+        file_config = gguf_config(model)
         write_tokenizer(model, folder)
-        write_settings(folder, own)
+        write_settings(folder, file_config)
     else:
         original = read_original(model, hf)
-        own = gguf_config(model, original)
-        check_against(model, own, original, hf, tensors(model, own))
-        config = {**hf.config, "tie_word_embeddings": own["tie_word_embeddings"]}  # a head's own type is kept
+        file_config = gguf_config(model, original)
+        check_against(model, file_config, original, hf, tensors(model, file_config))
+        config = {**hf.config, "tie_word_embeddings": file_config["tie_word_embeddings"]}  # a head's own type is kept
         write_settings(folder, config, hf.folder)
-    write_shards(folder, tensors(model, own))
+    write_shards(folder, tensors(model, file_config))
 
 
 def gguf_config(model: GGUFModel, original: Any = None) -> dict[str, Any]:

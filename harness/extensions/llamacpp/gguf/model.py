@@ -43,13 +43,13 @@ class GGUFModel:
     @cached_property
     def tensors(self) -> Mapping[str, tuple[GGUFTensor, Path]]:
         """Every tensor and the file that holds it, by name."""
-        found: dict[str, tuple[GGUFTensor, Path]] = {}
+        by_name: dict[str, tuple[GGUFTensor, Path]] = {}
         for header in self.headers:
             for tensor in header.tensors:
-                if tensor.name in found:
+                if tensor.name in by_name:
                     damaged(f"{header.path}: tensor {tensor.name!r}", "two files hold the same tensor")
-                found[tensor.name] = (tensor, header.path)
-        return found
+                by_name[tensor.name] = (tensor, header.path)
+        return by_name
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -85,11 +85,11 @@ def open_gguf(path: Path) -> GGUFModel:
 
 
 def _files(path: Path) -> list[Path]:
-    found = _SHARD.fullmatch(path.name)
-    if found is None:
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
         return [path]
-    count = int(found["count"])
-    names = [f"{found['stem']}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+    count = int(match["count"])
+    names = [f"{match['stem']}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
     for name in names:
         if not (path.parent / name).is_file():
             raise HarnessError(

@@ -265,8 +265,8 @@ def write_plain_file(model: GGUFModel, path: Path) -> Path:
     for field in gguf.GGUFReader(model.path).fields.values():
         if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
             is_array = field.types[0] == gguf.GGUFValueType.ARRAY
-            own = field.types[-1] if is_array else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=own)
+            element_type = field.types[-1] if is_array else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=element_type)
     for name, (tensor, file) in model.tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(read_tensor(tensor, file).float().numpy()))
     finish(writer)

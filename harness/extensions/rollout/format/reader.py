@@ -37,8 +37,8 @@ def expanded(fields: Any, where: str) -> Iterator[Record]:
             what = f"{name} has another number of rows than the tokens"
             raise record.misaligned(what, len(tokens), len(value))
     for at in range(len(tokens)):
-        own = {name: _as_list(value[at]) for name, value in lists.items()}
-        yield Record({**record.fields, **own}, f"{where}, row {at} of the batch")
+        columns = {name: _as_list(value[at]) for name, value in lists.items()}
+        yield Record({**record.fields, **columns}, f"{where}, row {at} of the batch")
 
 
 def _as_list(value: Any) -> Any:
@@ -57,9 +57,9 @@ def parse_row(record: Record, number: int) -> Rollout:
     every = range(size + 1)
     lengths: Collection[int] = every if num_response is None else {num_response, size - 1, size}
     masks = [mask for field in ("mask", "tool_mask") if (mask := record.mask(field, size, lengths)) is not None]
-    own = [all(item) for item in zip(*masks, strict=True)] if masks else None
+    loss_mask = [all(item) for item in zip(*masks, strict=True)] if masks else None
     span = num_response
-    if span is None and own is not None:
+    if span is None and loss_mask is not None:
         span = len(record.find("mask") or record.find("tool_mask"))
     lengths = every if span is None else {span, size - 1, size}
     engine, trainer = (record.column(side, size, lengths) for side in ("engine", "trainer"))
@@ -67,10 +67,10 @@ def parse_row(record: Record, number: int) -> Rollout:
         what = "the row has no log probabilities of the engine"
         raise record.without_tokens(what, " or ".join(names_of("engine")), _field_names(record))
     if num_response is None:
-        num_response = _response_length(own, len(record.find("engine")), size)
+        num_response = _response_length(loss_mask, len(record.find("engine")), size)
     num_before = size - num_response
-    mask = [at >= num_before and (own is None or own[at]) for at in range(size)]
-    odd = next((at for at in range(size) if own is not None and mask[at] and not attended[at]), None)
+    mask = [at >= num_before and (loss_mask is None or loss_mask[at]) for at in range(size)]
+    odd = next((at for at in range(size) if loss_mask is not None and mask[at] and not attended[at]), None)
     if odd is not None:
         what = "the mask counts tokens that the attention mask takes out"
         raise record.misaligned(what, "a mask within the attention mask", f"token {odd} counts")
@@ -203,8 +203,8 @@ def read_rollouts(
         records = _parquet(source) if source.suffix == ".parquet" else _json_lines(source)
     else:
         records = ((f"row {number}", record) for number, record in enumerate(source))
-    found = (record for where, fields in records for record in expanded(fields, f"{name}: {where}"))
-    rows = [parse_row(record, number) for number, record in enumerate(found)]
+    expanded_records = (record for where, fields in records for record in expanded(fields, f"{name}: {where}"))
+    rows = [parse_row(record, number) for number, record in enumerate(expanded_records)]
     if not rows:
         what = "the file has no rows"
         raise HarnessError(Code.ROLLOUT_WITHOUT_TOKENS, what, where=name, hint="log some rollouts first")
@@ -288,7 +288,7 @@ def _with_counted(rows: Sequence[Rollout]) -> list[Rollout]:
     for row in rows:
         trainer = (row.trainer or [None] * len(row.tokens)) if has_trainer else row.engine
         values = zip(row.mask, row.engine, trainer, strict=True)
-        has_all = [counts and engine is not None and other is not None for counts, engine, other in values]
+        has_all = [counts and engine is not None and logprobs is not None for counts, engine, logprobs in values]
         compared.append(replace(row, mask=(False, *has_all[1:])))
     return compared
 

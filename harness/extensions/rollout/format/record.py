@@ -194,11 +194,11 @@ class Record:
         Raises:
             HarnessError: ROLLOUT_MISALIGNED.
         """
-        own = self.find("sampling")
-        if own is not None and not isinstance(own, dict):
-            raise self.misaligned(f"{self.name_of('sampling')} is no object", "parameters by name", repr(own)[:60])
-        given = {**(own or {}), **self.fields}
-        values = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+        nested = self.find("sampling")
+        if nested is not None and not isinstance(nested, dict):
+            raise self.misaligned(f"{self.name_of('sampling')} is no object", "parameters by name", repr(nested)[:60])
+        sampling_fields = {**(nested or {}), **self.fields}
+        values = {name: sampling_fields[name] for name in SAMPLING if sampling_fields.get(name) is not None}
         for name, value in values.items():
             number = as_number(value)
             if number is None or not _SOUND[name](number):
@@ -209,11 +209,11 @@ class Record:
 
     def versions(self) -> tuple[str, ...]:
         """Return the versions of the weights that the record names, of either side."""
-        found: list[Any] = []
+        versions: list[Any] = []
         for field in ("weight_version", "trainer_version"):
             value = self.find(field)
-            found += value if isinstance(value, list) else [] if value is None else [value]
-        return tuple(sorted(set(map(str, found))))
+            versions += value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(sorted(set(map(str, versions))))
 
     def misaligned(self, what: str, expected: object, actual: object) -> HarnessError:
         """Return the error of a column that does not fit."""

@@ -8,7 +8,7 @@ table.
 
 from functools import cache
 
-from harness.base.plugins import CONVENTIONS, load_all
+from harness.base import plugins
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import attention, experts, linear, rotary, rowwise
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
@@ -25,7 +25,7 @@ _CORE: tuple[Convention, ...] = (
 @cache
 def all_conventions() -> tuple[Convention, ...]:
     """Return the conventions of the core, then those of extensions."""
-    brought = (convention for module in load_all(CONVENTIONS) for convention in module.CONVENTIONS)
+    brought = (convention for module in plugins.load_all(plugins.CONVENTIONS) for convention in module.CONVENTIONS)
     return (*_CORE, *brought)
 
 

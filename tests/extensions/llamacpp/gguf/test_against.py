@@ -23,19 +23,19 @@ def _cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def found(checkpoints, tmp_path):
+def message_of(checkpoints, tmp_path):
     """Write llama-tiny with a fault, and return what is found."""
 
-    def found(type_name, change=None, **given):
+    def message_of(type_name, change=None, **options):
         hf = checkpoints / "llama-tiny"
-        path = write_gguf(hf, tmp_path / "model.gguf", type_name, change=change, **given)
+        path = write_gguf(hf, tmp_path / "model.gguf", type_name, change=change, **options)
         with pytest.raises(HarnessError) as caught:
             checkpoint.resolve(str(path), hf=str(hf))
         assert caught.value.code is Code.GGUF_DIFFERS
         assert caught.value.exit_status is ExitStatus.MISMATCH
         return str(caught.value)
 
-    return found
+    return message_of
 
 
 @pytest.fixture
@@ -59,28 +59,28 @@ def test_a_sound_file_passes(name, type_name, checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("type_name", TYPES)
-def test_rows_of_q_and_k_that_were_not_reordered(type_name, found):
+def test_rows_of_q_and_k_that_were_not_reordered(type_name, message_of):
     def forget(name, values):
         return rows_of_hf(values, 6 if "q_proj" in name else 2) if "q_proj" in name or "k_proj" in name else values
 
-    message = found(type_name, forget)
+    message = message_of(type_name, forget)
     assert "were not put in the order of interleaved rotary pairs" in message
     assert "self_attn.k_proj.weight (and 5 more)" in message
 
 
-def test_rows_that_were_reordered_twice(found):
-    assert "reordered twice" in found(
+def test_rows_that_were_reordered_twice(message_of):
+    assert "reordered twice" in message_of(
         "Q8_0", lambda name, x: rows_of_gguf(x, 6) if ".0.self_attn.q_proj" in name else x
     )
 
 
 @pytest.mark.parametrize("type_name", TYPES)
-def test_a_tensor_of_another_layer(type_name, found, checkpoints):
-    other = checkpoint.Checkpoint(checkpoints / "llama-tiny").tensors
-    assert "model.layers.2.mlp.up_proj.weight" in other
+def test_a_tensor_of_another_layer(type_name, message_of, checkpoints):
+    rival = checkpoint.Checkpoint(checkpoints / "llama-tiny").tensors
+    assert "model.layers.2.mlp.up_proj.weight" in rival
     tensors = load_file(checkpoints / "llama-tiny" / "model.safetensors")
     wrong = tensors["model.layers.2.mlp.up_proj.weight"]
-    message = found(type_name, lambda name, x: wrong if name == "model.layers.1.mlp.up_proj.weight" else x)
+    message = message_of(type_name, lambda name, x: wrong if name == "model.layers.1.mlp.up_proj.weight" else x)
     assert "it holds the weights of model.layers.2.mlp.up_proj.weight" in message
 
 
@@ -102,22 +102,24 @@ def test_scales_of_a_row_shifted_by_one_block(type_name, checkpoints, tmp_path):
     assert "model.layers.1.mlp.down_proj.weight" in str(caught.value)
 
 
-def test_other_weights_in_one_block(found):
+def test_other_weights_in_one_block(message_of):
     def change(name, values):
         if name == "model.layers.1.mlp.up_proj.weight":
             values = values.clone()
             values[3, 32:64] = values[3, 32:64].flip(0)
         return values
 
-    assert "1 of 576 blocks of 32 weights hold other weights, the first block 10" in found("Q8_0", change)
+    assert "1 of 576 blocks of 32 weights hold other weights, the first block 10" in message_of("Q8_0", change)
 
 
-def test_a_gain(found):
-    assert "all weights are scaled by 1.5" in found("Q8_0", lambda name, x: 1.5 * x if ".1.mlp.up_proj" in name else x)
+def test_a_gain(message_of):
+    assert "all weights are scaled by 1.5" in message_of(
+        "Q8_0", lambda name, x: 1.5 * x if ".1.mlp.up_proj" in name else x
+    )
 
 
-def test_a_rotary_base(found):
-    message = found("F16", metadata={"rope.freq_base": 20000.0})
+def test_a_rotary_base(message_of):
+    message = message_of("F16", metadata={"rope.freq_base": 20000.0})
     assert "the rotary base differs" in message
     assert "llama.rope.freq_base" in message
 
@@ -135,8 +137,8 @@ YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.o
         ({"feed_forward_length": 191}, "intermediate_size differs"),
     ],
 )
-def test_sizes(found, metadata, says):
-    assert says in found("F16", metadata=metadata)
+def test_sizes(message_of, metadata, says):
+    assert says in message_of("F16", metadata=metadata)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,8 @@ def test_sizes(found, metadata, says):
         ({"rope.scaling.factor": 2.0}, {}, "factors of the rotary frequencies are not those of Llama 3"),
     ],
 )
-def test_rotary_scaling(found, metadata, extra, says):
-    message = found("F16", metadata=metadata, extra=extra)
+def test_rotary_scaling(message_of, metadata, extra, says):
+    message = message_of("F16", metadata=metadata, extra=extra)
     assert re.search(f"  actual:   .*{says}" if "rope_type" in says else says, message), message
     assert re.search("  expected: .*'rope_type': 'llama3'", message)
 
@@ -176,9 +178,9 @@ def test_a_scaling_that_is_the_originals(scaling, original, tmp_path):
     assert {name: config[name] for name in scaling} == scaling
     assert checkpoint.resolve(str(sound), hf=str(hf)).is_dir()
     for name, value in (("factor", 8.0), ("original_context_length", 128), ("yarn_beta_fast", 16.0)):
-        given = scaling["rope_type"] == "yarn" or name == "factor"
-        wrong = write_gguf(hf, tmp_path / "wrong.gguf", metadata={f"rope.scaling.{name}": value} if given else None)
-        if given:
+        options = scaling["rope_type"] == "yarn" or name == "factor"
+        wrong = write_gguf(hf, tmp_path / "wrong.gguf", metadata={f"rope.scaling.{name}": value} if options else None)
+        if options:
             with pytest.raises(HarnessError, match=r"H102: .*rope_scaling differs"):
                 checkpoint.resolve(str(wrong), hf=str(hf))
 
@@ -223,21 +225,21 @@ def test_a_head_of_its_own_is_held_against_the_originals(name, checkpoints, tmp_
             checkpoint.resolve(str(path), hf=str(hf))
 
 
-def test_an_eps(found):
-    assert "rms_norm_eps differs" in found("F16", metadata={"attention.layer_norm_rms_epsilon": 1e-4})
+def test_an_eps(message_of):
+    assert "rms_norm_eps differs" in message_of("F16", metadata={"attention.layer_norm_rms_epsilon": 1e-4})
 
 
 def test_a_vocabulary_that_disagrees(checkpoints, tmp_path):
     hf = checkpoints / "qwen2-tiny"
-    other = shutil.copytree(hf, tmp_path / "other")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    rival = shutil.copytree(hf, tmp_path / "other")
+    tokenizer = json.loads((rival / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     one, two = sorted(vocabulary, key=vocabulary.get)[10:12]
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (rival / "tokenizer.json").write_text(json.dumps(tokenizer))
     path = write_gguf(hf, tmp_path / "model.gguf")
     with pytest.raises(HarnessError, match="the vocabularies disagree"):
-        checkpoint.resolve(str(path), hf=str(other))
+        checkpoint.resolve(str(path), hf=str(rival))
 
 
 def test_reordering_and_putting_back():

@@ -34,9 +34,9 @@ def config(architecture="llama", rope_factors=None, **settings):
 def test_no_setting_is_left_out(architecture, key):
     plain = config(architecture)
     for value in (7, 3, -1, 0.7, -0.5, True, False, "odd", [1, 2], ["a"], float("nan"), float("inf")):
-        found = refusable(architecture, **{key: value})
+        refusal = refusable(architecture, **{key: value})
         is_neutral = key in _WITHOUT_EFFECT | NO_YARN or (key in _NEUTRAL and value in _NEUTRAL[key])
-        assert found != plain or is_neutral, (key, value)
+        assert refusal != plain or is_neutral, (key, value)
 
 
 def refusable(architecture, **settings):

@@ -81,8 +81,8 @@ def altered(draw, tensors):
                 [tensors["token_embd.weight"], tensors["token_embd.weight"].flip(0), None]
             )
         else:
-            other = name.replace("blk.", "blk.0") if kind == "alias" else name.replace("blk.0", "blk.7") + "s"
-            extra[other] = values.flip(0)
+            new_name = name.replace("blk.", "blk.0") if kind == "alias" else name.replace("blk.0", "blk.7") + "s"
+            extra[new_name] = values.flip(0)
     return metadata, extra
 
 
@@ -116,8 +116,8 @@ def test_altered_files(name, batch, checkpoints, tmp_path):
         metadata, extra = altered(draw, tensors)
         path = write_gguf(hf, tmp_path / f"{at}.gguf", metadata=metadata, extra=extra)
         with_hf, alone = harness_logits(path, hf), harness_logits(path)
-        for found in (with_hf, alone):
-            if found is None:
+        for reading in (with_hf, alone):
+            if reading is None:
                 continue
             try:
                 expected = logits(path, IDS)
@@ -126,7 +126,7 @@ def test_altered_files(name, batch, checkpoints, tmp_path):
             if expected is not None:
                 told = f"{metadata} {sorted(extra)} "
                 torch.testing.assert_close(
-                    found, expected, rtol=1e-4, atol=1e-4, msg=lambda text, told=told: told + text
+                    reading, expected, rtol=1e-4, atol=1e-4, msg=lambda text, told=told: told + text
                 )
-            if found is with_hf:
-                assert torch.allclose(found, original, rtol=1e-4, atol=1e-4), (metadata, sorted(extra))
+            if reading is with_hf:
+                assert torch.allclose(reading, original, rtol=1e-4, atol=1e-4), (metadata, sorted(extra))

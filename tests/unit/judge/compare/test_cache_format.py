@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from harness.base.numerics import Numerics
-from harness.extensions.faults.formats import quantised as other_formula
+from harness.extensions.faults.conventions import quantised as other_formula
 from harness.judge.compare.cache_format import FORMATS, CacheFormat, quantised
 
 ROWS = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))

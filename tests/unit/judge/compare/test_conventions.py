@@ -8,7 +8,7 @@ from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
 from harness.extensions.faults.fault import FaultConfig
-from harness.extensions.faults.trial import checkpoint
+from harness.extensions.faults.run import checkpoint
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import SuspectRows, conventions
 from harness.judge.compare.conventions.attention import EAGER

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.extensions.faults.catalogue import choose
-from harness.extensions.faults.trial import checkpoint, plan_of
+from harness.extensions.faults.run import checkpoint, plan_of
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.explain import explain_run

@@ -87,7 +87,7 @@ def definition(focus: str) -> Any:
         ("QueriesScaled", definition("any"), "it writes to q"),
     ],
 )
-def test_a_bug_is_told_as_a_program_that_shows_it(name: str, check: Any, what: str) -> None:
+def test_a_bug_is_reported_as_a_program_that_shows_it(name: str, check: Any, what: str) -> None:
     bug = getattr(full_attention, name)
     with pytest.raises(PropertyError, match="H092") as caught:
         check(bug, MANY)

@@ -39,7 +39,7 @@ BLOCK_MUTANTS = [
     mutant("hash without its parent", PrefixCache.extend, ("parent_key + array", "array"), killed_by=(3, 10, 12),
            also=((Prefix.is_same, (("mine, theirs = mine.parent, theirs.parent", "return True"),)),)),
     mutant("hash over a partial block", PrefixCache.extend,
-           ("num_tokens // self.block_size", "-(-num_tokens // self.block_size)"), killed_by=(8, 9),
+           ("num_tokens // self.block_size", "-(-num_tokens // self.block_size)"), killed_by=(8, 9, 14),
            also=((BlockManager.publish, (("chunk.stop // block_size", "-(-chunk.stop // block_size)"),)),)),
     mutant("collision taken as a hit", PrefixCache.find, ("and self.prefixes[block].is_same(prefix)", ""),
            killed_by=(3, 10, 12)),

@@ -1,4 +1,7 @@
-"""The suites pass block managers that are unlike ours, and find the bugs that public ones had."""
+"""The suite passes block managers that are unlike ours, and finds the bugs that public ones had.
+
+Among them are groups of layers with windows, and swapping.
+"""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from harness.properties.core.search import PROFILES
 from harness.properties.reference.blocks import BlockManagerSubject
 
 from ..programs import assert_fails_in_its_last_line
-from . import chained, hybrid, radix
+from . import chained, hybrid, radix, swapping
 
 DEV = PROFILES["dev"].settings()
 CI = PROFILES["ci"].settings()
@@ -33,6 +36,19 @@ BUGS = [
     (radix.InnerNodeEvicted, {1, 15, 18}),
     (radix.AbortKeepsLocks, {1}),
     (radix.CrashOnExhaustion, {12}),
+]
+BUGS_OF_GROUPS_AND_SWAPPING = [
+    (hybrid.WindowTooShort, {7, 10}),
+    (hybrid.GivenUpAndListed, {2, 3, 4}),
+    (hybrid.GivenUpAndLost, {1, 2}),
+    (hybrid.HitOfOneGroup, {7, 8, 10}),
+    (hybrid.GroupsShareKeys, {3, 8, 10}),
+    (hybrid.NullBlockFreed, {1, 5}),
+    (swapping.LastBlockStays, {7}),
+    (swapping.CopiedCrosswise, {7}),
+    (swapping.HostBlocksLeaked, {1}),
+    (swapping.HostBlocksFreeAtOnce, {1, 3}),
+    (swapping.HalfSwapped, {1, 4, 12}),
 ]
 
 
@@ -61,15 +77,19 @@ def test_the_reference_manager_passes_without_any_optional_part(missing: tuple[s
     assert {line.split()[3] for line in not_checked(lesser) if line.startswith("block manager: no ")} >= set(missing)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("manager", [chained.ChainedManager, radix.RadixManager])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "manager", [chained.ChainedManager, radix.RadixManager, hybrid.HybridManager, swapping.SwappingManager]
+)
 def test_a_correct_block_manager_passes(manager: type) -> None:
     search_block_manager(manager, DEV).raise_findings()
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("manager", "invariants"), BUGS)
-def test_a_known_bug_is_found_and_told_as_a_program(manager: type, invariants: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("manager", "invariants"),
+    [*(pytest.param(*bug, marks=pytest.mark.sampled(4)) for bug in BUGS), *BUGS_OF_GROUPS_AND_SWAPPING],
+)
+def test_a_known_bug_is_found_and_reported_as_a_program(manager: type, invariants: set[int]) -> None:
     report = search_block_manager(manager, CI, is_first_enough=True)
     with pytest.raises(PropertyError) as caught:
         report.raise_findings()
@@ -113,3 +133,12 @@ def test_look_ups_that_find_nothing_in_all_examples_are_a_finding(manager: type)
     for finding in report.findings:
         if finding.invariant == 17:  # the shortest of all examples: none is shrunk, since each of them shows it
             assert_fails_in_its_last_line(finding.program, manager, most_lines=60)
+
+
+def test_what_an_engine_lacks_is_listed() -> None:
+    lines = not_checked(chained.ChainedManager)
+    assert any(line.startswith("block manager: no swap_out") for line in lines)
+    assert "block manager: it does not declare windows: groups of layers with a sliding window (7)" in lines
+    assert "block manager: with several groups of layers, how much a look-up must find (17)" in not_checked(
+        hybrid.HybridManager
+    )

@@ -123,7 +123,7 @@ class NeverHits(Counting):
         (LastChunkOnly, "all"),
     ],
 )
-def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, relation: str) -> None:
+def test_a_bug_is_reported_as_a_program_that_shows_it(bug: Any, relation: str) -> None:
     check_engine(Counting, DEV, relation)
     with pytest.raises(PropertyError, match="H092") as caught:
         check_engine(bug, DEV, relation)
@@ -159,7 +159,7 @@ def test_a_crowd_of_short_requests_fits_one_by_one() -> None:
     check_engine(ShortLived, FEW, "preemption")
 
 
-def test_a_relation_that_never_comes_to_pass_is_no_success() -> None:
+def test_a_relation_that_never_happens_is_no_success() -> None:
     with pytest.raises(HarnessError, match="no example had a prefix hit") as caught:
         check_engine(NeverHits, FEW, "prefix hit")
     assert caught.value.code == Code.TRIGGER_NOT_REACHED

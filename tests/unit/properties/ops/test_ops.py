@@ -148,7 +148,7 @@ class FirstEndOnly(More):
         (FirstEndOnly, check_stopping, AssertionError),
     ],
 )
-def test_a_bug_is_told_as_a_program_that_shows_it(bug: Any, check: Any, error: type[Exception]) -> None:
+def test_a_bug_is_reported_as_a_program_that_shows_it(bug: Any, check: Any, error: type[Exception]) -> None:
     with pytest.raises(PropertyError, match="H092") as caught:
         check(bug, DEV)
     assert "hypothesis" not in caught.value.program
@@ -168,7 +168,7 @@ class TooWarm(Ops):
 
 
 @pytest.mark.parametrize("logits", [(0.0, 1.0), (0.0, 0.25, 3.25), (3.0, *[-1.0] * 7)])
-def test_a_biased_sampler_is_told_as_a_program_that_shows_it(logits: tuple[float, ...]) -> None:
+def test_a_biased_sampler_is_reported_as_a_program_that_shows_it(logits: tuple[float, ...]) -> None:
     with pytest.raises(Counterexample, match="chi-square") as caught:
         check_frequency(OpsUnderTest(TooWarm), SampledRow(logits=logits))
     with pytest.raises(AssertionError):

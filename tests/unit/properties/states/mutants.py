@@ -4,7 +4,7 @@ from ..mutation import mutant
 from .checkpointed import CheckpointedStates as States
 from .checkpointed import Pool
 
-NOT_COMPARED = ("found is not None and found.token_ids == tuple(token_ids[:length])", "found is not None")
+NOT_COMPARED = ("snapshot is not None and snapshot.token_ids == tuple(token_ids[:length])", "snapshot is not None")
 AT_BOUNDARY = "if len(request.token_ids) % self.block_size == 0:"
 STATE_WRITTEN = "self.pool.memory[request.slot] = state"
 
@@ -31,14 +31,14 @@ STATE_MUTANTS = [
            ("self.pool.memory[slot] = state", "self.pool.memory[slot] = state or self.pool.memory[slot]"),
            killed_by=29),
     mutant("state not restored on a hit", States.allocate,
-           ("state = 0 if found is None else self.pool.memory[found.slot]", "state = 0"), killed_by=29),
+           ("state = 0 if snapshot is None else self.pool.memory[snapshot.slot]", "state = 0"), killed_by=29),
     mutant("restored into the slot of the snapshot", States.allocate,
-           ("slot = self.pool.take()", "slot = self.pool.take() if found is None else found.slot"),
+           ("slot = self.pool.take()", "slot = self.pool.take() if snapshot is None else snapshot.slot"),
            killed_by=(1, 4, 31)),
     mutant("crash where there is no room", States.allocate, ("self.pool.take()", "self.pool.unused.pop()"),
            killed_by=12),
     mutant("a token too many counted as restored", States.allocate,
-           ("return len(request.token_ids)", "return len(request.token_ids) + (found is not None)"),
+           ("return len(request.token_ids)", "return len(request.token_ids) + (snapshot is not None)"),
            killed_by=(14, 29)),
     mutant("look-up without salt", States.lookup, ("(token_ids, salt)", '(token_ids, "")'), killed_by=(13, 17)),
     # Snapshots
@@ -74,11 +74,11 @@ STATE_MUTANTS = [
     mutant("going back says what was asked for", States.rewind, ("return len(request.token_ids)", "return num_tokens"),
            killed_by=30),
     mutant("going back leaves the tokens", States.rewind,
-           ("request.token_ids = [] if found is None else list", "kept = [] if found is None else list"),
+           ("request.token_ids = [] if snapshot is None else list", "kept = [] if snapshot is None else list"),
            ("return len(request.token_ids)", "return len(kept)"), killed_by=(17, 30, 31)),
     mutant(
         "going back takes the slot of the snapshot", States.rewind,
-        ("self.pool.memory[request.slot] = 0", "request.slot = request.slot if found is None else found.slot\n"
+        ("self.pool.memory[request.slot] = 0", "request.slot = request.slot if snapshot is None else snapshot.slot\n"
          "    self.pool.memory[request.slot] = 0"), killed_by=(1, 4, 30, 31),
     ),
     mutant("rejected drafts kept", States.accept, ("[:num_tokens]", ""), killed_by=30),
@@ -104,7 +104,7 @@ STATE_MUTANTS = [
 
 CONNECTOR_MUTANTS = [
     mutant("on the host before it is copied", States.offload,
-           ("return self.begin(", "self.host.keep(found.token_ids, salt, target)\n    return self.begin("),
+           ("return self.begin(", "self.host.keep(snapshot.token_ids, salt, target)\n    return self.begin("),
            killed_by=(1, 32)),
     mutant("one number for all transfers", States.begin, ("self.num_transfers += 1", "self.num_transfers = 1"),
            killed_by=(1, 32)),
@@ -159,7 +159,7 @@ RARE_MUTANTS = [
         ),
     ),
     mutant("readable while it is loaded", States.load,
-           ("request = Request", "self.pool.keep(found.token_ids, salt, target)\n    request = Request"),
+           ("request = Request", "self.pool.keep(snapshot.token_ids, salt, target)\n    request = Request"),
            killed_by=(1, 4, 29, 31)),
     mutant("slot of a dropped load lost", States.end_load, ("self.pool.unused.append(transfer.target)", "pass"),
            killed_by=(1, 6)),

@@ -1,6 +1,6 @@
-"""The state suite passes sound caches that are unlike each other, and finds a cache that never finds anything."""
+"""The state suite passes sound caches, the reference engine's among them, and finds the mistakes of others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,14 +8,19 @@ from hypothesis import settings
 
 from harness.errors import Code, HarnessError
 from harness.properties.core.search import PROFILES
+from harness.properties.reference.states import StateCacheSubject
 from harness.properties.states.adapter import OPTIONAL, REQUIRED
 from harness.properties.states.suite import not_checked, search_state_cache
+from reference_engine.block_pool import NULL_BLOCK
+from reference_engine.families.state_cache import StateCache
+from reference_engine.requests import sequence
 
 from ..programs import assert_fails_in_its_last_line
 from .checkpointed import CheckpointedStates
 from .shared import NothingFound, SharedStates
 
 DEV = PROFILES["dev"].settings()
+CI = PROFILES["ci"].settings()
 FEW = settings(DEV, max_examples=20)
 OFFERED = tuple(method for method in OPTIONAL if callable(getattr(CheckpointedStates, method, None)))
 
@@ -46,7 +51,7 @@ def test_a_sound_state_cache_passes(cache: type) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [CheckpointedStates, SharedStates])
 def test_a_sound_state_cache_passes_a_thousand_examples(cache: type) -> None:
-    search_state_cache(cache, PROFILES["ci"].settings()).raise_findings()
+    search_state_cache(cache, CI).raise_findings()
 
 
 @pytest.mark.sampled(1)
@@ -78,3 +83,59 @@ def test_a_cache_without_a_required_method_is_named(method: str) -> None:
     with pytest.raises(HarnessError, match=f"the adapter lacks {method}") as caught:
         search_state_cache(lesser, FEW)
     assert caught.value.code is Code.BAD_ADAPTER
+
+
+plan, accept, copy, rewind = StateCache.plan, StateCache.accept, StateCache.copy, sequence.Sequence.rewind
+
+
+def test_states_by_block_pass() -> None:
+    assert search_state_cache(StateCacheSubject, DEV).findings == []
+
+
+def without_pieces(self: StateCache, chunks: Any) -> Any:
+    """One piece for each chunk: the states at the ends of blocks inside of it are never written."""
+    pieces = plan(self, chunks)
+    return pieces[-1:] if pieces[-1].target < self.num_blocks else pieces
+
+
+def all_guesses(self: StateCache, slots: Any) -> None:
+    accept(self, list(self._guesses) or slots)
+
+
+def no_guess(self: StateCache, slots: Any) -> None:
+    for slot in slots:
+        if slot in self._guesses:
+            self.num_tokens[slot // self.block_size] = self.num_tokens[self._guesses[slot]]
+
+
+def without_its_convolution(self: StateCache, source: int, target: int) -> None:
+    kept = self.conv_LBCW[:, target].clone()
+    copy(self, source, target)
+    self.conv_LBCW[:, target] = kept
+
+
+def to_the_null_block(self: StateCache, source: int, target: int) -> None:
+    copy(self, source, target)
+    copy(self, source, NULL_BLOCK)
+
+
+def amid_a_block(self: sequence.Sequence, num_tokens: int, block_size: int, keeps_states: bool = False) -> None:
+    rewind(self, num_tokens, block_size)
+
+
+MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "ends of blocks are not kept": (StateCache, "plan", without_pieces),
+    "rejected guesses stay": (StateCache, "accept", all_guesses),
+    "accepted guesses are lost": (StateCache, "accept", no_guess),
+    "a copied block has no state": (StateCache, "copy", lambda self, source, target: None),
+    "a copied block has the other's convolution": (StateCache, "copy", without_its_convolution),
+    "a copy is written over zero": (StateCache, "copy", to_the_null_block),
+    "going back ends amid a block": (sequence.Sequence, "rewind", amid_a_block),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_of_states_by_block_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTANTS[name])
+    assert search_state_cache(StateCacheSubject, CI, is_first_enough=True).findings

@@ -5,7 +5,7 @@ import torch
 
 from harness.extensions.faults.experts import mixed, routed, sum_of
 from harness.extensions.faults.fault import Category, Fault, FaultConfig
-from harness.extensions.faults.trial import try_fault
+from harness.extensions.faults.run import try_fault
 
 
 def too_high_in_most_rows(self, logits):

@@ -88,7 +88,7 @@ def test_what_somebody_else_made_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".making-linked", ".making-plans"]
 
 
-def test_a_place_that_is_not_there(tmp_path):
+def test_a_missing_place_stays_missing(tmp_path):
     sweep(tmp_path / "nowhere", ".making-")
     assert not (tmp_path / "nowhere").exists()
 
@@ -96,4 +96,4 @@ def test_a_place_that_is_not_there(tmp_path):
 def test_every_temporary_folder_of_the_harness_is_one_that_is_swept():
     sources = Path(files.__file__).parents[1].rglob("*.py")
     makers = {path.name for path in sources if re.search(r"TemporaryDirectory\(|\bmkdtemp\(dir", path.read_text())}
-    assert makers == {"scratch.py"}
+    assert makers == {"files.py"}

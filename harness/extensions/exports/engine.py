@@ -1,4 +1,4 @@
-"""Exports of graph engines: how the core reads them, where the graph is, and its nodes' outputs after a step."""
+"""Engines that run a graph, exported from a checkpoint: where it is, and the outputs of its nodes after a step."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -10,12 +10,8 @@ import torch
 from harness.engines.adapter import refuse_unknown_options
 from harness.engines.by_content.steps import RETURNED, See, Site
 from harness.errors import Code, HarnessError
-from harness.extensions.exports import checkpoint_of_export, exported_folder, is_export
-from harness.extensions.quantised.folder import checkpoint_of_quantised
-from harness.formats.checkpoint.cache import cache_dir
-from harness.formats.checkpoint.checkpoint import Checkpoint
+from harness.extensions.exports.checkpoint import exported_folder
 from harness.formats.checkpoint.converted import served_folder
-from harness.formats.checkpoint.locate import Reader
 
 
 def export_folder(engine: str, folder: Path, options: Mapping[str, str], *, graph: str, command: str) -> Path:
@@ -64,29 +60,3 @@ class NodeOutputs:
             if array.dtype.kind == "f" and array.size:
                 self._see(site, torch.from_numpy(array))
         self._see(Site("", 0, RETURNED), value)
-
-
-class ExportReader(Reader):
-    """Reads the export of ONNX Runtime GenAI or OpenVINO, beside the checkpoint that it was made from."""
-
-    takes_origin = True
-
-    def reads(self, path: Path) -> bool:
-        """See `Reader.reads`."""
-        return is_export(path)
-
-    def convert(self, path: Path, origin: Checkpoint | None = None) -> Path:
-        """See `Reader.convert`.
-
-        Raises:
-            HarnessError: BAD_OPTION: the checkpoint that the export was made from is not named; as
-                `checkpoint_of_export` and `checkpoint_of_quantised`.
-        """
-        if origin is None:
-            what, hint = "an export does not say all of the model that it was made from", "name that one as --hf"
-            raise HarnessError(Code.BAD_OPTION, what, where="--model", actual=path, hint=hint)
-        packed = checkpoint_of_export(path.absolute(), origin, cache_dir() / "exports")
-        return checkpoint_of_quantised(packed, cache_dir() / "dequantised")
-
-
-READER = ExportReader()

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from harness.extensions.faults.fault import Category
 from harness.extensions.faults.peers import RULES, TOKENS
-from harness.extensions.faults.scoreboard import FaultScore, Score
+from harness.extensions.faults.run import FaultScore, Score
 
 
 def as_json(score: Score) -> dict[str, Any]:
@@ -33,19 +33,19 @@ def as_json(score: Score) -> dict[str, Any]:
     }
 
 
-def _fault_json(each: FaultScore) -> dict[str, Any]:
-    first = each.first
+def _fault_json(score: FaultScore) -> dict[str, Any]:
+    first = score.first
     return {
-        "id": each.fault.id,
-        "category": str(each.fault.category),
-        "detected": each.detected,
-        "localised": each.localised,
-        "named": each.named,
-        "named_wrongly": each.named_wrongly,
+        "id": score.fault.id,
+        "category": str(score.fault.category),
+        "detected": score.detected,
+        "localised": score.localised,
+        "named": score.named,
+        "named_wrongly": score.named_wrongly,
         "first_divergence": None
         if first is None
         else {"tap": first.tap, "request": first.request, "position": first.position},
-        "explanation": each.error if each.explanation is None else each.explanation.cause,
+        "explanation": score.error if score.explanation is None else score.explanation.cause,
     }
 
 
@@ -114,11 +114,11 @@ def _faults(faults: Sequence[FaultScore], tablefmt: str) -> str:
     return tabulate(rows, headers=headers, tablefmt=tablefmt, maxcolwidths=widths)
 
 
-def _place(each: FaultScore) -> str:
-    first = each.first
+def _place(score: FaultScore) -> str:
+    first = score.first
     if first is None:
-        who = "the engine" if each.fault.suite is None else "a property suite"
-        return f"{who} raised" if each.error else "-"
+        who = "the engine" if score.fault.suite is None else "a property suite"
+        return f"{who} raised" if score.error else "-"
     return f"{(first.tap or '').removeprefix('model.')} ({first.request}, {first.position})"
 
 

@@ -41,14 +41,14 @@ def test_a_step_that_the_other_one_slows_down_is_no_noise() -> None:
     assert time.verdict is TimeVerdict.SAME
 
 
-def test_a_machine_that_jumps_between_blocks_tells_nothing() -> None:
+def test_a_machine_that_jumps_between_blocks_is_inconclusive() -> None:
     time = paired_ratio([(speed,) * 4 for speed in (1.0, 1.1, 1.25, 1.4, 1.55, 1.7, 1.9)])
     assert time.ratio.median == 1
     assert time.noise.high < 0.97
     assert time.verdict is TimeVerdict.INCONCLUSIVE
 
 
-def test_a_restless_machine_tells_nothing() -> None:
+def test_a_noisy_machine_is_inconclusive() -> None:
     assert blocks(1.02, spread=0.2).verdict is TimeVerdict.INCONCLUSIVE
 
 
