@@ -93,8 +93,6 @@ class KindTraits:
 
     error_model: ErrorModel | None
     """Its derived bound; None if the control alone says what rounding may do."""
-    causes: tuple[str, ...] = ("any_kind.generic",)
-    """Modules of `harness.judge.explain` with the ways to get it wrong, the likelier first."""
     least_effect: float = 0.05
     """Smallest gain or trend, in roundings to a 16-bit dtype, that counts as a mistake of an engine."""
     has_heads: bool = False
@@ -104,88 +102,28 @@ class KindTraits:
 
 
 KINDS: Mapping[Kind, KindTraits] = {
-    Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0), causes=("layer.embedding", "any_kind.generic")),
-    Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0), causes=("layer.joined", "any_kind.generic")),
-    Kind.NORM: KindTraits(
-        error_model=ErrorModel(roundings=2, accumulation=8),
-        causes=("norms.norm", "layer.wiring", "any_kind.settings", "any_kind.generic"),
-    ),
-    Kind.LINEAR: KindTraits(
-        error_model=ErrorModel(roundings=1, accumulation=25),
-        causes=(
-            "products.linear",
-            "products.rows",
-            "products.block_scales",
-            "any_kind.elementwise",
-            "layer.wiring",
-            "any_kind.settings",
-            "any_kind.generic",
-        ),
-    ),
+    Kind.EMBEDDING: KindTraits(error_model=ErrorModel(roundings=0)),
+    Kind.COPY: KindTraits(error_model=ErrorModel(roundings=0)),
+    Kind.NORM: KindTraits(error_model=ErrorModel(roundings=2, accumulation=8)),
+    Kind.LINEAR: KindTraits(error_model=ErrorModel(roundings=1, accumulation=25)),
     Kind.ROTARY: KindTraits(
         error_model=ErrorModel(roundings=3),
-        causes=(
-            "rotary.axes",
-            "rotary.frequencies",
-            "rotary.positions",
-            "rotary.pairs",
-            "cache.quantised",
-            "any_kind.settings",
-            "any_kind.generic",
-        ),
         has_heads=True,
         repeats_by_position=True,
     ),
-    Kind.ADD: KindTraits(
-        error_model=ErrorModel(roundings=1),
-        causes=("layer.residual", "any_kind.elementwise", "any_kind.settings", "any_kind.generic"),
-    ),
-    Kind.ACTIVATION: KindTraits(
-        error_model=ErrorModel(roundings=2, accumulation=4),
-        causes=("layer.mlp", "any_kind.elementwise", "any_kind.settings", "any_kind.generic"),
-    ),
+    Kind.ADD: KindTraits(error_model=ErrorModel(roundings=1)),
+    Kind.ACTIVATION: KindTraits(error_model=ErrorModel(roundings=2, accumulation=4)),
     Kind.ATTENTION: KindTraits(
         error_model=ErrorModel(roundings=1, accumulation=25, products=4, scores=6),
-        causes=(
-            "attention.history",
-            "attention.rotary",
-            "attention.scores",
-            "attention.order",
-            "attention.splits",
-            "attention.heads",
-            "attention.caps",
-            "any_kind.settings",
-            "any_kind.generic",
-        ),
         # Flash kernels round the probabilities and not their sum, which is a gain of up to 0.2 roundings in float16.
         least_effect=0.5,
         has_heads=True,
     ),
-    Kind.CACHE: KindTraits(
-        error_model=ErrorModel(roundings=0),
-        causes=("cache.entries", "cache.declared", "cache.quantised", "cache.content"),
-    ),
-    Kind.STATE: KindTraits(error_model=None, causes=("states.kept",)),
-    Kind.CHOICE: KindTraits(error_model=None, causes=("attention.chosen_tokens", "experts.choice")),
+    Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0)),
+    Kind.STATE: KindTraits(error_model=None),
+    Kind.CHOICE: KindTraits(error_model=None),
     # A linear layer with an adapter is one; the experts of a layer are, and scans.
-    Kind.OTHER: KindTraits(
-        error_model=None,
-        causes=(
-            "products.lora",
-            "layer.embedding",
-            "layer.images",
-            "experts.router",
-            "experts.experts",
-            "experts.shared_expert",
-            "states.state",
-            "norms.gated",
-            "layer.wiring",
-            "any_kind.elementwise",
-            "any_kind.biases",
-            "any_kind.settings",
-            "any_kind.generic",
-        ),
-    ),
+    Kind.OTHER: KindTraits(error_model=None),
 }
 
 

@@ -26,7 +26,7 @@ _ROOMS = {"compare": "judge/compare", "explain": "judge/explain", "oracle": "ora
 _DEFAULT = {
     "compare": ("test_run.py",),
     "oracle": ("test_golden.py",),
-    "explain": ("test_run.py", "core/test_operations.py"),
+    "explain": ("test_run.py", "core/test_rerun.py"),
 }
 _OTHERS = {
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
@@ -51,13 +51,19 @@ _OTHERS = {
             ("rotary", ("rotary",)),
         )
     },
-    "explain/attention/scores": ("attention/test_scores.py", "../compare/test_evidence.py"),
-    "explain/attention/place": ("attention/test_place.py", "attention/test_history.py"),
-    "explain/attention/tensors": ("attention/test_tensors.py", "attention/test_history.py"),
+    "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
+    **{
+        f"explain/attention/{name}": (
+            f"attention/test_{tests}.py",
+            "attention/test_scores.py",
+            "attention/test_history.py",
+        )
+        for name, tests in (("masks", "softmax"), ("softmax", "softmax"), ("reads", "reads"), ("slots", "table"))
+    },
+    "explain/attention/unrecorded": ("test_through.py",),
     "explain/core/formats": ("core/test_formats.py", "products/test_linear.py"),
-    "explain/norms/norm": ("norms/test_norm.py", "norms/test_form.py"),
-    "explain/norms/form": ("norms/test_form.py", "norms/test_norm.py"),
-    "explain/experts/experts": ("experts/test_experts.py", "experts/test_mixture.py", "test_mixtures.py"),
+    "explain/norms": ("test_norms.py",),
+    "explain/experts/experts": ("experts/test_experts.py", "experts/test_shared_expert.py", "test_mixtures.py"),
     "explain/experts/mixture": (
         "experts/test_mixture.py",
         "experts/test_experts.py",
@@ -66,28 +72,27 @@ _OTHERS = {
     ),
     "explain/trial/not_finite": (
         "trial/test_not_finite.py",
-        "attention/test_scores.py",
+        "attention/test_history.py",
         "cache/test_entries.py",
-        "cache/test_content.py",
         "products/test_linear.py",
     ),
-    "explain/cache/replay": ("cache/test_replay.py", "attention/test_place.py", "attention/test_table.py"),
-    "explain/run": ("test_run.py", "cache/test_entries.py"),
-    "explain/products/block_scales": ("products/test_block_scales.py", "products/test_linear.py"),
-    "explain/core/failure": ("core/test_failure.py", "rotary/test_frequencies.py"),
-    "explain/attention/table": ("attention/test_table.py", "attention/test_history.py"),
-    "explain/cache/content_index": (
+    "explain/trial/ranking": ("trial/test_trial.py", "trial/test_ranking.py", "trial/test_guard.py"),
+    "explain/run": ("test_run.py", "layer/test_not_run.py", "cache/test_entries.py"),
+    "explain/core/wrong_operation": ("core/test_wrong_operation.py", "rotary/test_frequencies.py"),
+    "explain/core/rerun": ("core/test_rerun.py", "test_through.py"),
+    "explain/cache/contents": (
         "cache/test_content_index.py",
-        "cache/test_entries.py",
         "cache/test_replay.py",
+        "cache/test_entries.py",
+        "attention/test_table.py",
     ),
-    "explain/states/recurrence": ("states/test_state.py", "test_mixtures.py"),
-    "explain/states/state": ("states/test_state.py", "test_mixtures.py"),
+    "explain/cache/entries": ("cache/test_entries.py", "cache/test_content.py"),
+    "explain/cache/formats": ("cache/test_content.py",),
+    "explain/states/recurrence": ("states/test_recurrence.py", "test_mixtures.py"),
     "explain/experts/router": ("experts/test_router.py", "experts/test_experts_of_rows.py", "test_mixtures.py"),
-    "explain/experts/choice": ("experts/test_router.py", "experts/test_experts_of_rows.py", "test_mixtures.py"),
-    "explain/rotary/pairs": ("rotary/test_frequencies.py",),
+    "explain/products/linear": ("products/test_linear.py", "products/test_declared.py"),
     "explain/rotary/positions": ("rotary/test_frequencies.py",),
-    "explain/rotary/rotation": ("rotary/test_frequencies.py",),
+    "explain/rotary/rotation": ("rotary/test_frequencies.py", "rotary/test_rotation.py"),
     "oracle/caches": ("test_decode.py",),
     "oracle/golden": ("test_golden_files.py", "test_golden.py"),
     "oracle/graph": ("test_graph.py", "test_trace.py"),

@@ -18,9 +18,8 @@ from harness.extensions.quantised.config import InputScheme, Scheme
 from harness.extensions.quantised.conventions import quantised_checkpoint, quantised_weight
 from harness.extensions.quantised.inputs import ways_to_round
 from harness.judge.compare.conventions.linear import product
-from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.formats import float8, int8, name_of
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 Misreadings = Iterator[tuple[str, Codes]]
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -122,10 +121,10 @@ def _order_in_words(codes: Codes) -> Misreadings:
             yield f"the zero points of a word are read {name}", replace(codes, zero=zero)
 
 
-def _reordered(x: torch.Tensor, dim: int, order: tuple[int, ...], other: tuple[int, ...]) -> torch.Tensor:
+def _reordered(x: torch.Tensor, dim: int, order: tuple[int, ...], new_order: tuple[int, ...]) -> torch.Tensor:
     parts = x.transpose(dim, -1).unflatten(-1, (-1, len(order)))
     changed = torch.empty_like(parts)
-    changed[..., list(other)] = parts[..., list(order)]
+    changed[..., list(new_order)] = parts[..., list(order)]
     return changed.flatten(-2).transpose(dim, -1)
 
 
@@ -158,33 +157,33 @@ MISREADINGS: tuple[Callable[[Codes], Misreadings], ...] = (
 """What each yields is a cause, and what the weight becomes by it."""
 
 
-def misread_weight(failure: Failure) -> Iterator[Hypothesis]:
+def misread_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weight was read from the quantised checkpoint with one mistake."""
-    weight, checkpoint = quantised_weight(failure.hf, failure.operation.module), quantised_checkpoint(failure.hf)
-    if weight is None or checkpoint is None or failure.weight(failure.operation.tap) is None:  # or too large to be held
+    weight, checkpoint = quantised_weight(wrong.hf, wrong.operation.module), quantised_checkpoint(wrong.hf)
+    if weight is None or checkpoint is None or wrong.weight(wrong.operation.tap) is None:  # or too large to be held
         return
     codes = checkpoint.codes(weight.name)
     right = codes.dequantised()
     named = [pair for misread in MISREADINGS for pair in misread(codes)]
-    for cause, changed in (*named, *_of_siblings(failure, checkpoint, codes)):
-        wrong = changed.dequantised()
-        if wrong.shape == right.shape and bool(wrong.isfinite().all()) and not torch.equal(wrong, right):
-            yield _hypothesis(failure, cause, wrong)
+    for cause, changed in (*named, *_of_siblings(wrong, checkpoint, codes)):
+        misread = changed.dequantised()
+        if misread.shape == right.shape and bool(misread.isfinite().all()) and not torch.equal(misread, right):
+            yield _hypothesis(wrong, cause, misread)
 
 
-def _hypothesis(failure: Failure, cause: str, weight: torch.Tensor) -> Hypothesis:
-    bias = failure.weight(failure.operation.tap, "bias")
-    output = product(failure.inputs[0].flatten(1), weight.to(torch.float64), bias)
+def _hypothesis(wrong: WrongOperation, cause: str, weight: torch.Tensor) -> Hypothesis:
+    bias = wrong.weight(wrong.operation.tap, "bias")
+    output = product(wrong.inputs[0].flatten(1), weight.to(torch.float64), bias)
     return Hypothesis(cause=cause, output=output)
 
 
-def _of_siblings(failure: Failure, checkpoint: QuantisedCheckpoint, codes: Codes) -> Misreadings:
+def _of_siblings(wrong: WrongOperation, checkpoint: QuantisedCheckpoint, codes: Codes) -> Misreadings:
     """Scales of a module that is fused with this one: of q, k and v, or of gate and up."""
-    for operation in failure.siblings():
-        other = checkpoint.weights.get(f"{operation.module}.weight")
-        if other is None:
+    for operation in wrong.siblings():
+        weight = checkpoint.weights.get(f"{operation.module}.weight")
+        if weight is None:
             continue
-        theirs = checkpoint.codes(other.name)
+        theirs = checkpoint.codes(weight.name)
         if theirs.scale.shape == codes.scale.shape and theirs.block == codes.block:
             yield f"the scales are those of {operation.tap}", replace(codes, scale=theirs.scale)
             if theirs.divisor is not None:
@@ -194,33 +193,33 @@ def _of_siblings(failure: Failure, checkpoint: QuantisedCheckpoint, codes: Codes
             yield f"the global scale is that of {operation.tap}", replace(codes, divisor=theirs.divisor)
 
 
-def inputs_otherwise(failure: Failure) -> Iterator[Hypothesis]:
+def inputs_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The inputs are quantised in another way than the checkpoint says."""
-    weight = quantised_weight(failure.hf, failure.operation.module)
-    matrix = failure.weight(failure.operation.tap)
+    weight = quantised_weight(wrong.hf, wrong.operation.module)
+    matrix = wrong.weight(wrong.operation.tap)
     if weight is None or matrix is None:
         return
-    declared, x = weight.scheme.inputs, failure.inputs[0].flatten(1)
-    bias = failure.weight(failure.operation.tap, "bias")
+    declared, x = weight.scheme.inputs, wrong.inputs[0].flatten(1)
+    bias = wrong.weight(wrong.operation.tap, "bias")
     says = "leaves them as they are" if declared is None else f"says {declared}"
     for scheme in _INPUTS:
         if scheme == declared or x.shape[1] % (scheme.group or 1):
             continue
-        for way in ways_to_round(scheme, None, failure.dtype):
+        for way in ways_to_round(scheme, None, wrong.dtype):
             output = product(way.rounded(x.to(torch.float32)), matrix, bias)
             yield Hypothesis(cause=f"the inputs are quantised to {scheme}, and the checkpoint {says}", output=output)
 
 
-def quantised_though_left_out(failure: Failure) -> Iterator[Hypothesis]:
+def quantised_though_left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """A layer that the checkpoint keeps in floats was quantised as the others are."""
-    checkpoint = quantised_checkpoint(failure.hf)
-    weight = failure.weight(failure.operation.tap)
-    if checkpoint is None or weight is None or quantised_weight(failure.hf, failure.operation.module) is not None:
+    checkpoint = quantised_checkpoint(wrong.hf)
+    weight = wrong.weight(wrong.operation.tap)
+    if checkpoint is None or weight is None or quantised_weight(wrong.hf, wrong.operation.module) is not None:
         return
     for scheme in checkpoint.schemes.all:
         for name, rounded in _roundings(weight, scheme).items():
             cause = f"the layer was quantised to {name}, and the checkpoint leaves it as it is"
-            yield _hypothesis(failure, cause, rounded)
+            yield _hypothesis(wrong, cause, rounded)
 
 
 def _roundings(weight: torch.Tensor, scheme: Scheme) -> Mapping[str, torch.Tensor]:
@@ -235,12 +234,12 @@ def _roundings(weight: torch.Tensor, scheme: Scheme) -> Mapping[str, torch.Tenso
     if scheme.bits == 8:
         return {"int8": int8(groups, (2,)).flatten(1)}
     largest = groups.abs().amax(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    found = {}
+    roundings = {}
     for top in (7, 7.5, 8):
         scale = largest / top
-        found[f"int4, the largest of a group at {top}"] = ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
+        roundings[f"int4, the largest of a group at {top}"] = ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
     low, high = groups.amin(dim=2, keepdim=True).clamp(max=0), groups.amax(dim=2, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
     zero = (-low / scale).round()
-    found["int4 with zero points"] = (((groups / scale).round() + zero).clamp(0, 15) - zero).mul(scale).flatten(1)
-    return found
+    roundings["int4 with zero points"] = (((groups / scale).round() + zero).clamp(0, 15) - zero).mul(scale).flatten(1)
+    return roundings

@@ -152,7 +152,7 @@ _MAX_ROWS_OF_HISTORY = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class PartInputs:
     """The batch and the call with which the part of the model with an operation can be run again."""
 
     batch: PaddedBatch
@@ -177,7 +177,7 @@ class Evidence:
     """Of attention only; their rows, one history after the other, are `rows`."""
     unrecorded: tuple[str, ...] = ()
     """Taps before the operation that HF computed because they were not recorded."""
-    scene: Scene | None = None
+    part_inputs: PartInputs | None = None
     """Of the first batch with wrong rows; None outside of the parts of the model."""
 
     def select(self, keep: torch.Tensor) -> "Evidence":

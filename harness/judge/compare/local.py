@@ -22,7 +22,7 @@ from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
 from harness.judge.compare.conventions.entry import HALF
-from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, Scene, histories, merged
+from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartInputs, histories, merged
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
 from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
 from harness.judge.compare.sequences import sequences
@@ -208,7 +208,7 @@ class LocalJudge(Judge):
                 dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
                 histories=contexts,
                 unrecorded=() if is_choice else rows.unrecorded,
-                scene=None if is_choice or rows.part is None else Scene(batch=rows.batch, call=rows.part),
+                part_inputs=None if is_choice or rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
             )
         )
 

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from harness.base.files import scratch_folder
+from harness.base.metrics import rounding_unit
 from harness.errors import Code
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation, layer_of
@@ -17,15 +18,14 @@ from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.run import Comparison
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
-from harness.judge.explain.core.failure import Failure, gathered
-from harness.judge.explain.core.rerun import Rerun
-from harness.judge.explain.experts.choice import explain_count
-from harness.judge.explain.layer.not_run import layers_that_did_not_run
-from harness.judge.explain.products.declared import declared_failures
+from harness.judge.explain.core.rerun import Rerun, replay
+from harness.judge.explain.core.wrong_operation import WrongOperation, gathered
+from harness.judge.explain.experts.router import explain_count
+from harness.judge.explain.products.linear import declared_failures
 from harness.judge.explain.tokens import explain_token
+from harness.judge.explain.trial.description import first_bad_row, scope
 from harness.judge.explain.trial.direction import explain_direction
 from harness.judge.explain.trial.ranking import rank_hypotheses, with_failures
-from harness.judge.explain.trial.scope import first_bad_row, scope
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel
@@ -36,15 +36,17 @@ from harness.results.check import Explanation, Finding, RunResult, Verdict
 
 _EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.STATE_DIFFERS, Code.SYSTEMATIC_ERROR)
 _SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
+_FALL = 0.5
+_MAX_ROWS = 192
 
 
-def explain_run(found: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
+def explain_run(comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
     """Return the result with an explanation for each finding that is about wrong numbers of one operation."""
-    run = found.result
+    run = comparison.result
     if not any(finding.tap for finding in run.findings):
         return run
     with ExitStack() as stack:
-        explainer = _Explainer(found, recording, expected, hf, stack)
+        explainer = _Explainer(comparison, recording, expected, hf, stack)
         findings = tuple(explainer.explained(finding) for finding in run.findings)
     by_tap = {finding.tap: finding.explanation for finding in findings if finding.explanation is not None}
     first = run.first_divergence
@@ -65,32 +67,32 @@ def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation
     )
 
 
-def _explained(failure: Failure, evidence: Evidence, where: str) -> Explanation:
+def _explained(wrong: WrongOperation, where: str) -> Explanation:
     """Return what fits the rows as they are, or under the conventions that the engine declares."""
-    found = rank_hypotheses(failure, evidence.roundings, evidence.bound, where)
-    if found.is_cause:
-        return found
+    explanation = rank_hypotheses(wrong, where)
+    if explanation.is_cause:
+        return explanation
     failures = list[str]()
     with guarded(declared_failures.__name__, failures):
-        for declared in declared_failures(failure):
-            other = rank_hypotheses(declared, evidence.roundings, evidence.bound, where)
-            if other.is_cause:
-                return other
-    return with_failures(found, failures)
+        for declared in declared_failures(wrong):
+            under_convention = rank_hypotheses(declared, where)
+            if under_convention.is_cause:
+                return under_convention
+    return with_failures(explanation, failures)
 
 
 class _Explainer:
     """Explains the operations of one recording."""
 
     def __init__(
-        self, found: Comparison, recording: Recording, expected: Golden, hf: HFModel, stack: ExitStack
+        self, comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel, stack: ExitStack
     ) -> None:
-        self.found, self.recording, self.golden, self.hf = found, recording, expected, hf
+        self.found, self.recording, self.golden, self.hf = comparison, recording, expected, hf
         self._stack = stack
         self.locator, self.slot_history = Locator(recording), SlotHistory(recording)
         self.dtype = engine_dtype(recording)
-        self.usable = frozenset(self.locator.taps()) & {tap.name for tap in found.result.taps}
-        self.sound = frozenset(tap.name for tap in found.result.taps if tap.verdict in _SOUND)
+        self.usable = frozenset(self.locator.taps()) & {tap.name for tap in comparison.result.taps}
+        self.sound = frozenset(tap.name for tap in comparison.result.taps if tap.verdict in _SOUND)
         self.modules = {path for path, _ in hf.model.named_modules()}
         self._known: dict[str, Explanation | None] = {}
 
@@ -114,20 +116,20 @@ class _Explainer:
 
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and say where it begins to be wrong; None if no row of it is."""
-        found = self._explain(operation)
-        if (found is None or not found.is_cause) and (state := self._state_behind(operation)) is not None:
+        explanation = self._explain(operation)
+        if (explanation is None or not explanation.is_cause) and (state := self._state_behind(operation)) is not None:
             return state
         errors = self.found.errors.get(operation.tap)
         if errors is None or not bool(errors.bad.any()):
-            return found
+            return explanation
         size = self.slot_history.block_size
         where, is_edge = first_bad_row(errors.rows, errors.bad, self.recording, getattr(self.hf, "config", None), size)
-        if found is None:
+        if explanation is None:
             return _not_looked_for(errors, scope(errors.rows, errors.bad, self.recording), where)
-        begins_late = not found.is_cause and not found.scope.startswith("every row")
+        begins_late = not explanation.is_cause and not explanation.scope.startswith("every row")
         if not is_edge and not begins_late:
-            return found
-        return replace(found, detail="; ".join(text for text in (found.detail, where) if text))
+            return explanation
+        return replace(explanation, detail="; ".join(text for text in (explanation.detail, where) if text))
 
     def _explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, once; None if nothing was kept of its rows."""
@@ -154,17 +156,22 @@ class _Explainer:
                 return None
             if evidence is None:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
-            failure = self._scene(evidence, stack)
-            if failure is not None and errors.effect is not None and not is_bad:
-                return explain_direction(failure, errors.effect)
-            return None if failure is None else _explained(failure, evidence, where)
+            wrong = self._wrong_operation(evidence, stack)
+            if wrong is not None and errors.effect is not None and not is_bad:
+                return explain_direction(wrong, errors.effect)
+            return None if wrong is None else _explained(wrong, where)
 
     def _state_behind(self, operation: Operation) -> Explanation | None:
         """Return the cause of a wrong state that an operation goes on from, if there is one."""
         for op in self.hf.graph.of_layer(operation.layer):
             is_behind = op.kind is Kind.STATE and f"{operation.module}.".startswith(f"{op.module}.")
-            if is_behind and op is not operation and (found := self._explain(op)) is not None and found.is_cause:
-                return replace(found, cause=f"{op.tap} {found.cause}")
+            if (
+                is_behind
+                and op is not operation
+                and (explanation := self._explain(op)) is not None
+                and explanation.is_cause
+            ):
+                return replace(explanation, cause=f"{op.tap} {explanation.cause}")
         return None
 
     def _layer_not_run(self, cache: Operation) -> Explanation | None:
@@ -175,20 +182,20 @@ class _Explainer:
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
 
-    def _scene(self, evidence: Evidence, stack: ExitStack) -> Failure | None:
+    def _wrong_operation(self, evidence: Evidence, stack: ExitStack) -> WrongOperation | None:
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
         if actual is None or actual.shape != evidence.expected.shape:
             return None
         rerun = None
-        if evidence.scene is not None:
+        if evidence.part_inputs is not None:
             rerun = Rerun(
                 hf=self.hf,
                 watch=stack.enter_context(watching(self.hf)),
-                scene=evidence.scene,
+                part_inputs=evidence.part_inputs,
                 operation=evidence.operation,
                 usable=self.usable,
             )
-        return Failure(
+        return WrongOperation(
             operation=evidence.operation,
             hf=self.hf,
             recording=self.recording,
@@ -197,6 +204,8 @@ class _Explainer:
             actual=actual,
             expected=evidence.expected,
             inputs=list(evidence.inputs),
+            roundings=evidence.roundings,
+            bound=evidence.bound,
             dtype=evidence.dtype,
             views=evidence.histories,
             slot_history=self.slot_history,
@@ -226,26 +235,26 @@ class _Explainer:
 
     def _written(self, tap: str, rows: Rows) -> torch.Tensor | None:
         """Return what a cache was to hold: the row itself, that of whoever has the same tokens, or the golden's."""
-        found = self.locator.find(tap, rows)
+        places = self.locator.find(tap, rows)
         prefixes = Prefixes(self.recording.manifest.requests)
         others = sorted(request.id for request in self.recording.manifest.requests)
         for row, request in enumerate(others):
-            missing = (found[:, 0] < 0).nonzero()[:, 0]
+            missing = (places[:, 0] < 0).nonzero()[:, 0]
             position = rows.position[missing]
             same = missing[prefixes.table[row, position] == prefixes.of(rows.select(missing))]
             there = Rows(
                 request=torch.full_like(same, request), position=rows.position[same], step=torch.zeros_like(same)
             )
-            found[same] = self.locator.find(tap, there)
-        is_golden = found[:, 0] < 0
+            places[same] = self.locator.find(tap, there)
+        is_golden = places[:, 0] < 0
         expected = self._golden_of_caches if bool(is_golden.any()) else self.locator
         golden = expected.find(tap, rows.select(is_golden))
         if bool((golden[:, 0] < 0).any()):
             return None
         parts = [
-            locator.gather(tap, places).to(torch.float64).flatten(1)
-            for locator, places in ((self.locator, found[~is_golden]), (expected, golden))
-            if len(places)
+            locator.gather(tap, chosen).to(torch.float64).flatten(1)
+            for locator, chosen in ((self.locator, places[~is_golden]), (expected, golden))
+            if len(chosen)
         ]
         order = torch.cat([(~is_golden).nonzero()[:, 0], is_golden.nonzero()[:, 0]]).argsort()
         return torch.cat(parts)[order]
@@ -269,3 +278,35 @@ class _Explainer:
             truth = str(golden.info.key["truth"]).removeprefix("torch.")
             golden = make_golden(self.hf, prompts, folder / "golden", truth=truth, keeps_values=False, whole=kept)
         return Locator(golden.recording, aliases)
+
+
+def layers_that_did_not_run(
+    operation: Operation, errors: LocalErrors, hf: HFModel, locator: Locator, dtype: torch.dtype, scope: str
+) -> Explanation | None:
+    """Explain an operation that stands after layers of which nothing was recorded; None if it stands elsewhere."""
+    computed = {op.tap for op in hf.graph if not op.is_kept} & set(locator.taps())
+    silent = [layer for layer in hf.graph.layers if not any(op.tap in computed for op in hf.graph.of_layer(layer))]
+    layers = sorted({layer for layer in silent for op in hf.graph.of_layer(layer) if op.tap in errors.unrecorded})
+    if not layers:
+        return None
+    names = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
+    rows = errors.rows.select(errors.bad.nonzero()[:_MAX_ROWS, 0])
+    before = hf.graph.of_layer(layers[0])[0].inputs[0]
+    actual, stream = gathered(locator, operation.tap, rows), gathered(locator, before, rows)
+    output = None if stream is None else replay(hf, operation, [stream])
+    roundings, bound = errors.roundings[errors.bad][:_MAX_ROWS], errors.bound[errors.bad][:_MAX_ROWS].clamp(min=1)
+    residual = torch.full_like(roundings, torch.inf)
+    if output is not None and actual is not None and output.shape == actual.shape:
+        residual = (actual - output).norm(dim=1) / output.norm(dim=1) / rounding_unit(dtype)
+    holds = (residual <= bound) & (residual <= _FALL * roundings)
+    did_not_run = bool(holds.float().mean() > _FALL)
+    nothing = f"nothing of {names} was recorded"
+    return Explanation(
+        cause=f"{names} did not run: {nothing}, and this fits {before}" if did_not_run else nothing,
+        scope=scope,
+        residual_before=float(roundings.median()),
+        residual_after=float(residual[holds].median()) if did_not_run else None,
+        num_rows=len(rows),
+        num_explained=int(holds.sum()) if did_not_run else 0,
+        is_cause=did_not_run,
+    )

@@ -78,11 +78,15 @@ def _rounded(dtype: torch.dtype, choice: _Choice) -> bool:
 
 
 _CAUSES: dict[str, Callable[[_Choice], bool]] = {
-    "the logits are rounded to bfloat16 before the argmax": lambda each: _rounded(torch.bfloat16, each),
-    "the logits are rounded to float16 before the argmax": lambda each: _rounded(torch.float16, each),
-    "the token is chosen from the last row's logits": lambda each: each.token == int(each.logits[-1].argmax()),
-    "the token is chosen from the first row's logits": lambda each: each.token == int(each.logits[0].argmax()),
-    "the token is chosen from another row's logits": lambda each: each.token in each.logits.argmax(dim=1).tolist(),
-    "the smallest logit is chosen": lambda each: each.token == int(each.logits[each.row].argmin()),
-    "the second largest logit is chosen": lambda each: each.token == int(each.logits[each.row].topk(2).indices[1]),
+    "the logits are rounded to bfloat16 before the argmax": lambda choice: _rounded(torch.bfloat16, choice),
+    "the logits are rounded to float16 before the argmax": lambda choice: _rounded(torch.float16, choice),
+    "the token is chosen from the last row's logits": lambda choice: choice.token == int(choice.logits[-1].argmax()),
+    "the token is chosen from the first row's logits": lambda choice: choice.token == int(choice.logits[0].argmax()),
+    "the token is chosen from another row's logits": lambda choice: (
+        choice.token in choice.logits.argmax(dim=1).tolist()
+    ),
+    "the smallest logit is chosen": lambda choice: choice.token == int(choice.logits[choice.row].argmin()),
+    "the second largest logit is chosen": lambda choice: (
+        choice.token == int(choice.logits[choice.row].topk(2).indices[1])
+    ),
 }

@@ -154,7 +154,8 @@ class SamplerEvidence:
         share, all_AV = shares.random(), torch.cat([p[None], q_AV])
         is_larger, is_oftener = _tokens_before(logits, draw.past, token_id)
         by_rank, by_past = (
-            (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist() for before in (is_larger, is_oftener)
+            (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist()
+            for before in (is_larger, is_more_frequent)
         )
         own_p, starts = float(p[token_id]), (float(p[is_larger].sum()), float(p[:token_id].sum()))
         self.draws.append(
@@ -204,8 +205,8 @@ def _tokens_before(logits: torch.Tensor, past: Past, token_id: int) -> tuple[tor
     counts: Mapping[int, int] = past.counts(Over.BOTH)
     number = torch.zeros_like(ids)
     number[list(counts)] = torch.tensor(list(counts.values()), dtype=torch.int64, device=logits.device)
-    is_oftener = number > number[token_id]
-    return is_larger, is_oftener | ((number == number[token_id]) & is_larger)
+    is_more_frequent = number > number[token_id]
+    return is_larger, is_more_frequent | ((number == number[token_id]) & is_larger)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,9 @@ import torch
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows, is_readback, step_rows
-from harness.judge.explain.core.failure import Failure, gathered, row_inputs
 from harness.judge.explain.core.formats import HALF_DTYPES, cut_off, name_of, rounded
-from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.norms.form import form_of
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered, row_inputs
+from harness.judge.explain.norms import form_of
 
 _MAX_POOL_ROWS = 4096
 """Rows among which a wrong one is looked for."""
@@ -28,40 +27,40 @@ _FEW_ROWS = 4
 _ROW_WISE = (Kind.NORM, Kind.LINEAR, Kind.ROTARY)
 
 
-def zero_output(failure: Failure) -> Iterator[Hypothesis]:
+def zero_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Nothing was computed."""
-    yield Hypothesis(cause="the output is zero: not computed, or not loaded", output=torch.zeros_like(failure.expected))
+    yield Hypothesis(cause="the output is zero: not computed, or not loaded", output=torch.zeros_like(wrong.expected))
 
 
-def constant_gain(failure: Failure) -> Iterator[Hypothesis]:
+def constant_gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """All rows are scaled by one factor; a factor of its own in each row is no cause."""
-    gain = failure.factor_of(failure.expected)
-    energy = failure.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    gains = (failure.actual * failure.expected).sum(dim=1, keepdim=True) / energy
+    gain = wrong.factor_of(wrong.expected)
+    energy = wrong.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    gains = (wrong.actual * wrong.expected).sum(dim=1, keepdim=True) / energy
     if f"{gain:.6g}" == "1":
         return
-    if _is_one(failure, failure.expected * gain, failure.expected * gains):
+    if _is_one(wrong, wrong.expected * gain, wrong.expected * gains):
         yield Hypothesis(
             cause=f"a constant gain of {gain:.6g}",
-            output=failure.expected * gain,
-            freedom=1,
+            output=wrong.expected * gain,
+            num_fitted=1,
             allowance=1.0,
-            is_cause=not (_is_contradicted(failure, lambda expected: expected * gain) or _may_be_eps(failure)),
+            is_cause=not (_is_contradicted(wrong, lambda expected: expected * gain) or _may_be_eps(wrong)),
         )
     else:
         yield Hypothesis(
             cause="each row is scaled by a factor of its own",
-            output=failure.expected * gains,
+            output=wrong.expected * gains,
             detail=f"from {float(gains.min()):.6g} to {float(gains.max()):.6g}",
-            freedom=len(gains),
+            num_fitted=len(gains),
             is_cause=False,
         )
 
 
-def gain_of_a_setting(failure: Failure) -> Iterator[Hypothesis]:
+def gain_of_a_setting(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The rows are scaled by a number of config.json, or by one over it: a multiplier left out, or applied twice."""
-    gain, input_gain = failure.factor_of(failure.expected), _gain_of_input(failure)
-    for name, value in _multipliers(failure):
+    gain, input_gain = wrong.factor_of(wrong.expected), _gain_of_input(wrong)
+    for name, value in _multipliers(wrong):
         for factor in (value, 1 / value):
             if math.isclose(factor, gain, rel_tol=_SAME_GAIN):
                 if input_gain is None or not math.isclose(
@@ -71,160 +70,161 @@ def gain_of_a_setting(failure: Failure) -> Iterator[Hypothesis]:
                 else:
                     how = "left out" if factor * input_gain < 1.5 and factor * input_gain > 2 / 3 else "applied twice"
                 cause = f"{name} ({value:g}) is {how}: a constant gain of {factor:.6g}"
-                output = failure.expected * factor
+                output = wrong.expected * factor
                 yield Hypothesis(
                     cause=cause,
                     output=output,
-                    is_cause=not _is_contradicted(failure, lambda expected, factor=factor: expected * factor),  # type: ignore[misc]
+                    is_cause=not _is_contradicted(wrong, lambda expected, factor=factor: expected * factor),  # type: ignore[misc]
                 )
 
 
-def _multipliers(failure: Failure) -> Iterator[tuple[str, float]]:
+def _multipliers(wrong: WrongOperation) -> Iterator[tuple[str, float]]:
     """Yield the numbers of the config that the operation may be multiplied by; names of one number together."""
-    config, found = failure.hf.config, dict[float, list[str]]()
+    config, names_of = wrong.hf.config, dict[float, list[str]]()
     named = {**vars(config), "the root of the hidden size": float(getattr(config, "hidden_size", 1)) ** 0.5}
     for name, value in named.items():
         is_named = "scal" in name or "mult" in name
         is_number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and is_named)
-        if is_number and value > 0 and value != 1 and _may_scale(failure, name):
-            found.setdefault(float(value), []).append(name)
-    yield from ((" or ".join(names), value) for value, names in found.items())
+        if is_number and value > 0 and value != 1 and _may_scale(wrong, name):
+            names_of.setdefault(float(value), []).append(name)
+    yield from ((" or ".join(names), value) for value, names in names_of.items())
 
 
-def _may_scale(failure: Failure, name: str) -> bool:
+def _may_scale(wrong: WrongOperation, name: str) -> bool:
     """Whether a number of the config may belong to an operation, going by their names."""
     is_of_logits, is_of_embedding = (any(word in name for word in words) for words in (_OF_LOGITS, _OF_EMBEDDING))
     if any(word in name for word in _NO_MULTIPLIERS):
         return False
-    if failure.operation.layer is None:
-        return is_of_embedding if failure.operation.kind is Kind.EMBEDDING else is_of_logits
-    return not is_of_logits and (not is_of_embedding or failure.operation.site == "input")
+    if wrong.operation.layer is None:
+        return is_of_embedding if wrong.operation.kind is Kind.EMBEDDING else is_of_logits
+    return not is_of_logits and (not is_of_embedding or wrong.operation.site == "input")
 
 
-def _gain_of_input(failure: Failure) -> float | None:
+def _gain_of_input(wrong: WrongOperation) -> float | None:
     """Return the factor by which what should be is the operation's only input; None if it is something else."""
-    if len(failure.inputs) != 1 or not failure.inputs[0].is_floating_point():  # token ids are no factor of anything
+    if len(wrong.inputs) != 1 or not wrong.inputs[0].is_floating_point():  # token ids are no factor of anything
         return None
-    x = failure.inputs[0].flatten(1)
-    if x.shape != failure.expected.shape:
+    x = wrong.inputs[0].flatten(1)
+    if x.shape != wrong.expected.shape:
         return None
-    factor = float((failure.expected * x).sum() / x.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
-    return factor if factor > 0 and failure.is_expected(x * factor) else None
+    factor = float((wrong.expected * x).sum() / x.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+    return factor if factor > 0 and wrong.is_expected(x * factor) else None
 
 
-def _may_be_eps(failure: Failure) -> bool:
+def _may_be_eps(wrong: WrongOperation) -> bool:
     """Whether the operation is a norm of no known form: its eps could not be tried, and looks like a gain."""
-    return failure.operation.kind is Kind.NORM and form_of(failure) is None
+    return wrong.operation.kind is Kind.NORM and form_of(wrong) is None
 
 
-def _is_one(failure: Failure, together: torch.Tensor, apart: torch.Tensor) -> bool:
+def _is_one(wrong: WrongOperation, together: torch.Tensor, apart: torch.Tensor) -> bool:
     """Whether one number for all rows does as well as one for each, which costs what the BIC says."""
-    left, least = ((failure.actual - item).norm(dim=1) / item.norm(dim=1) for item in (together, apart))
-    finest = rounding_unit(failure.dtype) / 2
-    count = len(left) * failure.num_elements / 4
+    left, least = ((wrong.actual - item).norm(dim=1) / item.norm(dim=1) for item in (together, apart))
+    finest = rounding_unit(wrong.dtype) / 2
+    count = len(left) * wrong.num_elements / 4
     gained = count * float((left.clamp(min=finest).log() - least.clamp(min=finest).log()).nan_to_num().mean())
     return gained <= len(left) / 2 * math.log(max(count, math.e))
 
 
-def offset_per_channel(failure: Failure) -> Iterator[Hypothesis]:
+def offset_per_channel(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The same vector is added to all rows."""
-    if len(failure.rows) > 1:
-        offset = (failure.actual - failure.expected).mean(dim=0)
+    if len(wrong.rows) > 1:
+        offset = (wrong.actual - wrong.expected).mean(dim=0)
         norm = float(offset.norm())
         yield Hypothesis(
             cause=f"a constant offset per channel, norm {norm:.3g}",
-            output=failure.expected + offset,
-            freedom=round(failure.num_elements),
+            output=wrong.expected + offset,
+            num_fitted=round(wrong.num_elements),
             allowance=1.0,
-            is_cause=not _is_contradicted(failure, lambda expected: expected + offset),
+            is_cause=not _is_contradicted(wrong, lambda expected: expected + offset),
         )
 
 
-def _is_contradicted(failure: Failure, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def _is_contradicted(wrong: WrongOperation, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Whether a change that spares no row would make the right rows worse, of the same requests and steps.
 
     Rows are wrong where an error that grows, with the position for one, has left its bound: of these alone, any error
     that lasts looks constant.
     """
-    rows = _right_rows(failure)
+    rows = _right_rows(wrong)
     if len(rows) < _FEW_ROWS:
         return False
-    inputs = row_inputs(failure.locator, failure.operation, rows)
-    expected = None if inputs is None else failure.replay([x.flatten(1) for x in inputs], rows.position)
-    actual = gathered(failure.locator, failure.operation.tap, rows)
+    inputs = row_inputs(wrong.locator, wrong.operation, rows)
+    expected = None if inputs is None else wrong.replay([x.flatten(1) for x in inputs], rows.position)
+    actual = gathered(wrong.locator, wrong.operation.tap, rows)
     if expected is None or actual is None or actual.shape != expected.shape:
         return False
     before, after = ((actual - item).norm(dim=1) for item in (expected, change(expected)))
     return float((after > before).double().mean()) > 1 / 2
 
 
-def _right_rows(failure: Failure) -> Rows:
+def _right_rows(wrong: WrongOperation) -> Rows:
     """Return the rows of the wrong rows' requests and steps that are not among them."""
-    if not failure.operation.inputs:
-        return failure.rows.select(torch.arange(0))
-    rows = _pool_rows(failure)
-    wrong = set(failure.rows.places())
-    near = {(request, step) for request, _, step in failure.rows.identities()}
+    if not wrong.operation.inputs:
+        return wrong.rows.select(torch.arange(0))
+    rows = _pool_rows(wrong)
+    wrong_places = set(wrong.rows.places())
+    near = {(request, step) for request, _, step in wrong.rows.identities()}
     keep = [
-        (request, step) in near and (request, position) not in wrong for request, position, step in rows.identities()
+        (request, step) in near and (request, position) not in wrong_places
+        for request, position, step in rows.identities()
     ]
     return rows.select(torch.tensor(keep, dtype=torch.bool).nonzero()[:, 0])
 
 
-def row_of_another(failure: Failure) -> Iterator[Hypothesis]:
+def row_of_another(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Each row is what another row should be: rows in the wrong order, or the wrong row taken."""
-    pool_rows = _pool_rows(failure)
-    inputs = row_inputs(failure.locator, failure.operation, pool_rows) if len(pool_rows) else None
-    if inputs is None or failure.operation.kind not in (*_ROW_WISE, Kind.ACTIVATION, Kind.ADD):
+    pool_rows = _pool_rows(wrong)
+    inputs = row_inputs(wrong.locator, wrong.operation, pool_rows) if len(pool_rows) else None
+    if inputs is None or wrong.operation.kind not in (*_ROW_WISE, Kind.ACTIVATION, Kind.ADD):
         return
-    pool = failure.replay(inputs, pool_rows.position)
+    pool = wrong.replay(inputs, pool_rows.position)
     if pool is None:
         return
-    yield from _rows_of_the_step(failure, pool_rows, pool)
-    source = torch.cdist(failure.actual, pool).argmin(dim=1)
-    found = pool_rows.select(source)
+    yield from _rows_of_the_step(wrong, pool_rows, pool)
+    source = torch.cdist(wrong.actual, pool).argmin(dim=1)
+    sources = pool_rows.select(source)
     pairs = [
-        f"request {r}, position {p} holds that of request {other}, position {at}"
-        for (r, p), (other, at) in zip(failure.rows.places(), found.places(), strict=True)
+        f"request {r}, position {p} holds that of request {source_request}, position {at}"
+        for (r, p), (source_request, at) in zip(wrong.rows.places(), sources.places(), strict=True)
     ]
-    shift = (found.position - failure.positions).unique()
-    is_own = bool((found.request == failure.rows.request).all())
+    shift = (sources.position - wrong.positions).unique()
+    is_own = bool((sources.request == wrong.rows.request).all())
     which = f"{int(shift):+d} positions away" if is_own and len(shift) == 1 else "elsewhere"
     yield Hypothesis(
         cause=f"the row is that of another token, {which}",
         output=pool[source],
         detail="; ".join(pairs[:3]),
-        freedom=1 if is_own and len(shift) == 1 else len(source),
+        num_fitted=1 if is_own and len(shift) == 1 else len(source),
     )
 
 
-def _rows_of_the_step(failure: Failure, pool_rows: Rows, pool: torch.Tensor) -> Iterator[Hypothesis]:
+def _rows_of_the_step(wrong: WrongOperation, pool_rows: Rows, pool: torch.Tensor) -> Iterator[Hypothesis]:
     """Each row is the first or the last one of its step."""
     for name, pick in (("first", 0), ("last", -1)):
-        places = [(pool_rows.step == step).nonzero()[:, 0] for step in failure.rows.step.tolist()]
+        places = [(pool_rows.step == step).nonzero()[:, 0] for step in wrong.rows.step.tolist()]
         if all(len(here) for here in places):
             source = torch.stack([here[pick] for here in places])
             cause = f"the row is that of another token, the {name} one of its step"
             yield Hypothesis(cause=cause, output=pool[source])
 
 
-def _pool_rows(failure: Failure) -> Rows:
+def _pool_rows(wrong: WrongOperation) -> Rows:
     """Rows that the operation's inputs were recorded at, those of the wrong rows' own steps first."""
-    own = set(failure.rows.step.tolist())
-    source = failure.operation.inputs[0] if failure.operation.inputs else failure.operation.tap
-    steps = [step for step in failure.recording.steps if not is_readback(step) and step.has(source)]
-    steps.sort(key=lambda step: step.index not in own)
+    steps_of_wrong_rows = set(wrong.rows.step.tolist())
+    source = wrong.operation.inputs[0] if wrong.operation.inputs else wrong.operation.tap
+    steps = [step for step in wrong.recording.steps if not is_readback(step) and step.has(source)]
+    steps.sort(key=lambda step: step.index not in steps_of_wrong_rows)
     rows = Rows.concat([step_rows(step, source) for step in steps])
     return rows.select(torch.arange(min(len(rows), _MAX_POOL_ROWS)))
 
 
-def heads_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
+def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Each head is what another head should be."""
-    if not KINDS[failure.operation.kind].has_heads or failure.expected.shape[1] % failure.hf.head_dim:
+    if not KINDS[wrong.operation.kind].has_heads or wrong.expected.shape[1] % wrong.hf.head_dim:
         return
-    head_dim = failure.hf.head_dim
+    head_dim = wrong.hf.head_dim
     actual, expected = (
-        x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (failure.actual, failure.expected)
+        x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (wrong.actual, wrong.expected)
     )
     source = torch.cdist(actual, expected).argmin(dim=1)
     if torch.equal(source, torch.arange(len(source))):
@@ -233,107 +233,93 @@ def heads_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
     yield Hypothesis(cause=f"the heads are in another order: {source.tolist()}", output=output)
 
 
-def another_input(failure: Failure) -> Iterator[Hypothesis]:
+def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The operation is right, of another tensor of its layer or of the one before."""
-    if failure.operation.kind not in _ROW_WISE or not failure.can_replay:
+    if wrong.operation.kind not in _ROW_WISE or not wrong.can_replay:
         return
-    for name, other in other_taps(failure, failure.inputs[0].flatten(1).shape):
-        if name == _input_site(failure):
+    for name, tensor in other_taps(wrong, wrong.inputs[0].flatten(1).shape):
+        if name == _input_site(wrong):
             continue
-        output = failure.replay([other], failure.positions)
+        output = wrong.replay([tensor], wrong.positions)
         if output is not None:
-            yield Hypothesis(cause=f"it reads {name} instead of {_input_site(failure)}", output=output)
+            yield Hypothesis(cause=f"it reads {name} instead of {_input_site(wrong)}", output=output)
 
 
-def another_output(failure: Failure) -> Iterator[Hypothesis]:
+def another_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The rows are those of another tap, as if the operation had been left out."""
-    sites = [failure.graph[tap].site for tap in failure.operation.inputs]
-    for name, other in other_taps(failure, failure.actual.shape):
-        is_gated = failure.operation.kind is Kind.ACTIVATION and len(sites) > 1 and name in sites
+    sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
+    for name, tensor in other_taps(wrong, wrong.actual.shape):
+        is_gated = wrong.operation.kind is Kind.ACTIVATION and len(sites) > 1 and name in sites
         lost = " and ".join(site for site in sites if site != name)
         cause = f"the gate of {lost} is left out: " if is_gated else ""
-        yield Hypothesis(cause=f"{cause}the output is that of {name}", output=other, freedom=1)
+        yield Hypothesis(cause=f"{cause}the output is that of {name}", output=tensor, num_fitted=1)
 
 
-def other_taps(failure: Failure, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
+def other_taps(wrong: WrongOperation, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and rows of other taps of the layer, or of the one before, but of none that is computed from it."""
-    later = {failure.operation.tap}
-    for operation in failure.graph:
+    later = {wrong.operation.tap}
+    for operation in wrong.graph:
         if later & set(operation.inputs):
             later.add(operation.tap)
         if operation.tap in later or operation.is_kept:
             continue
-        if _is_near(failure, operation):
-            other = failure.tap(operation.tap)
-            if other is not None and other.shape == shape:
-                yield operation.site if operation.layer == failure.operation.layer else operation.tap, other
+        if _is_near(wrong, operation):
+            tensor = wrong.tap(operation.tap)
+            if tensor is not None and tensor.shape == shape:
+                yield operation.site if operation.layer == wrong.operation.layer else operation.tap, tensor
 
 
-def _is_near(failure: Failure, operation: Operation) -> bool:
+def _is_near(wrong: WrongOperation, operation: Operation) -> bool:
     """Whether an operation belongs to the same layer or the one before; for what has no layer, whether it ends one."""
     if operation.layer is None:
         return True
-    if failure.operation.layer is None:
-        return operation.tap == list(failure.graph.of_layer(operation.layer))[-1].tap
-    return failure.operation.layer - 1 <= operation.layer <= failure.operation.layer
+    if wrong.operation.layer is None:
+        return operation.tap == list(wrong.graph.of_layer(operation.layer))[-1].tap
+    return wrong.operation.layer - 1 <= operation.layer <= wrong.operation.layer
 
 
-def _input_site(failure: Failure) -> str:
-    return failure.graph[failure.operation.inputs[0]].site
+def _input_site(wrong: WrongOperation) -> str:
+    return wrong.graph[wrong.operation.inputs[0]].site
 
 
-def rounded_output(failure: Failure) -> Iterator[Hypothesis]:
+def rounded_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The result was rounded to a coarser dtype, or cut off: every element is a number of that dtype."""
     for dtype in _COARSE_DTYPES:
-        if rounding_unit(dtype) <= rounding_unit(failure.dtype) or not torch.equal(
-            rounded(failure.actual, dtype), failure.actual
+        if rounding_unit(dtype) <= rounding_unit(wrong.dtype) or not torch.equal(
+            rounded(wrong.actual, dtype), wrong.actual
         ):
             continue
-        error = (failure.actual - failure.expected).norm(dim=1) / failure.expected.norm(dim=1)
+        error = (wrong.actual - wrong.expected).norm(dim=1) / wrong.expected.norm(dim=1)
         if float(error.max()) <= 2 * largest_rounding(dtype) * rounding_unit(dtype):
-            how = "cut off" if _is_towards_zero(failure) else "rounded"
-            instead = " instead of rounded" if _is_towards_zero(failure) else ""
-            yield Hypothesis(cause=f"the output is {how} to {name_of(dtype)}{instead}", output=failure.actual)
+            how = "cut off" if _is_towards_zero(wrong) else "rounded"
+            instead = " instead of rounded" if _is_towards_zero(wrong) else ""
+            yield Hypothesis(cause=f"the output is {how} to {name_of(dtype)}{instead}", output=wrong.actual)
             return
-    if failure.dtype in HALF_DTYPES and _is_cut_off(failure):
+    if wrong.dtype in HALF_DTYPES and _is_cut_off(wrong):
         yield Hypothesis(
-            cause=f"the output is cut off to {name_of(failure.dtype)} instead of rounded", output=failure.actual
+            cause=f"the output is cut off to {name_of(wrong.dtype)} instead of rounded", output=wrong.actual
         )
 
 
-def _is_towards_zero(failure: Failure) -> bool:
+def _is_towards_zero(wrong: WrongOperation) -> bool:
     """Whether next to no element is larger than it should be, of many that are not as they should be."""
-    larger = failure.actual.abs() > failure.expected.abs() * (1 + rounding_unit(failure.dtype))
-    return failure.actual.numel() >= _MANY and float(larger.float().mean()) < _FEW
+    larger = wrong.actual.abs() > wrong.expected.abs() * (1 + rounding_unit(wrong.dtype))
+    return wrong.actual.numel() >= _MANY and float(larger.float().mean()) < _FEW
 
 
-def _is_cut_off(failure: Failure) -> bool:
+def _is_cut_off(wrong: WrongOperation) -> bool:
     """Whether the elements are those that cutting off gives, where rounding gives others."""
-    cut, nearest = cut_off(failure.expected, failure.dtype), rounded(failure.expected, failure.dtype)
+    cut, nearest = cut_off(wrong.expected, wrong.dtype), rounded(wrong.expected, wrong.dtype)
     tells = cut != nearest
-    is_cut = (failure.actual == cut)[tells]
+    is_cut = (wrong.actual == cut)[tells]
     return len(is_cut) >= _MANY and float(is_cut.float().mean()) > 1 - _FEW
 
 
-def inputs_in_lower_precision(failure: Failure) -> Iterator[Hypothesis]:
+def inputs_in_lower_precision(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The operation is right, of inputs rounded to a 16-bit dtype."""
-    if failure.operation.kind not in _ROW_WISE:
+    if wrong.operation.kind not in _ROW_WISE:
         return
     for dtype in HALF_DTYPES:
-        output = failure.replay([rounded(x, dtype) for x in failure.inputs], failure.positions)
+        output = wrong.replay([rounded(x, dtype) for x in wrong.inputs], wrong.positions)
         if output is not None:
             yield Hypothesis(cause=f"its input is rounded to {name_of(dtype)}", output=output)
-
-
-EXPLANATIONS = (
-    zero_output,
-    gain_of_a_setting,
-    constant_gain,
-    row_of_another,
-    heads_in_another_order,
-    another_input,
-    another_output,
-    rounded_output,
-    inputs_in_lower_precision,
-    offset_per_channel,
-)

@@ -1,60 +1,282 @@
-"""Attention that was not recorded: its output is seen only through the recorded operation that reads it.
+"""Mistakes that are seen through attention: of rotated queries and keys, and of attention, that were not recorded.
 
-`R` rows, `W` elements of a row of attention, `V` elements of a row of the operation that reads it.
+`R` rows, `W` elements of a row of attention, `V` elements of a row of the operation that reads it; `T` query rows,
+`S` history rows, `N` query heads, `K` KV heads, `H` head size.
 """
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from harness.formats.taps import Kind
-from harness.judge.compare.evidence import histories
-from harness.judge.explain.core.failure import Beyond, Failure
+from harness.judge.compare.align import Rows
+from harness.judge.compare.evidence import AttentionContext, histories
+from harness.judge.explain.core.wrong_operation import Downstream, Hypothesis, WrongOperation
+from harness.judge.explain.rotary import frequencies, rotation
+from harness.judge.explain.rotary.positions import places_in_step
+from harness.oracle.rotation import Rotation, rotations
 
-PARAMETERS = ("attention.rotary", "attention.scores", "attention.caps")
-"""Rooms of causes that are tried on unrecorded attention: what it is told to do, and not how it does it."""
+_PROBED_ROWS = 6
+_LN_THETAS = [math.log(1e2) + step / 10 for step in range(160)]
+"""Logarithms of the bases from 100 to 900 million among which the best one is looked for."""
+_ROTATED_WRONGLY = (
+    rotation.other_pairs,
+    rotation.not_rotated,
+    rotation.backwards,
+    frequencies.scaling_ignored,
+    frequencies.other_scaling,
+    frequencies.wrong_theta,
+    frequencies.of_other_layers,
+    rotation.stretched,
+    frequencies.partial_rotary,
+    rotation.coarse_table,
+    rotation.frequencies_of_other_pairs,
+    rotation.other_tables,
+)
+"""Explanations of a rotation that are tried on queries and keys together."""
+_POSITIONS = {
+    "positions restart at 0 in every step: the chunk's offset is forgotten": "chunk",
+    "positions run on through the batch instead of restarting for each request": "batch",
+    "positions restart at 0 after the prompt": "prompt",
+    "rotary in decode at a position off by one (+1)": "decode+1",
+    "rotary in decode at a position off by one (-1)": "decode-1",
+}
 
 
-def unrecorded_attention(failure: Failure) -> tuple[Failure, torch.Tensor] | None:
-    """Return the failure of the attention that an operation was judged through, and the numbers of its rows.
+@dataclass(frozen=True, kw_only=True)
+class _Sides:
+    """Queries and keys before and after their rotation, as failures of the rotation that show no error."""
+
+    query: WrongOperation
+    key: WrongOperation
+
+
+def rotated_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Whatever may be wrong with a rotation is wrong with that of queries and keys alike."""
+    sides = _sides(wrong)
+    if sides is None:
+        return
+    for explain in _ROTATED_WRONGLY:
+        keys = {(item.cause, item.detail): item for item in explain(sides.key) if not item.num_fitted}
+        for query in explain(sides.query):
+            key = keys.get((query.cause, query.detail))
+            if key is not None and not query.num_fitted:
+                output = _attend(wrong, query.output, key.output)
+                yield Hypothesis(cause=query.cause, output=output, detail=query.detail)
+    right = sides.query.rotation
+    if right is not None:
+        yield from _of_one_side(wrong, sides, right)
+        yield from _at_other_positions(wrong, sides, right)
+        yield from _of_another_theta(wrong, sides, right)
+        yield from _of_another_scaling(wrong, sides, right)
+
+
+def _of_one_side(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
+    query, key = sides.query.expected, sides.key.expected
+    raw_query, raw_key = (item.inputs[0].flatten(1) for item in (sides.query, sides.key))
+    yield Hypothesis(cause="rotary is not applied to queries", output=_attend(wrong, raw_query, key))
+    yield Hypothesis(cause="rotary is not applied to keys", output=_attend(wrong, query, raw_key))
+
+
+def _at_other_positions(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
+    """Positions that other rows of the step, or of the request, have their share in; a common shift changes nothing."""
+    highest = int(sides.key.positions.max())
+    tried = {
+        cause: tuple(_positions(item, how) for item in (sides.query, sides.key)) for cause, how in _POSITIONS.items()
+    }
+    for n in range(1, highest + 1) if highest <= 512 else ():
+        first = int(wrong.positions.min())
+        if n == first:
+            cause = f"positions begin at 0 again after {n - 1}: they are taken modulo {n}"
+            tried[cause] = (sides.query.positions % n, sides.key.positions % n)
+        if n == first - 1:
+            cause = f"positions stop at {n}: rows after it are all rotated for it"
+            tried[cause] = (sides.query.positions.clamp(max=n), sides.key.positions.clamp(max=n))
+    for cause, (of_query, of_key) in tried.items():
+        query, key = right.turn(sides.query.inputs[0], of_query), right.turn(sides.key.inputs[0], of_key)
+        yield Hypothesis(cause=cause, output=_attend(wrong, query, key))
+
+
+def _positions(side: WrongOperation, how: str) -> torch.Tensor:
+    positions, places = side.positions, places_in_step(side)
+    if how == "prompt":
+        return torch.where(positions >= places["prompt"], positions - places["prompt"], positions)
+    if how.startswith("decode"):
+        return positions + (positions >= places["prompt"]).to(positions.dtype) * int(how.removeprefix("decode"))
+    return places[how]
+
+
+def _of_another_theta(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
+    """The base of the frequencies, fitted to the rows that see farthest."""
+    parameters = frequencies.rope_parameters(sides.query, right)
+    if "rope_theta" not in parameters:
+        return
+
+    def of(ln_theta: float) -> Rotation | None:
+        return frequencies.with_parameters(sides.query, right, {**parameters, "rope_theta": math.exp(ln_theta)})
+
+    best = _best(wrong, sides, _LN_THETAS, of)
+    fitted = None if best is None else float(f"{math.exp(best):.6g}")
+    changed = None if fitted is None else of(math.log(fitted))
+    if changed is not None:
+        cause = f"wrong rope theta: {fitted:.3g} instead of {float(parameters['rope_theta']):g}"
+        yield _of_rotation(wrong, sides, changed, cause, num_fitted=1)
+
+
+def _of_another_scaling(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
+    """Cosine and sine have another factor, which scales the scores by its square; it is no more than that to see."""
+    if right.scaling != 1.0:
+        plain = replace(right, scaling=1.0)
+        cause = f"rope scaling: attention_factor is 1 instead of {right.scaling:.4g}"
+        yield _of_rotation(wrong, sides, plain, cause)
+
+
+def _of_rotation(
+    wrong: WrongOperation, sides: _Sides, changed: Rotation, cause: str, num_fitted: int = 0
+) -> Hypothesis:
+    query, key = (changed.turn(item.inputs[0], item.positions) for item in (sides.query, sides.key))
+    return Hypothesis(cause=cause, output=_attend(wrong, query, key), num_fitted=num_fitted)
+
+
+def _best(
+    wrong: WrongOperation, sides: _Sides, grid: list[float], of: Callable[[float], Rotation | None]
+) -> float | None:
+    """Return where on a grid, and then between its places, the rows that see farthest come out nearest."""
+    view = max(wrong.views, key=lambda context: int(context.rows.position.max()))
+    order = view.rows.position.argsort(descending=True)[:_PROBED_ROWS]
+    rows = wrong.rows_of(view)[order]
+    past = sum(len(item.key) for item in wrong.views[: wrong.views.index(view)])
+    raw_key, positions = sides.key.inputs[0][past : past + len(view.key)], torch.arange(len(view.key))
+    probe = view.select(order)
+
+    def error(at: float) -> float:
+        changed = of(at)
+        if changed is None:
+            return math.inf
+        query = changed.turn(sides.query.inputs[0][rows], probe.rows.position).view_as(probe.query)
+        key = changed.turn(raw_key, positions).view_as(view.key)
+        return wrong.misfit(rows, replace(probe, query=query, key=key).attend())
+
+    at, width = min(grid, key=error), grid[1] - grid[0]
+    if not math.isfinite(error(at)):
+        return None
+    for _ in range(24):
+        width *= 0.6
+        at = min((at - width, at, at + width), key=error)
+    return at
+
+
+def rotated_though_none(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Rotary is applied in a layer that has none."""
+    if _sides(wrong) is not None or not wrong.views:
+        return
+    key_positions = torch.cat([torch.arange(len(view.key)) for view in wrong.views])
+    query, key = (torch.cat([getattr(view, name).flatten(1) for view in wrong.views]) for name in ("query", "key"))
+    for right in rotations(wrong.hf):
+        if query.shape[1] % right.head_dim == 0 and key.shape[1] % right.head_dim == 0:
+            turned = right.turn(query, wrong.positions), right.turn(key, key_positions)
+            yield Hypothesis(cause="rotary is applied, and this layer has none", output=_attend(wrong, *turned))
+
+
+def _attend(wrong: WrongOperation, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the context [R, N*H] of all views with other queries [R, N*H] and keys [all S, K*H]."""
+    contexts = list[torch.Tensor]()
+    row = past = 0
+    for view in wrong.views:
+        queries, history = query[row : row + len(view.rows)], key[past : past + len(view.key)]
+        row, past = row + len(queries), past + len(history)
+        contexts.append(replace(view, query=queries.view_as(view.query), key=history.view_as(view.key)).attend())
+    return torch.cat(contexts)
+
+
+def _sides(wrong: WrongOperation) -> _Sides | None:
+    """Return queries and keys, if HF rotates them and the engine did not record them after that."""
+    if wrong.rerun is None or not wrong.views:
+        return None
+    operations = [wrong.graph[tap] for tap in wrong.operation.inputs[:2]]
+    if any(item.kind is not Kind.ROTARY or item.tap not in wrong.unrecorded for item in operations):
+        return None
+    rerun, made = wrong.rerun, list[WrongOperation]()
+    rerun.run()
+    places = rerun.places(wrong.rows)
+    first = torch.cat([places[wrong.rows_of(view)[:1]] for view in wrong.views])
+    begin = first - first % rerun.part_inputs.batch.num_tokens
+    past = torch.cat([at + torch.arange(len(view.key)) for at, view in zip(begin, wrong.views, strict=True)])
+    history = Rows.concat([_history(view) for view in wrong.views])
+    for operation, rows, at in zip(operations, (wrong.rows, history), (places, past), strict=True):
+        raw, turned = rerun.values.get(operation.inputs[0]), rerun.values.get(operation.tap)
+        if raw is None or turned is None or bool((at < 0).any()):
+            return None
+        before, after = (x[at.to(x.device)].flatten(1).to("cpu", torch.float64) for x in (raw, turned))
+        made.append(
+            replace(
+                wrong,
+                operation=operation,
+                rows=rows,
+                inputs=[before],
+                expected=after,
+                actual=after,
+                roundings=torch.zeros(len(rows), dtype=torch.float64),
+                bound=torch.zeros(len(rows), dtype=torch.float64),
+                views=(),
+                downstream=None,
+            )
+        )
+    sides = _Sides(query=made[0], key=made[1])
+    return sides if sides.query.rotation is not None and sides.key.rotation is not None else None
+
+
+def _history(view: AttentionContext) -> Rows:
+    position = torch.arange(len(view.key))
+    return Rows(
+        request=torch.full_like(position, int(view.rows.request[0])), position=position, step=view.key_step.clamp(min=0)
+    )
+
+
+def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tensor] | None:
+    """Return the attention that an operation was judged through, and which of the wrong rows it has.
 
     None if there is none, or several.
     """
-    rerun = failure.rerun
-    between = [failure.graph[tap] for tap in failure.unrecorded if failure.graph[tap].kind is Kind.ATTENTION]
+    rerun = wrong.rerun
+    between = [wrong.graph[tap] for tap in wrong.unrecorded if wrong.graph[tap].kind is Kind.ATTENTION]
     if rerun is None or len(between) != 1:
         return None
-    attention, places = between[0], rerun.places(failure.rows)
+    attention, places = between[0], rerun.places(wrong.rows)
     rerun.run()
     if attention.tap not in rerun.calls or bool((places < 0).all()):
         return None
-    found, kept = histories(rerun.scene.batch, rerun.calls[attention.tap], places[places >= 0])
+    views, kept = histories(rerun.part_inputs.batch, rerun.calls[attention.tap], places[places >= 0])
     where = {place: at for at, place in enumerate(places.tolist())}
     order = torch.tensor([where[place] for place in kept.tolist()])
     expected = rerun.values[attention.tap][kept.to(rerun.hf.device)].flatten(1).to("cpu", torch.float64)
-    actual = failure.actual[order]
-    is_direct = failure.operation.kind is Kind.LINEAR and failure.operation.inputs == (attention.tap,)
+    actual = wrong.actual[order]
+    is_direct = wrong.operation.kind is Kind.LINEAR and wrong.operation.inputs == (attention.tap,)
 
     def push(context: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        given = failure.replay([context], failure.positions[order][rows]) if is_direct else None
-        return rerun.run({attention.tap: (kept[rows], context)})[kept[rows]] if given is None else given
+        direct = wrong.replay([context], wrong.positions[order][rows]) if is_direct else None
+        return rerun.run({attention.tap: (kept[rows], context)})[kept[rows]] if direct is None else direct
 
     inner = replace(
-        failure,
+        wrong,
         operation=attention,
-        rows=failure.rows.select(order),
-        actual=_guess(failure, actual - failure.expected[order], expected) if is_direct else expected,
+        rows=wrong.rows.select(order),
+        actual=_guess(wrong, actual - wrong.expected[order], expected) if is_direct else expected,
         expected=expected,
         inputs=[],
-        views=found,
-        beyond=Beyond(actual=actual, push=push),
+        roundings=wrong.roundings[order],
+        bound=wrong.bound[order],
+        views=views,
+        downstream=Downstream(actual=actual, push=push),
     )
     return inner, order
 
 
-def _guess(failure: Failure, error: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _guess(wrong: WrongOperation, error: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the context nearest to what should be that gives what the product after it gave, [R, W]."""
-    weight = failure.weight(failure.operation.tap)
+    weight = wrong.weight(wrong.operation.tap)
     if weight is None:
         return expected
     context: torch.Tensor = expected + torch.linalg.lstsq(weight, error.T, driver="gelsd").solution.T

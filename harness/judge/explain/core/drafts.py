@@ -26,19 +26,19 @@ class GivenUp:
 
 def given_up(recording: Recording, request: int) -> list[GivenUp]:
     """Return the drafts of a request, or the others of the request that a draft is of, in the order of their steps."""
-    found = list[GivenUp]()
+    drafts = list[GivenUp]()
     for draft in [item for item in _drafts(recording, request) if item != request]:
         steps = [step for step in recording.steps if not is_readback(step) and bool((step.request == draft).any())]
         if steps:
             rows = Rows.concat([all_rows(step) for step in steps])
             rows = rows.select(rows.request == draft)
-            found.append(GivenUp(draft, rows.select(rows.position.argsort())))
-    return sorted(found, key=lambda each: each.step)
+            drafts.append(GivenUp(draft, rows.select(rows.position.argsort())))
+    return sorted(drafts, key=lambda item: item.step)
 
 
-def is_draft_of(recording: Recording, other: int, request: int) -> bool:
-    """Whether rows of `other` were given up by a request, or by the request that it is a draft of."""
-    return other in _drafts(recording, request)
+def is_draft_of(recording: Recording, draft: int, request: int) -> bool:
+    """Whether rows of `draft` were given up by a request, or by the request that it is a draft of."""
+    return draft in _drafts(recording, request)
 
 
 def computed_before(recording: Recording, request: int, position: int, step: int) -> Rows:
@@ -53,8 +53,8 @@ def computed_before(recording: Recording, request: int, position: int, step: int
 
 def _original(recording: Recording, request: int) -> int:
     """Return the request that a draft is of; a request itself."""
-    found = next((item.draft_of for item in recording.manifest.requests if item.id == request), None)
-    return request if found is None else found
+    original = next((item.draft_of for item in recording.manifest.requests if item.id == request), None)
+    return request if original is None else original
 
 
 def _drafts(recording: Recording, request: int) -> list[int]:

@@ -1,27 +1,89 @@
-"""The part of HF's model with an operation, run again over all of a batch, with something else in it.
+"""HF's own code, run again: single operations on any inputs, and the part of the model around an operation.
 
-What the engine recorded is put back, as where it was judged, so that everything that it did not record follows from
-HF's own code: a change is tried through all that lies between it and the next tap.
+Where a part is run, what the engine recorded is put back, as where it was judged. So everything that the engine did
+not record follows from HF's own code: a change is tried through all that lies between it and the next tap.
 
 `P` places of the batch, `R` rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 
-from harness.formats.taps import Operation
+from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import RecordedRows
-from harness.judge.compare.evidence import Scene
+from harness.judge.compare.evidence import PartInputs
 from harness.judge.compare.replay import put_back
 from harness.oracle.model import HFModel
 from harness.oracle.paired import Value, run_part
+from harness.oracle.precision import PreservePrecision, upcast_parameters
 from harness.oracle.watch import AttentionCall, Watch
+
+
+def replay(hf: HFModel, operation: Operation, inputs: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return what an operation gives row by row: [rows, W] float64; None if it cannot be computed by itself.
+
+    Args:
+        hf: the model.
+        operation: a product, a norm, a sum or a gated activation.
+        inputs: [rows, ...] float64 in the order of `operation.inputs`.
+    """
+    flat = [x.flatten(1) for x in inputs]
+    if operation.kind in (Kind.LINEAR, Kind.NORM):
+        module = hf.module(operation.module)  # of another part of the model, maybe, than what is explained
+        with hf.weights.held(hf.part_of(operation.module)), upcast_parameters(torch.float64, module):
+            return _of_module(module, operation, flat[0])
+    if operation.kind is Kind.ADD and len(flat) == 2 and flat[0].shape == flat[1].shape:
+        return flat[0] + flat[1]
+    if operation.kind is Kind.ACTIVATION and (function := activation_of(hf, operation)) is not None:
+        gate, up = factors_of(operation, flat)
+        activated: torch.Tensor = function(gate)
+        return activated if up is None else activated * up
+    return None
+
+
+def _of_module(module: Any, operation: Operation, x: torch.Tensor) -> torch.Tensor | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    x = x.to(weight.device)
+    if operation.source.endswith(":linear"):
+        bias = getattr(module, "bias", None)
+        bias = bias.to(torch.float64) if isinstance(bias, torch.Tensor) else None
+        return torch.nn.functional.linear(x, weight.to(torch.float64), bias).cpu()
+    if operation.kind is Kind.NORM and x.shape[-1] != weight.shape[0]:  # norms of q and k see heads
+        if x.shape[-1] % weight.shape[0]:  # what is normed is a part of its input
+            return None
+        x = x.unflatten(-1, (-1, weight.shape[0]))
+    with PreservePrecision(torch.float64):
+        result: torch.Tensor = module(x)
+    return result.flatten(1).cpu().to(torch.float64)
+
+
+def factors_of(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return gate and up of an activation, [rows, W]; None for up if it has none.
+
+    Both may come as one, gate first, from a fused projection.
+    """
+    gate, *others = inputs
+    if others:
+        return gate, others[0]
+    if gate.shape[1] == 2 * prod(operation.shape):
+        gate, up = gate.chunk(2, dim=1)
+        return gate, up
+    return gate, None
+
+
+def activation_of(hf: HFModel, operation: Operation) -> Any:
+    """Return the activation function beside the module that reads a gated product; None if there is none."""
+    parent = hf.module(operation.module.rpartition(".")[0])
+    return next((getattr(parent, name) for name in ("act_fn", "activation_fn", "act") if hasattr(parent, name)), None)
 
 
 class _SeenError(Exception):
@@ -34,7 +96,7 @@ class Rerun:
 
     hf: HFModel
     watch: Watch
-    scene: Scene
+    part_inputs: PartInputs
     operation: Operation
     usable: frozenset[str]
     """Recorded taps."""
@@ -47,45 +109,45 @@ class Rerun:
 
     @cached_property
     def _where(self) -> Mapping[tuple[int, int, int], int]:
-        everything = torch.arange(self.scene.batch.num_places)
-        return {row: place for place, row in enumerate(self.scene.batch.rows(everything).identities())}
+        everything = torch.arange(self.part_inputs.batch.num_places)
+        return {row: place for place, row in enumerate(self.part_inputs.batch.rows(everything).identities())}
 
     def places(self, rows: Rows) -> torch.Tensor:
         """Return where rows stand in the batch, [R] int64; -1 for those that stand in another."""
         return torch.tensor([self._where.get(row, -1) for row in rows.identities()], dtype=torch.int64)
 
-    def run(self, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
+    def run(self, forced: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
         """Return what the operation gives in all places, [P, W] float64.
 
         Args:
-            given: by tap, places [R] and rows [R, ...] to put there in the place of what HF computes.
+            forced: by tap, places [R] and rows [R, ...] to put there in the place of what HF computes.
         """
         self.values.clear()
         with suppress(_SeenError):
             run_part(
                 self.hf,
                 self.watch,
-                self.scene.call,
-                (len(self.scene.batch.sequences), self.scene.batch.num_tokens),
-                lambda value: self._show(value, given or {}),
+                self.part_inputs.call,
+                (len(self.part_inputs.batch.sequences), self.part_inputs.batch.num_tokens),
+                lambda value: self._show(value, forced or {}),
             )
         return self.values[self.operation.tap].flatten(1).to("cpu", torch.float64)
 
     def _recorded(self, tap: str) -> RecordedRows | None:
         if tap not in self.recorded:
-            self.recorded[tap] = self.scene.batch.recorded(tap) if tap in self.usable else None
+            self.recorded[tap] = self.part_inputs.batch.recorded(tap) if tap in self.usable else None
         return self.recorded[tap]
 
-    def _show(self, value: Value, given: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    def _show(self, value: Value, forced: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
         tap, replaced = value.operation.tap, None
-        rows = value.in_all_places(value.rows, self.scene.batch.num_places)
+        rows = value.in_all_places(value.rows, self.part_inputs.batch.num_places)
         if value.call is not None:
             self.calls[tap] = value.call
         if tap == self.operation.tap:
             self.values[tap] = rows.clone()
             raise _SeenError
-        if tap in given:
-            replaced = put_back(rows, *given[tap])
+        if tap in forced:
+            replaced = put_back(rows, *forced[tap])
         elif (recorded := self._recorded(tap)) is not None:
             replaced = put_back(rows, recorded.places, recorded.rows)
         self.values[tap] = (rows if replaced is None else replaced).clone()
@@ -95,9 +157,9 @@ class Rerun:
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Give a module or a parameter another attribute for the duration of the block."""
-    own = getattr(holder, name)
+    original = getattr(holder, name)
     try:
         setattr(holder, name, value)
         yield
     finally:
-        setattr(holder, name, own)
+        setattr(holder, name, original)

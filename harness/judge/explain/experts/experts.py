@@ -1,4 +1,4 @@
-"""Ways to get a mixture of experts wrong: other experts, other weights of them, one expert that is wrong by itself."""
+"""A mixture of experts is wrong: other experts, other weights of them, one wrong expert, or the shared expert."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from harness.judge.compare.evidence import MAX_ROWS
-from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis, hypotheses
 from harness.judge.explain.core.rerun import replaced
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
 from harness.judge.explain.experts.mixture import (
     Mixture,
     changed,
@@ -43,11 +42,13 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ReLU": functional.relu,
     "left out": lambda x: x,
 }
+_NAMED = 1e-2
+"""Distance up to which a fitted factor is one that has a name."""
 
 
-def wrong_experts(failure: Failure) -> Iterator[Hypothesis]:
+def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Each expert is right, and others were mixed, or with other weights; or the experts are wrong, or one of them."""
-    mixture = mixture_of(failure)
+    mixture = mixture_of(wrong)
     if mixture is None:
         return
     expert = _only_expert(mixture)
@@ -64,23 +65,27 @@ def wrong_experts(failure: Failure) -> Iterator[Hypothesis]:
 
 
 def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
-    own, count = mixture.weights, mixture.weights.shape[1]
-    total = own.sum(dim=1, keepdim=True)
+    weights_RC, count = mixture.weights, mixture.weights.shape[1]
+    total = weights_RC.sum(dim=1, keepdim=True)
     tried = {
-        "the experts' outputs are added without the router's weights": torch.ones_like(own),
-        "the experts' outputs are averaged, without the router's weights": torch.full_like(own, 1 / count),
-        "the router's weights are applied twice": own.square(),
-        "the router's weights are normalised to a sum of one before the experts' outputs are added": own / total,
-        "every expert of a row is given the weight of the first": own[:, :1].expand_as(own),
+        "the experts' outputs are added without the router's weights": torch.ones_like(weights_RC),
+        "the experts' outputs are averaged, without the router's weights": torch.full_like(weights_RC, 1 / count),
+        "the router's weights are applied twice": weights_RC.square(),
+        "the router's weights are normalised to a sum of one before the experts' outputs are added": weights_RC / total,
+        "every expert of a row is given the weight of the first": weights_RC[:, :1].expand_as(weights_RC),
     }
     if count <= _MAX_ORDERED:
         for order in list(permutations(range(count)))[1:]:
-            tried[f"the experts of a row are given each other's weights, in the order {list(order)}"] = own[:, order]
+            tried[f"the experts of a row are given each other's weights, in the order {list(order)}"] = weights_RC[
+                :, order
+            ]
     for cause, weights in tried.items():
         yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(weights)))
-    with exactly(mixture.failure):
+    with exactly(mixture.wrong):
         parts = [
-            run_experts(mixture.module, mixture.x * own[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total))
+            run_experts(
+                mixture.module, mixture.x * weights_RC[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total)
+            )
             for at in range(count)
         ]
     cause = "the router's weights are applied to the experts' input instead of their output"
@@ -99,7 +104,7 @@ def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypoth
     def added(x: torch.Tensor) -> torch.Tensor:
         return run_experts(mixture.module, x, mixture.chosen, mixture.weights)
 
-    with exactly(mixture.failure):
+    with exactly(mixture.wrong):
         experts, of_plain = added(mixture.x), added(plain)
         tried = {
             "the experts' outputs are added without the router's weights": base + of_plain,
@@ -113,9 +118,9 @@ def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypoth
 
 def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
     """Fewer of the chosen experts are added, with their own weights or with weights that make up for it."""
-    own, count = mixture.weights, mixture.weights.shape[1]
+    weights_RC, count = mixture.weights, mixture.weights.shape[1]
     for kept in range(1, count):
-        weights = own * (torch.arange(count) < kept)
+        weights = weights_RC * (torch.arange(count) < kept)
         whose = "the first of the chosen experts" if kept == 1 else f"the first {kept} of the chosen experts"
         yield Hypothesis(cause=f"only {whose} is added", output=mixture.mixed(mixture.spread(weights)))
         again = weights / weights.sum(dim=1, keepdim=True)
@@ -126,14 +131,14 @@ def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
 def _other_experts(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
     """The outputs of an expert stand where those of another should."""
     meant = mixture.table
-    found = ((at, _source(meant[:, at], used, at)) for at in range(mixture.num_experts))
-    moved = {at: to for at, to in found if at != to}
+    sources = ((at, _source(meant[:, at], used, at)) for at in range(mixture.num_experts))
+    moved = {at: to for at, to in sources if at != to}
     exchanged = {at: to for at, to in moved.items() if moved.get(to) == at}
     for item in (moved, exchanged if exchanged != moved else {}):
         if item:
             source = torch.tensor([item.get(at, at) for at in range(mixture.num_experts)])
             table = torch.zeros_like(meant).index_add_(1, source, meant)
-            yield Hypothesis(cause=_moved(item, mixture.num_experts), output=mixture.mixed(table), freedom=len(item))
+            yield Hypothesis(cause=_moved(item, mixture.num_experts), output=mixture.mixed(table), num_fitted=len(item))
 
 
 def _source(meant: torch.Tensor, used: torch.Tensor, expert: int) -> int:
@@ -177,17 +182,17 @@ def _left_out(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
         yield Hypothesis(
             cause="some rows lack the output of experts that they chose, as under a limited capacity",
             output=mixture.mixed(meant.masked_fill(is_out, 0)),
-            freedom=int(is_out.sum()),
+            num_fitted=int(is_out.sum()),
             is_cause=False,
         )
 
 
 def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
     """The experts are those of another layer, or all compute something else with their weights."""
-    failure = mixture.failure
-    for operation in others_like(failure):
-        with exactly(failure, operation.module):
-            output = mixture.run(experts_of(failure, operation))
+    wrong = mixture.wrong
+    for operation in others_like(wrong):
+        with exactly(wrong, operation.module):
+            output = mixture.run(experts_of(wrong, operation))
         yield Hypothesis(cause=f"the experts are those of {operation.tap}", output=output)
     for cause, output in _computed_otherwise(mixture, mixture.run):
         yield Hypothesis(cause=cause, output=output)
@@ -195,28 +200,30 @@ def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
 
 def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
     """One expert is that of another layer, or computes something else with its weights, or its weights are others."""
-    failure, own = mixture.failure, mixture.table[:, expert, None]
-    for operation in others_like(failure):
-        with exactly(failure, operation.module):
-            part = one_expert(experts_of(failure, operation), mixture.x, expert)
+    wrong, weight = mixture.wrong, mixture.table[:, expert, None]
+    for operation in others_like(wrong):
+        with exactly(wrong, operation.module):
+            part = one_expert(experts_of(wrong, operation), mixture.x, expert)
         cause = f"the weights of expert {expert} are those of expert {expert} of {operation.tap}"
         yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part))
-    for other in range(mixture.num_experts):
-        if other != expert:
-            cause = _moved({expert: other}, mixture.num_experts)
-            yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, mixture.outputs[other]), freedom=1)
+    for replacement in range(mixture.num_experts):
+        if replacement != expert:
+            cause = _moved({expert: replacement}, mixture.num_experts)
+            yield Hypothesis(
+                cause=cause, output=mixture.with_part_of(expert, mixture.outputs[replacement]), num_fitted=1
+            )
     for cause, part in _computed_otherwise(mixture, lambda: mixture.part_of(expert)):
         yield Hypothesis(cause=f"in expert {expert}, {cause}", output=mixture.with_part_of(expert, part))
-    part = own * mixture.outputs[expert]
-    factor = 1 + failure.factor_of(part, failure.expected)
+    part = weight * mixture.outputs[expert]
+    factor = 1 + wrong.factor_of(part, wrong.expected)
     if abs(factor) > _NOTHING:
         cause = f"the output of expert {expert} is scaled by {factor:.4g}"
-        yield Hypothesis(cause=cause, output=failure.expected + (factor - 1) * part, freedom=1)
+        yield Hypothesis(cause=cause, output=wrong.expected + (factor - 1) * part, num_fitted=1)
     count = int(mixture.rows_of(expert).sum())
     yield Hypothesis(
         cause=f"expert {expert} is another than that of the checkpoint: other weights, or not all of them",
         detail=f"each of the {count} wrong rows that were looked at chose it",
-        output=failure.actual,
+        output=wrong.actual,
         is_fallback=True,
     )
 
@@ -224,25 +231,25 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
 def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield causes, and what comes of the experts under them."""
     module = mixture.module
-    with exactly(mixture.failure):
+    with exactly(mixture.wrong):
         if (exchange := _gate_and_up_exchanged(module)) is not None:
             with changed(module, exchange):
                 yield "gate and up are swapped", run()
-        own = getattr(module, "act_fn", None)
-        if isinstance(own, nn.Module):
+        activation = getattr(module, "act_fn", None)
+        if isinstance(activation, nn.Module):
             for name, function in _ACTIVATIONS.items():
-                if not torch.equal(function(mixture.x), own(mixture.x)):
+                if not torch.equal(function(mixture.x), activation(mixture.x)):
                     with replaced(module, "act_fn", _Function(function)):
                         yield f"the activation is {name}", run()
 
 
 def _gate_and_up_exchanged(module: nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
     """Return what exchanges both halves of the first product's weight; None if a module has no such."""
-    own = dict(module.named_parameters(recurse=False))
-    if not {"gate_up_proj", "down_proj"} <= own.keys():
+    parameters = dict(module.named_parameters(recurse=False))
+    if not {"gate_up_proj", "down_proj"} <= parameters.keys():
         return None
-    inner = set(own["down_proj"].shape[1:])
-    sizes = [size // 2 for size in own["gate_up_proj"].shape[1:] if size % 2 == 0 and size // 2 in inner]
+    inner = set(parameters["down_proj"].shape[1:])
+    sizes = [size // 2 for size in parameters["gate_up_proj"].shape[1:] if size % 2 == 0 and size // 2 in inner]
     if len(sizes) != 1:
         return None
 
@@ -295,4 +302,39 @@ def _only_expert(mixture: Mixture) -> int | None:
     return suspects[0] if len(suspects) == 1 else None
 
 
-EXPLANATIONS = (wrong_experts,)
+def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The routed experts' output and the gated one of the shared expert, added otherwise."""
+    parts = _parts(wrong)
+    if parts is None:
+        return
+    routed, shared, gate = parts
+    gated = shared * gate.sigmoid()
+    tried = {
+        "the shared expert is not added": routed,
+        "the routed experts are not added": gated,
+        "the shared expert is added without its gate": routed + shared,
+        "the gate of the shared expert is used without a sigmoid": routed + shared * gate,
+        "the gate of the shared expert is applied to the routed experts instead": routed * gate.sigmoid() + shared,
+        "the gate of the shared expert is applied to the routed experts, too": (routed + shared) * gate.sigmoid(),
+        "the shared expert is added twice": routed + 2 * gated,
+        "the shared expert is subtracted": routed - gated,
+    }
+    yield from hypotheses(tried)
+    for what, part in (("shared expert", gated), ("routed experts", routed)):
+        factor = 1 + wrong.factor_of(part, wrong.expected)
+        if min(abs(factor - named) for named in (-1, 0, 2)) > _NAMED:
+            output = wrong.expected + (factor - 1) * part
+            yield Hypothesis(cause=f"the output of the {what} is scaled by {factor:.4g}", output=output, num_fitted=1)
+
+
+def _parts(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return routed and shared experts' outputs [R, D] and the gate [R, 1]; None if something else is summed."""
+    width = wrong.expected.shape[1]
+    flat = [x.flatten(1) for x in wrong.inputs if x.dim() > 1]
+    wide, gates = [x for x in flat if x.shape[1] == width], [x for x in flat if x.shape[1] == 1]
+    if len(wide) != 2 or len(gates) != 1 or width == 1:
+        return None
+    for routed, shared in (wide, wide[::-1]):
+        if wrong.is_expected(routed + shared * gates[0].sigmoid()):
+            return routed, shared, gates[0]
+    return None

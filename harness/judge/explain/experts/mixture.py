@@ -13,8 +13,8 @@ from torch import nn
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import is_readback
-from harness.judge.explain.core.failure import Failure
 from harness.judge.explain.core.rerun import replaced
+from harness.judge.explain.core.wrong_operation import WrongOperation
 from harness.oracle.experts import num_experts, one_expert, reads_slots, run_experts
 from harness.oracle.precision import PreservePrecision, eager_experts, upcast
 
@@ -44,7 +44,7 @@ class _Call:
 class Mixture(_Call):
     """Each expert's output for each row, and the weights by which the rows are mixed."""
 
-    failure: Failure
+    wrong: WrongOperation
     outputs: torch.Tensor
     """[E, R, D] float64, without weights."""
 
@@ -67,9 +67,9 @@ class Mixture(_Call):
         """Return [R, D] under weights [R, E]."""
         return self.base + torch.einsum("re,erd->rd", table, self.outputs)
 
-    def with_part_of(self, expert: int, other: torch.Tensor) -> torch.Tensor:
-        """Return [R, D] where one expert gives `other` [R, D]."""
-        return self.failure.expected + self.table[:, expert, None] * (other - self.outputs[expert])
+    def with_part_of(self, expert: int, output: torch.Tensor) -> torch.Tensor:
+        """Return [R, D] where one expert gives `output` [R, D]."""
+        return self.wrong.expected + self.table[:, expert, None] * (output - self.outputs[expert])
 
     def part_of(self, expert: int) -> torch.Tensor:
         """Return what the module gives now if each row goes to one expert, with weight 1: [R, D]."""
@@ -87,7 +87,7 @@ class Mixture(_Call):
         if self.num_experts * 2 > self.x.shape[1]:
             return None
         columns = self.outputs.permute(1, 2, 0)  # [R, D, E]
-        actual = (self.failure.actual - self.base)[..., None]
+        actual = (self.wrong.actual - self.base)[..., None]
         solution: torch.Tensor = torch.linalg.lstsq(columns, actual).solution
         return solution[..., 0]
 
@@ -96,62 +96,62 @@ class Mixture(_Call):
         return (self.chosen == expert).any(dim=1)
 
 
-def mixture_of(failure: Failure) -> Mixture | None:
+def mixture_of(wrong: WrongOperation) -> Mixture | None:
     """Return the experts behind the rows; None if the operation is no mixture that HF's module gives apart."""
-    if len(failure.operation.inputs) != len(failure.inputs):
+    if len(wrong.operation.inputs) != len(wrong.inputs):
         return None
-    with exactly(failure):
-        call = _of_three(failure) or _of_two(failure) or _of_slots(failure)
+    with exactly(wrong):
+        call = _of_three(wrong) or _of_two(wrong) or _of_slots(wrong)
         if call is None:
             return None
         count = num_experts(call.module)
         if count is None or call.weights.shape != call.chosen.shape or count * call.x.numel() > _MAX_ELEMENTS:
             return None
-        if not failure.is_expected(call.base + run_experts(call.module, call.x, call.chosen, call.weights)):
+        if not wrong.is_expected(call.base + run_experts(call.module, call.x, call.chosen, call.weights)):
             return None
         outputs = torch.stack([one_expert(call.module, call.x, expert) for expert in range(count)])
-    return Mixture(failure=failure, outputs=outputs, **vars(call))
+    return Mixture(wrong=wrong, outputs=outputs, **vars(call))
 
 
-def _of_three(failure: Failure) -> _Call | None:
+def _of_three(wrong: WrongOperation) -> _Call | None:
     """Experts that read rows, the experts chosen for them, and the weights of these."""
-    tap = choice_of(failure)
-    if tap is None or len(failure.inputs) != 3:
+    tap = choice_of(wrong)
+    if tap is None or len(wrong.inputs) != 3:
         return None
-    named = dict(zip(failure.operation.inputs, failure.inputs, strict=True))
+    named = dict(zip(wrong.operation.inputs, wrong.inputs, strict=True))
     chosen = named.pop(tap).to(torch.int64).flatten(1)
-    x, weights = sorted((item.flatten(1) for item in named.values()), key=lambda each: -each.shape[1])
-    return _Call(module=failure.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
+    x, weights = sorted((item.flatten(1) for item in named.values()), key=lambda tensor: -tensor.shape[1])
+    return _Call(module=wrong.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
 
 
-def _of_two(failure: Failure) -> _Call | None:
+def _of_two(wrong: WrongOperation) -> _Call | None:
     """Experts whose choice no operation shows: HF's router is run again on what the experts read."""
-    if len(failure.inputs) != 2 or choice_of(failure) is not None or num_experts(failure.module) is None:
+    if len(wrong.inputs) != 2 or choice_of(wrong) is not None or num_experts(wrong.module) is None:
         return None
-    x, weights = sorted((item.flatten(1) for item in failure.inputs), key=lambda each: -each.shape[1])
-    chosen = routed(failure, x)
+    x, weights = sorted((item.flatten(1) for item in wrong.inputs), key=lambda tensor: -tensor.shape[1])
+    chosen = routed(wrong, x)
     if chosen is None:
         return None
-    return _Call(module=failure.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
+    return _Call(module=wrong.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
 
 
-def routed(failure: Failure, x: torch.Tensor) -> torch.Tensor | None:
+def routed(wrong: WrongOperation, x: torch.Tensor) -> torch.Tensor | None:
     """Return the experts [rows, C] that HF's router chooses for rows [rows, D]; None if it does not say them."""
-    for tap in failure.operation.inputs:
-        router: Any = failure.hf.module(failure.graph[tap].module)
-        if ":" in failure.graph[tap].source and isinstance(getattr(router, "weight", None), torch.Tensor):
-            with failure.hf.weights.held(failure.hf.part_of(failure.graph[tap].module)):
-                given = router(x.to(router.weight))
-            found = [item for item in given if not item.is_floating_point()] if isinstance(given, tuple) else []
-            return found[0].to("cpu", torch.int64) if len(found) == 1 else None
+    for tap in wrong.operation.inputs:
+        router: Any = wrong.hf.module(wrong.graph[tap].module)
+        if ":" in wrong.graph[tap].source and isinstance(getattr(router, "weight", None), torch.Tensor):
+            with wrong.hf.weights.held(wrong.hf.part_of(wrong.graph[tap].module)):
+                outputs = router(x.to(router.weight))
+            indices = [item for item in outputs if not item.is_floating_point()] if isinstance(outputs, tuple) else []
+            return indices[0].to("cpu", torch.int64) if len(indices) == 1 else None
     return None
 
 
-def _of_slots(failure: Failure) -> _Call | None:
+def _of_slots(wrong: WrongOperation) -> _Call | None:
     """Experts that all read all rows, each multiplied by its expert's score, which is zero for all experts but one."""
-    module = next((child for child in failure.module.children() if reads_slots(child)), None)
+    module = next((child for child in wrong.module.children() if reads_slots(child)), None)
     count = None if module is None else num_experts(module)
-    flat = [item.flatten(1) for item in failure.inputs]
+    flat = [item.flatten(1) for item in wrong.inputs]
     tables = [item for item in flat if item.shape[1] == count]
     if module is None or count is None or len(tables) != 1 or len(flat) != 3:
         return None
@@ -162,25 +162,25 @@ def _of_slots(failure: Failure) -> _Call | None:
         call = _Call(
             module=module, x=x * scores, chosen=chosen, weights=torch.ones_like(scores), base=base, scores=scores
         )
-        if failure.is_expected(base + run_experts(module, call.x, chosen, call.weights)):
+        if wrong.is_expected(base + run_experts(module, call.x, chosen, call.weights)):
             return call
     return None
 
 
-def choice_of(failure: Failure) -> str | None:
+def choice_of(wrong: WrongOperation) -> str | None:
     """Return the tap of the choice that an operation reads."""
-    found = [tap for tap in failure.operation.inputs if failure.graph[tap].kind is Kind.CHOICE]
-    return found[0] if len(found) == 1 else None
+    choices = [tap for tap in wrong.operation.inputs if wrong.graph[tap].kind is Kind.CHOICE]
+    return choices[0] if len(choices) == 1 else None
 
 
 @contextmanager
-def exactly(failure: Failure, path: str | None = None) -> Iterator[None]:
-    """Run experts in float64: those of the failure, which are held in it, or those at another path."""
+def exactly(wrong: WrongOperation, path: str | None = None) -> Iterator[None]:
+    """Run experts in float64: those of the operation, which are held in it, or those at another path."""
     with ExitStack() as stack:
-        stack.enter_context(eager_experts(*failure.hf.configs))
+        stack.enter_context(eager_experts(*wrong.hf.configs))
         if path is not None:
-            stack.enter_context(failure.hf.weights.held(failure.hf.part_of(path)))
-            stack.enter_context(upcast(torch.float64, failure.hf.module(path)))
+            stack.enter_context(wrong.hf.weights.held(wrong.hf.part_of(path)))
+            stack.enter_context(upcast(torch.float64, wrong.hf.module(path)))
         stack.enter_context(PreservePrecision(torch.float64))
         yield
 
@@ -194,38 +194,40 @@ def changed(module: nn.Module, change: Callable[[str, torch.Tensor], torch.Tenso
         yield
 
 
-def others_like(failure: Failure) -> list[Operation]:
+def others_like(wrong: WrongOperation) -> list[Operation]:
     """Return the operations of the same site in the other layers."""
-    own = failure.operation
-    return [op for op in failure.graph if op.site == own.site and op.kind is own.kind and op.tap != own.tap]
+    operation = wrong.operation
+    return [
+        op for op in wrong.graph if op.site == operation.site and op.kind is operation.kind and op.tap != operation.tap
+    ]
 
 
 def recorded_choices(mixture: Mixture) -> torch.Tensor | None:
     """Return the experts of every row that was recorded, right or wrong: [rows, C] int64; None if they are not."""
-    failure = mixture.failure
-    tap = choice_of(failure)
+    wrong = mixture.wrong
+    tap = choice_of(wrong)
     if tap is not None:
-        was_recorded = any(step.has(tap) for step in failure.recording.steps)
-        return _recorded(failure, tap).to(torch.int64) if was_recorded else None
-    for tap, x in zip(failure.operation.inputs, failure.inputs, strict=True):
+        was_recorded = any(step.has(tap) for step in wrong.recording.steps)
+        return _recorded(wrong, tap).to(torch.int64) if was_recorded else None
+    for tap, x in zip(wrong.operation.inputs, wrong.inputs, strict=True):
         width = x.flatten(1).shape[1]
         if mixture.scores is not None and width == mixture.num_experts:
-            return _recorded(failure, tap).argmax(dim=1, keepdim=True)
+            return _recorded(wrong, tap).argmax(dim=1, keepdim=True)
         if mixture.scores is None and width == mixture.x.shape[1]:
-            with exactly(failure):
-                return routed(failure, _recorded(failure, tap).to(torch.float64))
+            with exactly(wrong):
+                return routed(wrong, _recorded(wrong, tap).to(torch.float64))
     return None
 
 
-def _recorded(failure: Failure, tap: str) -> torch.Tensor:
+def _recorded(wrong: WrongOperation, tap: str) -> torch.Tensor:
     """Return a tap of every step, [rows, W]."""
-    steps = [step for step in failure.recording.steps if not is_readback(step) and step.has(tap)]
+    steps = [step for step in wrong.recording.steps if not is_readback(step) and step.has(tap)]
     return torch.cat([step.tap(tap).flatten(1) for step in steps])
 
 
-def experts_of(failure: Failure, operation: Operation) -> nn.Module:
-    """Return HF's module of experts behind an operation like the failure's."""
-    module = failure.hf.module(operation.module)
+def experts_of(wrong: WrongOperation, operation: Operation) -> nn.Module:
+    """Return HF's module of experts behind an operation of the same site."""
+    module = wrong.hf.module(operation.module)
     if num_experts(module) is not None:
         return module
     return next(child for child in module.children() if reads_slots(child))

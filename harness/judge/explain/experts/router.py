@@ -1,19 +1,24 @@
-"""Ways to get the weights of the chosen experts wrong.
+"""A router's choice or its weights are wrong; and the choice among earlier tokens, as sparse attention makes it.
 
-`R` rows, `E` experts, `C` chosen ones of a row.
+`R` rows, `E` experts, `C` chosen experts or positions of a row, the best first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
-from harness.formats.taps import Kind
-from harness.judge.explain.core.failure import Failure
+from harness.formats.recording import Recording
+from harness.formats.taps import Kind, Operation
+from harness.judge.compare.align import is_readback
 from harness.judge.explain.core.formats import rounded
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
+from harness.results.check import Explanation
 
+_NEARLY_ALL = 0.9
+"""Share of the rows that a cause must explain: no rounding turns one choice into another, and some agree by chance."""
 _SAME = 1e-5
 """Relative distance within which a form of the weights is the model's own."""
 _FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
@@ -27,6 +32,89 @@ SCORES: Mapping[str, Score] = {
 }
 
 
+def explain_count(operation: Operation, recording: Recording) -> Explanation | None:
+    """Explain a choice of too few or too many, which can be compared with nothing; None for any other operation."""
+    entry = next((entry for entry in recording.manifest.taps if entry.name == operation.tap), None)
+    if operation.kind is not Kind.CHOICE or entry is None:
+        return None
+    actual, expected = prod(entry.shape), prod(operation.shape)
+    return Explanation(
+        cause=f"wrong top-k: a row has {actual} chosen experts, and should have {expected}",
+        scope="all rows",
+    )
+
+
+def other_choice(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The indices are those of other scores, or not of the best ones."""
+    if wrong.operation.among_tokens:  # no experts
+        return
+    scores, count = wrong.inputs[0].flatten(1), wrong.expected.shape[1]
+    order = scores.argsort(dim=1, descending=True)
+    yield choice(wrong, "the experts with the lowest scores are chosen", order.flip(1)[:, :count])
+    if order.shape[1] > count:
+        yield choice(wrong, "the best expert is passed over: the choice begins at the second", order[:, 1 : count + 1])
+    yield choice(wrong, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
+    if _is_one_choice(wrong):
+        yield choice(wrong, "every row is sent to the same experts", wrong.actual[:1].long().expand(len(scores), -1))
+    yield choice(wrong, "the numbers of the experts are one too high", order[:, :count] + 1)
+    yield choice(wrong, "the numbers of the experts are one too low", order[:, :count] - 1)
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        coarse = rounded(scores, dtype).argsort(dim=1, descending=True, stable=True)[:, :count]
+        yield choice(wrong, f"the experts are chosen by scores in {name}", coarse)
+
+
+def _is_one_choice(wrong: WrongOperation) -> bool:
+    """Whether all rows that were recorded, the right ones too, have the same experts."""
+    tap = wrong.operation.tap
+    steps = [step for step in wrong.recording.steps if not is_readback(step) and step.has(tap)]
+    recorded = torch.cat([step.tap(tap).flatten(1) for step in steps]).sort(dim=1).values
+    return len(recorded.unique(dim=0)) == 1
+
+
+def choice_by_other_scores(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The choice forgets what the model adds to the scores, or the groups that it is made in."""
+    logits = None if wrong.operation.among_tokens else logits_of(wrong)
+    if logits is None:
+        return
+    count = wrong.expected.shape[1]
+    bias = bias_of(wrong)
+    for name, score in list(SCORES.items())[:2]:
+        plain = score(logits)
+        if bias is not None:
+            cause = "the router's bias is left out of the choice, or its groups are"
+            yield choice(wrong, cause, plain.topk(count).indices)
+            if len(wrong.operation.shape) > 1:  # the best of each group
+                groups, num_groups_chosen = wrong.operation.shape[-2:]
+                best = plain.unflatten(1, (groups, -1)).topk(num_groups_chosen).indices.flatten(1)
+                yield choice(wrong, "the router's bias is left out of the choice", best)
+            for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
+                biased = plain + sign * bias
+                yield choice(wrong, f"the router chooses by {name} {which}", biased.topk(count).indices)
+
+
+def choice_of_another_row(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The indices are those of the row before or after."""
+    if wrong.operation.among_tokens or not wrong.operation.inputs:
+        return
+    tap, count = wrong.operation.inputs[0], wrong.expected.shape[1]
+    for shift in (-1, 1):
+        at = (wrong.positions + shift).clamp(min=0)
+        logits = gathered(wrong.locator, tap, replace(wrong.rows, position=at))
+        if logits is not None:
+            cause = f"the experts are those of another row, {shift:+d} positions away"
+            yield choice(wrong, cause, logits.topk(count).indices)
+
+
+def choice(wrong: WrongOperation, cause: str, chosen: torch.Tensor) -> Hypothesis:
+    """Return a hypothesis about indices [R, C], whose order is free."""
+    is_same = (chosen.sort(dim=1).values == wrong.actual.sort(dim=1).values).all(dim=1, keepdim=True)
+    return Hypothesis(
+        cause=cause,
+        output=torch.where(is_same, wrong.actual, wrong.actual + 1 + wrong.actual.abs()),
+        is_cause=float(is_same.double().mean()) >= _NEARLY_ALL,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Form:
     """A way to make the weights of the chosen experts from the router's scores."""
@@ -38,23 +126,23 @@ class _Form:
     """[R, C] float64."""
 
 
-def other_routing_weights(failure: Failure) -> Iterator[Hypothesis]:
+def other_routing_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weights are made in another way than the model's: not normalised, or once too often, by other scores."""
-    logits, chosen = logits_of(failure), _chosen(failure)
+    logits, chosen = logits_of(wrong), _chosen(wrong)
     if logits is None or chosen is None:
         return
-    forms = list(_forms(failure, logits, chosen))
-    own = next((form for form in forms if failure.is_expected(form.weights)), None)
-    if own is None:
+    forms = list(_forms(wrong, logits, chosen))
+    right = next((form for form in forms if wrong.is_expected(form.weights)), None)
+    if right is None:
         return
     for form in forms:
-        if form is not own and not _is_same(form.weights, own.weights):
-            yield Hypothesis(cause=_difference(form, own), output=form.weights)
-    yield from _used_otherwise(failure, own, logits, chosen)
+        if form is not right and not _is_same(form.weights, right.weights):
+            yield Hypothesis(cause=_difference(form, right), output=form.weights)
+    yield from _used_otherwise(wrong, right, logits, chosen)
 
 
-def _forms(failure: Failure, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[_Form]:
-    factor = _factor(failure)
+def _forms(wrong: WrongOperation, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[_Form]:
+    factor = _factor(wrong)
     for name, score in SCORES.items():
         picked = score(logits).gather(1, chosen)
         for is_normalised in (False, True):
@@ -63,82 +151,84 @@ def _forms(failure: Failure, logits: torch.Tensor, chosen: torch.Tensor) -> Iter
                 yield _Form(score=name, is_normalised=is_normalised, factor=fromkey, weights=weights * fromkey)
 
 
-def _difference(form: _Form, own: _Form) -> str:
+def _difference(form: _Form, right: _Form) -> str:
     """Say how a form of the weights differs from the model's own."""
     parts = []
-    if form.score != own.score:
-        parts.append(f"the weights are made by {form.score}, instead of {own.score}")
-    if form.is_normalised and not own.is_normalised:
+    if form.score != right.score:
+        parts.append(f"the weights are made by {form.score}, instead of {right.score}")
+    if form.is_normalised and not right.is_normalised:
         parts.append("the weights are normalised to a sum of one, as by a softmax over the chosen experts alone")
-    if own.is_normalised and not form.is_normalised:
+    if right.is_normalised and not form.is_normalised:
         parts.append("the weights are not normalised to a sum of one")
-    if form.factor != own.factor:
-        parts.append(f"the routed scaling factor is {form.factor:.4g} instead of {own.factor:.4g}")
+    if form.factor != right.factor:
+        parts.append(f"the routed scaling factor is {form.factor:.4g} instead of {right.factor:.4g}")
     return ", and ".join(parts)
 
 
-def _used_otherwise(failure: Failure, own: _Form, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[Hypothesis]:
-    weights, count = own.weights, chosen.shape[1]
+def _used_otherwise(
+    wrong: WrongOperation, right: _Form, logits: torch.Tensor, chosen: torch.Tensor
+) -> Iterator[Hypothesis]:
+    weights, count = right.weights, chosen.shape[1]
     again = weights / weights.sum(dim=1, keepdim=True)
     tried = {
         "the weights are all one: the router's are not used": torch.ones_like(weights),
-        "the weights are all equal: the router's are not used": torch.full_like(weights, own.factor / count),
+        "the weights are all equal: the router's are not used": torch.full_like(weights, right.factor / count),
         "the weights are in another order than the experts": weights.flip(1),
         "a softmax is applied to the weights once more": weights.softmax(dim=1),
         "the weights are squared: applied twice": weights.square(),
     }
-    if own.factor != 1:
+    if right.factor != 1:
         tried["the weights are normalised to a sum of one after the routed scaling factor"] = again
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        coarse = rounded(SCORES[own.score](rounded(logits, dtype)), dtype).gather(1, chosen)
-        coarse = coarse / coarse.sum(dim=1, keepdim=True) if own.is_normalised else coarse
-        tried[f"the weights are computed in {name}"] = coarse * own.factor
-    bias = bias_of(failure)
+        coarse = rounded(SCORES[right.score](rounded(logits, dtype)), dtype).gather(1, chosen)
+        coarse = coarse / coarse.sum(dim=1, keepdim=True) if right.is_normalised else coarse
+        tried[f"the weights are computed in {name}"] = coarse * right.factor
+    bias = bias_of(wrong)
     if bias is not None:
-        corrected = (SCORES[own.score](logits) + bias).gather(1, chosen)
-        corrected = corrected / corrected.sum(dim=1, keepdim=True) if own.is_normalised else corrected
-        tried["the router's bias, which is for the choice alone, is in the weights, too"] = corrected * own.factor
+        corrected = (SCORES[right.score](logits) + bias).gather(1, chosen)
+        corrected = corrected / corrected.sum(dim=1, keepdim=True) if right.is_normalised else corrected
+        tried["the router's bias, which is for the choice alone, is in the weights, too"] = corrected * right.factor
     for cause, output in tried.items():
-        if not _is_same(output, own.weights):
+        if not _is_same(output, right.weights):
             yield Hypothesis(cause=cause, output=output)
 
 
-def _chosen(failure: Failure) -> torch.Tensor | None:
+def _chosen(wrong: WrongOperation) -> torch.Tensor | None:
     """Return the experts [R, C] that the weights are those of; None if the operation makes no weights."""
-    own = failure.operation
-    for operation in reversed(failure.graph.of_layer(own.layer)):
-        if operation.kind is Kind.CHOICE and operation.module == own.module:
-            chosen = failure.tap(operation.tap)
-            if chosen is not None and chosen.shape == failure.expected.shape:
+    router = wrong.operation
+    for operation in reversed(wrong.graph.of_layer(router.layer)):
+        if operation.kind is Kind.CHOICE and operation.module == router.module:
+            chosen = wrong.tap(operation.tap)
+            if chosen is not None and chosen.shape == wrong.expected.shape:
                 return chosen.to(torch.int64)
     return None
 
 
-def logits_of(failure: Failure) -> torch.Tensor | None:
+def logits_of(wrong: WrongOperation) -> torch.Tensor | None:
     """Return the router's product [R, E] at the rows; None if it was not recorded."""
-    own = failure.operation
-    of_module = [item.tap for item in failure.graph.of_layer(own.layer) if item.module == own.module]
-    for tap in (*own.inputs, *of_module):
-        if failure.graph[tap].kind is Kind.LINEAR:
-            return failure.tap(tap)
+    router = wrong.operation
+    of_module = [item.tap for item in wrong.graph.of_layer(router.layer) if item.module == router.module]
+    for tap in (*router.inputs, *of_module):
+        if wrong.graph[tap].kind is Kind.LINEAR:
+            return wrong.tap(tap)
     return None
 
 
-def bias_of(failure: Failure) -> torch.Tensor | None:
+def bias_of(wrong: WrongOperation) -> torch.Tensor | None:
     """Return what a router adds to its scores for the choice alone, [E] float64; None if it adds nothing."""
-    parent: Any = failure.hf.module(failure.operation.module.rpartition(".")[0])
+    parent: Any = wrong.hf.module(wrong.operation.module.rpartition(".")[0])
     tensor: torch.Tensor
-    for holder in (failure.module, parent):
+    for holder in (wrong.module, parent):
         for name, tensor in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)):
             if "bias" in name and name != "bias" and tensor.dim() == 1:
                 return tensor.detach().to("cpu", torch.float64)
     return None
 
 
-def _factor(failure: Failure) -> float:
+def _factor(wrong: WrongOperation) -> float:
     """Return the factor of the weights, 1 where the model has none."""
-    parent = failure.hf.module(failure.operation.module.rpartition(".")[0])
-    for holder in (failure.module, parent, failure.hf.config):
+    parent = wrong.hf.module(wrong.operation.module.rpartition(".")[0])
+    for holder in (wrong.module, parent, wrong.hf.config):
         for name in _FACTORS:
             value = getattr(holder, name, None)
             if isinstance(value, int | float) and value:
@@ -146,8 +236,18 @@ def _factor(failure: Failure) -> float:
     return 1.0
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one - other).norm(dim=1) <= _SAME * other.norm(dim=1)).all())
+def _is_same(one: torch.Tensor, another: torch.Tensor) -> bool:
+    return bool(((one - another).norm(dim=1) <= _SAME * another.norm(dim=1)).all())
 
 
-EXPLANATIONS = (other_routing_weights,)
+def other_tokens(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The positions are too few, or those of a rule that looks at no score."""
+    if not wrong.operation.among_tokens:
+        return
+    right, width = wrong.expected.long(), wrong.expected.shape[1]
+    most = int((wrong.actual >= 0).sum(dim=1).max())
+    if most < width:
+        fewer = right.masked_fill(torch.arange(width) >= most, -1)
+        yield choice(wrong, f"{most} tokens in the place of {width} are chosen", fewer)
+    latest = (wrong.positions[:, None] - torch.arange(width)).clamp(min=-1)
+    yield choice(wrong, "the latest tokens are chosen, whatever their scores", latest)

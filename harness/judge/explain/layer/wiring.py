@@ -1,22 +1,22 @@
-"""Ways to connect operations wrongly: another sum of a layer's tensors, or another tensor that is read.
+"""Operations of a layer are connected wrongly: a sum of other tensors, another residual, another order, another input.
 
-Parallel residuals, sandwich norms and the like are sums and norms of a few tensors that stand near each other. Each is
-tried in the place of each.
+Parallel residuals, sandwich norms and the like are sums and norms of a few tensors that stand near each other: each of
+them is tried in the place of each.
 
 `R` rows, `W` elements of a row.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, permutations
 
 import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.any_kind.generic import other_taps
-from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.core.operations import replay
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
+from harness.judge.explain.core.rerun import replay
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
 
 _MAX_TENSORS = 14
 _PROBED_ROWS = 2
@@ -25,28 +25,29 @@ _KEPT = 3
 _SAME = 1e-6
 _ROUNDINGS = 4.0
 """Roundings by which a sum may be off from the tensor that holds it."""
+_MOST_PARTS = 4
 
 
-def other_sum(failure: Failure) -> Iterator[Hypothesis]:
+def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """One term of a sum is left out, comes twice, with another sign or factor; or another tensor is added."""
-    operation = failure.operation
-    terms = {failure.graph[tap].site: x.flatten(1) for tap, x in zip(operation.inputs, failure.inputs, strict=True)}
-    if len(terms) < 2 or any(x.shape != failure.expected.shape for x in terms.values()):
+    operation = wrong.operation
+    terms = {wrong.graph[tap].site: x.flatten(1) for tap, x in zip(operation.inputs, wrong.inputs, strict=True)}
+    if len(terms) < 2 or any(x.shape != wrong.expected.shape for x in terms.values()):
         return
-    factors = _factors(failure.expected, terms)
+    factors = _factors(wrong.expected, terms)
     if factors is None:
         return
     for name, x in terms.items():
         part = factors[name] * x
         for how, times in (("not added", -1), ("added twice", 1), ("subtracted", -2)):
-            yield Hypothesis(cause=f"{name} is {how}", output=failure.expected + times * part)
-        factor = 1 + failure.factor_of(part, failure.expected)
+            yield Hypothesis(cause=f"{name} is {how}", output=wrong.expected + times * part)
+        factor = 1 + wrong.factor_of(part, wrong.expected)
         cause = f"{name} is added with a factor of {factor * factors[name]:.4g} instead of {factors[name]:.4g}"
-        yield Hypothesis(cause=cause, output=failure.expected + (factor - 1) * part, freedom=1)
-        for other, tensor in _near(failure).items():
-            if other not in terms:
-                cause = f"{other} is added in the place of {name}"
-                yield Hypothesis(cause=cause, output=failure.expected + factors[name] * (tensor - x), is_vague=True)
+        yield Hypothesis(cause=cause, output=wrong.expected + (factor - 1) * part, num_fitted=1)
+        for name_of_another, tensor in _near(wrong).items():
+            if name_of_another not in terms:
+                cause = f"{name_of_another} is added in the place of {name}"
+                yield Hypothesis(cause=cause, output=wrong.expected + factors[name] * (tensor - x), is_vague=True)
 
 
 def _factors(expected: torch.Tensor, terms: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
@@ -59,37 +60,37 @@ def _factors(expected: torch.Tensor, terms: Mapping[str, torch.Tensor]) -> dict[
     return dict(zip(terms, solution[:, 0].tolist(), strict=True))
 
 
-def other_input(failure: Failure) -> Iterator[Hypothesis]:
+def other_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """A norm or a product reads the sum of two tensors, or what a norm makes of another one."""
-    if failure.operation.kind not in (Kind.NORM, Kind.LINEAR) or not failure.can_replay:
+    if wrong.operation.kind not in (Kind.NORM, Kind.LINEAR) or not wrong.can_replay:
         return
-    read = failure.graph[failure.operation.inputs[0]]
-    found = dict(_inputs(failure, read))
-    few = torch.arange(min(_PROBED_ROWS, len(failure.rows)))
+    read = wrong.graph[wrong.operation.inputs[0]]
+    tensors = dict(_inputs(wrong, read))
+    few = torch.arange(min(_PROBED_ROWS, len(wrong.rows)))
     errors = {}
-    for name, x in found.items():
-        given = replay(failure.hf, failure.operation, [x[few]])
-        if given is not None and given.shape[1] == failure.actual.shape[1]:
-            errors[name] = float((given - failure.actual[few]).norm())
+    for name, x in tensors.items():
+        probe = replay(wrong.hf, wrong.operation, [x[few]])
+        if probe is not None and probe.shape[1] == wrong.actual.shape[1]:
+            errors[name] = float((probe - wrong.actual[few]).norm())
     for name in sorted(errors, key=errors.__getitem__)[:_KEPT]:
-        output = replay(failure.hf, failure.operation, [found[name]])
+        output = replay(wrong.hf, wrong.operation, [tensors[name]])
         if output is not None:
             yield Hypothesis(cause=f"it reads {name} instead of {read.site}", output=output)
 
 
-def _inputs(failure: Failure, read: Operation) -> Iterator[tuple[str, torch.Tensor]]:
-    own = failure.inputs[0].flatten(1)
-    near = {name: x for name, x in _near(failure).items() if x.shape == own.shape}
-    near = dict(list(near.items())[:_MAX_TENSORS]) | {read.site: own}
-    sums = {f"{one} + {other}": near[one] + near[other] for one, other in combinations(near, 2)}
-    sums = {name: x for name, x in sums.items() if not _is_one_of(x, near, _ROUNDINGS * rounding_unit(failure.dtype))}
+def _inputs(wrong: WrongOperation, read: Operation) -> Iterator[tuple[str, torch.Tensor]]:
+    read_rows = wrong.inputs[0].flatten(1)
+    near = {name: x for name, x in _near(wrong).items() if x.shape == read_rows.shape}
+    near = dict(list(near.items())[:_MAX_TENSORS]) | {read.site: read_rows}
+    sums = {f"{one} + {second}": near[one] + near[second] for one, second in combinations(near, 2)}
+    sums = {name: x for name, x in sums.items() if not _is_one_of(x, near, _ROUNDINGS * rounding_unit(wrong.dtype))}
     yield from sums.items()
-    layer = failure.graph.of_layer(failure.operation.layer)
-    norms = [op for op in layer if op.kind is Kind.NORM and op.tap != failure.operation.tap]
+    layer = wrong.graph.of_layer(wrong.operation.layer)
+    norms = [op for op in layer if op.kind is Kind.NORM and op.tap != wrong.operation.tap]
     for norm in norms:
-        for name, x in (near | sums if norm.tap == read.tap else {read.site: own}).items():
-            made = replay(failure.hf, norm, [x])
-            if made is not None and made.shape == own.shape:
+        for name, x in (near | sums if norm.tap == read.tap else {read.site: read_rows}).items():
+            made = replay(wrong.hf, norm, [x])
+            if made is not None and made.shape == read_rows.shape:
                 yield f"{norm.site} of {name}", made
 
 
@@ -98,14 +99,118 @@ def _is_one_of(x: torch.Tensor, tensors: Mapping[str, torch.Tensor], allowance: 
     return any(float((x - tensor).norm()) <= allowance * float(tensor.norm()) for tensor in tensors.values())
 
 
-def _near(failure: Failure) -> dict[str, torch.Tensor]:
+def _near(wrong: WrongOperation) -> dict[str, torch.Tensor]:
     """Return other tensors of the layer, or of the end of the one before, by name; of equal ones the first."""
-    found: dict[str, torch.Tensor] = {}
-    for width in {failure.expected.shape, failure.inputs[0].flatten(1).shape}:
-        for name, x in other_taps(failure, width):
-            if not any(x.shape == item.shape and torch.equal(x, item) for item in found.values()):
-                found[name] = x
-    return found
+    tensors: dict[str, torch.Tensor] = {}
+    for width in {wrong.expected.shape, wrong.inputs[0].flatten(1).shape}:
+        for name, x in other_taps(wrong, width):
+            if not any(x.shape == item.shape and torch.equal(x, item) for item in tensors.values()):
+                tensors[name] = x
+    return tensors
 
 
-EXPLANATIONS = (other_sum, other_input)
+def other_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Only one of the two is there, or one is added twice, subtracted, or with a factor of its own, which is fitted."""
+    stream, branch = _sides(wrong)
+    first, second = _names(wrong)
+    yield from hypotheses(
+        {
+            f"{first} is not added": branch,
+            f"{second} is not added to {first}": stream,
+            f"{second} is added twice": stream + 2 * branch,
+            f"{first} is added twice": 2 * stream + branch,
+            f"{second} is subtracted": stream - branch,
+        }
+    )
+    of_branch, of_stream = wrong.factor_of(branch, stream), wrong.factor_of(stream, branch)
+    for name, factor, output in (
+        (second, of_branch, stream + of_branch * branch),
+        (first, of_stream, of_stream * stream + branch),
+    ):
+        yield Hypothesis(cause=f"{name} is added with a factor of {factor:.4g}", output=output, num_fitted=1)
+    sides = torch.stack((stream.flatten(), branch.flatten()), dim=1)
+    stream_factor, branch_factor = torch.linalg.lstsq(sides, wrong.actual.reshape(-1, 1)).solution[:, 0].tolist()
+    cause = f"{first} is added with a factor of {stream_factor:.4g}, and {second} with one of {branch_factor:.4g}"
+    yield Hypothesis(cause=cause, output=stream_factor * stream + branch_factor * branch, num_fitted=2)
+
+
+def _order(wrong: WrongOperation) -> tuple[str, str]:
+    """Return the taps of both sides, the stream first: it was there before the branch was computed from it."""
+    taps = [operation.tap for operation in wrong.graph]
+    first, second = sorted(wrong.operation.inputs, key=taps.index)
+    return first, second
+
+
+def _sides(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return stream and branch, [R, W] each."""
+    sides = dict(zip(wrong.operation.inputs, wrong.inputs, strict=True))
+    stream, branch = (sides[tap] for tap in _order(wrong))
+    return stream, branch
+
+
+def _names(wrong: WrongOperation) -> tuple[str, str]:
+    """Return what the two sides are called: a layer adds a branch to its residual stream, and experts to each other."""
+    sites = [wrong.graph[tap].site for tap in _order(wrong)]
+    if any("expert" in site for site in sites) and wrong.operation.site in {site.rpartition(".")[0] for site in sites}:
+        return "the output of " + sites[0], "the output of " + sites[1]
+    return "the residual", "the branch"
+
+
+def residual_after_the_norm(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The residual is the norm's output: taken after it, or overwritten by a norm that works in place."""
+    stream, branch = _sides(wrong)
+    cause = "the residual is taken after the norm, or the norm overwrites it in place"
+    for operation in _norms_of(wrong, _order(wrong)[0]):
+        normed, recorded = replay(wrong.hf, operation, [stream]), wrong.tap(operation.tap)
+        if normed is None:
+            continue
+        yield Hypothesis(cause=cause, output=branch + (normed if recorded is None else recorded))
+        weight = wrong.weight(operation.tap)
+        if weight is not None:
+            yield Hypothesis(cause=f"{cause}, before its weight", output=normed / weight + branch)
+
+
+def _norms_of(wrong: WrongOperation, tap: str) -> list[Operation]:
+    """Return the norms of this layer that read a tap."""
+    layer = wrong.graph.of_layer(wrong.operation.layer)
+    return [operation for operation in layer if operation.kind is Kind.NORM and operation.inputs == (tap,)]
+
+
+def another_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """One of the two is another tensor of the layer, or of the one before."""
+    first = (wrong.operation.layer or 0) - 1
+    sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
+    layers = [op for op in wrong.graph if op.layer is None or first <= op.layer <= (wrong.operation.layer or 0)]
+    for operation in layers:
+        tensor = wrong.tap(operation.tap)
+        if tensor is None or tensor.shape != wrong.actual.shape or operation.tap in wrong.operation.inputs:
+            continue
+        for kept, replaced in ((0, 1), (1, 0)):
+            name = operation.site if operation.layer == wrong.operation.layer else operation.tap
+            cause = f"{name} is added in the place of {sites[replaced]}"
+            yield Hypothesis(cause=cause, output=wrong.inputs[kept] + tensor, is_vague=True)
+
+
+def coarse_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """One of the two was rounded to a 16-bit dtype before the addition."""
+    stream, branch = _sides(wrong)
+    for dtype in HALF_DTYPES:
+        name, low = name_of(dtype), [rounded(x, dtype) for x in (stream, branch)]
+        yield Hypothesis(cause=f"the residual is in {name}", output=low[0] + branch)
+        yield Hypothesis(cause=f"the branch is in {name}", output=stream + low[1])
+        yield Hypothesis(cause=f"the addition is of values in {name}", output=low[0] + low[1])
+
+
+def other_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The parts stand in another order."""
+    sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
+    parts = [x.flatten(1) for x in wrong.inputs]
+    if not 1 < len(parts) <= _MOST_PARTS or not wrong.is_expected(torch.cat(parts, dim=1)):
+        return
+    for order in permutations(range(len(parts))):
+        if order != tuple(range(len(parts))):
+            names = ", ".join(sites[at] for at in order)
+            yield Hypothesis(
+                cause=f"the parts are joined as [{names}] instead of [{', '.join(sites)}]",
+                output=torch.cat([parts[at] for at in order], dim=1),
+            )

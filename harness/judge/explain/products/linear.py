@@ -1,4 +1,4 @@
-"""Ways to get a matrix product wrong: no bias, other weights, weights in another order, a coarser dtype.
+"""A matrix product is wrong: no bias, other weights, weights in another order, a coarser dtype.
 
 `R` rows, `I` inputs, `O` outputs.
 """
@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
+from harness.base.numerics import Numerics
 from harness.formats.taps import LOGITS, Kind
-from harness.judge.compare.conventions.linear import product
-from harness.judge.explain.core.failure import Failure
+from harness.judge.compare.conventions.linear import product, quantised_inputs, rounded_inputs
 from harness.judge.explain.core.formats import (
     HALF_DTYPES,
     Change,
@@ -21,7 +21,8 @@ from harness.judge.explain.core.formats import (
     of_weights,
     rounded,
 )
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.oracle.declared_inputs import rounded_inputs as rounded_as_declared
 
 INTERLEAVED = "the rows of each head are interleaved, as rotary over neighbouring pairs needs them"
 _WAY_OF_INTERLEAVED = (
@@ -43,78 +44,80 @@ _ALIKE = 0.7
 """Cosine from which fitted weights are a changed version of the right ones."""
 
 
-def bias_dropped(failure: Failure) -> Iterator[Hypothesis]:
+def bias_dropped(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The bias is not added."""
-    bias = _bias(failure, failure.operation.tap)
+    bias = _bias(wrong, wrong.operation.tap)
     if bias is not None:
-        yield Hypothesis(cause="the bias is dropped", output=failure.expected - bias)
-        yield Hypothesis(cause="the bias is added twice", output=failure.expected + bias)
+        yield Hypothesis(cause="the bias is dropped", output=wrong.expected - bias)
+        yield Hypothesis(cause="the bias is added twice", output=wrong.expected + bias)
 
 
-def zero_weights(failure: Failure) -> Iterator[Hypothesis]:
+def zero_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The product is zero: nothing was loaded into the weight."""
-    bias = _bias(failure, failure.operation.tap)
-    zero = torch.zeros_like(failure.expected)
+    bias = _bias(wrong, wrong.operation.tap)
+    zero = torch.zeros_like(wrong.expected)
     yield Hypothesis(cause="the weights are zero: not loaded", output=zero if bias is None else zero + bias)
     if bias is not None:
         yield Hypothesis(cause="weights and bias are zero: not loaded", output=zero)
 
 
-def other_weights(failure: Failure) -> Iterator[Hypothesis]:
+def other_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weights are those of another module of the same shape: of this layer, or the same of another layer."""
-    own = failure.weight(failure.operation.tap)
-    if own is None:
+    right = wrong.weight(wrong.operation.tap)
+    if right is None:
         return
-    x = _x(failure)
-    for operation in failure.graph:
+    x = _x(wrong)
+    for operation in wrong.graph:
         tap = operation.tap
-        is_near = operation.layer == failure.operation.layer or operation.site == failure.operation.site
-        if operation.kind is not failure.operation.kind or tap == failure.operation.tap or not is_near:
+        is_near = operation.layer == wrong.operation.layer or operation.site == wrong.operation.site
+        if operation.kind is not wrong.operation.kind or tap == wrong.operation.tap or not is_near:
             continue
-        weight = failure.weight(tap)
-        if weight is not None and weight.shape == own.shape:
-            yield Hypothesis(cause=f"the weights are those of {tap}", output=product(x, weight, _bias(failure, tap)))
-            if (bias := _bias(failure, failure.operation.tap)) is not None:
+        weight = wrong.weight(tap)
+        if weight is not None and weight.shape == right.shape:
+            yield Hypothesis(cause=f"the weights are those of {tap}", output=product(x, weight, _bias(wrong, tap)))
+            if (bias := _bias(wrong, wrong.operation.tap)) is not None:
                 yield Hypothesis(
                     cause=f"the weight, without its bias, is that of {tap}", output=product(x, weight, bias)
                 )
 
 
-def tied_head(failure: Failure) -> Iterator[Hypothesis]:
+def tied_head(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The head's weights are those of the embedding though they are not tied."""
-    if failure.operation.tap == LOGITS:
-        table = next((failure.weight(op.tap) for op in failure.graph if op.kind is Kind.EMBEDDING), None)
-        if table is not None and table.shape == failure.module.weight.shape:
+    if wrong.operation.tap == LOGITS:
+        table = next((wrong.weight(op.tap) for op in wrong.graph if op.kind is Kind.EMBEDDING), None)
+        if table is not None and table.shape == wrong.module.weight.shape:
             yield Hypothesis(
                 cause="the head is tied to the embedding though it has weights of its own",
-                output=product(_x(failure), table),
+                output=product(_x(wrong), table),
             )
 
 
-def transposed(failure: Failure) -> Iterator[Hypothesis]:
+def transposed(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """A square weight is used the wrong way round."""
-    weight = failure.weight(failure.operation.tap)
+    weight = wrong.weight(wrong.operation.tap)
     if weight is not None and weight.shape[0] == weight.shape[1]:
-        output = product(_x(failure), weight.T, _bias(failure, failure.operation.tap))
+        output = product(_x(wrong), weight.T, _bias(wrong, wrong.operation.tap))
         yield Hypothesis(cause="the weight is transposed", output=output)
 
 
-def weight_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
+def weight_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The rows of the weight are in another order, and the elements of the bias are not."""
-    bias = _bias(failure, failure.operation.tap)
+    bias = _bias(wrong, wrong.operation.tap)
     if bias is not None:
-        plain = replace(failure, actual=failure.actual - bias, expected=failure.expected - bias)
-        for found in outputs_in_another_order(plain):
-            yield replace(found, cause=f"{found.cause}, and those of its bias are not", output=found.output + bias)
+        plain = replace(wrong, actual=wrong.actual - bias, expected=wrong.expected - bias)
+        for hypothesis in outputs_in_another_order(plain):
+            yield replace(
+                hypothesis, cause=f"{hypothesis.cause}, and those of its bias are not", output=hypothesis.output + bias
+            )
 
 
-def outputs_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
+def outputs_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Each output is matched with the outputs of this module and of those that read the same input.
 
     Modules that are stacked into one product (q, k and v; gate and up) are split again by rows of the weight.
     """
-    pool, names = _pool(failure)
-    actual = failure.actual
+    pool, names = _pool(wrong)
+    actual = wrong.actual
     if max(pool.shape[1], actual.shape[1]) > _MAX_MATCHED or len(actual) < 2:
         return
     # One row alone could be matched by chance; over several, only the true source is near in all of them.
@@ -122,14 +125,14 @@ def outputs_in_another_order(failure: Failure) -> Iterator[Hypothesis]:
     source = distance.argmin(dim=1)
     if torch.equal(source, torch.arange(len(source))):
         return
-    if _is_interleaved(source, failure.hf.head_dim):
+    if _is_interleaved(source, wrong.hf.head_dim):
         yield Hypothesis(cause=INTERLEAVED, output=pool[:, source], detail=_WAY_OF_INTERLEAVED)
         return
     yield Hypothesis(
-        cause=_order(source, names, failure),
+        cause=_order(source, names, wrong),
         output=pool[:, source],
         detail=_sources(source, names),
-        freedom=len(_runs(source, names)),
+        num_fitted=len(_runs(source, names)),
     )
 
 
@@ -141,22 +144,22 @@ def _is_interleaved(source: torch.Tensor, head_dim: int) -> bool:
     return torch.equal(source, order.flatten())
 
 
-def _pool(failure: Failure) -> tuple[torch.Tensor, list[tuple[str, int]]]:
+def _pool(wrong: WrongOperation) -> tuple[torch.Tensor, list[tuple[str, int]]]:
     """All outputs of this module and its siblings, as they should be, [R, O of all]; each one's module and index."""
-    columns, names = [failure.expected], [(failure.operation.site, i) for i in range(failure.expected.shape[1])]
-    for operation in failure.siblings():
-        weight = failure.weight(operation.tap)
+    columns, names = [wrong.expected], [(wrong.operation.site, i) for i in range(wrong.expected.shape[1])]
+    for operation in wrong.siblings():
+        weight = wrong.weight(operation.tap)
         if weight is not None:
-            columns.append(product(_x(failure), weight, _bias(failure, operation.tap)))
+            columns.append(product(_x(wrong), weight, _bias(wrong, operation.tap)))
             names += [(operation.site, i) for i in range(len(weight))]
     return torch.cat(columns, dim=1), names
 
 
-def _order(source: torch.Tensor, names: Sequence[tuple[str, int]], failure: Failure) -> str:
+def _order(source: torch.Tensor, names: Sequence[tuple[str, int]], wrong: WrongOperation) -> str:
     modules = {names[at][0] for at in source.tolist()}
-    if modules == {failure.operation.site}:
+    if modules == {wrong.operation.site}:
         return "the rows of the weight are in another order"
-    others = sorted(module for module in modules if module != failure.operation.site)
+    others = sorted(module for module in modules if module != wrong.operation.site)
     if len(modules) == 1:
         return f"the outputs are those of {others[0]}"
     return f"the rows of the stacked weight are in the wrong order: outputs of {', '.join(others)} among its own"
@@ -183,48 +186,48 @@ def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
     return "outputs " + ", ".join(shown) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
 
 
-def part_of_the_inputs(failure: Failure) -> Iterator[Hypothesis]:
+def part_of_the_inputs(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """A rank's part of the inputs is not summed, is summed twice, or meets the weights of the first part."""
-    weight, x = failure.weight(failure.operation.tap), _x(failure)
+    weight, x = wrong.weight(wrong.operation.tap), _x(wrong)
     if weight is None or weight.shape[1] != x.shape[1]:
         return
     for count in (rank for rank in _RANKS if not x.shape[1] % rank and rank < x.shape[1]):
         first, *_ = weight.chunk(count, dim=1)
         for at, (x_k, weight_k) in enumerate(zip(x.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True)):
             part, which = product(x_k, weight_k), f"part {at + 1} of {count} of the inputs"
-            yield Hypothesis(cause=f"{which} is not summed, as if a rank were left out", output=failure.expected - part)
-            yield Hypothesis(cause=f"{which} is summed twice", output=failure.expected + part)
+            yield Hypothesis(cause=f"{which} is not summed, as if a rank were left out", output=wrong.expected - part)
+            yield Hypothesis(cause=f"{which} is summed twice", output=wrong.expected + part)
             if at:
-                output = failure.expected - part + product(x_k, first)
+                output = wrong.expected - part + product(x_k, first)
                 yield Hypothesis(cause=f"{which} is multiplied by the weights of part 1", output=output)
 
 
-def low_rank_update(failure: Failure) -> Iterator[Hypothesis]:
+def low_rank_update(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """What is added to the product has a low rank: an adapter's update is merged, or was not undone.
 
     It may be asserted where there are more rows than directions of the inputs: there, what is not linear in them shows.
     """
-    u, sizes, _ = torch.linalg.svd(_x(failure), full_matrices=False)
+    u, sizes, _ = torch.linalg.svd(_x(wrong), full_matrices=False)
     u = u[:, sizes > _DISTINCT * sizes[0]]  # a few tokens, often, give few directions
-    most = min(u.shape[1], failure.actual.shape[1]) // _FULL_RANK
+    most = min(u.shape[1], wrong.actual.shape[1]) // _FULL_RANK
     if most < 1:
         return
-    left, sizes, right = torch.linalg.svd(u.T @ (failure.actual - failure.expected), full_matrices=False)
+    left, sizes, right = torch.linalg.svd(u.T @ (wrong.actual - wrong.expected), full_matrices=False)
     tiny = torch.finfo(torch.float64).tiny
     rank = 1 + int((sizes[:most] / sizes[1 : most + 1].clamp(min=tiny)).argmax())
     yield Hypothesis(
         cause=f"an update of rank {rank} is added to the weight: an adapter that is merged, or is still merged",
-        output=failure.expected + u @ (left[:, :rank] * sizes[:rank]) @ right[:rank],
-        freedom=round(rank * (u.shape[1] + failure.num_elements)),
+        output=wrong.expected + u @ (left[:, :rank] * sizes[:rank]) @ right[:rank],
+        num_fitted=round(rank * (u.shape[1] + wrong.num_elements)),
         is_cause=len(u.unique(dim=0)) >= u.shape[1] + _SPARE_ROWS,
         is_fallback=True,
     )
 
 
-def one_weight(failure: Failure) -> Iterator[Hypothesis]:
+def one_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """One output is off by a multiple of one input: one element of the weight is another."""
-    weight, x = failure.weight(failure.operation.tap), _x(failure)
-    error = failure.actual - failure.expected
+    weight, x = wrong.weight(wrong.operation.tap), _x(wrong)
+    error = wrong.actual - wrong.expected
     if weight is None or len(x) < 3:
         return
     row = int(error.norm(dim=0).argmax())
@@ -233,20 +236,20 @@ def one_weight(failure: Failure) -> Iterator[Hypothesis]:
     change = float(
         error[:, row] @ x[:, column] / x[:, column].square().sum().clamp(min=torch.finfo(torch.float64).tiny)
     )
-    output = failure.expected.clone()
+    output = wrong.expected.clone()
     output[:, row] += change * x[:, column]
-    own = float(weight[row, column])
+    right = float(weight[row, column])
     yield Hypothesis(
         cause=f"one element of the weight is another: [{row}, {column}]",
         output=output,
-        detail=f"it is {own + change:.4g} instead of {own:.4g}",
-        freedom=3,  # its row, its column and its value
+        detail=f"it is {right + change:.4g} instead of {right:.4g}",
+        num_fitted=3,  # its row, its column and its value
     )
 
 
-def coarse_product(failure: Failure) -> Iterator[Hypothesis]:
+def coarse_product(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The weight was rounded, cut off or quantised before the product, or weight and input were."""
-    weight, bias, x = failure.weight(failure.operation.tap), _bias(failure, failure.operation.tap), _x(failure)
+    weight, bias, x = wrong.weight(wrong.operation.tap), _bias(wrong, wrong.operation.tap), _x(wrong)
     if weight is None or weight.shape[1] != x.shape[1]:
         return
     for name, change in of_weights(weight.shape[1]):
@@ -259,7 +262,7 @@ def coarse_product(failure: Failure) -> Iterator[Hypothesis]:
                 cause = f"the weight is {name}, and the input in {what}"
                 yield Hypothesis(cause=cause, output=product(quantised(x), coarse, bias))
     roundings: dict[str, Change] = {name_of(dtype): partial(rounded, dtype=dtype) for dtype in HALF_DTYPES}
-    if failure.recording.manifest.device != "cpu":  # which has no TF32, and on these bits float16 is the same
+    if wrong.recording.manifest.device != "cpu":  # which has no TF32, and on these bits float16 is the same
         roundings["TF32"] = _to_tf32
     for name, change in roundings.items():
         both = change(x), change(weight)
@@ -272,16 +275,16 @@ def coarse_product(failure: Failure) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"the input of the product is in {name}", output=product(quantised(x), weight, bias))
 
 
-def sums_in_16_bits(failure: Failure) -> Iterator[Hypothesis]:
+def sums_in_16_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The sum is kept in a 16-bit dtype, and the products of some inputs at a time are added to it."""
-    weight, bias, x = failure.weight(failure.operation.tap), _bias(failure, failure.operation.tap), _x(failure)
+    weight, bias, x = wrong.weight(wrong.operation.tap), _bias(wrong, wrong.operation.tap), _x(wrong)
     if weight is None or weight.shape[1] != x.shape[1] or weight.shape[1] > _MAX_SUMMED:
         return
     for dtype in HALF_DTYPES:
         for size in _PIECES:
             if size >= x.shape[1] or x.shape[1] / size > _MAX_PIECES:
                 continue
-            total = torch.zeros_like(failure.expected)
+            total = torch.zeros_like(wrong.expected)
             for at in range(0, x.shape[1], size):
                 total = rounded(total + rounded(x[:, at : at + size] @ weight[:, at : at + size].T, dtype), dtype)
             yield Hypothesis(
@@ -297,24 +300,24 @@ def _to_tf32(x: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((mantissa * step).round() / step, exponent)
 
 
-def nobodys_weights(failure: Failure) -> Iterator[Hypothesis]:
+def nobodys_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The outputs are linear in the inputs, under a weight that is nobody's: fitted if there are rows enough."""
-    x = _x(failure)
+    x = _x(wrong)
     if len(x) > 1.5 * (x.shape[1] + 1):
         ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), dim=1)
-        weight = torch.linalg.lstsq(ones, failure.actual).solution
+        weight = torch.linalg.lstsq(ones, wrong.actual).solution
         yield Hypothesis(
-            cause=_whose_weights(failure, weight[:-1].T),
+            cause=_whose_weights(wrong, weight[:-1].T),
             output=ones @ weight,
-            freedom=round(len(weight) * failure.num_elements),
+            num_fitted=round(len(weight) * wrong.num_elements),
         )
 
 
-def _whose_weights(failure: Failure, fitted: torch.Tensor) -> str:
+def _whose_weights(wrong: WrongOperation, fitted: torch.Tensor) -> str:
     """Say what is to be thought of fitted weights [O, I] that are no known module's."""
-    own = failure.weight(failure.operation.tap)
-    is_like_own = own is not None and own.shape == fitted.shape and _cosine(own, fitted) > _ALIKE
-    if failure.operation.tap == LOGITS and getattr(failure.hf.config, "tie_word_embeddings", False):
+    right = wrong.weight(wrong.operation.tap)
+    is_like_own = right is not None and right.shape == fitted.shape and _cosine(right, fitted) > _ALIKE
+    if wrong.operation.tap == LOGITS and getattr(wrong.hf.config, "tie_word_embeddings", False):
         why = "stale" if is_like_own else "not loaded, or another checkpoint's"
         return f"the weights of the tied head are not those of the embedding: {why}"
     if is_like_own:
@@ -326,26 +329,36 @@ def _cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     return float((first * second).sum() / (first.norm() * second.norm()))
 
 
-def _x(failure: Failure) -> torch.Tensor:
-    return failure.inputs[0].flatten(1)
+def _x(wrong: WrongOperation) -> torch.Tensor:
+    return wrong.inputs[0].flatten(1)
 
 
-def _bias(failure: Failure, module: str) -> torch.Tensor | None:
-    return failure.weight(module, "bias")
+def _bias(wrong: WrongOperation, module: str) -> torch.Tensor | None:
+    return wrong.weight(module, "bias")
 
 
-EXPLANATIONS = (
-    bias_dropped,
-    zero_weights,
-    other_weights,
-    tied_head,
-    transposed,
-    outputs_in_another_order,
-    weight_in_another_order,
-    coarse_product,
-    sums_in_16_bits,
-    part_of_the_inputs,
-    one_weight,
-    low_rank_update,
-    nobodys_weights,
-)
+def declared_failures(wrong: WrongOperation) -> Iterator[WrongOperation]:
+    """Yield a product's wrong rows under each order of rounding its inputs that the engine declares.
+
+    An engine that quantises the inputs of its products has, where a weight is wrong, the wrong product of quantised
+    inputs. Compared with the recorded inputs, no cause would bring the error down to the rounding floor.
+    """
+    declared = wrong.recording.manifest.numerics or Numerics()
+    is_adapted = wrong.operation.kind is Kind.OTHER and hasattr(wrong.module, "lora_a")
+    weight = wrong.weight(wrong.operation.tap) if is_adapted or wrong.operation.kind is Kind.LINEAR else None
+    if weight is None:
+        return
+    bias, x = wrong.weight(wrong.operation.tap, "bias"), wrong.inputs[0].flatten(1)
+    for inputs in _declared_inputs(wrong, x, declared):
+        if is_adapted:  # the adapter's own products take the inputs as they are
+            yield replace(wrong, expected=wrong.expected + (inputs - x) @ weight.T)
+            continue
+        yield replace(wrong, inputs=[inputs], expected=product(inputs, weight, bias))
+
+
+def _declared_inputs(wrong: WrongOperation, x: torch.Tensor, declared: Numerics) -> Iterator[torch.Tensor]:
+    """Yield [R, I] float64 inputs as the engine's formats, or the quantised checkpoint, say that products see them."""
+    if wrong.dtype == torch.float32 and declared.weights:
+        yield from rounded_inputs(x, declared.weights)
+        yield from quantised_inputs(x, declared.weights)
+    yield from rounded_as_declared(wrong.hf, wrong.operation.module, x, wrong.dtype)

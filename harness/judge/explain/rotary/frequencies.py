@@ -1,7 +1,6 @@
-"""Ways to get the rotary embedding wrong: other pairs, other frequencies of all of them, a coarser table.
+"""The frequencies of the rotary embedding are wrong: another base or scaling than in config.json, or another layer's.
 
-`R` rows, `N` heads, `H` head size. The pair i of a head turns by position * frequency_i. Where
-the model's own rotation is none that is known (`Failure.rotation`), nothing is said.
+`R` rows, `P` pairs of a head.
 """
 
 import copy
@@ -13,13 +12,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.rotary.rotation import Causes, heads_read, parts_turned, put, turned_by, with_rotation
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.judge.explain.rotary.rotation import Causes, turned_by, with_rotation
 from harness.oracle.rotation import Rotation
 
-_SMALL_SHARE = 1e-2
-"""Of an angle; beyond it, another theta or scaling says more."""
 _THETAS = (1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Bases that published models use."""
 _LN_THETAS = [math.log(1e2) + step / 25 for step in range(400)]
@@ -42,91 +38,60 @@ _MADE: WeakKeyDictionary[torch.nn.Module, dict[str, Rotation | None]] = WeakKeyD
 
 
 @with_rotation
-def other_pairs(failure: Failure, own: Rotation) -> Causes:
-    """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse."""
-    other = replace(own, is_interleaved=not own.is_interleaved, is_regrouped=False)
-    names = ("half-split ones", "neighbouring pairs (interleaved)")
-    meant, done = names[own.is_interleaved], names[other.is_interleaved]
-    done = done if other.is_interleaved else "half-split pairs"
-    yield Hypothesis(
-        cause=f"rotary over {done} instead of {meant}", output=other.turn(failure.inputs[0], failure.positions)
-    )
-
-
-def not_rotated(failure: Failure) -> Causes:
-    """The input comes out as it went in: not turned, or not scaled where that is all that the layer does to it."""
-    x = heads_read(failure.inputs[0].flatten(1), failure.expected, failure.hf.head_dim)
-    cause = "the rows' factors, which grow with the position, are" if _is_scaled(failure, x) else "rotary is"
-    if x.shape == failure.expected.shape:
-        yield Hypothesis(cause=f"{cause} not applied", output=x)
-    for part, where in parts_turned(failure) if failure.rotation is None else ():
-        yield Hypothesis(cause="rotary is not applied", output=put(failure, where, part.inputs[0].flatten(1)))
-
-
-def _is_scaled(failure: Failure, x: torch.Tensor) -> bool:
-    """Whether each row is its input [R, W] times a number: a temperature of queries that are not rotated."""
-    if x.shape != failure.expected.shape:
-        return False
-    energy = x.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return failure.is_expected((failure.expected * x).sum(dim=1, keepdim=True) / energy * x)
-
-
-@with_rotation
-def backwards(failure: Failure, own: Rotation) -> Causes:
-    """The sine has the wrong sign."""
-    yield Hypothesis(
-        cause="rotary turns backwards (sign of the sine)", output=own.turn(failure.inputs[0], -failure.positions)
-    )
-
-
-@with_rotation
-def scaling_ignored(failure: Failure, own: Rotation) -> Causes:
+def scaling_ignored(wrong: WrongOperation, right: Rotation) -> Causes:
     """The frequencies are those of a model without rope scaling; a factor of cos and sin is kept, or is not."""
-    parameters = rope_parameters(failure, own)
+    parameters = rope_parameters(wrong, right)
     if parameters.get("rope_type", "default") == "default" or "rope_theta" not in parameters:
         return
-    plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    plain = with_parameters(wrong, right, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     if plain is not None:
         yield Hypothesis(
             cause=f"rope scaling ({parameters['rope_type']}) is ignored",
-            output=plain.turn(failure.inputs[0], failure.positions),
+            output=plain.turn(wrong.inputs[0], wrong.positions),
         )
-    if plain is not None and plain.scaling != own.scaling:
+    if plain is not None and plain.scaling != right.scaling:
         yield Hypothesis(
             cause=f"rope scaling ({parameters['rope_type']}) is ignored but for its factor of cos and sin",
-            output=replace(plain, scaling=own.scaling).turn(failure.inputs[0], failure.positions),
+            output=replace(plain, scaling=right.scaling).turn(wrong.inputs[0], wrong.positions),
         )
 
 
 @with_rotation
-def other_scaling(failure: Failure, own: Rotation) -> Causes:
+def other_scaling(wrong: WrongOperation, right: Rotation) -> Causes:
     """The frequencies are scaled in another way than config.json says, or by another factor."""
-    parameters = rope_parameters(failure, own)
+    parameters = rope_parameters(wrong, right)
     if "rope_theta" not in parameters:
         return
     meant = str(parameters.get("rope_type", "default"))
-    plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
-    kept = None if plain is None else replace(plain, scaling=own.scaling)
+    plain = with_parameters(wrong, right, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    kept = None if plain is None else replace(plain, scaling=right.scaling)
     others = None
     if {"short_factor", "long_factor"} <= parameters.keys():  # HF chooses by the length of what is computed
         for used, unused in (("short", "long"), ("long", "short")):
             same = {**parameters, f"{unused}_factor": parameters[f"{used}_factor"]}
-            other = with_parameters(failure, own, same)
-            if other is not None and not _is_same(other, own):
-                others, cause = other, f"rope scaling: the {used} factors are used where the {unused} ones belong"
-                yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions))
-    for cause, changed, freedom in (*_other_values(parameters), *_other_types(failure, own, parameters, meant)):
-        other = with_parameters(failure, own, changed)
-        if other is not None and not any(_is_same(other, item) for item in (plain, kept, others)):  # these have names
-            yield Hypothesis(cause=cause, output=other.turn(failure.inputs[0], failure.positions), freedom=freedom)
+            changed_rotation = with_parameters(wrong, right, same)
+            if changed_rotation is not None and not _is_same(changed_rotation, right):
+                others, cause = (
+                    changed_rotation,
+                    f"rope scaling: the {used} factors are used where the {unused} ones belong",
+                )
+                yield Hypothesis(cause=cause, output=changed_rotation.turn(wrong.inputs[0], wrong.positions))
+    for cause, changed, num_fitted in (*_other_values(parameters), *_other_types(wrong, right, parameters, meant)):
+        changed_rotation = with_parameters(wrong, right, changed)
+        if changed_rotation is not None and not any(
+            _is_same(changed_rotation, item) for item in (plain, kept, others)
+        ):  # these have names
+            yield Hypothesis(
+                cause=cause, output=changed_rotation.turn(wrong.inputs[0], wrong.positions), num_fitted=num_fitted
+            )
 
 
-def _is_same(one: Rotation, other: Rotation | None) -> bool:
+def _is_same(one: Rotation, another: Rotation | None) -> bool:
     return (
-        other is not None
-        and one.scaling == other.scaling
-        and one.frequencies.shape == other.frequencies.shape
-        and torch.allclose(one.frequencies, other.frequencies, rtol=1e-6, atol=0)
+        another is not None
+        and one.scaling == another.scaling
+        and one.frequencies.shape == another.frequencies.shape
+        and torch.allclose(one.frequencies, another.frequencies, rtol=1e-6, atol=0)
     )
 
 
@@ -145,34 +110,34 @@ def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def _other_types(
-    failure: Failure, own: Rotation, parameters: dict[str, Any], meant: str
+    wrong: WrongOperation, right: Rotation, parameters: dict[str, Any], meant: str
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Scalings that config.json does not ask for."""
-    length = getattr(failure.hf.config, "max_position_embeddings", None)
+    length = getattr(wrong.hf.config, "max_position_embeddings", None)
     base = {"rope_theta": parameters["rope_theta"], "original_max_position_embeddings": length}
     instead = "which config.json does not ask for" if meant == "default" else f"instead of {meant}"
     for name in ("linear", "yarn"):
         for factor in _FACTORS if name != meant else ():
             cause = f"rope scaling: {name} with factor {factor:g}, {instead}"
             yield cause, {**base, "rope_type": name, "factor": factor}, 0
-    fitted = None if failure.actual is failure.expected else _fitted_stretch(failure, own)
+    fitted = None if wrong.actual is wrong.expected else _fitted_stretch(wrong, right)
     if fitted is not None:
         cause = f"rope scaling: linear with factor {fitted:g}, {instead}"
         yield cause, {**base, "rope_type": "linear", "factor": fitted}, 1
 
 
-def _fitted_stretch(failure: Failure, own: Rotation) -> float | None:
+def _fitted_stretch(wrong: WrongOperation, right: Rotation) -> float | None:
     """Return the factor under which the unscaled pairs turn most nearly as they did, to three digits."""
-    parameters = rope_parameters(failure, own)
-    plain = with_parameters(failure, own, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
+    parameters = rope_parameters(wrong, right)
+    plain = with_parameters(wrong, right, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
     if plain is None:
         return None
-    turned, frequencies = turned_by(failure, own), plain.frequencies.to(torch.float64)
+    turned, frequencies = turned_by(wrong, right), plain.frequencies.to(torch.float64)
     if turned.shape[1] != len(frequencies):
         return None
 
     def fit(ln_factor: float) -> float:
-        phases = failure.positions[:, None] * frequencies / math.exp(ln_factor)
+        phases = wrong.positions[:, None] * frequencies / math.exp(ln_factor)
         return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
 
     factor = math.exp(_best_of(_LN_FACTORS, fit))
@@ -190,55 +155,55 @@ def _best_of(grid: list[float], fit: Callable[[float], float]) -> float:
 
 
 @with_rotation
-def wrong_theta(failure: Failure, own: Rotation) -> Causes:
+def wrong_theta(wrong: WrongOperation, right: Rotation) -> Causes:
     """The base of the frequencies is another: one that models use, or one fitted to the rows.
 
     Scaled frequencies are scaled anew for the base, or keep the factors of the right one, as those in a file do.
     """
-    parameters = rope_parameters(failure, own)
+    parameters = rope_parameters(wrong, right)
     if "rope_theta" not in parameters:
         return
     meant = float(parameters["rope_theta"])
     for based_on, kept in ((_with_theta, ""), (_with_theta_and_factors, "the factors of the rope scaling are kept")):
         if kept and parameters.get("rope_type", "default") == "default":
             continue
-        fitted = _fitted_thetas(failure, own, based_on)
+        fitted = _fitted_thetas(wrong, right, based_on)
         for theta in dict.fromkeys((*_THETAS, *fitted)):
-            other = based_on(failure, own, theta) if theta != meant else None
-            if other is not None:
+            changed = based_on(wrong, right, theta) if theta != meant else None
+            if changed is not None:
                 yield Hypothesis(
                     cause=f"wrong rope theta: {theta:g} instead of {meant:g}",
-                    output=other.turn(failure.inputs[0], failure.positions),
+                    output=changed.turn(wrong.inputs[0], wrong.positions),
                     detail=kept,
-                    freedom=0 if theta in _THETAS else 1,
+                    num_fitted=0 if theta in _THETAS else 1,
                     is_vague=theta in fitted[1:],  # that of two digits fits as well, or better
                 )
 
 
-def _with_theta(failure: Failure, own: Rotation, theta: float) -> Rotation | None:
-    return with_parameters(failure, own, {**rope_parameters(failure, own), "rope_theta": theta})
+def _with_theta(wrong: WrongOperation, right: Rotation, theta: float) -> Rotation | None:
+    return with_parameters(wrong, right, {**rope_parameters(wrong, right), "rope_theta": theta})
 
 
-def _with_theta_and_factors(failure: Failure, own: Rotation, theta: float) -> Rotation | None:
+def _with_theta_and_factors(wrong: WrongOperation, right: Rotation, theta: float) -> Rotation | None:
     """Return the rotation of another base whose frequencies are scaled by the factors of the right one."""
-    meant = float(rope_parameters(failure, own)["rope_theta"])
-    exponents = torch.arange(len(own.frequencies), dtype=torch.float64) / len(own.frequencies)
-    return replace(own, frequencies=(own.frequencies * (meant / theta) ** exponents).to(torch.float32))
+    meant = float(rope_parameters(wrong, right)["rope_theta"])
+    exponents = torch.arange(len(right.frequencies), dtype=torch.float64) / len(right.frequencies)
+    return replace(right, frequencies=(right.frequencies * (meant / theta) ** exponents).to(torch.float32))
 
 
 def _fitted_thetas(
-    failure: Failure, own: Rotation, based_on: Callable[[Failure, Rotation, float], Rotation | None]
+    wrong: WrongOperation, right: Rotation, based_on: Callable[[WrongOperation, Rotation, float], Rotation | None]
 ) -> list[float]:
     """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
-    if failure.actual is failure.expected:  # what was recorded stands after something else: nothing can be fitted
+    if wrong.actual is wrong.expected:  # what was recorded stands after something else: nothing can be fitted
         return []
-    turned = turned_by(failure, own)
+    turned = turned_by(wrong, right)
 
     def fit(ln_theta: float) -> float:
-        other = based_on(failure, own, math.exp(ln_theta))
-        if other is None:
+        changed = based_on(wrong, right, math.exp(ln_theta))
+        if changed is None:
             return 0.0
-        phases = failure.positions[:, None] * other.frequencies.to(torch.float64)
+        phases = wrong.positions[:, None] * changed.frequencies.to(torch.float64)
         return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
 
     theta = math.exp(_best_of(_LN_THETAS, fit))
@@ -246,125 +211,77 @@ def _fitted_thetas(
 
 
 @with_rotation
-def stretched(failure: Failure, own: Rotation) -> Causes:
-    """Every angle is too large or too small by the same small share of it, fitted to the rows."""
-    turned, phases = turned_by(failure, own), own.phases(failure.positions)
-    left = (turned * torch.polar(torch.ones_like(phases), -phases)).angle()
-    weights = phases * turned.abs()
-    size = float((weights * phases).sum())
-    share = float((weights * left).sum()) / size if size else 0.0
-    if 0 < abs(share) < _SMALL_SHARE:
-        yield Hypothesis(
-            cause=f"rotary frequencies are off by a factor of {1 + share:.7g}",
-            output=own.turned(own.heads(failure.inputs[0]), *own.table(phases * (1 + share))),
-            freedom=1,
-        )
-
-
-@with_rotation
-def partial_rotary(failure: Failure, own: Rotation) -> Causes:
+def partial_rotary(wrong: WrongOperation, right: Rotation) -> Causes:
     """Only the first elements of a head are rotated, or all of them where only some should be."""
-    theta = rope_parameters(failure, own).get("rope_theta")
+    theta = rope_parameters(wrong, right).get("rope_theta")
     for share in (0.25, 0.5, 0.75, 1.0):
-        dim = int(own.head_dim * share) // 2 * 2
-        if not dim or dim == 2 * len(own.frequencies):  # that many turn as they should: what differs is no part
+        dim = int(right.head_dim * share) // 2 * 2
+        if not dim or dim == 2 * len(right.frequencies):  # that many turn as they should: what differs is no part
             continue
-        candidates = [own.frequencies[: dim // 2]]
+        candidates = [right.frequencies[: dim // 2]]
         if theta is not None:
             candidates.insert(0, float(theta) ** -(torch.arange(0, dim, 2, dtype=torch.float) / dim))
         for frequencies in candidates:
             if len(frequencies) == dim // 2:
-                other = replace(own, frequencies=frequencies)
+                changed = replace(right, frequencies=frequencies)
                 yield Hypothesis(
-                    cause=f"partial rotary: the first {dim} of {own.head_dim} elements turn",
-                    output=other.turn(failure.inputs[0], failure.positions),
+                    cause=f"partial rotary: the first {dim} of {right.head_dim} elements turn",
+                    output=changed.turn(wrong.inputs[0], wrong.positions),
                 )
 
 
-@with_rotation
-def coarse_table(failure: Failure, own: Rotation) -> Causes:
-    """Cosine and sine, or the positions and frequencies behind them, were held in a 16-bit dtype."""
-    heads = own.heads(failure.inputs[0])
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        for first in (torch.float64, failure.dtype):  # straight from the angles, or after the engine's own rounding
-            cos, sin = (x.to(first).to(dtype).to(torch.float64) for x in own.angles(failure.positions))
-            yield Hypothesis(cause=f"cos/sin table in {name}", output=own.turned(heads, cos, sin))
-        low = own.frequencies.to(dtype).to(torch.float32)
-        output = own.turned(heads, *own.angles(failure.positions, low))
-        yield Hypothesis(cause=f"rotary frequencies in {name}", output=output)
-        phases = (failure.positions.to(dtype)[:, None] * own.frequencies.to(dtype)).to(torch.float64)
-        for table, cause in ((dtype, f"cos/sin table in {name}, its angles too"), (None, f"rotary angles in {name}")):
-            cos, sin = ((x.to(table).to(torch.float64) if table else x)[:, None] for x in (phases.cos(), phases.sin()))
-            yield Hypothesis(cause=cause, output=own.turned(heads, cos, sin))
-
-
-def rope_parameters(failure: Failure, own: Rotation) -> dict[str, Any]:
+def rope_parameters(wrong: WrongOperation, right: Rotation) -> dict[str, Any]:
     """Return the rope parameters of the config, where it has them by type of layer those of the rotation's own type."""
-    parameters = getattr(failure.hf.config, "rope_parameters", None)
+    parameters = getattr(wrong.hf.config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return {}
-    return dict(parameters.get(_layer_type(own), parameters))
+    return dict(parameters.get(_layer_type(right), parameters))
 
 
-def _layer_type(own: Rotation) -> str:
+def _layer_type(rotation: Rotation) -> str:
     """Return the type of layer that a rotation belongs to; empty if all layers have the same."""
-    return own.name.removesuffix("inv_freq").rstrip("_")
+    return rotation.name.removesuffix("inv_freq").rstrip("_")
 
 
-def with_parameters(failure: Failure, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
+def with_parameters(wrong: WrongOperation, right: Rotation, parameters: dict[str, Any]) -> Rotation | None:
     """Return the rotation that HF's own code makes of other rope parameters; None if it makes none.
 
     Every layer and schedule asks for the same ones, and HF takes half a millisecond for each: they are remembered.
     """
-    known = _MADE.setdefault(own.module, {})
-    key = f"{own.name} {sorted(parameters.items())}"
+    known = _MADE.setdefault(right.module, {})
+    key = f"{right.name} {sorted(parameters.items())}"
     if key not in known:
-        known[key] = _make(failure.hf.config, own, parameters)
+        known[key] = _make(wrong.hf.config, right, parameters)
     made = known[key]
     return made and replace(
-        made, is_interleaved=own.is_interleaved, is_regrouped=own.is_regrouped, head_dim=own.head_dim
+        made, is_interleaved=right.is_interleaved, is_regrouped=right.is_regrouped, head_dim=right.head_dim
     )
 
 
-def _make(config: Any, own: Rotation, parameters: dict[str, Any]) -> Rotation | None:
-    changed, kind = copy.copy(config), _layer_type(own)
+def _make(config: Any, right: Rotation, parameters: dict[str, Any]) -> Rotation | None:
+    changed, kind = copy.copy(config), _layer_type(right)
     changed.rope_parameters = {**config.rope_parameters, kind: dict(parameters)} if kind else dict(parameters)
     try:
-        module = type(own.module)(changed)
+        module = type(right.module)(changed)
     except Exception:  # a family whose module needs more than its config
         return None
-    frequencies = getattr(module, own.name).detach().cpu().to(torch.float32)
-    scaling = float(getattr(module, own.name.replace("inv_freq", "attention_scaling"), 1.0))
-    return replace(own, frequencies=frequencies, scaling=scaling, module=module)
+    frequencies = getattr(module, right.name).detach().cpu().to(torch.float32)
+    scaling = float(getattr(module, right.name.replace("inv_freq", "attention_scaling"), 1.0))
+    return replace(right, frequencies=frequencies, scaling=scaling, module=module)
 
 
 @with_rotation
-def of_other_layers(failure: Failure, own: Rotation) -> Causes:
+def of_other_layers(wrong: WrongOperation, right: Rotation) -> Causes:
     """The rotation is that of another type of layer."""
-    for name, buffer in own.module.named_buffers(recurse=False):
-        if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and name != own.name:
-            other = replace(
-                own,
+    for name, buffer in right.module.named_buffers(recurse=False):
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and name != right.name:
+            changed = replace(
+                right,
                 name=name,
                 frequencies=buffer.detach().cpu().to(torch.float32),
-                scaling=float(getattr(own.module, name.replace("inv_freq", "attention_scaling"), 1.0)),
+                scaling=float(getattr(right.module, name.replace("inv_freq", "attention_scaling"), 1.0)),
             )
             yield Hypothesis(
-                cause=f"rotary is that of {_layer_type(other)} layers",
-                output=other.turn(failure.inputs[0], failure.positions),
+                cause=f"rotary is that of {_layer_type(changed)} layers",
+                output=changed.turn(wrong.inputs[0], wrong.positions),
             )
-
-
-EXPLANATIONS = (
-    other_pairs,
-    not_rotated,
-    backwards,
-    scaling_ignored,
-    other_scaling,
-    wrong_theta,
-    of_other_layers,
-    stretched,
-    partial_rotary,
-    coarse_table,
-)

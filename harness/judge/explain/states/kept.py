@@ -14,8 +14,7 @@ from harness.formats.schedule import ScheduleKind
 from harness.formats.taps import Kind
 from harness.judge.compare.states import ReadState, StateRuns, line_of, sequence_of, states_read
 from harness.judge.explain.core.drafts import GivenUp, given_up
-from harness.judge.explain.core.failure import Failure, gathered
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
 
 _MOST_SHIFT = 3
 _MOST_OTHERS = 4
@@ -32,42 +31,42 @@ Way = tuple[str, Find]
 """A way to get a state wrong: its cause, and the rows that are in the state then."""
 
 
-def other_rows(failure: Failure) -> Iterator[Hypothesis]:
+def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Yield what the state would be with other rows in it, for the ways that give the first wrong one."""
-    if failure.states is None:
+    if wrong.states is None:
         return
-    known = _Ways(failure, failure.states)
+    known = _Ways(wrong, wrong.states)
     ways = list(known.all())
-    outputs = _after(failure, [rows(known.reads[0]) for _, rows in ways], [0] * len(ways))
-    errors = row_errors(failure.actual[:1].expand_as(outputs), outputs)
+    outputs = _after(wrong, [rows(known.reads[0]) for _, rows in ways], [0] * len(ways))
+    errors = row_errors(wrong.actual[:1].expand_as(outputs), outputs)
     for at in errors.argsort(stable=True)[:_KEPT].tolist():
-        if float(errors[at]) <= _NEAR * rounding_unit(failure.dtype):
+        if float(errors[at]) <= _NEAR * rounding_unit(wrong.dtype):
             cause, rows = ways[at]
             lines = [rows(read) for read in known.reads]
-            yield Hypothesis(cause=cause, output=_after(failure, lines, range(len(lines))))
+            yield Hypothesis(cause=cause, output=_after(wrong, lines, range(len(lines))))
 
 
-def _after(failure: Failure, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
+def _after(wrong: WrongOperation, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
     """Return [lines, W] float64: the state after each line; where there is none, what it should be at that row."""
-    assert failure.states is not None
+    assert wrong.states is not None
     asked = [at for at, line in enumerate(lines) if line]
-    found = failure.states.after([sequence_of(lines[at] or []) for at in asked])
-    output = torch.stack([torch.zeros_like(failure.expected[row]) for row in rows])
+    states_after = wrong.states.after([sequence_of(lines[at] or []) for at in asked])
+    output = torch.stack([torch.zeros_like(wrong.expected[row]) for row in rows])
     for at, line in enumerate(lines):
         if line is None:
-            output[at] = failure.expected[rows[at]]
-    for at, states in zip(asked, found, strict=True):
-        output[at] = states[failure.operation.tap]
+            output[at] = wrong.expected[rows[at]]
+    for at, states in zip(asked, states_after, strict=True):
+        output[at] = states[wrong.operation.tap]
     return output
 
 
 class _Ways:
     """The ways that a workload allows: what a state was when it was first wrong, or each time."""
 
-    def __init__(self, failure: Failure, runs: StateRuns) -> None:
-        self._failure, self._runs = failure, runs
-        self._requests = {request.id: request for request in failure.recording.manifest.requests}
-        places = (failure.rows.request, failure.rows.position, failure.rows.step)
+    def __init__(self, wrong: WrongOperation, runs: StateRuns) -> None:
+        self._failure, self._runs = wrong, runs
+        self._requests = {request.id: request for request in wrong.recording.manifest.requests}
+        places = (wrong.rows.request, wrong.rows.position, wrong.rows.step)
         self.reads = [ReadState(*item) for item in zip(*(column.tolist() for column in places), strict=True)]
         self._lines: dict[ReadState, Line] = {}
         self._first: dict[int, ReadState] = {}
@@ -127,28 +126,28 @@ class _Ways:
 
     def _is_sound_beside(self, read: ReadState) -> bool:
         """Whether another state of the layer is right at the place where this one is wrong."""
-        failure = self._failure
+        wrong = self._failure
         (truth,) = self._runs.after([self._runs.rows_of(read)])
-        for op in failure.graph.of_layer(failure.operation.layer):
-            if op.kind is Kind.STATE and op.tap != failure.operation.tap:
-                found = gathered(failure.locator, op.tap, failure.rows.select(torch.tensor([0])))
-                if found is not None and self._is_near(found, truth[op.tap][None]):
+        for op in wrong.graph.of_layer(wrong.operation.layer):
+            if op.kind is Kind.STATE and op.tap != wrong.operation.tap:
+                recorded = gathered(wrong.locator, op.tap, wrong.rows.select(torch.tensor([0])))
+                if recorded is not None and self._is_near(recorded, truth[op.tap][None]):
                     return True
         return False
 
-    def _is_near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        return float(row_errors(one, other).min()) <= _NEAR * rounding_unit(self._failure.dtype)
+    def _is_near(self, one: torch.Tensor, another: torch.Tensor) -> bool:
+        return float(row_errors(one, another).min()) <= _NEAR * rounding_unit(self._failure.dtype)
 
     def _of_others(self) -> Iterator[Way]:
         """Yield states of other requests: one that was read back, as its content tells, and what they left."""
         alike = {request: self._alike(at) for at, request in self._firsts()}
-        if found := alike.get(self.reads[0].request):
-            cause = f"is the state of request {found.request}, position {found.position}"
-            yield cause, lambda read: line_of(self._runs, each) if (each := alike.get(read.request)) else None
-        for other in self._others(self.reads[0]):
-            last = self._last(other, self.reads[0])
-            yield f"is the state of request {other}, position {last}", partial(self._left_by, other)
-            yield f"begins with what request {other} left", partial(self._begun_with, other)
+        if source_read := alike.get(self.reads[0].request):
+            cause = f"is the state of request {source_read.request}, position {source_read.position}"
+            yield cause, lambda read: line_of(self._runs, source) if (source := alike.get(read.request)) else None
+        for request in self._others(self.reads[0]):
+            last = self._last(request, self.reads[0])
+            yield f"is the state of request {request}, position {last}", partial(self._left_by, request)
+            yield f"begins with what request {request} left", partial(self._begun_with, request)
 
     def _firsts(self) -> Iterator[tuple[int, int]]:
         """Yield number and request of the first wrong row of each request."""
@@ -159,17 +158,17 @@ class _Ways:
     def _alike(self, at: int) -> ReadState | None:
         """Return where the same was read back of another request, which is not one that this one gave up."""
         actual, read = self._failure.actual[at : at + 1], self.reads[at]
-        for other, value in states_read(self._failure.recording, self._failure.operation.tap):
-            is_own = read.request in (other.request, self._requests[other.request].draft_of)
+        for source, value in states_read(self._failure.recording, self._failure.operation.tap):
+            is_own = read.request in (source.request, self._requests[source.request].draft_of)
             if not is_own and self._is_near(actual, value[None].to(torch.float64)):
-                return other
+                return source
         return None
 
-    def _left_by(self, other: int, read: ReadState) -> Line:
-        return line_of(self._runs, ReadState(other, self._last(other, read), read.step))
+    def _left_by(self, request: int, read: ReadState) -> Line:
+        return line_of(self._runs, ReadState(request, self._last(request, read), read.step))
 
-    def _begun_with(self, other: int, read: ReadState) -> Line:
-        return self._left_by(other, read) + self._own(read)
+    def _begun_with(self, request: int, read: ReadState) -> Line:
+        return self._left_by(request, read) + self._own(read)
 
     def _with_drafts(self) -> Iterator[Way]:
         """Yield states with what was given up: the latest that the request went back over, or all."""
@@ -189,12 +188,12 @@ class _Ways:
 
     def _among(self, read: ReadState, drafts: Sequence[GivenUp]) -> Line:
         """Return the request's rows with those of drafts where they were given up."""
-        line, reached, own = Line(), 0, self._own(read)
+        line, reached, rows = Line(), 0, self._own(read)
         for draft in drafts:
             begin, end = (self._requests[draft.draft].prompt_length, len(self._requests[draft.draft].token_ids) - 1)
-            line += own[reached:begin] + line_of(self._runs, ReadState(draft.draft, end, read.step))[begin:]
+            line += rows[reached:begin] + line_of(self._runs, ReadState(draft.draft, end, read.step))[begin:]
             reached = begin
-        return line + own[reached:]
+        return line + rows[reached:]
 
     def _computed_again(self, read: ReadState) -> Line | None:
         """Return the latest draft's rows before all that a request computed after it went back: a prompt's last row."""
@@ -202,8 +201,8 @@ class _Ways:
         if not drafts:
             return None
         draft = drafts[-1]
-        own, end = self._own(read), len(self._requests[draft.draft].token_ids) - 1
-        again = [row for row in own if row[1] > draft.step]
+        rows, end = self._own(read), len(self._requests[draft.draft].token_ids) - 1
+        again = [row for row in rows if row[1] > draft.step]
         return line_of(self._runs, ReadState(draft.draft, end, read.step)) + again
 
     def _each_time(self) -> Iterator[Way]:
@@ -222,10 +221,10 @@ class _Ways:
                 yield cause, partial(self._padded, token, longest, where)
 
     def _padded(self, token: int, longest: int, where: str, read: ReadState) -> Line | None:
-        prompt_length, own = self._requests[read.request].prompt_length, self._own(read)
+        prompt_length, rows = self._requests[read.request].prompt_length, self._own(read)
         at = 0 if where == "before" else prompt_length
         padding = [(token, -1, -1)] * (longest - prompt_length)
-        return [*own[:at], *padding, *own[at:]] if padding and len(own) >= at else None
+        return [*rows[:at], *padding, *rows[at:]] if padding and len(rows) >= at else None
 
     def _own(self, read: ReadState) -> Line:
         """Return the rows that should be in a state; nobody changes the list."""
@@ -251,8 +250,8 @@ class _Ways:
 
     def _begin(self, read: ReadState) -> int:
         """Return the first position of the step that computed the last row of a state."""
-        own = self._own(read)
-        return next(at for at, row in enumerate(own) if row[1] == own[-1][1])
+        rows = self._own(read)
+        return next(at for at, row in enumerate(rows) if row[1] == rows[-1][1])
 
     def _hit(self, read: ReadState) -> int:
         """Return how many rows a request took over from the cache instead of computing them."""
@@ -266,11 +265,10 @@ class _Ways:
         """Return other requests that had computed rows by then, the latest first; not what the request gave up."""
         others = [key for key, of in self._requests.items() if read.request not in (key, of.draft_of)]
         steps = {item: self._runs.last_computed(item, read.step)[1] for item in others}
-        return sorted((key for key, step in steps.items() if step >= 0), key=lambda each: -steps[each])[:_MOST_OTHERS]
+        return sorted((key for key, step in steps.items() if step >= 0), key=lambda request: -steps[request])[
+            :_MOST_OTHERS
+        ]
 
 
-def _is_under(failure: Failure, schedule: ScheduleKind) -> bool:
-    return (failure.recording.manifest.schedule or "") == schedule
-
-
-EXPLANATIONS = (other_rows,)
+def _is_under(wrong: WrongOperation, schedule: ScheduleKind) -> bool:
+    return (wrong.recording.manifest.schedule or "") == schedule

@@ -1,13 +1,15 @@
-"""HF's own mixer of one layer, run again over recorded rows: for operations that carry a state from row to row.
+"""A state that goes from row to row is wrong: where it begins, its parameters, its decay.
 
-A state-space or linear-attention layer reads its inputs at all earlier rows. So the rows of a request are run through
-HF's module once more, with what was recorded put in the place of its inner values, and with one thing changed.
+A state-space or linear-attention layer reads its inputs at all earlier rows. So HF's own mixer of the layer is run
+again over the recorded rows, with the recorded inner values put in place, and with one thing changed.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from harness.formats.recording import RequestInfo
 from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows
-from harness.judge.explain.core.failure import Failure, gathered
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
+from harness.judge.explain.core.rerun import replaced
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
 from harness.judge.explain.experts.mixture import exactly
 from harness.oracle.caches import MIXER_CACHES, new_cache
 
@@ -28,6 +33,13 @@ _Row = tuple[int, int]
 """(request, position)."""
 Convolved = dict[tuple[int, _Row], torch.Tensor]
 """[C] that a convolution gives at a row, by the number of the convolution in the order of the run."""
+_LOGARITHMS = ("A_log",)
+"""Parameters whose exponential, with the sign turned, is the rate of the decay."""
+_MAX_NEWTON_STEPS = 6
+_NAMED = 1e-3
+"""Distance up to which a fitted factor is one that has a name."""
+_SMALL = 1e-4
+"""Step by which a derivative is taken."""
 
 
 class _SeenError(Exception):
@@ -38,7 +50,7 @@ class _SeenError(Exception):
 class Recurrence:
     """A mixer and the rows of the requests that it is run over."""
 
-    failure: Failure
+    wrong: WrongOperation
     path: str
     """Of the mixer."""
     entry: str
@@ -49,12 +61,12 @@ class Recurrence:
     @property
     def module(self) -> nn.Module:
         """HF's mixer."""
-        return self.failure.hf.module(self.path)
+        return self.wrong.hf.module(self.path)
 
     def run(
         self, sequences: Sequences | None = None, *, convolved: Convolved | None = None, seen: Convolved | None = None
     ) -> torch.Tensor | None:
-        """Return what the operation gives at the failure's rows, [R, W] float64, if rows follow each other as given.
+        """Return what the operation gives at the wrong rows, [R, W] float64, if rows follow each other as given.
 
         Args:
             sequences: of rows, each begun with an empty state; those of every request in order by default. A row that
@@ -62,16 +74,16 @@ class Recurrence:
             convolved: what the convolutions of the mixer give at each row, in the place of what they would give.
             seen: is given what they gave.
         """
-        found: dict[_Row, torch.Tensor] = {}
+        outputs: dict[_Row, torch.Tensor] = {}
         for rows in self.histories if sequences is None else sequences:
             values = self._values(rows)
             if values is None:
                 return None
-            with exactly(self.failure), _Convolutions(rows.places(), convolved, seen):
+            with exactly(self.wrong), _Convolutions(rows.places(), convolved, seen):
                 output = self._run_one(values, rows.position)
-            found |= dict(zip(rows.places(), output, strict=True))
-        wanted = self.failure.rows.places()
-        return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
+            outputs |= dict(zip(rows.places(), output, strict=True))
+        wanted = self.wrong.rows.places()
+        return torch.stack([outputs[row] for row in wanted]) if outputs.keys() >= set(wanted) else None
 
     def run_by_steps(self, kept: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
         """Return what the operation gives if the state goes through `kept` after each step: [R, W] float64.
@@ -81,25 +93,25 @@ class Recurrence:
 
         None where a row was not recorded, or the mixer keeps its state otherwise than HF's cache does.
         """
-        found: dict[_Row, torch.Tensor] = {}
+        outputs: dict[_Row, torch.Tensor] = {}
         for rows in self.histories:
-            cache = new_cache(self.failure.hf)
+            cache = new_cache(self.wrong.hf)
             if cache is None:
                 return None
             layer = cache.layers[self.module.layer_idx]
             for step in rows.step.unique_consecutive().tolist():
-                own = rows.select((rows.step == step).nonzero()[:, 0])
-                values = self._values(own)
+                of_step = rows.select((rows.step == step).nonzero()[:, 0])
+                values = self._values(of_step)
                 if values is None:
                     return None
-                with exactly(self.failure):
-                    found |= dict(zip(own.places(), self._run_one(values, own.position, cache), strict=True))
+                with exactly(self.wrong):
+                    outputs |= dict(zip(of_step.places(), self._run_one(values, of_step.position, cache), strict=True))
                 for name in ("conv", "recurrent"):
                     for state in getattr(layer, f"{name}_states", {}).values():
                         if state is not None:
                             state.copy_(kept(name, state))
-        wanted = self.failure.rows.places()
-        return torch.stack([found[row] for row in wanted]) if found.keys() >= set(wanted) else None
+        wanted = self.wrong.rows.places()
+        return torch.stack([outputs[row] for row in wanted]) if outputs.keys() >= set(wanted) else None
 
     def convolved(self) -> Convolved:
         """Return what the mixer's convolutions give at each row; empty without any.
@@ -112,79 +124,79 @@ class Recurrence:
 
     def _values(self, rows: Rows) -> dict[str, torch.Tensor] | None:
         """Return what was recorded of the mixer's input and of the operation's inputs at some rows, by tap."""
-        taps = (self.entry, *self.failure.operation.inputs)
-        found = {tap: gathered(self.failure.locator, tap, rows) for tap in taps}
-        complete = {tap: value for tap, value in found.items() if value is not None}
-        return complete if len(complete) == len(found) else None
+        taps = (self.entry, *self.wrong.operation.inputs)
+        value_of = {tap: gathered(self.wrong.locator, tap, rows) for tap in taps}
+        complete = {tap: value for tap, value in value_of.items() if value is not None}
+        return complete if len(complete) == len(value_of) else None
 
     def _run_one(self, values: dict[str, torch.Tensor], positions: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        hf, graph, seen = self.failure.hf, self.failure.graph, list[torch.Tensor]()
+        hf, graph, seen = self.wrong.hf, self.wrong.graph, list[torch.Tensor]()
         with ExitStack() as stack:
-            for tap in self.failure.operation.inputs:
+            for tap in self.wrong.operation.inputs:
                 source = graph[tap].source
                 stack.enter_context(_forced(hf.module(graph[tap].module), source, values[tap].to(hf.device)))
-            stack.enter_context(_shown(self.failure.module, self.failure.operation.source, seen))
+            stack.enter_context(_shown(self.wrong.module, self.wrong.operation.source, seen))
             with suppress(_SeenError):
-                given = _arguments(self.module, positions.to(hf.device), cache)
-                self.module(values[self.entry][None].to(hf.device), **given)
+                arguments = _arguments(self.module, positions.to(hf.device), cache)
+                self.module(values[self.entry][None].to(hf.device), **arguments)
         return seen[0].to("cpu", torch.float64).reshape(len(values[self.entry]), -1)
 
 
-def recurrence_of(failure: Failure) -> Recurrence | None:
+def recurrence_of(wrong: WrongOperation) -> Recurrence | None:
     """Return the mixer behind an operation; None if it has none that gives what it should on the recorded rows."""
-    path = _mixer_of(failure)
+    path = _mixer_of(wrong)
     if path is None:
         return None
-    first = _first_of(failure, path)
+    first = _first_of(wrong, path)
     if first is None:
         return None
     last: dict[int, int] = {}
-    for request, position in failure.rows.places():
+    for request, position in wrong.rows.places():
         last[request] = max(position, last.get(request, 0))
-    histories = tuple(history(failure, request, count + 1) for request, count in last.items())
-    found = Recurrence(failure=failure, path=path, entry=first.inputs[0], histories=histories)
+    histories = tuple(history(wrong, request, count + 1) for request, count in last.items())
+    recurrence = Recurrence(wrong=wrong, path=path, entry=first.inputs[0], histories=histories)
     try:
-        output = found.run()
+        output = recurrence.run()
     except Exception:  # a module of HF's that needs more than its rows: nothing is known of it
         return None
-    if output is None or output.shape != failure.expected.shape:
+    if output is None or output.shape != wrong.expected.shape:
         return None
-    if bool(((output - failure.expected).norm(dim=1) > _SAME * failure.expected.norm(dim=1)).any()):
+    if bool(((output - wrong.expected).norm(dim=1) > _SAME * wrong.expected.norm(dim=1)).any()):
         return None
-    return found
+    return recurrence
 
 
-def history(failure: Failure, request: int, count: int) -> Rows:
+def history(wrong: WrongOperation, request: int, count: int) -> Rows:
     """Return the first rows of a request, each in the step that computed it last."""
     position = torch.arange(count)
     rows = Rows(request=torch.full_like(position, request), position=position, step=torch.zeros_like(position))
-    found = failure.locator.find(failure.operation.inputs[0], rows)
-    return Rows(request=rows.request, position=position, step=found[:, 0])
+    places = wrong.locator.find(wrong.operation.inputs[0], rows)
+    return Rows(request=rows.request, position=position, step=places[:, 0])
 
 
-def _mixer_of(failure: Failure) -> str | None:
+def _mixer_of(wrong: WrongOperation) -> str | None:
     """Return the innermost module around the operation with parameters that no other operation shows.
 
     None if there is none, or attention stands in it.
     """
-    shown = {op.module for op in failure.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
-    path = failure.operation.module
+    shown = {op.module for op in wrong.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
+    path = wrong.operation.module
     while path:
-        module = failure.module_at(path)
-        own = {f"{path}.{name}".rstrip(".") for name, inner in module.named_modules() if inner._parameters}
-        if not isinstance(module, nn.Linear) and len(list(module.children())) > 1 and own - shown:
-            return None if any(KINDS[op.kind].has_heads for op in _inside(failure, path)) else path
+        module = wrong.module_at(path)
+        paths = {f"{path}.{name}".rstrip(".") for name, inner in module.named_modules() if inner._parameters}
+        if not isinstance(module, nn.Linear) and len(list(module.children())) > 1 and paths - shown:
+            return None if any(KINDS[op.kind].has_heads for op in _inside(wrong, path)) else path
         path = path.rpartition(".")[0]
     return None
 
 
-def _inside(failure: Failure, path: str) -> list[Operation]:
-    return [op for op in failure.graph if op.source and f"{op.module}.".startswith(f"{path}.")]
+def _inside(wrong: WrongOperation, path: str) -> list[Operation]:
+    return [op for op in wrong.graph if op.source and f"{op.module}.".startswith(f"{path}.")]
 
 
-def _first_of(failure: Failure, path: str) -> Operation | None:
+def _first_of(wrong: WrongOperation, path: str) -> Operation | None:
     """Return the first operation of a mixer: one that reads what the mixer reads."""
-    inside = _inside(failure, path)
+    inside = _inside(wrong, path)
     return inside[0] if inside and len(inside[0].inputs) == 1 else None
 
 
@@ -200,9 +212,9 @@ def _arguments(module: nn.Module, positions: torch.Tensor, cache: Any) -> dict[s
 class _Convolutions(TorchFunctionMode):
     """Sees what convolutions over the rows of a sequence give, or puts something else in its place."""
 
-    def __init__(self, rows: list[_Row], given: Convolved | None, seen: Convolved | None) -> None:
+    def __init__(self, rows: list[_Row], forced: Convolved | None, seen: Convolved | None) -> None:
         super().__init__()
-        self._rows, self._given, self._seen, self._num_calls = rows, given, seen, 0
+        self._rows, self._given, self._seen, self._num_calls = rows, forced, seen, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -213,8 +225,8 @@ class _Convolutions(TorchFunctionMode):
         call, self._num_calls = self._num_calls, self._num_calls + 1
         if self._given is not None:
             rows = enumerate(self._rows)  # what another request left behind is not among the rows that were given
-            given = torch.stack([self._given.get((call, row), output[0, :, at]) for at, row in rows], dim=-1)
-            output = torch.cat((given[None].to(output), output[..., len(self._rows) :]), dim=-1)
+            forced = torch.stack([self._given.get((call, row), output[0, :, at]) for at, row in rows], dim=-1)
+            output = torch.cat((forced[None].to(output), output[..., len(self._rows) :]), dim=-1)
         if self._seen is not None:
             self._seen |= {(call, row): output[0, :, at].clone() for at, row in enumerate(self._rows)}
         return output
@@ -227,8 +239,8 @@ def _forced(module: nn.Module, source: str, value: torch.Tensor) -> RemovableHan
     return module.register_forward_hook(lambda _module, _args, output: _put(value, output))
 
 
-def _put(value: torch.Tensor, own: Any) -> None:
-    own.copy_(value.reshape(own.shape))
+def _put(value: torch.Tensor, target: Any) -> None:
+    target.copy_(value.reshape(target.shape))
 
 
 def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> RemovableHandle:
@@ -244,3 +256,235 @@ def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> Removabl
 
     is_input = source.endswith(":input")
     return module.register_forward_pre_hook(before) if is_input else module.register_forward_hook(after)
+
+
+def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The scan, or the convolution before it, begins elsewhere or computes with other numbers."""
+    recurrence = recurrence_of(wrong)
+    if recurrence is None:
+        return
+    yield from _begun_elsewhere(recurrence)
+    yield from _kept_coarsely(recurrence)
+    for path, name, parameter in _parameters(recurrence):
+        yield from _other_values(recurrence, path, name, parameter)
+    yield from _sign_of_decay(recurrence)
+
+
+def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
+    """The state is not carried on, or not kept up to date, or it is what another request left."""
+    patterns: dict[str, Callable[[Rows], list[Rows]]] = {
+        "{state} is not carried from one step to the next": _by_step,
+        "{state} of the prefill is not carried into decode": _prefill_and_decode,
+        "{state} is not updated in decode: every row goes on from the end of the first step": _frozen,
+        "{state} is a step late: the rows of the step before are not in it": _a_step_late,
+        "{state} takes in the last row of the step before twice": _doubled,
+    }
+    if _any_within_a_step(recurrence.wrong.rows):  # or there would be no difference to steps
+        patterns["no {state} is carried from row to row"] = _row_by_row
+    right = recurrence.convolved()
+    for cause, pattern in patterns.items():
+        yield from _of_sequences(
+            recurrence, [item for rows in recurrence.histories for item in pattern(rows)], cause, right
+        )
+    for request in recurrence.wrong.recording.manifest.requests:
+        yield from _left_by(recurrence, request, right)
+
+
+def _kept_coarsely(recurrence: Recurrence) -> Iterator[Hypothesis]:
+    """The state, or a part of it, is rounded to a 16-bit dtype after each step."""
+    with suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        right = recurrence.run_by_steps(lambda _name, state: state)
+        if not recurrence.wrong.is_expected(right):
+            return  # run step by step, HF's mixer gives something else
+        states = {"the recurrence's state": ("recurrent",), "the convolution's state": ("conv",)}
+        for label, names in {"the state": ("conv", "recurrent"), **states}.items():
+            for dtype in HALF_DTYPES:
+
+                def kept(
+                    name: str, state: torch.Tensor, names: tuple[str, ...] = names, dtype: torch.dtype = dtype
+                ) -> torch.Tensor:
+                    return rounded(state, dtype) if name in names else state
+
+                output = recurrence.run_by_steps(kept)
+                if output is not None and right is not None and not torch.equal(output, right):
+                    cause = f"{label} is kept in {name_of(dtype)} from one step to the next"
+                    yield Hypothesis(cause=cause, output=output)
+
+
+def _left_by(recurrence: Recurrence, request: RequestInfo, right: Convolved) -> Iterator[Hypothesis]:
+    others = [rows for rows in recurrence.histories if int(rows.request[0]) != request.id]
+    left = history(recurrence.wrong, request.id, len(request.token_ids) - 1)
+    if others and bool((left.step >= 0).all()):
+        joined = [Rows.concat([left, rows]) for rows in others]
+        sequences = [rows for rows in recurrence.histories if int(rows.request[0]) == request.id]
+        cause = f"{{state}} begins with what request {request.id} left, instead of with zero"
+        yield from _of_sequences(recurrence, [*sequences, *joined], cause, right)
+
+
+def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str, right: Convolved) -> Iterator[Hypothesis]:
+    """All of the state is of other rows, or that of the convolution alone, or all but that.
+
+    Args:
+        recurrence: of the layer.
+        sequences: of rows that follow each other, as far as the wrong state goes.
+        cause: with a place for what state it is.
+        right: what the convolutions should give.
+    """
+    wrong: Convolved = {}
+    output_of = {"the state": recurrence.run(sequences, seen=wrong)}
+    if right.keys() <= wrong.keys() and right:
+        output_of["the convolution's state"] = recurrence.run(convolved=wrong)
+        output_of["the recurrence's state"] = recurrence.run(sequences, convolved=right)
+    expected, told = recurrence.wrong.expected, list[torch.Tensor]()
+    for state, output in reversed(output_of.items()):
+        if output is not None and not any(torch.equal(output, item) for item in (expected, *told)):
+            told.append(output)
+            yield Hypothesis(cause=cause.format(state=state).replace("no the ", "no "), output=output)
+
+
+def _by_step(rows: Rows) -> list[Rows]:
+    return [_pick(rows, list(group)) for _, group in groupby(range(len(rows)), key=lambda at: int(rows.step[at]))]
+
+
+def _prefill_and_decode(rows: Rows) -> list[Rows]:
+    """Cut a request's rows where its steps begin to have one row only."""
+    pieces = _by_step(rows)
+    first = next((at for at in range(len(pieces), 0, -1) if len(pieces[at - 1]) > 1), 0)
+    return [Rows.concat(item) for item in (pieces[:first], pieces[first:]) if item]
+
+
+def _any_within_a_step(rows: Rows) -> bool:
+    """Whether some row comes after another one of its request in its step."""
+    places = list(zip(rows.request.tolist(), rows.step.tolist(), strict=True))
+    return len(set(places)) < len(places)
+
+
+def _row_by_row(rows: Rows) -> list[Rows]:
+    return [_pick(rows, [at]) for at in range(len(rows))]
+
+
+def _frozen(rows: Rows) -> list[Rows]:
+    """The rows of the first step, and every later row as if it came next."""
+    first, *later = _by_step(rows)
+    return [first, *(Rows.concat([first, _pick(step, [at])]) for step in later for at in range(len(step)))]
+
+
+def _a_step_late(rows: Rows) -> list[Rows]:
+    """The rows of a step after those of all steps but the one before."""
+    steps = _by_step(rows)
+    return [Rows.concat([*steps[: max(at - 1, 0)], step]) for at, step in enumerate(steps)]
+
+
+def _doubled(rows: Rows) -> list[Rows]:
+    """The rows of a step after those of the steps before, the last of which is there twice."""
+    steps = _by_step(rows)
+    pieces = [steps[0]]
+    for before, step in pairwise(steps):
+        pieces.append(Rows.concat([pieces[-1], _pick(before, [len(before) - 1]), step]))
+    return pieces
+
+
+def _pick(rows: Rows, places: list[int]) -> Rows:
+    return rows.select(torch.tensor(places))
+
+
+def _parameters(recurrence: Recurrence) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """Yield path, name and values of what the mixer computes with by itself: what no other operation shows."""
+    wrong = recurrence.wrong
+    shown = {op.module for op in wrong.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
+    for inner, module in recurrence.module.named_modules():
+        path = f"{recurrence.path}.{inner}" if inner else recurrence.path
+        if path not in shown:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield path, name, parameter
+
+
+def _other_values(recurrence: Recurrence, path: str, name: str, parameter: torch.nn.Parameter) -> Iterator[Hypothesis]:
+    right, label = parameter.data, f"{path.removeprefix(recurrence.path).lstrip('.')}.{name}".lstrip(".")
+    tried = {
+        f"{label} is zero: left out, or not loaded": torch.zeros_like(right),
+        f"the sign of {label} is wrong": -right,
+    }
+    if recurrence.wrong.dtype not in HALF_DTYPES:
+        tried |= {f"{label} is rounded to {name_of(dtype)}": rounded(right, dtype) for dtype in HALF_DTYPES}
+    tried |= {f"{label} is that of layer {layer}": values for layer, values in _of_other_layers(recurrence, path, name)}
+    for cause, values in tried.items():
+        if values.shape == right.shape and not torch.equal(values, right):
+            with replaced(parameter, "data", values):
+                output = recurrence.run()
+            if output is not None:
+                yield Hypothesis(cause=cause, output=output)
+    yield from _fitted(recurrence, parameter, label)
+
+
+def _fitted(recurrence: Recurrence, parameter: torch.nn.Parameter, label: str) -> Iterator[Hypothesis]:
+    """The parameter is scaled, or the decay is whose logarithm it is."""
+    right = parameter.data
+    factor, output = _best(recurrence, parameter, lambda size: right * (1 + size))
+    if output is not None and min(abs(1 + factor - named) for named in (-1, 0, 1)) > _NAMED:
+        yield Hypothesis(cause=f"{label} is scaled by {1 + factor:.4g}", output=output, num_fitted=1)
+    if label.rpartition(".")[2] in _LOGARITHMS:
+        shift, output = _best(recurrence, parameter, lambda size: right + size)
+        if output is not None and abs(shift) > _SMALL:
+            cause = f"the decay of the state is scaled by {math.exp(shift):.4g}"
+            yield Hypothesis(cause=cause, output=output, num_fitted=1)
+
+
+def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) -> tuple[float, torch.Tensor | None]:
+    """Return the size of a change under which the output is nearest, and the output (Gauss-Newton, one number)."""
+    size, actual = 0.0, recurrence.wrong.actual
+    for _ in range(_MAX_NEWTON_STEPS):
+        outputs = []
+        for item in (size, size + _SMALL):
+            with replaced(parameter, "data", change(item)):
+                outputs.append(recurrence.run())
+        here, there = outputs
+        if here is None or there is None or not bool(here.isfinite().all()):
+            return 0.0, None
+        slope = (there - here) / _SMALL
+        energy = float(slope.square().sum())
+        if energy == 0:
+            return 0.0, None
+        step = float(((actual - here) * slope).sum()) / energy
+        size += max(-1.0, min(1.0, step))
+        if abs(step) < _SMALL * _SMALL:
+            break
+    with replaced(parameter, "data", change(size)):
+        return size, recurrence.run()
+
+
+def _of_other_layers(recurrence: Recurrence, path: str, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+    wrong = recurrence.wrong
+    part = wrong.hf.part_of(path)
+    for operation in wrong.graph:
+        if operation.site == wrong.operation.site and operation.layer not in (None, wrong.operation.layer):
+            other_part = wrong.hf.part_of(operation.module)
+            with wrong.hf.weights.held(other_part):
+                module = wrong.hf.module(other_part + path.removeprefix(part))
+                yield int(operation.layer or 0), getattr(module, name).detach().to(torch.float64)
+
+
+def _sign_of_decay(recurrence: Recurrence) -> Iterator[Hypothesis]:
+    """The rate is exp(A_log) where it should be -exp(A_log): the state grows."""
+    for name in _LOGARITHMS:
+        parameter = getattr(recurrence.module, name, None)
+        if parameter is not None:
+            with exactly(recurrence.wrong), _TurnedExponential(parameter):
+                output = recurrence.run()
+            if output is not None and bool(output.isfinite().all()):
+                yield Hypothesis(cause="the sign of the state's decay is wrong: the state grows", output=output)
+
+
+class _TurnedExponential(TorchFunctionMode):
+    """Turns the sign of the exponential of one tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_exponential = func in (torch.exp, torch.Tensor.exp)
+        return -result if is_exponential and args[0] is self._tensor else result

@@ -129,8 +129,8 @@ class Bench:
             logits=None,
             coverage=Coverage(),
         )
-        found = self._judged(run, recording, tap)
-        return explain_run(found, recording, self.golden, self.hf).findings[0].explanation
+        explanation = self._judged(run, recording, tap)
+        return explain_run(explanation, recording, self.golden, self.hf).findings[0].explanation
 
     def _judged(self, run: RunResult, recording: Recording, tap: str) -> Comparison:
         graph, local, caches = self.hf.graph, LocalJudgement(errors={}, evidence={}), {}

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 from harness.formats.taps import KINDS
-from harness.judge.explain.trial.ranking import causes_of
+from harness.judge.explain.causes import causes_of
 
 PAGE = Path(__file__).parents[4] / "docs" / "explanations.md"
 

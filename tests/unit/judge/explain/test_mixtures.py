@@ -43,8 +43,8 @@ class Subject:
         break_it(engine._hf.model)
         record_run(self.plan, engine, self.plan.schedules[0], self.golden.requests, self.folder / name)
         with Recording.open(self.folder / name, verify=False) as actual:
-            found = compare_run(actual, self.golden, hf=self.oracle)
-            first = explain_run(found, actual, self.golden, self.oracle).first_divergence
+            comparison = compare_run(actual, self.golden, hf=self.oracle)
+            first = explain_run(comparison, actual, self.golden, self.oracle).first_divergence
         assert first is not None
         assert first.explanation is not None
         return first.explanation.cause, first.explanation.is_cause
@@ -190,8 +190,8 @@ _MIXER = "backbone.layers.0.mixer."
     ],
 )
 def test_states(subjects, request, cause, break_it):
-    found, is_cause = subjects("mamba").cause(request.node.callspec.id, break_it)
-    assert (cause in found, is_cause) == (True, True), found
+    explanation, is_cause = subjects("mamba").cause(request.node.callspec.id, break_it)
+    assert (cause in explanation, is_cause) == (True, True), explanation
 
 
 def test_a_state_that_nothing_known_explains(subjects):
@@ -211,11 +211,11 @@ def _held_wrongly(module: torch.nn.Module, states: Callable[..., Held], is_kept:
     def called(hidden: torch.Tensor, *args: object, **rest: object) -> object:
         held = states(*args, **rest) if hidden.shape[1] == 1 else []
         before = [get().clone() for get, _ in held]
-        for (_, put), own in zip(held, before, strict=True):
-            put(own if is_kept else torch.zeros_like(own))
+        for (_, put), right in zip(held, before, strict=True):
+            put(right if is_kept else torch.zeros_like(right))
         output = forward(hidden, *args, **rest)
-        for (_, put), own in zip(held if is_kept else [], before, strict=False):
-            put(own)
+        for (_, put), right in zip(held if is_kept else [], before, strict=False):
+            put(right)
         return output
 
     module.forward = called
@@ -248,8 +248,8 @@ def _of_cache(name: str) -> Callable[..., None]:
     def break_it(model: torch.nn.Module, is_kept: bool) -> None:
         mixer = model.model.layers[0].mamba
 
-        def states(**given: object) -> Held:
-            cache = given.get("cache", given.get("cache_params"))
+        def states(**hypotheses: object) -> Held:
+            cache = hypotheses.get("cache", hypotheses.get("cache_params"))
             held = getattr(cache.layers[mixer.layer_idx], f"{name}_states")[0]
             return [(lambda: held, held.copy_)]
 
@@ -274,9 +274,12 @@ def _of_cache(name: str) -> Callable[..., None]:
     ],
 )
 def test_one_state_of_several_is_forgotten_or_never_updated(subjects, request, family, state, plan, is_kept):
-    found, is_cause = subjects(family).cause(request.node.callspec.id, lambda model: plan(model, is_kept))
+    explanation, is_cause = subjects(family).cause(request.node.callspec.id, lambda model: plan(model, is_kept))
     meant = "is not updated in decode: every row goes on from the end of the first step"
     if is_kept and family == "falcon_h1":  # its cache is read, and shows it before any row goes on from it
-        assert (found, is_cause) == ("is not updated in decode: it is the state at the end of the prompt", True)
+        assert (explanation, is_cause) == ("is not updated in decode: it is the state at the end of the prompt", True)
         return
-    assert (found, is_cause) == (f"{state} {meant if is_kept else 'is not carried from one step to the next'}", True)
+    assert (explanation, is_cause) == (
+        f"{state} {meant if is_kept else 'is not carried from one step to the next'}",
+        True,
+    )

@@ -11,7 +11,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.row_judge import LocalErrors
-from harness.judge.explain import run as subject
+from harness.judge.explain import run
 from harness.judge.explain.run import _Explainer, explain_run
 from harness.oracle.golden import Golden
 from harness.results.check import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
@@ -63,10 +63,10 @@ def explainer(recordings):
         engine, golden = recordings
         model = ToyModel(*OPERATIONS, modules={LINEAR: nn.Linear(4, 4), HEAD: nn.Linear(4, 4)})
         model.graph.__dict__["logits"] = HEAD
-        found = SimpleNamespace(
+        explanation = SimpleNamespace(
             result=result(*findings), errors=(errors or {}) | (caches or {}), evidence=evidence or {}, states=None
         )
-        return _Explainer(found, engine, Golden(golden), model, ExitStack())
+        return _Explainer(explanation, engine, Golden(golden), model, ExitStack())
 
     return make
 
@@ -96,12 +96,16 @@ def errors_of(places, bad, *, effect=None, unrecorded=()):
 
 def test_the_wrong_rows_of_a_cache_in_the_order_of_their_places(explainer):
     places = [(1, 4), (0, 3), (1, 1), (0, 0), (2, 0)]
-    given = explainer()._cache_evidence(OPERATIONS[1], errors_of(places, [True, True, False, True, False]))
-    assert list(zip(given.rows.request.tolist(), given.rows.position.tolist(), strict=True)) == [(0, 0), (0, 3), (1, 4)]
-    assert given.roundings.tolist() == [40, 20, 10]
-    assert given.bound.tolist() == [4, 2, 1]
-    assert torch.equal(given.expected, torch.stack([KEYS[0, 0], KEYS[0, 3], KEYS[1, 4]]))
-    assert torch.equal(given.inputs[0], given.expected)
+    evidence = explainer()._cache_evidence(OPERATIONS[1], errors_of(places, [True, True, False, True, False]))
+    assert list(zip(evidence.rows.request.tolist(), evidence.rows.position.tolist(), strict=True)) == [
+        (0, 0),
+        (0, 3),
+        (1, 4),
+    ]
+    assert evidence.roundings.tolist() == [40, 20, 10]
+    assert evidence.bound.tolist() == [4, 2, 1]
+    assert torch.equal(evidence.expected, torch.stack([KEYS[0, 0], KEYS[0, 3], KEYS[1, 4]]))
+    assert torch.equal(evidence.inputs[0], evidence.expected)
     assert explainer()._cache_evidence(OPERATIONS[1], errors_of([(2, 2)], [True])) is None
 
 
@@ -129,20 +133,18 @@ def test_an_explanation_that_raises_costs_the_finding_nothing(explainer, monkeyp
 
     monkeypatch.setattr(_Explainer, "explain", raises)
     error = ZeroDivisionError("by zero")
-    given = explainer().explained(finding(Code.LOCAL_ERROR, LINEAR)).explanation
-    assert given.cause == "no explanation: looking for one failed"
-    assert given.detail.startswith("the explanation: ZeroDivisionError: by zero (harness/judge/explain/run.py:")
-    assert (given.is_cause, given.num_rows, given.num_explained) == (False, 0, 0)
+    hypotheses = explainer().explained(finding(Code.LOCAL_ERROR, LINEAR)).explanation
+    assert hypotheses.cause == "no explanation: looking for one failed"
+    assert hypotheses.detail.startswith("the explanation: ZeroDivisionError: by zero (harness/judge/explain/run.py:")
+    assert (hypotheses.is_cause, hypotheses.num_rows, hypotheses.num_explained) == (False, 0, 0)
     error = HarnessError(Code.STEP_ALTERED, "altered")
     with pytest.raises(HarnessError, match="altered"):
         explainer().explained(finding(Code.LOCAL_ERROR, LINEAR))
 
 
 def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
-    monkeypatch.setattr(
-        subject, "explain_token", lambda recording, logits, request, position: (logits, request, position)
-    )
-    monkeypatch.setattr(subject, "explain_count", lambda operation, recording: operation.tap)
+    monkeypatch.setattr(run, "explain_token", lambda recording, logits, request, position: (logits, request, position))
+    monkeypatch.setattr(run, "explain_count", lambda operation, recording: operation.tap)
     tokens = Code.TOKENS_DIFFER
     assert explainer().explained(finding(tokens, request=1, position=0)).explanation == (HEAD, 1, 0)
     assert explainer().explained(finding(tokens, request=0)).explanation is None
@@ -161,18 +163,18 @@ def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_evidence, way):
-    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: "failure")
-    monkeypatch.setattr(subject, "_explained", lambda failure, evidence, where: ("ranked", where))
-    monkeypatch.setattr(subject, "explain_direction", lambda failure, effect: ("direction", effect))
-    monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
+    monkeypatch.setattr(_Explainer, "_wrong_operation", lambda self, evidence, stack: "wrong rows")
+    monkeypatch.setattr(run, "_explained", lambda wrong, where: ("ranked", where))
+    monkeypatch.setattr(run, "explain_direction", lambda failure, effect: ("direction", effect))
+    monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
     errors = errors_of([(0, 0), (0, 1)], [bad, False], effect=SimpleNamespace(size=1) if effect else None)
     kept = {tap: errors}
-    given = explainer(kept, kept, {tap: "evidence"} if has_evidence else {})._explain(
+    hypotheses = explainer(kept, kept, {tap: "evidence"} if has_evidence else {})._explain(
         next(operation for operation in OPERATIONS if operation.tap == tap)
     )
-    assert (given if given is None else given[0]) == way
+    assert (hypotheses if hypotheses is None else hypotheses[0]) == way
     if way in ("ranked", "layers"):
-        assert given[1], "the rows are described"
+        assert hypotheses[1], "the rows are described"
     assert explainer()._explain(OPERATIONS[2]) is None
 
 
@@ -181,8 +183,8 @@ def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_
     explainer, monkeypatch, is_cause, layer, is_said
 ):
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
-    monkeypatch.setattr(subject, "layers_that_did_not_run", lambda *args: behind)
-    monkeypatch.setattr(_Explainer, "_scene", lambda self, evidence, stack: None)
+    monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: behind)
+    monkeypatch.setattr(_Explainer, "_wrong_operation", lambda self, evidence, stack: None)
     errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
     caches = {CACHE: errors_of([(0, 0)], [True])}
     assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
@@ -196,40 +198,41 @@ def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeyp
     named = finding(Code.LOCAL_ERROR, LINEAR)
 
     def explained(first, *findings):
-        found = SimpleNamespace(result=result(*findings, first=first), errors={}, evidence={})
-        return explain_run(found, engine, Golden(golden), model), found
+        comparison = SimpleNamespace(result=result(*findings, first=first), errors={}, evidence={})
+        return explain_run(comparison, engine, Golden(golden), model), comparison
 
-    first, other = (
+    first, another = (
         Divergence(tap=tap, request=0, position=0, verdict=Verdict.BUG, code=Code.LOCAL_ERROR) for tap in (LINEAR, HEAD)
     )
     assert explained(first, named)[0].first_divergence.explanation == CAUSE
-    assert explained(other, named)[0].first_divergence.explanation is None
+    assert explained(another, named)[0].first_divergence.explanation is None
     assert explained(None, named)[0].findings[0].explanation == CAUSE
-    given, found = explained(first, finding(Code.LOCAL_ERROR))
-    assert given is found.result, "no finding has a tap"
+    hypotheses, comparison = explained(first, finding(Code.LOCAL_ERROR))
+    assert hypotheses is comparison.result, "no finding has a tap"
 
 
 def test_a_cause_under_what_the_engine_declares_comes_second(monkeypatch):
     monkeypatch.setattr(
-        subject, "rank_hypotheses", lambda failure, *_: SimpleNamespace(cause=failure, is_cause=failure in asserted)
+        run, "rank_hypotheses", lambda failure, *_: SimpleNamespace(cause=failure, is_cause=failure in asserted)
     )
-    monkeypatch.setattr(subject, "declared_failures", lambda failure: ["one", "two"])
-    evidence, asserted = SimpleNamespace(roundings=None, bound=None), set()
+    monkeypatch.setattr(run, "declared_failures", lambda failure: ["one", "two"])
+    asserted = set()
     for causes, named in ((("own", "two"), "own"), (("two", "one"), "one"), (("two",), "two"), ((), "own")):
         asserted.clear()
         asserted.update(causes)
-        assert subject._explained("own", evidence, "").cause == named
+        assert run._explained("own", "").cause == named
 
 
 def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(explainer):
     def evidence(width, *places):
         return SimpleNamespace(operation=OPERATIONS[0], rows=rows(*places), expected=torch.zeros(len(places), width),
-                               inputs=[], dtype=torch.float32, histories=(), unrecorded=(), scene=None)  # fmt: skip
+                               roundings=torch.ones(len(places)), bound=torch.ones(len(places)), inputs=[],
+                               dtype=torch.float32, histories=(), unrecorded=(), part_inputs=None)  # fmt: skip
 
-    assert explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
-    assert explainer()._scene(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
-    assert explainer()._scene(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
-    failure = explainer()._scene(evidence(4, (0, 1), (1, 3)), ExitStack())
+    assert explainer()._wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
+    assert explainer()._wrong_operation(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
+    assert explainer()._wrong_operation(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
+    failure = explainer()._wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack())
     assert torch.equal(failure.actual, torch.stack([KEYS[0, 1], KEYS[1, 3]]))
     assert isinstance(failure.locator, Locator)
 
@@ -241,8 +244,8 @@ def test_several_independent_mistakes_are_each_explained(bench):
     first, second = "model.layers.0.mlp.act", "model.layers.2.self_attn.v_proj"
     gate, up = (bench.tap(f"model.layers.0.mlp.{name}_proj") for name in ("gate", "up"))
     wrong = torch.nn.functional.gelu(gate) * up
-    other = bench.tap("model.layers.2.input_layernorm") @ bench.weight("model.layers.1.self_attn.v_proj").T
-    recording = bench.planted({first: wrong, second: other})
+    another = bench.tap("model.layers.2.input_layernorm") @ bench.weight("model.layers.1.self_attn.v_proj").T
+    recording = bench.planted({first: wrong, second: another})
     explained = explain_run(bench.compare(recording), recording, bench.golden, bench.hf)
     causes = {finding.tap: finding.explanation.cause for finding in explained.findings if finding.explanation}
     assert causes[first] == "the activation is GELU"
@@ -253,9 +256,9 @@ def test_several_independent_mistakes_are_each_explained(bench):
 
 def test_a_sound_run_is_returned_as_it_is(bench):
     recording = bench.planted({})
-    found = bench.compare(recording)
-    assert found.result.findings == ()
-    assert explain_run(found, recording, bench.golden, bench.hf) is found.result
+    comparison = bench.compare(recording)
+    assert comparison.result.findings == ()
+    assert explain_run(comparison, recording, bench.golden, bench.hf) is comparison.result
 
 
 def test_two_causes_in_one_operation_leave_rows_that_the_better_one_does_not_explain(bench):
@@ -263,10 +266,10 @@ def test_two_causes_in_one_operation_leave_rows_that_the_better_one_does_not_exp
     stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
     wrong = branch.clone()  # the residual is not added
     wrong[:15] = (stream + 3.7 * branch)[:15]
-    found = bench.explain(tap, wrong)
-    assert found.cause == "the residual is not added"
-    assert (found.num_rows, found.num_explained) == (len(wrong), len(wrong) - 15)
-    assert found.detail == "some rows have another cause"
+    explanation = bench.explain(tap, wrong)
+    assert explanation.cause == "the residual is not added"
+    assert (explanation.num_rows, explanation.num_explained) == (len(wrong), len(wrong) - 15)
+    assert explanation.detail == "some rows have another cause"
 
 
 def test_which_rows_are_wrong(bench_of):

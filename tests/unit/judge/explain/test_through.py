@@ -65,11 +65,11 @@ class Engine:
         engine.__dict__["sources"] = {at: tap for at, tap in engine.sources.items() if not at.endswith(left_out)}
         monkeypatch.setattr("harness.engines.hf_batch.HFBatch._read_back", lambda *_: None)
         inject(engine._hf.model)
-        (own,) = (item for item in self.plan.schedules if item.name == schedule)
-        record_run(self.plan, engine, own, self.golden.requests, path)
+        (right,) = (item for item in self.plan.schedules if item.name == schedule)
+        record_run(self.plan, engine, right, self.golden.requests, path)
         with Recording.open(path, verify=False) as actual:
-            found = compare_run(actual, self.golden, hf=self.oracle)
-            first = explain_run(found, actual, self.golden, self.oracle).first_divergence
+            comparison = compare_run(actual, self.golden, hf=self.oracle)
+            first = explain_run(comparison, actual, self.golden, self.oracle).first_divergence
         return first.tap, first.explanation
 
 

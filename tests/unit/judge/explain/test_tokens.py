@@ -52,15 +52,15 @@ def explained(*steps, request=0, position=0, tap="lm_head"):
     ],
 )  # fmt: skip
 def test_choices(sampled, cause):
-    found = explained(Step(sampled))
-    assert found.cause == cause
-    num_wrong = sum(one != other for one, other in zip(sampled, LARGEST, strict=True))
-    assert (found.num_rows, found.num_explained) == (num_wrong, num_wrong)
+    explanation = explained(Step(sampled))
+    assert explanation.cause == cause
+    num_wrong = sum(one != another for one, another in zip(sampled, LARGEST, strict=True))
+    assert (explanation.num_rows, explanation.num_explained) == (num_wrong, num_wrong)
 
 
 def test_the_first_rows_logits():
-    found = explained(Step([1, 1, 1, 1]), position=1)
-    assert found.cause == "the token is chosen from the first row's logits"
+    explanation = explained(Step([1, 1, 1, 1]), position=1)
+    assert explanation.cause == "the token is chosen from the first row's logits"
 
 
 def test_a_choice_of_the_largest_is_no_fault_of_the_choosing():
@@ -73,18 +73,18 @@ def test_a_choice_of_the_largest_is_no_fault_of_the_choosing():
 
 
 def test_rows_that_are_not_sampled_are_no_choices():
-    found = explained(Step([-1, 2, -1, -1]), position=1)
-    assert (found.num_rows, found.scope) == (1, "request 0 position 1")
+    explanation = explained(Step([-1, 2, -1, -1]), position=1)
+    assert (explanation.num_rows, explanation.scope) == (1, "request 0 position 1")
     assert explained(Step([-1, 2, -1, -1]), position=0) is None
-    found = explained(Step([-1, 2, 0, -1]), position=2)
-    assert found.num_rows == 2, "token 0 is one"
+    explanation = explained(Step([-1, 2, 0, -1]), position=2)
+    assert explanation.num_rows == 2, "token 0 is one"
 
 
 def test_logits_of_the_sampled_rows_alone():
     step = Step([-1, 4, -1, 2], LOGITS[:2], covered=[1, 3])
-    found = explained(step, position=3)
-    assert found.cause == "the second largest logit is chosen"
-    assert found.scope == "2 choices: request 0 position 1, request 0 position 3"
+    explanation = explained(step, position=3)
+    assert explanation.cause == "the second largest logit is chosen"
+    assert explanation.scope == "2 choices: request 0 position 1, request 0 position 3"
 
 
 def test_the_rank_and_the_distance():
@@ -94,21 +94,21 @@ def test_the_rank_and_the_distance():
 
 
 def test_places_of_several_steps_are_listed_up_to_the_third():
-    found = explained(Step(SECOND, request=3), Step(SECOND, request=1, first=4), request=1, position=6)
-    assert found.scope == "8 choices: request 3 position 0, request 3 position 1, request 3 position 2"
+    explanation = explained(Step(SECOND, request=3), Step(SECOND, request=1, first=4), request=1, position=6)
+    assert explanation.scope == "8 choices: request 3 position 0, request 3 position 1, request 3 position 2"
     assert explained(Step([-1, 2, -1, -1]), Step([4, -1, -1, -1], request=1), position=1).scope.startswith("2 choices")
 
 
 def test_choices_that_only_some_of_have_one_cause():
-    found = explained(Step([4, 2, 4, 4]))
-    assert found.cause == "the chosen token is not the largest logit: not greedy"
+    explanation = explained(Step([4, 2, 4, 4]))
+    assert explanation.cause == "the chosen token is not the largest logit: not greedy"
 
 
 @pytest.mark.parametrize(("name", "step"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
 def test_ties_in_16_bits(name, step):
     logits = torch.tensor([[1.0, 1.0 + step, 0.0, -1.0], [1.0 + step, 0.0, 1.0, -1.0]])
-    found = explained(Step([0, 2], logits))
-    assert found.cause in (f"the logits are rounded to {half} before the argmax" for half in ("bfloat16", name))
+    explanation = explained(Step([0, 2], logits))
+    assert explanation.cause in (f"the logits are rounded to {half} before the argmax" for half in ("bfloat16", name))
     far = torch.tensor([[1.0, 1.05, 0.0, -1.0], [1.05, 0.0, 1.0, -1.0]])
     assert "rounded" not in explained(Step([0, 2], far)).cause
     assert "rounded" not in explained(Step([4, 2], logits)).cause
@@ -139,10 +139,10 @@ def recorded_explained(bench, choose):
 
 
 def test_choices_in_a_recording(bench):
-    found = recorded_explained(bench, lambda logits: logits.topk(2).indices[:, 1])
-    assert found.cause == "the second largest logit is chosen"
-    assert "has rank 2" in found.detail
-    assert found.scope == "10 choices: request 0 position 36, request 1 position 10, request 0 position 37"
+    explanation = recorded_explained(bench, lambda logits: logits.topk(2).indices[:, 1])
+    assert explanation.cause == "the second largest logit is chosen"
+    assert "has rank 2" in explanation.detail
+    assert explanation.scope == "10 choices: request 0 position 36, request 1 position 10, request 0 position 37"
     assert recorded_explained(bench, lambda logits: logits.argmin(1)).cause == "the smallest logit is chosen"
     assert recorded_explained(bench, lambda logits: logits.topk(9).indices[:, 7]).cause.endswith("not greedy")
 
@@ -173,8 +173,8 @@ def test_rounded_logits(bench):
         sampled = step.sampled.clone()
         sampled[sampled >= 0] = last_of_the_ties(tied[step.index]["lm_head"])
         tied[step.index]["sampled"] = sampled
-    found = bench.explained(bench.replaced(tied), "lm_head", Code.TOKENS_DIFFER, request=1, position=12)
-    assert found is None or found.cause == "the logits are rounded to bfloat16 before the argmax"
+    explanation = bench.explained(bench.replaced(tied), "lm_head", Code.TOKENS_DIFFER, request=1, position=12)
+    assert explanation is None or explanation.cause == "the logits are rounded to bfloat16 before the argmax"
 
 
 def test_one_wrong_choice_is_named_by_its_place(bench):
@@ -184,10 +184,10 @@ def test_one_wrong_choice_is_named_by_its_place(bench):
     at = row if covered is None else covered.tolist().index(row)
     sampled = step.sampled.clone()
     sampled[row] = step.tap("lm_head")[at].argmin()
-    found = bench.explained(
+    explanation = bench.explained(
         bench.replaced({step.index: {"sampled": sampled}}), "lm_head", Code.TOKENS_DIFFER, request=1, position=12
     )
-    assert (found.scope, found.num_rows) == ("request 1 position 12", 1)
+    assert (explanation.scope, explanation.num_rows) == ("request 1 position 12", 1)
 
 
 def test_a_choice_that_follows_from_the_logits_is_no_mistake_of_choosing(bench):

@@ -14,7 +14,7 @@ from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.evidence import AttentionContext
-from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.core.wrong_operation import WrongOperation
 
 from .toys import ToyModel, failure_of, random, recorded
 
@@ -51,11 +51,11 @@ PLACES: list[Place] = [(r, p) for r in (0, 1) for step in STEPS for p in step.ge
 
 def graph() -> tuple[Operation, ...]:
     """Return the operations of three layers that attention's explanations look at."""
-    found: list[Operation] = []
+    explanation: list[Operation] = []
     for layer in (0, 1, 2):
         prefix = f"model.layers.{layer}."
         q, k, raw, v = (f"{prefix}{name}" for name in ("q_rope", "k_rope", "self_attn.k_norm", "self_attn.v_proj"))
-        found += [
+        explanation += [
             Operation(tap=raw, kind=Kind.NORM),
             Operation(tap=q, kind=Kind.ROTARY),
             Operation(tap=k, kind=Kind.ROTARY, inputs=(raw,)),
@@ -64,7 +64,7 @@ def graph() -> tuple[Operation, ...]:
             Operation(tap=f"{prefix}v_cache", kind=Kind.CACHE, inputs=(v,)),
             Operation(tap=f"{prefix}attention", kind=Kind.ATTENTION, inputs=(q, k, v)),
         ]
-    return tuple(found)
+    return tuple(explanation)
 
 
 class Toy:
@@ -121,14 +121,14 @@ class Toy:
             for tap, values in self.tensors.items()
             if tap not in self.omitted
         }
-        given: dict[str, object] = {
+        hypotheses: dict[str, object] = {
             "request": [place[0] for place in places], "position": [place[1] for place in places],
             "taps": {**taps, OUT: torch.zeros(len(places), N * self.value_size, dtype=torch.float64)},
         }  # fmt: skip
         if self.is_slotted:
-            given["slot_mapping"] = [self.misplaced.get(place, self.slot(*place)) for place in places]
-            given["block_tables"] = {request: self.table(request, at) for request in step}
-        return given
+            hypotheses["slot_mapping"] = [self.misplaced.get(place, self.slot(*place)) for place in places]
+            hypotheses["block_tables"] = {request: self.table(request, at) for request in step}
+        return hypotheses
 
     def table(self, request: int, step: int) -> list[int]:
         """Return the block table of a request in a step that computes some of it."""
@@ -196,13 +196,13 @@ class Toy:
         *,
         expected: Callable[[Place], torch.Tensor] | None = None,
         **others: object,
-    ) -> Failure:
+    ) -> WrongOperation:
         """Return the failure of rows that are `actual`, [R, N*H] or what it gives of each place."""
         operations = graph()
-        own = next(operation for operation in operations if operation.tap == OUT)
+        right = next(operation for operation in operations if operation.tap == OUT)
         meant = self.contexts(places, expected)
         return failure_of(
-            own,
+            right,
             meant if actual is None else actual if isinstance(actual, torch.Tensor) else self.contexts(places, actual),
             meant,
             model=ToyModel(*operations, head_dim=H, hidden_size=20),
@@ -220,13 +220,13 @@ class Toy:
         *,
         tap: str = K_CACHE,
         dtype: torch.dtype = torch.float32,
-    ) -> Failure:
+    ) -> WrongOperation:
         """Return the failure of rows [K, H] of the cache that are read back as `actual` gives them of each place."""
         operations = graph()
-        own = next(operation for operation in operations if operation.tap == tap)
-        written = self.tensors[own.inputs[0]]
+        right = next(operation for operation in operations if operation.tap == tap)
+        written = self.tensors[right.inputs[0]]
         return failure_of(
-            own, torch.stack([actual(place).flatten() for place in places]),
+            right, torch.stack([actual(place).flatten() for place in places]),
             torch.stack([written[place].flatten() for place in places]),
             model=ToyModel(*operations, head_dim=H), recording=self.recording, dtype=dtype,
             request=[place[0] for place in places], position=[place[1] for place in places],

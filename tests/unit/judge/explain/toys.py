@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.sequences import SlotHistory
-from harness.judge.explain.core.failure import Failure
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 from ....recording_writer import new_writer
 
@@ -97,9 +97,9 @@ def recorded(
     ]
     with new_writer(folder, requests, dtype=dtype, device=device, schedule=schedule) as writer:
         for step in steps:
-            given = dict(step)
-            taps = given.pop("taps", {})
-            writer.begin_step(**{"phase": "mixed", **given})
+            options = dict(step)
+            taps = options.pop("taps", {})
+            writer.begin_step(**{"phase": "mixed", **options})
             for name, tensor in taps.items():
                 writer.tap(name, tensor)
             writer.end_step()
@@ -117,39 +117,51 @@ def failure_of(
     request: Sequence[int] | None = None,
     position: Sequence[int] | None = None,
     step: Sequence[int] | None = None,
+    bound: float = 3.0,
     **others: object,
-) -> Failure:
-    """Return the failure of rows that should be `expected` [R, W]: of request 0, one after the other, in step 0."""
+) -> WrongOperation:
+    """Return wrong rows that should be `expected` [R, W]: of request 0, one after the other, in step 0."""
     count = len(actual)
+    roundings = torch.zeros(count, dtype=torch.float64)
+    if actual.shape == expected.shape:
+        norms = (x.double().norm(dim=1) for x in (actual - expected, expected))
+        roundings = torch.div(*norms) / rounding_unit(dtype)
     rows = Rows(
         request=torch.tensor(request or [0] * count),
         position=torch.arange(count) if position is None else torch.tensor(position),
         step=torch.tensor(step or [0] * count),
     )
-    return Failure(
+    return WrongOperation(
         operation=operation, hf=model or ToyModel(operation), recording=recording,
         locator=None if recording is None else Locator(recording), rows=rows, actual=actual, expected=expected,
-        inputs=list(inputs), dtype=dtype, slot_history=None if recording is None else SlotHistory(recording), **others,
+        inputs=list(inputs), dtype=dtype, roundings=roundings, bound=torch.full_like(roundings, bound),
+        slot_history=None if recording is None else SlotHistory(recording), **others,
     )  # fmt: skip
 
 
-def found(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) -> dict[str, Hypothesis]:
+def by_cause(
+    explain: Callable[[WrongOperation], Iterable[Hypothesis]], failure: WrongOperation
+) -> dict[str, Hypothesis]:
     """Return what an explanation yields by its cause; of one that it yields twice, the first."""
-    by_cause: dict[str, Hypothesis] = {}
+    hypotheses: dict[str, Hypothesis] = {}
     with torch.no_grad():  # as where explanations are run
         for item in explain(failure):
             assert item.output.shape == failure.actual.shape, item.cause
-            by_cause.setdefault(item.cause, item)
-    return by_cause
+            hypotheses.setdefault(item.cause, item)
+    return hypotheses
 
 
-def outputs(explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure) -> dict[str, torch.Tensor]:
+def outputs(
+    explain: Callable[[WrongOperation], Iterable[Hypothesis]], failure: WrongOperation
+) -> dict[str, torch.Tensor]:
     """Return the rows that each cause would give."""
-    return {cause: hypothesis.output for cause, hypothesis in found(explain, failure).items()}
+    return {cause: hypothesis.output for cause, hypothesis in by_cause(explain, failure).items()}
 
 
 def assert_outputs(
-    explain: Callable[[Failure], Iterable[Hypothesis]], failure: Failure, expected: Mapping[str, torch.Tensor]
+    explain: Callable[[WrongOperation], Iterable[Hypothesis]],
+    failure: WrongOperation,
+    expected: Mapping[str, torch.Tensor],
 ) -> None:
     """Assert that an explanation yields these causes, with these rows, and no others."""
     actual = outputs(explain, failure)

@@ -6,11 +6,11 @@ import torch
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.evidence import AttentionContext
-from harness.judge.explain.attention.drafts import nothing_forgotten, rejected_drafts
+from harness.judge.explain.attention.slots import nothing_forgotten, rejected_drafts
 from harness.judge.explain.cache.entries import other_row, replayed_reads
 from harness.judge.explain.rotary.positions import _behind_given_up
 
-from ..toys import ToyModel, failure_of, found, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
 K_HEADS, N, H, BLOCK = 1, 2, 4, 4
 Q, KEY, VALUE, OUT, CACHE = (
@@ -95,12 +95,12 @@ class Drafted:
         )
         actual = [self.context(place, read(place), None if values is None else values(place)) for place in PLACES]
         return failure_of(
-            graph()[4], torch.stack(actual), torch.stack([self.context(p, self.own(p)) for p in PLACES]),
+            graph()[4], torch.stack(actual), torch.stack([self.context(p, self.history(p)) for p in PLACES]),
             model=ToyModel(*graph(), head_dim=H), recording=self.recording, request=[0] * 3, position=[6, 7, 8],
             step=[2, 3, 4], views=(view,),
         )  # fmt: skip
 
-    def own(self, place):
+    def history(self, place):
         first = 0 if self.window is None else max(0, place[1] - self.window + 1)
         return [(0, position) for position in range(first, place[1] + 1)]
 
@@ -130,7 +130,7 @@ def test_what_was_rejected_and_is_read_is_named(tmp_path, read):
 
 def test_a_value_that_stays_is_named(tmp_path):
     drafted = Drafted(tmp_path / "r")
-    assert fits(rejected_drafts, drafted.failure(drafted.own, values=stale())) == [CAUSE] * 2  # all, and the latest
+    assert fits(rejected_drafts, drafted.failure(drafted.history, values=stale())) == [CAUSE] * 2  # all, and the latest
 
 
 def test_a_ring_that_was_not_rewound_is_named(tmp_path):
@@ -138,7 +138,7 @@ def test_a_ring_that_was_not_rewound_is_named(tmp_path):
     drafted = Drafted(tmp_path / "r", window=4)
 
     def ring(place):
-        return [(1, at + 4) if 2 <= at <= 4 else (0, at) for _, at in drafted.own(place)]
+        return [(1, at + 4) if 2 <= at <= 4 else (0, at) for _, at in drafted.history(place)]
 
     assert CAUSE in fits(rejected_drafts, drafted.failure(ring))
 
@@ -165,7 +165,7 @@ def test_positions_that_go_on_behind_what_was_rejected_are_named(tmp_path):
 
 def test_without_drafts_nothing_is_said(tmp_path):
     drafted = Drafted(tmp_path / "r")
-    failure = drafted.failure(drafted.own)
+    failure = drafted.failure(drafted.history)
     early = failure.select(failure.positions == 6)
     object.__setattr__(early, "views", tuple(view.select(torch.tensor([0])) for view in failure.views))
     early.views[0].rows.step[:] = 1  # before the draft was rejected
@@ -181,8 +181,8 @@ def test_a_slot_that_holds_what_was_rejected_is_named(tmp_path):
         graph()[3], kept, written, model=ToyModel(*graph(), head_dim=H), recording=drafted.recording,
         request=[0, 0], position=[6, 7], step=[5, 5],
     )  # fmt: skip
-    assert set(found(other_row, failure)) == {"the slot holds a rejected draft, position 6, written in step 1"}
-    assert not any("rejected" in cause for cause in found(replayed_reads, failure))
+    assert set(by_cause(other_row, failure)) == {"the slot holds a rejected draft, position 6, written in step 1"}
+    assert not any("rejected" in cause for cause in by_cause(replayed_reads, failure))
 
 
 def test_a_cache_that_is_shifted_by_what_was_rejected_is_named(tmp_path):
@@ -194,4 +194,4 @@ def test_a_cache_that_is_shifted_by_what_was_rejected_is_named(tmp_path):
         request=[0] * 3, position=[6, 7, 8], step=[5] * 3,
     )  # fmt: skip
     name = "another position, or a rejected draft, position 6, written in step 1"
-    assert set(found(other_row, failure)) == {f"the slot holds {name}: what was given up is still in the cache"}
+    assert set(by_cause(other_row, failure)) == {f"the slot holds {name}: what was given up is still in the cache"}

@@ -51,12 +51,12 @@ def only_decode(bench, tensor):
 
 def test_one_block_read_from_another_place(bench):
     key, value = moved(bench, range(8), range(8, 16))
-    found = bench.explain(TAP, only_decode(bench, attended(bench, key=key, value=value)))
-    assert found.cause == "reads one block of its history from a wrong place"
+    explanation = bench.explain(TAP, only_decode(bench, attended(bench, key=key, value=value)))
+    assert explanation.cause == "reads one block of its history from a wrong place"
     begins = "the first bad row is at position 37 of request 0, where decode begins"
-    assert found.detail == f"block 1 of the table is read from its own block 0; {begins}"
-    assert found.scope == "decode rows of request 0"
-    place = found.provenance
+    assert explanation.detail == f"block 1 of the table is read from its own block 0; {begins}"
+    assert explanation.scope == "decode rows of request 0"
+    place = explanation.provenance
     assert (place.layer, place.request, place.position) == (1, 0, BLOCK_SIZE)
     assert place.holds == "the key of request 0, position 0"
     assert place.slot == place.block * BLOCK_SIZE
@@ -64,17 +64,17 @@ def test_one_block_read_from_another_place(bench):
 
 def test_one_position_read_from_another_place(bench):
     key, value = moved(bench, [4], [21], request=1)
-    found = bench.explain(TAP, only_decode(bench, attended(bench, key=key, value=value)))
-    assert found.cause == "reads one position of its history from a slot that another request wrote"
-    assert "position 37 reads position 21 as request 1, position 4" in found.detail
-    assert (found.provenance.position, found.provenance.holds) == (21, "the key of request 1, position 4")
-    assert (found.provenance.writer_request, found.provenance.writer_step) == (0, 0)
+    explanation = bench.explain(TAP, only_decode(bench, attended(bench, key=key, value=value)))
+    assert explanation.cause == "reads one position of its history from a slot that another request wrote"
+    assert "position 37 reads position 21 as request 1, position 4" in explanation.detail
+    assert (explanation.provenance.position, explanation.provenance.holds) == (21, "the key of request 1, position 4")
+    assert (explanation.provenance.writer_request, explanation.provenance.writer_step) == (0, 0)
 
 
 def test_one_position_that_is_not_seen(bench):
     unseen = attended(bench, visible=lambda p, s, q, t: (q <= p) & (q != 16))
-    found = bench.explain(TAP, only_decode(bench, unseen))
-    assert found.cause == "does not see one position of its history"
+    explanation = bench.explain(TAP, only_decode(bench, unseen))
+    assert explanation.cause == "does not see one position of its history"
 
 
 def test_the_table_of_another_request(bench):
@@ -88,9 +88,9 @@ def test_the_table_of_another_request(bench):
     p = (torch.einsum("nh,snh->ns", q, k) * bench.head_dim**-0.5).softmax(-1)
     wrong = bench.tap(TAP)
     wrong[at] = torch.einsum("ns,snh->nh", p, v).flatten()
-    found = bench.explain(TAP, wrong)
-    assert found.cause == "reads the block table of another request"
-    assert found.provenance.holds == "the key of request 0, position 0"
+    explanation = bench.explain(TAP, wrong)
+    assert explanation.cause == "reads the block table of another request"
+    assert explanation.provenance.holds == "the key of request 0, position 0"
 
 
 def with_slots(bench, taps, change):
@@ -127,10 +127,10 @@ def test_a_slot_mapping_that_does_not_follow_the_table(bench):
         taps[f"model.layers.1.{name}"] = bench.tap(f"model.layers.1.{name}")
         taps[f"model.layers.1.{name}"][(read.request == 0) & (read.position == 8)] = 0
     recording = with_slots(bench, taps, change)
-    found = bench.explained(recording, TAP)
-    assert found.cause == "K and V are written to a wrong slot: the slot mapping does not follow the block table"
-    assert found.residual_after < 30
-    assert found.provenance.position in (3, 8)
+    explanation = bench.explained(recording, TAP)
+    assert explanation.cause == "K and V are written to a wrong slot: the slot mapping does not follow the block table"
+    assert explanation.residual_after < 30
+    assert explanation.provenance.position in (3, 8)
 
 
 def test_a_block_that_belongs_to_two_requests(bench):
@@ -140,23 +140,23 @@ def test_a_block_that_belongs_to_two_requests(bench):
     def change(step):
         if step.slot_mapping is None or not step.block_tables:
             return {}
-        given = {request: list(blocks) for request, blocks in step.block_tables.items()}
+        hypotheses = {request: list(blocks) for request, blocks in step.block_tables.items()}
         slots = step.slot_mapping.clone()
-        if 1 in given:  # request 1's first block is given out a second time: to it, and to request 0 before
-            given[1][0] = tables[0][1]
-            own = (step.request == 1) & (step.position < BLOCK_SIZE)
-            slots[own] = tables[0][1] * BLOCK_SIZE + step.position[own].long()
-        return {"slot_mapping": slots, "block_tables": given}
+        if 1 in hypotheses:  # request 1's first block is given out a second time: to it, and to request 0 before
+            hypotheses[1][0] = tables[0][1]
+            mask = (step.request == 1) & (step.position < BLOCK_SIZE)
+            slots[mask] = tables[0][1] * BLOCK_SIZE + step.position[mask].long()
+        return {"slot_mapping": slots, "block_tables": hypotheses}
 
     key, value = moved(bench, range(8), range(8, 16), request=1)
     recording = with_slots(bench, {TAP: only_decode(bench, attended(bench, key=key, value=value))}, change)
-    found = bench.explained(recording, TAP)
+    explanation = bench.explained(recording, TAP)
     assert (
-        found.cause
+        explanation.cause
         == "a block belongs to two requests of different content at once: shared, freed or given out wrongly"
     )
-    assert (found.provenance.position, found.provenance.writer_request) == (8, 1)
-    assert found.provenance.holds == "the key of request 1, position 0"
+    assert (explanation.provenance.position, explanation.provenance.writer_request) == (8, 1)
+    assert explanation.provenance.holds == "the key of request 1, position 0"
     assert int(rows.step.max()) > 0
 
 
@@ -165,19 +165,21 @@ def test_past_the_context(bench):
     # Request 1 at position 11 reads the next slot of its block too: position 12's, that is written one step later.
     at = ((rows.request == 1) & (rows.position == 11)).nonzero()[0, 0]
     q = bench.tap("model.layers.1.q_rope").unflatten(1, (-1, bench.head_dim))[at]
-    own = ((rows.request == 1) & (rows.position <= 11)).nonzero()[:, 0]
-    k, v = (bench.tap(name).unflatten(1, (-1, bench.head_dim))[own].repeat_interleave(3, dim=1) for name in (K, V))
+    mask = ((rows.request == 1) & (rows.position <= 11)).nonzero()[:, 0]
+    k, v = (bench.tap(name).unflatten(1, (-1, bench.head_dim))[mask].repeat_interleave(3, dim=1) for name in (K, V))
     e = (torch.einsum("nh,snh->ns", q, k) * bench.head_dim**-0.5).exp()
     wrong = bench.tap(TAP)
     wrong[at] = (torch.einsum("ns,snh->nh", e, v) / (e.sum(1, keepdim=True) + 1)).flatten()
-    found = bench.explain(TAP, wrong)
+    explanation = bench.explain(TAP, wrong)
     begins = "the first bad row is at position 11 of request 1, where decode begins"
-    assert (found.cause, found.detail) == ("reads past the context length", f"one slot more; {begins}")
+    assert (explanation.cause, explanation.detail) == ("reads past the context length", f"one slot more; {begins}")
 
 
 def test_rows_that_are_not_finite(bench):
     wrong = bench.tap(TAP)
     wrong[-1] = torch.nan
-    found = bench.explain(TAP, wrong, code=Code.NOT_FINITE)
-    assert found.cause.startswith("not finite though all that it should read is: reads past the context length, or ")
-    assert not found.is_cause
+    explanation = bench.explain(TAP, wrong, code=Code.NOT_FINITE)
+    assert explanation.cause.startswith(
+        "not finite though all that it should read is: reads past the context length, or "
+    )
+    assert not explanation.is_cause

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.judge.explain.attention import scores as attention
-from harness.judge.explain.attention import splits as attention_splits
+from harness.judge.explain.attention import masks, softmax
 
 from ....tiny_models import WINDOW
 from ..conftest import BLOCK_SIZE
+from ..planted import planted
 from ..toy_attention import BLOCK, KEY, PLACES, STEPS, N, Q, Toy, step_of
-from ..toys import assert_outputs, found, outputs
+from ..toys import by_cause, outputs
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def first_of_step(place):
 
 def masked(toy, sees, places=PLACES):
     """Rows that see the positions of their request of which `sees` of row, position and its step holds."""
-    own = {request: [p for r, p in places if r == request] for request in (0, 1)}
+    right = {request: [p for r, p in places if r == request] for request in (0, 1)}
 
     def row(place):
         request, _ = place
-        seen = [(request, p) for p in range(max(own[request]) + 1) if sees(place, p, step_of((request, p)))]
+        seen = [(request, p) for p in range(max(right[request]) + 1) if sees(place, p, step_of((request, p)))]
         return toy.context(place, seen)
 
     return toy.contexts(places, row)
@@ -41,35 +41,6 @@ def test_the_definition(toy):
     assert torch.allclose(torch.cat([view.attend() for view in failure.views]), failure.expected)
 
 
-def test_causal_masks(toy):
-    expected = {
-        "causal mask off by one: a row does not see itself": masked(toy, lambda row, p, s: p < row[1]),
-        "causal mask off by one: a row sees the next token": masked(
-            toy, lambda row, p, s: p <= row[1] + 1 and s <= step_of(row)
-        ),
-        "no causal mask: a row sees all tokens of its step": masked(toy, lambda row, p, s: s <= step_of(row)),
-    }
-    assert_outputs(attention.causal_mask_off, toy.failure(), expected)
-
-
-def test_misaligned_masks(toy):
-    expected = {
-        "causal mask aligned top-left instead of bottom-right": masked(
-            toy, lambda row, p, s: p <= row[1] - first_of_step(row)
-        ),
-        "a row sees only the tokens of its own step: the cache is not read": masked(
-            toy, lambda row, p, s: p <= row[1] and s == step_of(row)
-        ),
-        "a row does not see the last token of the step before": masked(
-            toy, lambda row, p, s: p <= row[1] and p != first_of_step(row) - 1
-        ),
-        "a row does not see the tokens of its own step": masked(
-            toy, lambda row, p, s: p <= row[1] and s != step_of(row)
-        ),
-    }
-    assert_outputs(attention.mask_misaligned, toy.failure(), expected)
-
-
 def test_windows(windowed):
     def seen(size):
         return lambda row, p, s: row[1] - size < p <= row[1]
@@ -77,7 +48,7 @@ def test_windows(windowed):
     failure = windowed.failure(
         expected=lambda row: windowed.context(row, [(row[0], p) for p in range(row[1] + 1)][-3:])
     )
-    causes = {c: h.output for c, h in found(attention.wrong_window, failure).items() if not h.freedom}
+    causes = {c: h.output for c, h in by_cause(masks.wrong_window, failure).items() if not h.num_fitted}
     expected = {
         "sliding window off by one (too narrow): 2 instead of 3": masked(windowed, seen(2)),
         "sliding window off by one (too wide): 4 instead of 3": masked(windowed, seen(4)),
@@ -103,20 +74,20 @@ SPANS = {
 @pytest.mark.parametrize("cause", SPANS)
 def test_spans_are_fitted_to_the_row_that_has_most_to_see(toy, cause, number):
     actual = masked(toy, SPANS[cause](number))
-    given = found(attention.wrong_window, toy.failure(actual))
-    hypothesis = given[cause.format(number)]
+    hypotheses = by_cause(masks.wrong_window, toy.failure(actual))
+    hypothesis = hypotheses[cause.format(number)]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert (hypothesis.freedom, hypothesis.is_vague) == (1, False)
-    assert len(given) == len(SPANS)
+    assert (hypothesis.num_fitted, hypothesis.is_vague) == (1, False)
+    assert len(hypotheses) == len(SPANS)
 
 
 def test_a_window_says_more_than_a_span(windowed):
-    given = found(attention.wrong_window, windowed.failure())
-    assert {h.is_vague for h in given.values() if h.freedom} == {True}
+    hypotheses = by_cause(masks.wrong_window, windowed.failure())
+    assert {h.is_vague for h in hypotheses.values() if h.num_fitted} == {True}
 
 
 def test_one_row_of_one_token_has_no_span(toy):
-    assert found(attention.wrong_window, toy.failure(places=[(0, 0)])) == {}
+    assert by_cause(masks.wrong_window, toy.failure(places=[(0, 0)])) == {}
 
 
 # Keys of zeros.
@@ -139,7 +110,7 @@ def longest(place):
 
 
 @pytest.mark.parametrize(
-    ("number", "cause", "freedom", "is_cause"),
+    ("number", "cause", "num_fitted", "is_cause"),
     [
         (lambda place: 3, f"{PADDING}: keys of zeros take part", 1, True),
         (lambda place: longest(place) - own_length(place), f"{PADDING} in a ragged batch", 0, True),
@@ -154,49 +125,49 @@ def longest(place):
         (lambda place: place[1] % 3, f"{PADDING}: keys of zeros take part", len(PLACES), False),
     ],
 )
-def test_keys_of_zeros(toy, number, cause, freedom, is_cause):
+def test_keys_of_zeros(toy, number, cause, num_fitted, is_cause):
     failure = toy.failure(padded(toy, number))
-    (hypothesis,) = attention.padding_attended(failure)
-    assert (hypothesis.cause, hypothesis.freedom, hypothesis.is_cause) == (cause, freedom, is_cause)
+    (hypothesis,) = masks.padding_attended(failure)
+    assert (hypothesis.cause, hypothesis.num_fitted, hypothesis.is_cause) == (cause, num_fitted, is_cause)
     torch.testing.assert_close(hypothesis.output, failure.actual)
     shown = ", ".join(str(number(place)) for place in PLACES[:6])
     assert hypothesis.detail == f"number of them, row by row: {shown}"
 
 
 def test_two_rows_have_a_number_in_common(toy):
-    (hypothesis,) = attention.padding_attended(toy.failure(padded(toy, lambda place: 3), [(0, 7), (0, 8)]))
-    assert (hypothesis.is_cause, hypothesis.freedom) == (True, 1)
+    (hypothesis,) = masks.padding_attended(toy.failure(padded(toy, lambda place: 3), [(0, 7), (0, 8)]))
+    assert (hypothesis.is_cause, hypothesis.num_fitted) == (True, 1)
 
 
 def test_one_row_alone_has_no_number_in_common_with_others(toy):
     failure = toy.failure(padded(toy, lambda place: 3), [(0, 7)])
-    (hypothesis,) = attention.padding_attended(failure)
-    assert (hypothesis.is_cause, hypothesis.freedom) == (False, 1)
+    (hypothesis,) = masks.padding_attended(failure)
+    assert (hypothesis.is_cause, hypothesis.num_fitted) == (False, 1)
 
 
 def test_no_keys_of_zeros_where_a_row_points_the_other_way(toy):
     actual = toy.contexts(PLACES)
     actual[5] *= -1
-    assert found(attention.padding_attended, toy.failure(actual)) == {}
+    assert by_cause(masks.padding_attended, toy.failure(actual)) == {}
 
 
 def test_rows_that_grew_have_no_keys_of_zeros(toy):
-    (hypothesis,) = attention.padding_attended(toy.failure(1.5 * toy.contexts(PLACES)))
+    (hypothesis,) = masks.padding_attended(toy.failure(1.5 * toy.contexts(PLACES)))
     assert hypothesis.detail == "number of them, row by row: 0, 0, 0, 0, 0, 0"
 
 
 # Scales.
 
 
-def scales(own=0.4, head_dim=4, hidden=20, heads=6, kv=8):
+def scales(right=0.4, head_dim=4, hidden=20, heads=6, kv=8):
     return {
         "missing": 1.0,
         "taken from the hidden size": 1 / math.sqrt(hidden),
-        "applied twice": own * own,
+        "applied twice": right * right,
         "the head size without its root": 1 / head_dim,
         "the root itself, not its inverse": math.sqrt(head_dim),
-        "in base 2 without log2(e)": own / math.log2(math.e),
-        "with log2(e) though the base is e": own * math.log2(math.e),
+        "in base 2 without log2(e)": right / math.log2(math.e),
+        "with log2(e) though the base is e": right * math.log2(math.e),
         "taken from the number of heads": 1 / math.sqrt(heads),
         "taken from the KV heads' total size": 1 / math.sqrt(kv),
         "that of a head size padded to 64": 1 / 8,
@@ -206,23 +177,23 @@ def scales(own=0.4, head_dim=4, hidden=20, heads=6, kv=8):
 
 
 def test_known_scales(toy):
-    given = {c: h for c, h in found(attention.wrong_scale, toy.failure()).items() if not h.freedom}
+    hypotheses = {c: h for c, h in by_cause(softmax.wrong_scale, toy.failure()).items() if not h.num_fitted}
     expected = {f"the softmax scale is {name}: {scale:.4g} instead of 0.4": scale for name, scale in scales().items()}
-    assert set(given) == set(expected)
+    assert set(hypotheses) == set(expected)
     for cause, scale in expected.items():
         output = toy.contexts(PLACES, lambda place, scale=scale: toy.context(place, scale=scale))
-        torch.testing.assert_close(given[cause].output, output, msg=cause)
+        torch.testing.assert_close(hypotheses[cause].output, output, msg=cause)
 
 
 def test_the_models_sizes_are_no_reason_where_another_layer_is_right(toy):
-    causes = found(attention.wrong_scale, toy.failure(sound=frozenset({"model.layers.0.attention"})))
+    causes = by_cause(softmax.wrong_scale, toy.failure(sound=frozenset({"model.layers.0.attention"})))
     assert "the softmax scale is missing: 1 instead of 0.4" in causes
     assert not any(word in cause for cause in causes for word in ("taken from", "padded"))
 
 
 def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
     usual = Toy(tmp_path / "r", scale=0.5)  # the root of 1/4: twice is 1/4
-    causes = found(attention.wrong_scale, usual.failure())
+    causes = by_cause(softmax.wrong_scale, usual.failure())
     assert "the softmax scale is applied twice: 0.25 instead of 0.5" in causes
     assert not any("without its root" in cause for cause in causes)
 
@@ -230,7 +201,7 @@ def test_a_scale_that_has_two_names_has_one_of_them(tmp_path):
 @pytest.mark.parametrize("scale", [0.05, 0.3, 0.77, 4.0])
 def test_a_scale_is_fitted(toy, scale):
     failure = toy.failure(lambda place: toy.context(place, scale=scale))
-    (hypothesis,) = (item for item in found(attention.wrong_scale, failure).values() if item.freedom)
+    (hypothesis,) = (item for item in by_cause(softmax.wrong_scale, failure).values() if item.num_fitted)
     assert hypothesis.cause == f"the softmax scale is {scale:g} instead of 0.4"
     torch.testing.assert_close(hypothesis.output, failure.actual, rtol=1e-4, atol=1e-5)
 
@@ -238,7 +209,7 @@ def test_a_scale_is_fitted(toy, scale):
 def test_a_scale_is_fitted_to_the_first_four_rows(toy):
     places = [(0, p) for p in range(1, 9)]
     actual = toy.contexts(places, lambda place: toy.context(place, scale=0.9 if place[1] <= 4 else 0.1))
-    (hypothesis,) = (h for h in found(attention.wrong_scale, toy.failure(actual, places)).values() if h.freedom)
+    (hypothesis,) = (h for h in by_cause(softmax.wrong_scale, toy.failure(actual, places)).values() if h.num_fitted)
     assert hypothesis.cause == "the softmax scale is 0.9 instead of 0.4"
 
 
@@ -274,10 +245,12 @@ def coarse(toy, dtype, part):
 def test_a_softmax_in_16_bits(toy, dtype):
     places = [(0, 3), (0, 8), (1, 6)]
     name = str(dtype).removeprefix("torch.")
-    given = [h for h in attention.coarse_softmax(toy.failure(places=places)) if h.cause == f"the softmax is in {name}"]
-    assert [h.detail for h in given] == ["its result", "its input", "input and result", "all of it"]
+    hypotheses = [
+        h for h in softmax.coarse_softmax(toy.failure(places=places)) if h.cause == f"the softmax is in {name}"
+    ]
+    assert [h.detail for h in hypotheses] == ["its result", "its input", "input and result", "all of it"]
     exact = toy.contexts(places)
-    for hypothesis in given:
+    for hypothesis in hypotheses:
         output = toy.contexts(places, coarse(toy, dtype, hypothesis.detail))
         # A number at the limit between two may go to either: all but a few of the elements are the same.
         same = (hypothesis.output - output).abs() <= 1e-3 * (exact - output).abs().max()
@@ -340,18 +313,18 @@ def test_pieces_that_are_merged_wrongly(toy):
     cuts |= {f"{count} pieces": in_pieces(count) for count in range(2, 9)}
     cuts["keys of earlier steps, and those of the step itself"] = old_and_own
     failure = toy.failure(places=places)
-    given = {(h.cause, h.detail): h.output for h in attention_splits.splits_merged_wrongly(failure)}
+    hypotheses = {(h.cause, h.detail): h.output for h in softmax.splits_merged_wrongly(failure)}
     wanted = {(cause, cut) for cause in (*MERGES, *UNWEIGHTED) for cut in cuts}
     wanted.remove(("split KV: only the last piece counts", "keys of earlier steps, and those of the step itself"))
-    assert set(given) == wanted
+    assert set(hypotheses) == wanted
     for cause, cut in wanted:
         output = toy.contexts(places, lambda place, cause=cause, cut=cut: merged(toy, place, cuts[cut](place), cause))
-        torch.testing.assert_close(given[cause, cut], output, msg=f"{cause}, {cut}")
+        torch.testing.assert_close(hypotheses[cause, cut], output, msg=f"{cause}, {cut}")
 
 
 def test_pieces_shorter_than_the_longest_history_are_tried(toy):
-    assert attention_splits._split_sizes(toy.failure()) == [2, BLOCK, 4, 2 * BLOCK, 8]
-    assert attention_splits._split_sizes(toy.failure(places=[(1, 6)])) == [2, BLOCK, 4, 2 * BLOCK]
+    assert softmax._split_sizes(toy.failure()) == [2, BLOCK, 4, 2 * BLOCK, 8]
+    assert softmax._split_sizes(toy.failure(places=[(1, 6)])) == [2, BLOCK, 4, 2 * BLOCK]
 
 
 @pytest.mark.parametrize(("block_size", "multiple"), [(12, 12), (None, 16)])
@@ -361,11 +334,19 @@ def test_splits_are_tried_at_powers_of_two_and_at_multiples_of_the_block_size(bl
     )
     blocks = {multiple * number for number in range(1, 9)}
     sizes = {2, 4, 8, 16, 32, 64} | blocks
-    assert attention_splits._split_sizes(failure) == sorted(size for size in sizes if size < 100)
+    assert softmax._split_sizes(failure) == sorted(size for size in sizes if size < 100)
 
 
 def test_outputs_of_all_explanations_have_the_rows_shape(toy):
-    for explain in attention.EXPLANATIONS:
+    for explain in (
+        masks.causal_mask_off,
+        masks.mask_misaligned,
+        masks.wrong_window,
+        masks.padding_attended,
+        softmax.wrong_scale,
+        softmax.bias_added,
+        softmax.coarse_softmax,
+    ):
         assert outputs(explain, toy.failure(places=[(1, 6), (0, 4)]))
 
 
@@ -387,134 +368,80 @@ def attended(
     values_of = heads if values_of is None else values_of
     output = torch.empty_like(q)
     for request in rows.request.unique():
-        own = (rows.request == request).nonzero()[:, 0]
-        own = own[rows.position[own].argsort()]
-        position, step = rows.position[own], rows.step[own]
-        scores = torch.einsum("tnh,snh->nts", q[own], k[own][:, heads]) * (scale or head_dim**-0.5)
+        right = (rows.request == request).nonzero()[:, 0]
+        right = right[rows.position[right].argsort()]
+        position, step = rows.position[right], rows.step[right]
+        scores = torch.einsum("tnh,snh->nts", q[right], k[right][:, heads]) * (scale or head_dim**-0.5)
         mask = position[None, :] <= position[:, None]
         if visible is not None:
             mask = visible(position[:, None], step[:, None], position[None, :], step[None, :])
         scores = scores.masked_fill(~mask, -torch.inf)
         if merge is not None:
-            output[own] = merge(scores, v[own][:, values_of])
+            output[right] = merge(scores, v[right][:, values_of])
             continue
         p = (softmax or (lambda s: s.softmax(-1)))(scores)
-        output[own] = torch.einsum("nts,snh->tnh", p.nan_to_num(0.0), v[own][:, values_of])
+        output[right] = torch.einsum("nts,snh->tnh", p.nan_to_num(0.0), v[right][:, values_of])
     return output.flatten(1)
 
 
-def test_the_definition_is_no_mistake(bench):
-    assert torch.allclose(attended(bench), bench.tap(TAP), atol=1e-5)
-
-
-def test_masks(bench_of):
-    bench = bench_of(schedule="chunked")
-    masks = {
-        "causal mask off by one: a row does not see itself": lambda p, s, q, t: q < p,
-        "causal mask off by one: a row sees the next token": lambda p, s, q, t: (q <= p + 1) & (t <= s),
-        "no causal mask: a row sees all tokens of its step": lambda p, s, q, t: t <= s,
-        "a row sees only the tokens of its own step: the cache is not read": lambda p, s, q, t: (q <= p) & (t == s),
-        "a row does not see the tokens of its own step": lambda p, s, q, t: (q <= p) & (t != s),
-        "a row sees only the last 9 tokens": lambda p, s, q, t: (q <= p) & (q > p - 9),
-        "the first 2 tokens are not seen": lambda p, s, q, t: (q <= p) & (q >= 2),
-    }
-    for cause, visible in masks.items():
-        found = bench.explain(TAP, attended(bench, visible=visible))
-        assert found.cause == cause
-        assert found.residual_after < 30
-
-
-def test_mask_aligned_top_left(bench_of):
-    bench = bench_of(schedule="chunked")
+def chunks(bench):
+    """Return the first position of each row's request in the row's step, by request and step."""
     rows = bench.rows()
-    first = {(r, s): int(rows.position[(rows.request == r) & (rows.step == s)].min())
-             for r in (0, 1) for s in rows.step[rows.request == r].unique().tolist()}  # fmt: skip
-    right, wrong = bench.tap(TAP), torch.empty_like(bench.tap(TAP))
-    for request in (0, 1):
-
-        def visible(p, s, q, t, request=request):
-            begin = torch.tensor([first.get((request, step), 0) for step in s[:, 0].tolist()])[:, None]
-            return q <= p - begin
-
-        own = rows.request == request
-        wrong[own] = attended(bench, visible=visible)[own]
-    found = bench.explain(TAP, wrong)
-    assert not torch.equal(right, wrong)
-    assert found.cause == "causal mask aligned top-left instead of bottom-right"
-    assert found.scope == "rows that are not in their request's first step"
-
-
-def test_scales(bench):
-    hidden, own = bench.config.hidden_size, bench.head_dim**-0.5
-    scales = {
-        f"missing: 1 instead of {own:.4g}": 1.0,
-        f"taken from the hidden size: {hidden**-0.5:.4g} instead of {own:.4g}": hidden**-0.5,
-        f"in base 2 without log2(e): {own * math.log(2):.4g} instead of {own:.4g}": own * math.log(2),
-        f"applied twice: {own * own:.4g} instead of {own:.4g}": own * own,
-        f"with log2(e) though the base is e: {own / math.log(2):.4g} instead of {own:.4g}": own / math.log(2),
-        f"taken from the number of heads: {6**-0.5:.4g} instead of {own:.4g}": 6**-0.5,
+    places = zip(rows.request.tolist(), rows.step.tolist(), strict=True)
+    return {
+        (request, step): int(rows.position[(rows.request == request) & (rows.step == step)].min())
+        for request, step in places
     }
-    for name, scale in scales.items():
-        assert bench.explain(TAP, attended(bench, scale=scale)).cause == f"the softmax scale is {name}"
-    for scale in (0.2, own * math.exp(-2.5), own * math.exp(1.5)):
-        fitted = bench.explain(TAP, attended(bench, scale=scale))
-        assert fitted.cause == f"the softmax scale is {scale:.6g} instead of {own:.6g}"
-        assert fitted.num_fitted == 1
 
 
-def test_a_bias_that_the_model_does_not_have(bench):
+def in_chunks(sees):
+    """Return attention whose rows see keys by row's and key's position, and where the row's chunk begins."""
 
-    def attended_with(slopes):
-        def softmax(scores):
-            at = torch.arange(scores.shape[-1])
-            return (scores - slopes[:, None, None] * (at[:, None] - at)).softmax(dim=-1)
+    def wrong(bench):
+        first, output = chunks(bench), torch.empty_like(bench.tap(TAP))
+        for request in (0, 1):
 
-        return attended(bench, softmax=softmax)
+            def visible(p, s, q, t, request=request):
+                begin = torch.tensor([first.get((request, step), 0) for step in s[:, 0].tolist()])[:, None]
+                return sees(p, q, begin)
 
-    own = torch.exp2(-8 * torch.arange(1, 7, dtype=torch.float64) / 6)
-    assert bench.explain(TAP, attended_with(own)).cause == "ALiBi is added to the scores, which the model does not have"
-    found = bench.explain(TAP, attended_with(torch.full_like(own, 0.07)))
-    assert found.cause == "the scores fall by 0.07 with each position"
+            of_request = bench.rows().request == request
+            output[of_request] = attended(bench, visible=visible)[of_request]
+        return output
 
-
-def test_kv_heads(bench):
-    tiled = torch.arange(6) % 2
-    found = bench.explain(TAP, attended(bench, heads=tiled))
-    assert found.cause == "KV heads are tiled instead of repeated"
-    assert found.detail.endswith("[0, 1, 0, 1, 0, 1]")
-    other = torch.tensor([1, 1, 1, 0, 0, 0])
-    found = bench.explain(TAP, attended(bench, heads=other))
-    assert found.cause == "query heads read the wrong KV heads"
-    assert found.detail == "KV head of each query head: [1, 1, 1, 0, 0, 0]"
+    return wrong
 
 
-def test_padding(bench):
-    right, rows = attended(bench), bench.rows()
-    q, k = (bench.tap(name).unflatten(1, (-1, bench.head_dim)) for name in (RECORDED_Q, K))
-    wrong = right.unflatten(1, (6, -1)).clone()
-    decode = ((rows.request == 1) & (rows.position >= 11)).nonzero()[:, 0]
-    for at in decode.tolist():
-        own = (rows.request == 1) & (rows.position <= rows.position[at])
-        keys = k[own].repeat_interleave(3, dim=1)
-        total = (torch.einsum("nh,snh->ns", q[at], keys) * bench.head_dim**-0.5).exp().sum(1)
-        wrong[at] *= (total / (total + 7))[:, None]
-    found = bench.explain(TAP, wrong.flatten(1))
-    assert found.cause == "padding is attended to: keys of zeros take part"
-    assert found.scope == "decode rows of request 1"
+def with_padding(number):
+    """Return attention with keys of zeros in its sums: `number` of the bench and a row's index."""
+
+    def wrong(bench):
+        rows, output = bench.rows(), attended(bench).unflatten(1, (6, -1)).clone()
+        q, k = (bench.tap(name).unflatten(1, (-1, bench.head_dim)) for name in (RECORDED_Q, K))
+        for at in range(len(rows)):
+            history = (rows.request == rows.request[at]) & (rows.position <= rows.position[at])
+            keys = k[history].repeat_interleave(3, dim=1)
+            total = (torch.einsum("nh,snh->ns", q[at], keys) * bench.head_dim**-0.5).exp().sum(1)
+            output[at] *= (total / (total + number(bench, at)))[:, None]
+        return output.flatten(1)
+
+    return wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_probabilities_in_float8(bench, dtype):
-    wrong = attended(bench, softmax=lambda s: s.softmax(-1).to(dtype).double())
-    found = bench.explain(TAP, wrong)
-    assert found.cause == f"the probabilities are rounded to {str(dtype).removeprefix('torch.')}"
+def up_to_a_multiple(multiple):
+    def number(bench, at):
+        rows = bench.rows()
+        return (
+            -(int(rows.position[(rows.request == rows.request[at]) & (rows.step == rows.step[at])].max()) + 1)
+            % multiple
+        )
+
+    return number
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_coarse_softmax(bench, dtype):
-    wrong = attended(bench, softmax=lambda s: s.softmax(-1).to(dtype).double())
-    found = bench.explain(TAP, wrong)
-    assert found.cause == f"the softmax is in {str(dtype).removeprefix('torch.')}"
+def of_decode_rows(bench, at):
+    rows = bench.rows()
+    return 7 if rows.request[at] == 1 and rows.position[at] >= 11 else 0
 
 
 def split(weigh, size=16):
@@ -532,122 +459,142 @@ def split(weigh, size=16):
     return merge
 
 
-def test_split_kv(bench):
-    merges = {
-        "split KV: natural log-sum-exp is merged in base 2": lambda s, m: (s * math.log(2)).softmax(0),
-        "split KV: the pieces are not rescaled to a common maximum": lambda s, m: (
-            (s - m).nan_to_num(-torch.inf).softmax(0)
-        ),
-        "split KV: the pieces are averaged": lambda s, m: s.isfinite() / s.isfinite().sum(0),
-        "split KV: the pieces are summed without weights": lambda s, m: s.isfinite().double(),
-    }
-    for cause, weigh in merges.items():
-        found = bench.explain(TAP, attended(bench, merge=split(weigh)))
-        begins = "the first bad row is at position 16 of request 0, where block 2 begins"
-        assert (found.cause, found.detail) == (cause, f"pieces of 16 tokens; {begins}")
+def biased(slopes):
+    def softmax(scores):
+        at = torch.arange(scores.shape[-1])
+        return (scores - slopes[:, None, None] * (at[:, None] - at)).softmax(dim=-1)
 
-
-def test_sliding_window(bench_of):
-    bench, window = bench_of("mistral"), WINDOW
-    wrong = {
-        f"sliding window off by one (too wide): {window + 1} instead of {window}": lambda p, s, q, t: (
-            (q <= p) & (q > p - window - 1)
-        ),
-        f"sliding window off by one (too narrow): {window - 1} instead of {window}": lambda p, s, q, t: (
-            (q <= p) & (q > p - window + 1)
-        ),
-        "the sliding window is ignored": lambda p, s, q, t: q <= p,
-    }
-    right = attended(bench, visible=lambda p, s, q, t: (q <= p) & (q > p - window))
-    assert torch.allclose(right, bench.tap(TAP), atol=1e-4)
-    for cause, visible in wrong.items():
-        found = bench.explain(TAP, attended(bench, visible=visible))
-        assert found.cause == cause
-        assert found.num_explained == found.num_rows
-
-
-def test_what_only_later_chunks_get_wrong(bench_of):
-    bench = bench_of(schedule="chunked")
-    rows = bench.rows()
-    first = torch.stack([rows.position[(rows.step == step) & (rows.request == request)].min()
-                         for step, request in zip(rows.step.tolist(), rows.request.tolist(), strict=True)])  # fmt: skip
-    start = {(int(s), int(p)): int(f) for s, p, f in zip(rows.step, rows.position, first, strict=True)}
-
-    def begin(step, position):
-        return torch.tensor(
-            [start.get(item, 0) for item in zip(step[:, 0].tolist(), position[:, 0].tolist(), strict=True)]
-        )
-
-    unseen = attended(bench, visible=lambda p, s, q, t: (q <= p) & (q != begin(s, p)[:, None] - 1))
-    assert bench.explain(TAP, unseen).cause == "a row does not see the last token of the step before"
-
-
-@pytest.mark.parametrize("multiple", [8, 16, 32])
-def test_keys_padded_to_a_multiple(bench, multiple):
-    rows = bench.rows()
-    wrong = attended(bench).unflatten(1, (6, -1)).clone()
-    q, k = (bench.tap(name).unflatten(1, (-1, bench.head_dim)) for name in (RECORDED_Q, K))
-    for at in range(len(rows)):
-        own = (rows.request == rows.request[at]) & (rows.position <= rows.position[at])
-        context = int(rows.position[(rows.request == rows.request[at]) & (rows.step == rows.step[at])].max()) + 1
-        keys = k[own].repeat_interleave(3, dim=1)
-        total = (torch.einsum("nh,snh->ns", q[at], keys) * bench.head_dim**-0.5).exp().sum(1)
-        wrong[at] *= (total / (total + -context % multiple))[:, None]
-    found = bench.explain(TAP, wrong.flatten(1))
-    padded = f"padding is attended to: keys are padded with zeros to a multiple of {multiple}"
-    if multiple == BLOCK_SIZE:  # what is after a request's end in its block is zeros, too
-        assert found.cause == f"reads past the context length, or {padded}"
-    else:
-        assert found.cause == padded
-
-
-def test_values_or_keys_of_other_kv_heads(bench):
-    num_heads, num_kv = bench.config.num_attention_heads, bench.config.num_key_value_heads
-    own = torch.arange(num_heads) // (num_heads // num_kv)
-    other = (own + 1) % num_kv
-    found = bench.explain(TAP, attended(bench, values_of=other))
-    assert found.cause == "query heads read the values of the wrong KV heads, and the right keys"
-    assert found.detail == f"KV head of each query head: {other.tolist()}"
-    found = bench.explain(TAP, attended(bench, heads=other, values_of=own))
-    assert found.cause == "query heads read the keys of the wrong KV heads, and the right values"
-    assert bench.explain(TAP, attended(bench, heads=other)).cause == "query heads read the wrong KV heads"
+    return softmax
 
 
 def capped(cap):
     return lambda scores: torch.where(scores == -torch.inf, scores, cap * torch.tanh(scores / cap)).softmax(-1)
 
 
-@pytest.mark.parametrize(("cap", "num_fitted"), [(1.5, 1), (15.0, 0)])
-def test_a_soft_cap_that_the_model_does_not_have(bench, cap, num_fitted):
-    found = bench.explain(TAP, attended(bench, softmax=capped(cap)))
-    assert found.cause == f"a soft cap of {cap:g} is applied to the scores, which the model does not have"
-    assert found.num_fitted == num_fitted
-
-
-def test_sinks_that_the_model_does_not_have(bench):
-    num_heads = bench.config.num_attention_heads
-    sinks = torch.linspace(-1, 2, num_heads, dtype=torch.float64)
-
-    def with_sinks(scores):
-        column = sinks[:, None, None].expand(*scores.shape[:2], 1)
+def with_sinks(logits):
+    def softmax(scores):
+        column = logits[:, None, None].expand(*scores.shape[:2], 1)
         return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
-    found = bench.explain(TAP, attended(bench, softmax=with_sinks))
-    assert found.cause == "attention sinks take part in the softmax, which the model does not have"
-    assert found.num_fitted == num_heads
+    return softmax
 
 
-def test_one_more_in_the_sum_of_the_exponentials(bench):
-
-    def with_a_one(scores):
-        return torch.cat((scores, torch.zeros_like(scores[..., :1])), dim=-1).softmax(-1)[..., :-1]
-
-    found = bench.explain(TAP, attended(bench, softmax=with_a_one))
-    assert "one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0" in found.cause
-    assert found.num_fitted == 0
+def rounded(dtype):
+    return lambda scores: scores.softmax(-1).to(dtype).double()
 
 
-def test_a_scale_that_is_wrong_for_one_request_alone(bench):
-    wrong = (bench.rows().request == 0)[:, None]
-    output = torch.where(wrong, attended(bench, scale=1.0), attended(bench))
-    assert bench.explain(TAP, output).cause == f"the softmax scale is missing: 1 instead of {bench.head_dim**-0.5:.4g}"
+def attention(cause, *bench, expected=None, **parts):
+    return planted(cause, TAP, lambda item: attended(item, **parts), *bench, **(expected or {}))
+
+
+CHUNKED = ("qwen3-tiny", torch.float32, "chunked")
+HEAD_DIM, HIDDEN = 32, 96
+SCALE = HEAD_DIM**-0.5
+SCALES = {
+    "missing": 1.0, "taken from the hidden size": HIDDEN**-0.5, "in base 2 without log2(e)": SCALE * math.log(2),
+    "applied twice": SCALE * SCALE, "with log2(e) though the base is e": SCALE / math.log(2),
+    "taken from the number of heads": 6**-0.5,
+}  # fmt: skip
+FITTED_SCALES = (0.2, SCALE * math.exp(-2.5), SCALE * math.exp(1.5))
+VISIBLE = {
+    "causal mask off by one: a row does not see itself": lambda p, s, q, t: q < p,
+    "causal mask off by one: a row sees the next token": lambda p, s, q, t: (q <= p + 1) & (t <= s),
+    "no causal mask: a row sees all tokens of its step": lambda p, s, q, t: t <= s,
+    "a row sees only the tokens of its own step: the cache is not read": lambda p, s, q, t: (q <= p) & (t == s),
+    "a row does not see the tokens of its own step": lambda p, s, q, t: (q <= p) & (t != s),
+    "a row sees only the last 9 tokens": lambda p, s, q, t: (q <= p) & (q > p - 9),
+    "the first 2 tokens are not seen": lambda p, s, q, t: (q <= p) & (q >= 2),
+}
+WINDOWS = {
+    f"sliding window off by one (too wide): {WINDOW + 1} instead of {WINDOW}": WINDOW + 1,
+    f"sliding window off by one (too narrow): {WINDOW - 1} instead of {WINDOW}": WINDOW - 1,
+    "the sliding window is ignored": 1 << 20,
+}
+MERGED = {
+    "split KV: natural log-sum-exp is merged in base 2": lambda s, m: (s * math.log(2)).softmax(0),
+    "split KV: the pieces are not rescaled to a common maximum": lambda s, m: (s - m).nan_to_num(-torch.inf).softmax(0),
+    "split KV: the pieces are averaged": lambda s, m: s.isfinite() / s.isfinite().sum(0),
+    "split KV: the pieces are summed without weights": lambda s, m: s.isfinite().double(),
+}
+OF_BLOCK_2 = "pieces of 16 tokens; the first bad row is at position 16 of request 0, where block 2 begins"
+PADDED_TO = "padding is attended to: keys are padded with zeros to a multiple of"
+RIGHT_HEADS, OTHER_HEADS = [0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]
+MISTAKES = [
+    *(attention(cause, *CHUNKED, visible=visible) for cause, visible in VISIBLE.items()),
+    planted(
+        "causal mask aligned top-left instead of bottom-right", TAP, in_chunks(lambda p, q, begin: q <= p - begin),
+        *CHUNKED, scope="rows that are not in their request's first step",
+    ),
+    planted(
+        "a row does not see the last token of the step before", TAP,
+        in_chunks(lambda p, q, begin: (q <= p) & (q != begin - 1)), *CHUNKED,
+    ),
+    *(attention(cause, "mistral", visible=lambda p, s, q, t, size=size: (q <= p) & (q > p - size))
+      for cause, size in WINDOWS.items()),
+    *(attention(f"the softmax scale is {name}: {scale:.4g} instead of {SCALE:.4g}", scale=scale)
+      for name, scale in SCALES.items()),
+    *(attention(f"the softmax scale is {scale:.6g} instead of {SCALE:.6g}", scale=scale, expected={"num_fitted": 1})
+      for scale in FITTED_SCALES),
+    planted(
+        f"the softmax scale is missing: 1 instead of {SCALE:.4g}", TAP,
+        lambda bench: torch.where((bench.rows().request == 0)[:, None], attended(bench, scale=1.0), attended(bench)),
+    ),
+    attention(
+        "ALiBi is added to the scores, which the model does not have",
+        softmax=biased(torch.exp2(-8 * torch.arange(1, 7, dtype=torch.float64) / 6)),
+    ),
+    attention("the scores fall by 0.07 with each position", softmax=biased(torch.full((6,), 0.07).double())),
+    *(attention(f"the softmax is in {str(dtype)[6:]}", softmax=rounded(dtype))
+      for dtype in (torch.bfloat16, torch.float16)),
+    *(attention(f"the probabilities are rounded to {str(dtype)[6:]}", softmax=rounded(dtype))
+      for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)),
+    *(attention(f"a soft cap of {cap:g} is applied to the scores, which the model does not have", softmax=capped(cap),
+                expected={"num_fitted": num_fitted}) for cap, num_fitted in ((1.5, 1), (15.0, 0))),
+    attention(
+        "attention sinks take part in the softmax, which the model does not have",
+        softmax=with_sinks(torch.linspace(-1, 2, 6, dtype=torch.float64)), expected={"num_fitted": 6},
+    ),
+    attention(
+        "...one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0...",
+        softmax=with_sinks(torch.zeros(6, dtype=torch.float64)), expected={"num_fitted": 0},
+    ),
+    *(attention(cause, merge=split(weigh), expected={"detail": OF_BLOCK_2}) for cause, weigh in MERGED.items()),
+    planted(
+        "padding is attended to: keys of zeros take part", TAP, with_padding(of_decode_rows),
+        scope="decode rows of request 1",
+    ),
+    planted(
+        f"reads past the context length, or {PADDED_TO} {BLOCK_SIZE}", TAP, with_padding(up_to_a_multiple(BLOCK_SIZE))
+    ),  # what is after a request's end in its block is zeros, too
+    *(planted(f"{PADDED_TO} {multiple}", TAP, with_padding(up_to_a_multiple(multiple))) for multiple in (16, 32)),
+    attention(
+        "KV heads are tiled instead of repeated", heads=torch.tensor([0, 1, 0, 1, 0, 1]),
+        expected={"detail": "...[0, 1, 0, 1, 0, 1]"},
+    ),
+    attention(
+        "query heads read the wrong KV heads", heads=torch.tensor(OTHER_HEADS),
+        expected={"detail": f"KV head of each query head: {OTHER_HEADS}"},
+    ),
+    attention(
+        "query heads read the values of the wrong KV heads, and the right keys", values_of=torch.tensor(OTHER_HEADS),
+        expected={"detail": f"KV head of each query head: {OTHER_HEADS}"},
+    ),
+    attention(
+        "query heads read the keys of the wrong KV heads, and the right values",
+        heads=torch.tensor(OTHER_HEADS), values_of=torch.tensor(RIGHT_HEADS),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(bench_of, mistake):
+    mistake.check(bench_of)
+
+
+def test_what_is_planted_is_the_engines_where_nothing_is_wrong(bench_of):
+    bench, windowed = bench_of(), bench_of("mistral")
+    assert torch.allclose(attended(bench), bench.tap(TAP), atol=1e-5)
+    right = attended(windowed, visible=lambda p, s, q, t: (q <= p) & (q > p - WINDOW))
+    assert torch.allclose(right, windowed.tap(TAP), atol=1e-4)
+    assert (bench.head_dim, bench.config.hidden_size, bench.config.num_attention_heads) == (HEAD_DIM, HIDDEN, 6)
+    assert bench.config.num_key_value_heads == 2

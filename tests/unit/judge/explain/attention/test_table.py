@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from harness.judge.explain.attention import table as attention_table
-from harness.judge.explain.core.failure import Failure
+from harness.judge.explain.attention import slots as read_slots
+from harness.judge.explain.core.wrong_operation import WrongOperation
 
 from ..toy_attention import BLOCK, KEY, PLACES, STEPS, TABLES, VALUE, H, K, Toy, step_of
-from ..toys import found, random
+from ..toys import by_cause, random
 
 SHARED = "a block belongs to two requests of different content at once: shared, freed or given out wrongly"
 STALE = "a block holds what another request left there: stale block taken as a hit, or not written"
@@ -18,7 +18,7 @@ NOBODY = "reads a slot that nobody wrote"
 
 def test_values_that_are_narrower_than_keys(tmp_path):
     latent = Toy(tmp_path / "r", tables=of_tables({0: [3, 1, 5], 1: [1, 4, 6]}), value_size=3)
-    (hypothesis,) = attention_table.cache_played_back(latent.failure(played(latent)))
+    (hypothesis,) = read_slots.cache_played_back(latent.failure(played(latent)))
     assert hypothesis.cause == SHARED
     torch.testing.assert_close(hypothesis.output, played(latent))
 
@@ -91,7 +91,7 @@ def moving(request, step):
 def test_the_cache_played_back(tmp_path, parts, places, cause, detail):
     toy = Toy(tmp_path / "r", **parts)
     failure = toy.failure(places=places)
-    (hypothesis,) = attention_table.cache_played_back(failure)
+    (hypothesis,) = read_slots.cache_played_back(failure)
     assert (hypothesis.cause, hypothesis.detail) == (cause, detail)
     torch.testing.assert_close(hypothesis.output, played(toy, places))
     provenance = hypothesis.provenance()
@@ -108,14 +108,14 @@ def test_the_cache_played_back(tmp_path, parts, places, cause, detail):
 def test_a_row_that_was_written_to_a_wrong_slot_and_is_read_there(tmp_path):
     """The place that is wrong is not the misplaced row's own: it is where that row went."""
     toy = Toy(tmp_path / "r", misplaced={(1, 3): TABLES[0][0] * BLOCK + 1})
-    (hypothesis,) = attention_table.cache_played_back(toy.failure(places=[(0, 4)]))
+    (hypothesis,) = read_slots.cache_played_back(toy.failure(places=[(0, 4)]))
     assert hypothesis.cause == MISPLACED
     assert hypothesis.detail == "request 0 in step 1; written last, by position: 1: request 1, position 3, step 1"
 
 
 def test_a_row_that_its_own_step_misplaced(tmp_path):
     toy = Toy(tmp_path / "r", misplaced={(0, 4): 30})
-    (hypothesis,) = attention_table.cache_played_back(toy.failure(places=[(0, 5)]))
+    (hypothesis,) = read_slots.cache_played_back(toy.failure(places=[(0, 5)]))
     assert hypothesis.cause == MISPLACED
     assert hypothesis.detail == "request 0 in step 1; written last, by position: 4: nobody"
 
@@ -123,19 +123,19 @@ def test_a_row_that_its_own_step_misplaced(tmp_path):
 def test_what_is_misplaced_later_is_no_cause_yet(tmp_path):
     tables = of_tables({0: [3, 1, 5], 1: [1, 4, 6]})
     toy = Toy(tmp_path / "r", tables=tables, misplaced={(0, 8): 40, (1, 6): 41})
-    (hypothesis,) = attention_table.cache_played_back(toy.failure(places=[(0, 5)]))
+    (hypothesis,) = read_slots.cache_played_back(toy.failure(places=[(0, 5)]))
     assert hypothesis.cause == SHARED
     toy = Toy(tmp_path / "s", tables=tables, misplaced={(1, 4): 41})
-    (hypothesis,) = attention_table.cache_played_back(toy.failure(places=[(0, 5)]))
+    (hypothesis,) = read_slots.cache_played_back(toy.failure(places=[(0, 5)]))
     assert hypothesis.cause == SHARED, "what is misplaced elsewhere is no cause here"
 
 
 def test_a_cache_that_holds_what_it_should_says_nothing(toy, tmp_path):
-    assert found(attention_table.cache_played_back, toy.failure()) == {}
+    assert by_cause(read_slots.cache_played_back, toy.failure()) == {}
     unknown = Toy(tmp_path / "r", is_slotted=False)
-    for explain in (attention_table.cache_played_back, attention_table.other_block_table,
-                    attention_table.past_the_context, attention_table.wrong_block):  # fmt: skip
-        assert found(explain, unknown.failure()) == {}
+    for explain in (read_slots.cache_played_back, read_slots.other_block_table,
+                    read_slots.past_the_context, read_slots.wrong_block):  # fmt: skip
+        assert by_cause(explain, unknown.failure()) == {}
 
 
 def test_what_the_cache_gives_back_stands_in_places_that_nobody_wrote(tmp_path):
@@ -145,16 +145,16 @@ def test_what_the_cache_gives_back_stands_in_places_that_nobody_wrote(tmp_path):
         for at, name in enumerate("kv")
     }  # fmt: skip
     toy = Toy(tmp_path / "r", tables=moving, readback=read)
-    (hypothesis,) = attention_table.cache_played_back(toy.failure(places=[(0, 6)]))
+    (hypothesis,) = read_slots.cache_played_back(toy.failure(places=[(0, 6)]))
 
-    def given(tap, name):
+    def read_back(tap, name):
         return lambda at: read[f"model.layers.1.{name}_cache"][at] if at[1] < BLOCK else toy.tensors[tap][at]
 
-    output = toy.context((0, 6), key=given(KEY, "k"), value=given(VALUE, "v"))
+    output = toy.context((0, 6), key=read_back(KEY, "k"), value=read_back(VALUE, "v"))
     torch.testing.assert_close(hypothesis.output[0], output)
     values = {name: tensors for name, tensors in read.items() if "v_cache" in name}
     alone = Toy(tmp_path / "s", tables=moving, readback=values)
-    (hypothesis,) = attention_table.cache_played_back(alone.failure(places=[(0, 6)]))
+    (hypothesis,) = read_slots.cache_played_back(alone.failure(places=[(0, 6)]))
     torch.testing.assert_close(hypothesis.output, played(alone, [(0, 6)]))
 
 
@@ -164,14 +164,14 @@ def test_what_the_cache_gives_back_stands_in_places_that_nobody_wrote(tmp_path):
 def test_the_table_of_the_other_request(toy):
     failure = toy.failure(expected=None)
 
-    def other(request, step, length):
+    def of_the_other_request(request, step, length):
         tables = [item for item in (1 - request, request) if item in STEPS[step]]
         return slots_of(toy.table(tables[0], step), length)
 
     cause = "reads the block table of another request"
-    hypothesis, before = (item for item in attention_table.other_block_table(failure) if item.cause == cause)
+    hypothesis, before = (item for item in read_slots.other_block_table(failure) if item.cause == cause)
     assert [hypothesis.detail, before.detail] == ["of the next one in the batch", "of the previous one in the batch"]
-    torch.testing.assert_close(hypothesis.output, reading(toy, other))
+    torch.testing.assert_close(hypothesis.output, reading(toy, of_the_other_request))
     torch.testing.assert_close(before.output, hypothesis.output)
     # Request 1 has fewer tokens: what request 0 reads after them, nobody wrote. The last step has request 0 alone.
     reach = {step: len([p for p in range(7) if step_of((1, p)) <= step]) for step in range(4)}
@@ -194,8 +194,8 @@ class Batch:
     ("request_id", "shift", "table"), [(4, 1, [20]), (4, -1, [10]), (2, 1, [10]), (1, -1, [20]), (9, 1, [])]
 )
 def test_the_neighbour_in_the_batch(request_id, shift, table):
-    failure: Failure = Batch([1, 1, 4, 9, 2, 2], {1: [10], 4: [40], 2: [20]})  # request 9 has no table
-    assert attention_table._neighbour(failure, 0, request_id, shift) == table
+    failure: WrongOperation = Batch([1, 1, 4, 9, 2, 2], {1: [10], 4: [40], 2: [20]})  # request 9 has no table
+    assert read_slots._neighbour(failure, 0, request_id, shift) == table
 
 
 def test_the_table_of_the_step_before(toy):
@@ -204,7 +204,7 @@ def test_the_table_of_the_step_before(toy):
         return slots_of(toy.table(request, earlier[-1]), length) if earlier else []
 
     cause = "reads through the block table of the step before: its own step's new blocks are read as zeros"
-    hypothesis = found(attention_table.other_block_table, toy.failure())[cause]
+    hypothesis = by_cause(read_slots.other_block_table, toy.failure())[cause]
     torch.testing.assert_close(hypothesis.output, reading(toy, before))
 
 
@@ -212,7 +212,7 @@ def test_the_blocks_in_the_reverse_order(toy):
     def reverse(request, step, length):
         return slots_of(toy.table(request, step)[::-1], length)
 
-    hypothesis = found(attention_table.other_block_table, toy.failure())[
+    hypothesis = by_cause(read_slots.other_block_table, toy.failure())[
         "reads the blocks of its table in the reverse order"
     ]
     torch.testing.assert_close(hypothesis.output, reading(toy, reverse))
@@ -254,18 +254,18 @@ def test_what_is_read_behind_the_last_token(tmp_path):
         ("reads past the context length", "to the longest of the batch"): past(toy, longest, reaches=True),
     }
     # Blocks are shared here on purpose; what is read before the end is the recorded history's all the same.
-    given = {(h.cause, h.detail): h for h in attention_table.past_the_context(toy.failure())}
-    assert set(given) == set(expected)
-    own = played(toy)
-    is_own = (own - toy.contexts(PLACES)).abs().amax(dim=1) < 1e-12
+    hypotheses = {(h.cause, h.detail): h for h in read_slots.past_the_context(toy.failure())}
+    assert set(hypotheses) == set(expected)
+    right = played(toy)
+    is_own = (right - toy.contexts(PLACES)).abs().amax(dim=1) < 1e-12
     assert int(is_own.sum()) > 8
     for name, output in expected.items():
-        torch.testing.assert_close(given[name].output[is_own], output[is_own], msg=str(name))
+        torch.testing.assert_close(hypotheses[name].output[is_own], output[is_own], msg=str(name))
 
 
 def test_rows_that_end_with_their_block_read_nothing_past_it(toy):
     places = [(0, 5), (0, 8)]  # the last of a block each; the longest of their steps
-    details = [h.detail for h in attention_table.past_the_context(toy.failure(places=places))]
+    details = [h.detail for h in read_slots.past_the_context(toy.failure(places=places))]
     assert details == ["one slot more"]
 
 
@@ -281,16 +281,16 @@ def test_one_block_that_is_read_elsewhere(toy, at, block, whose):
 
     def replaced(request, step, length):
         table = toy.table(request, step)
-        own = TABLES[0].index(block) if block in TABLES[0] else None
+        index = TABLES[0].index(block) if block in TABLES[0] else None
         if at < len(table):
-            table[at] = table[own] if own is not None else block
+            table[at] = table[index] if index is not None else block
         return slots_of(table, length)
 
     failure = toy.failure(reading(toy, replaced, places), places)
-    (hypothesis,) = attention_table.wrong_block(failure)
+    (hypothesis,) = read_slots.wrong_block(failure)
     assert hypothesis.cause == "reads one block of its history from a wrong place"
     assert hypothesis.detail == f"block {at} of the table is read from {whose}"
-    assert hypothesis.freedom == 2
+    assert hypothesis.num_fitted == 2
     torch.testing.assert_close(hypothesis.output, failure.actual)
     provenance = hypothesis.provenance()
     assert (provenance.request, provenance.position) == (0, at * BLOCK)
@@ -300,5 +300,5 @@ def test_a_search_for_a_block_that_would_take_too_long_is_left_out(toy, monkeypa
     """It counts the blocks that the first row reads, and those that it could read instead: 0 to 3."""
     failure = toy.failure(places=[(0, 2), (0, 8)])  # one block of its own
     for most, is_tried in ((4, True), (3, False)):
-        monkeypatch.setattr(attention_table, "_MAX_TRIED", most)
-        assert bool(found(attention_table.wrong_block, failure)) == is_tried
+        monkeypatch.setattr(read_slots, "_MAX_TRIED", most)
+        assert bool(by_cause(read_slots.wrong_block, failure)) == is_tried

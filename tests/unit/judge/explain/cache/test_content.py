@@ -8,12 +8,12 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.cache import content as cache_content
-from harness.judge.explain.cache import quantised
-from harness.judge.explain.cache.content import single_bits
+from harness.judge.explain.cache import entries, formats
+from harness.judge.explain.cache.entries import single_bits
+from harness.judge.explain.causes import EXPLANATIONS
 
 from ..toy_attention import K_CACHE, KEY, PLACES, READBACK, H, K, Toy, graph
-from ..toys import ToyModel, assert_outputs, failure_of, found, outputs, random, recorded
+from ..toys import ToyModel, assert_outputs, by_cause, failure_of, outputs, random, recorded
 
 OPERATION = Operation(tap=K_CACHE, kind=Kind.CACHE, inputs=(KEY,))
 ROWS, HEADS, HEAD_DIM = 40, 3, 4
@@ -58,7 +58,7 @@ def eighth(dtype):
 
 
 def test_coarser_dtypes(of):
-    given = {(h.cause, h.detail): h.output for h in cache_content.coarser_dtype(of(WRITTEN))}
+    hypotheses = {(h.cause, h.detail): h.output for h in entries.coarser_dtype(of(WRITTEN))}
     expected = {}
     for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         dtype = getattr(torch, name)
@@ -69,14 +69,14 @@ def test_coarser_dtypes(of):
             power = WRITTEN.abs().log2().floor()
             cut = (WRITTEN / 2**power / step).trunc() * step * 2**power
             expected[f"what is cached is cut off to {name} instead of rounded", ""] = cut
-    assert set(given) == set(expected)
+    assert set(hypotheses) == set(expected)
     for name, output in expected.items():
-        torch.testing.assert_close(given[name], output, rtol=1e-6, atol=1e-9, msg=str(name))
+        torch.testing.assert_close(hypotheses[name], output, rtol=1e-6, atol=1e-9, msg=str(name))
 
 
 def test_few_bits_with_a_scale_for_each_group(of):
     failure = of(WRITTEN)
-    given = {(h.cause, h.detail): h.output for h in quantised.in_few_bits(failure)}
+    hypotheses = {(h.cause, h.detail): h.output for h in formats.in_few_bits(failure)}
     expected = {}
     for name in ("float8_e4m3fn", "float8_e5m2", "int8"):
         change = levels if name == "int8" else eighth(getattr(torch, name))
@@ -87,7 +87,7 @@ def test_few_bits_with_a_scale_for_each_group(of):
     of_heads = in_pieces(of_heads.shape[1], levels, of_heads)
     expected[f"{LOWER}: int8", "one scale for each head"] = of_heads.unflatten(1, (-1, 4)).transpose(0, 1).flatten(1)
     for name, output in expected.items():
-        torch.testing.assert_close(given[name], output, rtol=1e-6, atol=1e-9, msg=str(name))
+        torch.testing.assert_close(hypotheses[name], output, rtol=1e-6, atol=1e-9, msg=str(name))
 
 
 # Grids.
@@ -100,16 +100,16 @@ def test_a_grid_of_whole_numbers(of, scale, largest):
     step = float(WRITTEN.abs().max()) / largest / 1.25
     actual = (WRITTEN / step).round().clamp(-largest, largest) * step
     (hypothesis,) = (
-        h for h in found(cache_content.grid, of(scale * actual, scale * WRITTEN)).values() if "int8" in h.cause
+        h for h in by_cause(entries.grid, of(scale * actual, scale * WRITTEN)).values() if "int8" in h.cause
     )
     torch.testing.assert_close(hypothesis.output, scale * actual, rtol=1e-9, atol=1e-12)
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     assert hypothesis.detail == f"with one scale, {scale * step:.4g}"
 
 
 def test_a_grid_is_cut_off_on_either_side_where_its_own_numbers_end(of):
     actual = (WRITTEN / 0.1).round().clamp(-8, 5) * 0.1
-    hypothesis = found(cache_content.grid, of(actual))[f"{LOWER}: int8"]
+    hypothesis = by_cause(entries.grid, of(actual))[f"{LOWER}: int8"]
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-9, atol=1e-12)
 
 
@@ -118,10 +118,10 @@ def test_a_grid_is_cut_off_on_either_side_where_its_own_numbers_end(of):
 def test_a_grid_of_a_float8(of, dtype, scale):
     actual = (WRITTEN / scale).to(dtype).double() * scale
     name = str(dtype).removeprefix("torch.")
-    hypothesis = found(cache_content.grid, of(actual))[f"{LOWER}: {name}"]
+    hypothesis = by_cause(entries.grid, of(actual))[f"{LOWER}: {name}"]
     normal = actual.abs() >= 2**-6 * scale  # what is smaller has fewer bits than the grid that is fitted
     torch.testing.assert_close(hypothesis.output[normal], actual[normal], rtol=1e-9, atol=1e-12)
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     fitted = float(hypothesis.detail.removeprefix("with a scale of ").split()[0])
     assert hypothesis.detail.endswith(" times a power of two")
     assert (
@@ -137,7 +137,7 @@ def test_a_grid_holds_up_to_four_roundings(of, dtype, roundings, is_grid):
     signs = torch.ones_like(WRITTEN)
     signs[::2] = -1
     actual = grid * (1 + roundings * rounding_unit(dtype) * signs)
-    assert any("int8" in cause for cause in found(cache_content.grid, of(actual, dtype=dtype))) == is_grid
+    assert any("int8" in cause for cause in by_cause(entries.grid, of(actual, dtype=dtype))) == is_grid
 
 
 @pytest.mark.parametrize(("num_off", "is_grid"), [(9, True), (60, False)])
@@ -147,12 +147,12 @@ def test_next_to_all_elements_lie_on_it(of, num_off, is_grid):
     off = (actual != 0).nonzero()[:num_off]
     actual[off[:, 0], off[:, 1]] *= 1 + 0.03 * (-1.0) ** torch.arange(num_off)
     failure = of(actual, dtype=torch.bfloat16)
-    assert any("int8" in cause for cause in found(cache_content.grid, failure)) == is_grid
+    assert any("int8" in cause for cause in by_cause(entries.grid, failure)) == is_grid
 
 
 def test_numbers_of_no_grid_and_zeros_have_none(of):
-    assert found(cache_content.grid, of(WRITTEN.float().double())) == {}
-    assert found(cache_content.grid, of(torch.zeros_like(WRITTEN))) == {}
+    assert by_cause(entries.grid, of(WRITTEN.float().double())) == {}
+    assert by_cause(entries.grid, of(torch.zeros_like(WRITTEN))) == {}
 
 
 # Gains and orders.
@@ -160,23 +160,23 @@ def test_numbers_of_no_grid_and_zeros_have_none(of):
 
 @pytest.mark.parametrize("factor", [0.5, -2.0, 0.0011])
 def test_a_gain(of, factor):
-    given = found(cache_content.gain, of(factor * WRITTEN))
-    hypothesis = given[f"what comes back is that with a gain of {factor:.6g}"]
+    hypotheses = by_cause(entries.gain, of(factor * WRITTEN))
+    hypothesis = hypotheses[f"what comes back is that with a gain of {factor:.6g}"]
     torch.testing.assert_close(hypothesis.output, factor * WRITTEN)
-    assert (hypothesis.freedom, hypothesis.is_vague) == (1, False)
+    assert (hypothesis.num_fitted, hypothesis.is_vague) == (1, False)
 
 
 def test_a_gain_of_next_to_nothing_is_none(of):
-    assert found(cache_content.gain, of(0.0009 * WRITTEN)) == {}
-    assert found(cache_content.gain, of(-0.0009 * WRITTEN)) == {}
+    assert by_cause(entries.gain, of(0.0009 * WRITTEN)) == {}
+    assert by_cause(entries.gain, of(-0.0009 * WRITTEN)) == {}
 
 
 def test_a_gain_of_each_head(of):
     factors = [0.25, 3.0, -1.5]
     actual = torch.cat([factor * WRITTEN[:, 4 * at : 4 * at + 4] for at, factor in enumerate(factors)], dim=1)
-    hypothesis = found(cache_content.gain, of(actual))["each head comes back with a gain of its own"]
+    hypothesis = by_cause(entries.gain, of(actual))["each head comes back with a gain of its own"]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert (hypothesis.freedom, hypothesis.is_vague, hypothesis.detail) == (3, True, "by head: 0.25, 3, -1.5")
+    assert (hypothesis.num_fitted, hypothesis.is_vague, hypothesis.detail) == (3, True, "by head: 0.25, 3, -1.5")
 
 
 EXCHANGED = "heads and elements of a row are exchanged: it is written as [heads, elements] and read as the reverse"
@@ -184,17 +184,17 @@ EXCHANGED = "heads and elements of a row are exchanged: it is written as [heads,
 
 def test_heads_in_another_order(of):
     actual = torch.cat((WRITTEN[:, 4:8], WRITTEN[:, 8:], WRITTEN[:, :4]), dim=1)
-    given = found(cache_content.heads_in_another_order, of(actual))
-    hypothesis = given["the heads come back in another order: [1, 2, 0]"]
+    hypotheses = by_cause(entries.heads_in_another_order, of(actual))
+    hypothesis = hypotheses["the heads come back in another order: [1, 2, 0]"]
     torch.testing.assert_close(hypothesis.output, actual)
-    assert hypothesis.freedom == 3
+    assert hypothesis.num_fitted == 3
     turned = [[row[head * 4 + at] for at in range(4) for head in range(3)] for row in WRITTEN.tolist()]
     expected = {EXCHANGED: torch.tensor(turned, dtype=torch.float64)}
-    assert_outputs(cache_content.heads_in_another_order, of(WRITTEN), expected)
+    assert_outputs(entries.heads_in_another_order, of(WRITTEN), expected)
 
 
 def test_one_head_has_no_order(of):
-    assert found(cache_content.heads_in_another_order, of(WRITTEN[:, :4] * 2, WRITTEN[:, :4])) == {}
+    assert by_cause(entries.heads_in_another_order, of(WRITTEN[:, :4] * 2, WRITTEN[:, :4])) == {}
 
 
 # Bits.
@@ -223,15 +223,15 @@ def flipped(x, bit, places, dtype):
 def test_one_bit(of, dtype, bit, name):
     written = WRITTEN.to(dtype).double()
     every = flipped(written, bit, [(row, 6) for row in range(ROWS)], dtype)
-    (hypothesis,) = found(cache_content.single_bits, of(every, written, dtype)).values()
+    (hypothesis,) = by_cause(entries.single_bits, of(every, written, dtype)).values()
     assert hypothesis.cause == f"one bit is flipped: {name}"
     assert hypothesis.detail == "element 2 of KV head 1, in every wrong row"
-    assert hypothesis.freedom == 1
+    assert hypothesis.num_fitted == 1
     assert torch.equal(hypothesis.output, every)
     some = flipped(written, bit, [(0, 1), (7, 6), (8, 11)], dtype)
-    (hypothesis,) = found(cache_content.single_bits, of(some, written, dtype)).values()
+    (hypothesis,) = by_cause(entries.single_bits, of(some, written, dtype)).values()
     assert hypothesis.detail == f"in 3 elements of {ROWS} rows"
-    assert hypothesis.freedom == 6
+    assert hypothesis.num_fitted == 6
 
 
 def test_what_is_no_single_bit(of):
@@ -239,8 +239,8 @@ def test_what_is_no_single_bit(of):
     together = flipped(flipped(WRITTEN, 3, [(0, 1)], torch.float32), 4, [(0, 1)], torch.float32)
     written = WRITTEN.float().double()
     for actual in (two, together, written):
-        assert found(cache_content.single_bits, of(actual, written)) == {}
-    assert found(cache_content.single_bits, of(two, written, torch.float64)) == {}
+        assert by_cause(entries.single_bits, of(actual, written)) == {}
+    assert by_cause(entries.single_bits, of(two, written, torch.float64)) == {}
 
 
 # Content that nobody has.
@@ -254,7 +254,7 @@ BOUNDARY = ", at a block boundary (slot mapping)"
 )  # fmt: skip
 def test_unknown_content(of, position, where):
     actual = random(len(position), 12, seed=5)
-    (hypothesis,) = found(cache_content.unknown_content, of(actual, WRITTEN[position], position=position)).values()
+    (hypothesis,) = by_cause(entries.unknown_content, of(actual, WRITTEN[position], position=position)).values()
     assert hypothesis.cause == f"the slot holds what no recorded row has{where}"
     assert torch.equal(hypothesis.output, actual)
     assert not hypothesis.is_cause
@@ -268,7 +268,7 @@ def test_blocks_of_one_token_have_no_boundary(tmp_path):
     failure = failure_of(
         OPERATION, WRITTEN[:2], WRITTEN[1:3], model=ToyModel(*graph()), recording=recording, position=[1, 2]
     )
-    assert list(found(cache_content.unknown_content, failure)) == ["the slot holds what no recorded row has"]
+    assert list(by_cause(entries.unknown_content, failure)) == ["the slot holds what no recorded row has"]
 
 
 def test_every_explanation_is_tried(tmp_path):
@@ -276,7 +276,7 @@ def test_every_explanation_is_tried(tmp_path):
     toy = Toy(tmp_path / "r", readback={K_CACHE: zeros})
     failure = toy.cache_failure(lambda place: 0.5 * toy.tensors[KEY][place])
     assert failure.rows.step.unique().tolist() == [READBACK]
-    tried = {cause for explain in cache_content.EXPLANATIONS for cause in outputs(explain, failure)}
+    tried = {cause for explain in EXPLANATIONS[Kind.CACHE] for cause in outputs(explain, failure)}
     assert "what comes back is that with a gain of 0.5" in tried
 
 
@@ -309,35 +309,35 @@ def test_formats(bench_of, dtype):
         ),
     }
     for cause, tensor in wrong.items():
-        found = explain(bench, tensor)
-        assert found.cause == cause
-        assert found.is_cause
+        explanation = explain(bench, tensor)
+        assert explanation.cause == cause
+        assert explanation.is_cause
     static = (right / 0.02).round().clamp(-127, 127) * 0.02
-    found = explain(bench, static)
-    assert found.cause == "the cache is in a lower dtype: int8"
-    assert found.num_fitted == 1
+    explanation = explain(bench, static)
+    assert explanation.cause == "the cache is in a lower dtype: int8"
+    assert explanation.num_fitted == 1
 
 
 def test_cut_off(bench):
     bits = bench.tap(TAP).float().view(torch.int32) & -(1 << 16)
-    found = explain(bench, bits.view(torch.float32).double())
-    assert found.cause == "what is cached is cut off to bfloat16 instead of rounded"
+    explanation = explain(bench, bits.view(torch.float32).double())
+    assert explanation.cause == "what is cached is cut off to bfloat16 instead of rounded"
 
 
 def test_gains_of_heads(bench):
     heads = bench.tap(TAP).unflatten(1, (-1, bench.head_dim))
-    found = explain(bench, (heads * torch.tensor([0.25, 3.0])[:, None]).flatten(1))
-    assert found.cause == "each head comes back with a gain of its own"
-    assert found.detail == "by head: 0.25, 3"
+    explanation = explain(bench, (heads * torch.tensor([0.25, 3.0])[:, None]).flatten(1))
+    assert explanation.cause == "each head comes back with a gain of its own"
+    assert explanation.detail == "by head: 0.25, 3"
 
 
 def test_one_bit_in_a_recording(bench_of):
     bench = bench_of(dtype=torch.bfloat16)
     wrong = bench.tap(TAP)
     wrong[:, 5] = (wrong[:, 5].bfloat16().view(torch.int16) ^ (1 << 3)).view(torch.bfloat16).double()
-    found = explain(bench, wrong)
-    assert found.cause == "one bit is flipped: bit 3 of the mantissa"
-    assert found.detail == "element 5 of KV head 0, in every wrong row"
+    explanation = explain(bench, wrong)
+    assert explanation.cause == "one bit is flipped: bit 3 of the mantissa"
+    assert explanation.detail == "element 5 of KV head 0, in every wrong row"
 
 
 @pytest.mark.parametrize(("bit", "name"), [
@@ -348,8 +348,8 @@ def test_a_flipped_bit_is_named_by_what_it_is_in_the_number(bench_of, bit, name)
     bench = bench_of(dtype=torch.bfloat16)
     wrong = bench.tap(TAP).bfloat16().view(torch.int16)
     wrong[:, 5] = wrong[:, 5] ^ (1 << bit if bit < 15 else -(1 << 15))
-    found = explain(bench, wrong.view(torch.bfloat16).double())
-    assert found.cause == f"one bit is flipped: {name}"
+    explanation = explain(bench, wrong.view(torch.bfloat16).double())
+    assert explanation.cause == f"one bit is flipped: {name}"
 
 
 def recorded_flipped(*places, bit=4):
@@ -367,9 +367,9 @@ def recorded_flipped(*places, bit=4):
 
 def test_bits_of_one_element_and_of_several():
     (one,) = recorded_flipped((0, 6), (1, 6), (2, 6))
-    assert (one.detail, one.freedom) == ("element 2 of KV head 1, in every wrong row", 1)
+    assert (one.detail, one.num_fitted) == ("element 2 of KV head 1, in every wrong row", 1)
     (several,) = recorded_flipped((0, 6), (1, 5))
-    assert (several.detail, several.freedom) == ("in 2 elements of 3 rows", 4)
+    assert (several.detail, several.num_fitted) == ("in 2 elements of 3 rows", 4)
     assert recorded_flipped() == []
 
 
@@ -377,9 +377,9 @@ def test_noise_has_no_cause(bench_of):
     bench = bench_of(dtype=torch.bfloat16)
     right = bench.tap(TAP)
     noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = explain(bench, (right * (1 + 0.05 * noise)).bfloat16().double())
-    assert not found.is_cause
-    assert found.cause == "the slot holds what no recorded row has"
+    explanation = explain(bench, (right * (1 + 0.05 * noise)).bfloat16().double())
+    assert not explanation.is_cause
+    assert explanation.cause == "the slot holds what no recorded row has"
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "float16"), (torch.float8_e4m3fn, "float8_e4m3fn")])
@@ -389,13 +389,13 @@ def test_an_overflow_of_the_cache(bench, dtype, name):
     written[:, 3] = 2 * limit
     read = bench.tap(TAP)
     read[:, 3] = torch.inf
-    found = bench.explain(TAP, read, code=Code.CACHE_DIFFERS, **{"model.layers.1.k_rope": written})
-    assert found.cause == f"overflow of {name}"
-    assert found.is_cause
+    explanation = bench.explain(TAP, read, code=Code.CACHE_DIFFERS, **{"model.layers.1.k_rope": written})
+    assert explanation.cause == f"overflow of {name}"
+    assert explanation.is_cause
     read[:, 4] = torch.inf  # which nothing predicts
     read[:, 5] = torch.nan
-    found = bench.explain(TAP, read, code=Code.CACHE_DIFFERS, **{"model.layers.1.k_rope": written})
-    assert not found.is_cause
+    explanation = bench.explain(TAP, read, code=Code.CACHE_DIFFERS, **{"model.layers.1.k_rope": written})
+    assert not explanation.is_cause
 
 
 def test_single_zeros_may_have_been_written_over(bench):

@@ -5,7 +5,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.judge.compare.sequences import SlotHistory, Write
-from harness.judge.explain.cache.content_index import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
+from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
 
 LAYER = 1
 TAPS = {
@@ -51,26 +51,26 @@ def test_a_place_is_traced_to_block_slot_and_writer(held):
     bench, contents = held
     memory, step = SlotHistory(bench.recording), len([s for s in bench.recording.steps if s.phase != "readback"]) - 1
     request, position = 0, 9
-    own = next(
+    right = next(
         item
         for item in bench.recording.steps
         if request in item.request.tolist() and position in item.position.tolist()
     )
-    row = ((own.request == request) & (own.position == position)).nonzero()[0, 0]
+    row = ((right.request == request) & (right.position == position)).nonzero()[0, 0]
     meant = bench.tap(TAPS[KEY])[
         int(((bench.rows(TAPS[KEY]).request == 0) & (bench.rows(TAPS[KEY]).position == 9)).nonzero()[0, 0])
     ]
     wrong = meant.clone()
     wrong[-1] += 1
-    found = contents.provenance(
+    explanation = contents.provenance(
         memory, step=step, request=request, position=position, content=wrong, meant=meant, head_dim=bench.head_dim
     )
-    slot = int(own.slot_mapping[row])
-    assert (found.layer, found.request, found.position, found.slot) == (LAYER, 0, 9, slot)
-    assert found.block == slot // memory.block_size
-    assert (found.writer_request, found.writer_step) == (0, own.index)
-    assert found.head == len(meant) // bench.head_dim - 1
-    assert found.holds == "content that no recorded row has"
+    slot = int(right.slot_mapping[row])
+    assert (explanation.layer, explanation.request, explanation.position, explanation.slot) == (LAYER, 0, 9, slot)
+    assert explanation.block == slot // memory.block_size
+    assert (explanation.writer_request, explanation.writer_step) == (0, right.index)
+    assert explanation.head == len(meant) // bench.head_dim - 1
+    assert explanation.holds == "content that no recorded row has"
     read = contents.provenance(memory, step=step, request=0, position=9, content=None, head_dim=bench.head_dim)
     assert read.holds == "the key of request 0, position 9"
     assert read.head is None
@@ -85,11 +85,11 @@ def test_heads_that_are_off_alike_are_not_named(held):
         (torch.tensor([3.0, 1.0]), 0),
     ):
         off = torch.ones(2, bench.head_dim, dtype=torch.float64) * factor[:, None]
-        found = contents.provenance(
+        explanation = contents.provenance(
             SlotHistory(bench.recording), step=0, request=0, position=0, content=meant + off.flatten(), meant=meant,
             head_dim=bench.head_dim,
         )  # fmt: skip
-        assert found.head == head
+        assert explanation.head == head
 
 
 def test_writers_are_listed_by_position_and_the_rest_counted():

@@ -7,7 +7,9 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.errors import Code
-from harness.judge.explain.cache import entries as cache
+from harness.formats.taps import Kind
+from harness.judge.explain.cache import entries
+from harness.judge.explain.causes import EXPLANATIONS
 
 from ..conftest import BLOCK_SIZE
 from ..toy_attention import (
@@ -26,7 +28,7 @@ from ..toy_attention import (
     graph,
     step_of,
 )
-from ..toys import ToyModel, assert_outputs, failure_of, found, outputs, random, recorded
+from ..toys import ToyModel, assert_outputs, by_cause, failure_of, outputs, random, recorded
 
 ZEROS = torch.zeros(K, H, dtype=torch.float64)
 NEVER, MAYBE = "never written: zeros come back", "zeros come back: never written, or written over with zeros"
@@ -64,7 +66,7 @@ def rows(toy, tap, places=PLACES):
     ],
 )
 def test_zeros(toy, places, cause):
-    (hypothesis,) = found(cache.never_written, toy.cache_failure(lambda place: ZEROS, places)).values()
+    (hypothesis,) = by_cause(entries.never_written, toy.cache_failure(lambda place: ZEROS, places)).values()
     assert hypothesis.cause == cause
     assert torch.equal(hypothesis.output, torch.zeros(len(places), K * H, dtype=torch.float64))
     provenance = hypothesis.provenance()
@@ -75,7 +77,7 @@ def test_rows_that_were_not_read_back_need_not_be_wrong(tmp_path):
     read = {tap: dict.fromkeys([(1, 2), (1, 4), (0, 1)], ZEROS) for tap in (K_CACHE, V_CACHE)}
     toy = Toy(tmp_path / "r", readback=read)
     for places, cause in (([(1, 2), (1, 4)], NEVER), ([(1, 4)], MAYBE)):
-        assert list(found(cache.never_written, toy.cache_failure(lambda place: ZEROS, places))) == [cause]
+        assert list(by_cause(entries.never_written, toy.cache_failure(lambda place: ZEROS, places))) == [cause]
 
 
 def test_a_step_that_read_back_something_else_does_not_count(tmp_path):
@@ -89,7 +91,7 @@ def test_a_step_that_read_back_something_else_does_not_count(tmp_path):
     zeros, written = torch.zeros(2, 8, dtype=torch.float64), random(2, 8)
     failure = failure_of(operation, zeros, written, model=ToyModel(*graph()), recording=recorded(tmp_path / "r", steps),
                          position=[0, 2], step=[1, 1])  # fmt: skip
-    assert list(found(cache.never_written, failure)) == [NEVER]
+    assert list(by_cause(entries.never_written, failure)) == [NEVER]
 
 
 def elsewhere(request, step):
@@ -102,16 +104,16 @@ def elsewhere(request, step):
 )
 def test_zeros_of_slots_that_nobody_wrote(tmp_path, places, cause):
     failure = made(tmp_path, tables=elsewhere).cache_failure(lambda place: ZEROS, places)
-    assert list(found(cache.never_written, failure)) == [cause]
-    assert cache.is_unwritten(failure) == (cause == NEVER)
+    assert list(by_cause(entries.never_written, failure)) == [cause]
+    assert entries.is_unwritten(failure) == (cause == NEVER)
 
 
 def test_without_slots_nothing_is_known_of_them(tmp_path):
     failure = made(tmp_path, is_slotted=False).cache_failure(lambda place: ZEROS, [(0, 3), (0, 6)])
-    assert list(found(cache.never_written, failure)) == [MAYBE]
-    assert not cache.is_unwritten(failure)
-    assert found(cache.replayed_reads, failure) == {}
-    (hypothesis,) = found(cache.never_written, failure).values()
+    assert list(by_cause(entries.never_written, failure)) == [MAYBE]
+    assert not entries.is_unwritten(failure)
+    assert by_cause(entries.replayed_reads, failure) == {}
+    (hypothesis,) = by_cause(entries.never_written, failure).values()
     assert (hypothesis.provenance().slot, hypothesis.provenance().block) == (None, None)
 
 
@@ -126,14 +128,14 @@ def test_other_tensors_of_keys_and_of_values(toy):
         "the cache holds what layer 2 wrote": rows(toy, "model.layers.2.k_rope"),
     }
     failure = toy.cache_failure(lambda place: ZEROS)
-    assert_outputs(cache.other_tensor, failure, expected)
+    assert_outputs(entries.other_tensor, failure, expected)
     expected = {
         "K and V are written to each other's cache": rows(toy, KEY),
         "the cache holds what layer 0 wrote": rows(toy, "model.layers.0.self_attn.v_proj"),
         "the cache holds what layer 2 wrote": rows(toy, "model.layers.2.self_attn.v_proj"),
     }
-    assert_outputs(cache.other_tensor, toy.cache_failure(lambda place: ZEROS, tap=V_CACHE), expected)
-    places = {(h.provenance().request, h.provenance().position) for h in cache.other_tensor(failure)}
+    assert_outputs(entries.other_tensor, toy.cache_failure(lambda place: ZEROS, tap=V_CACHE), expected)
+    places = {(h.provenance().request, h.provenance().position) for h in entries.other_tensor(failure)}
     assert places == {(0, 0)}
 
 
@@ -145,14 +147,14 @@ def test_other_tensors_of_keys_and_of_values(toy):
     ],
 )  # fmt: skip
 def test_a_tensor_that_was_not_recorded_is_none(tmp_path, toy, omitted, cause):
-    causes = set(found(cache.other_tensor, toy.cache_failure(lambda place: ZEROS)))
+    causes = set(by_cause(entries.other_tensor, toy.cache_failure(lambda place: ZEROS)))
     without = made(tmp_path, omitted=(omitted,)).cache_failure(lambda place: ZEROS)
-    assert set(found(cache.other_tensor, without)) == causes - {cause}
+    assert set(by_cause(entries.other_tensor, without)) == causes - {cause}
 
 
 def test_a_tensor_of_another_width_is_none(toy):
     failure = toy.cache_failure(lambda place: ZEROS[:1])
-    assert found(cache.other_tensor, failure) == {}
+    assert by_cause(entries.other_tensor, failure) == {}
 
 
 # Another row, by the engine's own record.
@@ -192,7 +194,7 @@ def test_slots_that_something_else_was_written_to(tmp_path, parts, places, cause
 
     actual = random(K, H, seed=3)
     failure = toy.cache_failure(lambda place: actual, places)
-    (hypothesis,) = found(cache.replayed_reads, failure).values()
+    (hypothesis,) = by_cause(entries.replayed_reads, failure).values()
     assert hypothesis.cause == cause
     expected = [actual if read(place) is None else toy.tensors[KEY][read(place)] for place in places]
     assert torch.equal(hypothesis.output, torch.stack([item.flatten() for item in expected]))
@@ -209,37 +211,37 @@ def test_rows_of_slots_that_nobody_wrote_are_not_known(tmp_path):
     toy = made(tmp_path, tables=elsewhere)
     actual = random(K, H, seed=3)
     failure = toy.cache_failure(lambda place: actual, [(0, 1), (1, 1), (1, 4), (0, 8)])
-    (hypothesis,) = found(cache.replayed_reads, failure).values()
+    (hypothesis,) = by_cause(entries.replayed_reads, failure).values()
     assert hypothesis.unknown.tolist() == [True, False, True, True]
-    own = toy.tensors[KEY][1, 1].flatten()
+    right = toy.tensors[KEY][1, 1].flatten()
     flat = actual.flatten()
-    assert torch.equal(hypothesis.output, torch.stack([flat, own, flat, flat]))
-    assert found(cache.replayed_reads, toy.cache_failure(lambda place: actual, [(0, 1), (1, 4)])) == {}
+    assert torch.equal(hypothesis.output, torch.stack([flat, right, flat, flat]))
+    assert by_cause(entries.replayed_reads, toy.cache_failure(lambda place: actual, [(0, 1), (1, 4)])) == {}
     values = toy.cache_failure(lambda place: actual, [(1, 1), (0, 1)], tap=V_CACHE)
-    (hypothesis,) = found(cache.replayed_reads, values).values()
+    (hypothesis,) = by_cause(entries.replayed_reads, values).values()
     assert torch.equal(hypothesis.output[0], toy.tensors[VALUE][1, 1].flatten())
 
 
 def test_a_table_that_is_too_short_leads_nowhere(tmp_path):
     toy = made(tmp_path, tables=at_the_end([[3], TABLES[1]]))
     failure = toy.cache_failure(lambda place: ZEROS, [(0, 2), (0, 3), (0, 8)])
-    (hypothesis,) = found(cache.replayed_reads, failure).values()
+    (hypothesis,) = by_cause(entries.replayed_reads, failure).values()
     assert hypothesis.unknown.tolist() == [False, True, True]
 
 
 def test_what_was_not_recorded_of_the_writes_says_nothing(tmp_path):
     toy = made(tmp_path, tables=elsewhere, omitted=(KEY,))
-    assert found(cache.replayed_reads, toy.cache_failure(lambda place: ZEROS, [(1, 1), (0, 1)])) == {}
+    assert by_cause(entries.replayed_reads, toy.cache_failure(lambda place: ZEROS, [(1, 1), (0, 1)])) == {}
 
 
 # Another row, by its content.
 
 
 def of_rows(toy, source, places, *, tap=K_CACHE, noise=0.0):
-    own = KEY if tap == K_CACHE else VALUE
+    right = KEY if tap == K_CACHE else VALUE
 
     def actual(place):
-        written = ZEROS if source(place) is None else toy.tensors[own][source(place)]
+        written = ZEROS if source(place) is None else toy.tensors[right][source(place)]
         return written * (1 + noise)
 
     return toy.cache_failure(actual, places, tap=tap)
@@ -264,10 +266,10 @@ def of_rows(toy, source, places, *, tap=K_CACHE, noise=0.0):
 )  # fmt: skip
 def test_rows_that_are_those_of_other_places(toy, source, places, cause, tap):
     failure = of_rows(toy, source, places, tap=tap)
-    (hypothesis,) = found(cache.other_row, failure).values()
+    (hypothesis,) = by_cause(entries.other_row, failure).values()
     assert hypothesis.cause == cause
     assert torch.equal(hypothesis.output, failure.actual)
-    assert hypothesis.freedom == len(places)
+    assert hypothesis.num_fitted == len(places)
     shown = (f"{p}: request {r}, position {at}, step {step_of((r, at))}"
              for (_, p), (r, at) in ((place, source(place)) for place in places[:4]))  # fmt: skip
     assert hypothesis.detail.startswith("written last, by position: " + "; ".join(shown))
@@ -282,18 +284,18 @@ def test_most_rows_say_whose_they_are(toy, num_others, num_own, cause):
     """Six of seven are 86 %, five of six 83 %."""
     places = [(0, p) for p in range(8)][: num_others + num_own]
     failure = of_rows(toy, lambda place: (1, 6 - place[1]) if place[1] < num_others else (0, 8), places)
-    assert list(found(cache.other_row, failure)) == [cause]
+    assert list(by_cause(entries.other_row, failure)) == [cause]
 
 
 def test_zeros_and_content_that_nobody_has_are_nobodys(toy):
     failure = of_rows(toy, lambda place: None if place[1] == 4 else (1, 2), [(0, 1), (0, 4), (0, 5)])
     strange = 5 * random(K * H, seed=9)
     failure.actual[2] = strange
-    (hypothesis,) = found(cache.other_row, failure).values()
+    (hypothesis,) = by_cause(entries.other_row, failure).values()
     assert hypothesis.detail == "written last, by position: 1: request 1, position 2, step 1; 4: nobody; 5: nobody"
     assert not hypothesis.output[1].any()
     assert hypothesis.cause == SHARED
-    assert found(cache.other_row, of_rows(toy, lambda place: None, [(0, 1), (0, 4)])) == {}
+    assert by_cause(entries.other_row, of_rows(toy, lambda place: None, [(0, 1), (0, 4)])) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,7 +304,7 @@ def test_a_row_is_anothers_up_to_four_roundings(toy, dtype, roundings, is_known)
     failure = toy.cache_failure(
         lambda place: toy.tensors[KEY][1, 2] * (1 + roundings * rounding_unit(dtype)), [(0, 1)], dtype=dtype
     )
-    assert bool(found(cache.other_row, failure)) == is_known
+    assert bool(by_cause(entries.other_row, failure)) == is_known
 
 
 def test_a_prefix_that_two_requests_share_is_the_same_row(tmp_path):
@@ -310,27 +312,29 @@ def test_a_prefix_that_two_requests_share_is_the_same_row(tmp_path):
     tokens = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 50, 51, 52]]
     toy = made(tmp_path, tokens=tokens)
     near = AWAY.format("+1")
-    assert list(found(cache.other_row, of_rows(toy, lambda place: (1, place[1] + 1), [(0, 1), (0, 2)]))) == [near]
-    assert list(found(cache.other_row, of_rows(toy, lambda place: (1, place[1] + 1), [(0, 3), (0, 4)]))) == [SHARED]
+    assert list(by_cause(entries.other_row, of_rows(toy, lambda place: (1, place[1] + 1), [(0, 1), (0, 2)]))) == [near]
+    assert list(by_cause(entries.other_row, of_rows(toy, lambda place: (1, place[1] + 1), [(0, 3), (0, 4)]))) == [
+        SHARED
+    ]
     longer = of_rows(toy, lambda place: (0, place[1] + 3), [(1, 4), (1, 5)])
-    assert list(found(cache.other_row, longer)) == [SHARED], "after the end of request 1"
+    assert list(by_cause(entries.other_row, longer)) == [SHARED], "after the end of request 1"
 
 
 def test_without_recorded_rows_there_is_none_to_match(tmp_path):
     toy = made(tmp_path, omitted=(KEY,))
-    assert found(cache.other_row, toy.cache_failure(lambda place: toy.tensors[KEY][1, 2], [(0, 1)])) == {}
+    assert by_cause(entries.other_row, toy.cache_failure(lambda place: toy.tensors[KEY][1, 2], [(0, 1)])) == {}
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_what_is_matched_is_of_the_caches_own_layer(toy, layer):
     failure = toy.cache_failure(lambda place: ZEROS)
     operation = next(item for item in failure.graph if item.tap == f"model.layers.{layer}.k_cache")
-    assert cache.provenance_of(replace(failure, operation=operation)).layer == layer
+    assert entries.provenance_of(replace(failure, operation=operation)).layer == layer
 
 
 def test_every_explanation_is_tried(toy):
     failure = toy.cache_failure(lambda place: toy.tensors[KEY][1, 2], [(0, 1), (0, 4)])
-    without_rotary = [explain for explain in cache.EXPLANATIONS if explain is not cache.rotated_once_more]
+    without_rotary = [explain for explain in EXPLANATIONS[Kind.CACHE][:5] if explain is not entries.rotated_once_more]
     assert all(outputs(explain, failure) for explain in without_rotary)
 
 
@@ -362,19 +366,19 @@ def test_whole_tensors(bench):
         "never written: zeros come back": torch.zeros_like(right),
     }
     for cause, tensor in wrong.items():
-        found = explain(bench, tensor)
-        assert (found.cause, found.residual_after) == (cause, 0)
-        assert found.scope.startswith("every row")
+        explanation = explain(bench, tensor)
+        assert (explanation.cause, explanation.residual_after) == (cause, 0)
+        assert explanation.scope.startswith("every row")
 
 
 def test_another_row_and_where_it_came_from(bench):
     rows, wrong = bench.rows(TAP), bench.tap(TAP)
     at = {(r, p): i for i, (r, p) in enumerate(zip(rows.request.tolist(), rows.position.tolist(), strict=True))}
     wrong[at[0, 20]] = wrong[at[1, 5]]
-    found = explain(bench, wrong)
-    assert found.cause == "the slot holds what another request wrote: shared, freed or given out wrongly"
-    assert found.detail == "written last, by position: 20: request 1, position 5, step 0"
-    place = found.provenance
+    explanation = explain(bench, wrong)
+    assert explanation.cause == "the slot holds what another request wrote: shared, freed or given out wrongly"
+    assert explanation.detail == "written last, by position: 20: request 1, position 5, step 0"
+    place = explanation.provenance
     assert (place.request, place.position, place.holds) == (0, 20, "the key of request 1, position 5")
     assert place.slot == place.block * BLOCK_SIZE + 20 % BLOCK_SIZE
     assert (place.writer_request, place.writer_step) == (0, 0)  # as the engine says; the content says otherwise
@@ -384,31 +388,31 @@ def test_the_first_slots_of_blocks(bench):
     rows, wrong = bench.rows(TAP), bench.tap(TAP)
     boundary = (rows.position % BLOCK_SIZE == 0) & (rows.position > 0)
     wrong[boundary] = 0
-    found = explain(bench, wrong)
-    assert found.cause == "never written: zeros come back, at a block boundary (slot mapping)"
-    assert found.scope == "rows at every 8th position from 8 on"
+    explanation = explain(bench, wrong)
+    assert explanation.cause == "never written: zeros come back, at a block boundary (slot mapping)"
+    assert explanation.scope == "rows at every 8th position from 8 on"
     generator = torch.Generator().manual_seed(0)
     wrong[boundary] = torch.randn(wrong[boundary].shape, generator=generator, dtype=torch.float64)
-    found = explain(bench, wrong)
-    assert found.cause == "the slot holds what no recorded row has, at a block boundary (slot mapping)"
-    assert not found.is_cause  # it was written, by the engine's own record
-    assert found.provenance.holds == "content that no recorded row has"
+    explanation = explain(bench, wrong)
+    assert explanation.cause == "the slot holds what no recorded row has, at a block boundary (slot mapping)"
+    assert not explanation.is_cause  # it was written, by the engine's own record
+    assert explanation.provenance.holds == "content that no recorded row has"
 
 
 def test_the_token_beside_it(bench):
     rows, wrong = bench.rows(TAP), bench.tap(TAP)
-    own = (rows.request == 0) & (rows.position < 30) & (rows.position > 2)
-    wrong[own] = written(bench)[own].roll(-1, dims=0)
+    mask = (rows.request == 0) & (rows.position < 30) & (rows.position > 2)
+    wrong[mask] = written(bench)[mask].roll(-1, dims=0)
     wrong[(rows.request == 0) & (rows.position == 29)] = written(bench)[(rows.request == 0) & (rows.position == 30)]
-    found = explain(bench, wrong)
-    assert found.cause == "the slot holds the token +1 positions away: written to a wrong slot"
+    explanation = explain(bench, wrong)
+    assert explanation.cause == "the slot holds the token +1 positions away: written to a wrong slot"
 
 
 def test_memory_that_is_not_finite(bench):
     wrong = bench.tap(TAP)
     wrong[bench.rows(TAP).position == 16] = torch.nan
-    found = explain(bench, wrong)
-    assert found.cause == "the slot holds what no recorded row has, at a block boundary (slot mapping)"
+    explanation = explain(bench, wrong)
+    assert explanation.cause == "the slot holds what no recorded row has, at a block boundary (slot mapping)"
     begins = "the first bad row is at position 16 of request 0, where block 2 begins"
-    assert found.detail == f"NaN throughout, as memory that was never written may; {begins}"
-    assert not found.is_cause
+    assert explanation.detail == f"NaN throughout, as memory that was never written may; {begins}"
+    assert not explanation.is_cause

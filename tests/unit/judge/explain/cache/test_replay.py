@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.judge.compare.align import Rows
-from harness.judge.explain.cache.replay import contents_of, history, in_order, provenance_of, replayed_reads, row_keys
+from harness.judge.explain.cache.contents import contents_of, history, in_order, provenance_of, replayed_reads, row_keys
 
 from ..toy_attention import BLOCK, KEY, OUT, PLACES, RAW, TABLES, VALUE, Toy, graph, step_of
 
@@ -56,19 +56,21 @@ def test_every_row_has_a_number_of_its_own():
 
 def test_the_history_of_a_tap(toy, tmp_path):
     failure = toy.failure(places=[(1, 4), (0, 8)])
-    own, other = failure.views
-    assert torch.equal(history(failure, own, RAW, own.key), torch.stack([toy.tensors[RAW][1, p] for p in range(5)]))
-    assert torch.equal(history(failure, other, RAW, other.key), torch.stack([toy.tensors[RAW][0, p] for p in range(9)]))
-    assert history(failure, own, "no such tap", own.key) is None
-    assert history(failure, own, OUT, own.key) is None, "it has another width"
+    right, another = failure.views
+    assert torch.equal(history(failure, right, RAW, right.key), torch.stack([toy.tensors[RAW][1, p] for p in range(5)]))
+    assert torch.equal(
+        history(failure, another, RAW, another.key), torch.stack([toy.tensors[RAW][0, p] for p in range(9)])
+    )
+    assert history(failure, right, "no such tap", right.key) is None
+    assert history(failure, right, OUT, right.key) is None, "it has another width"
 
 
 def test_a_history_that_was_read_back_in_part_is_none(tmp_path):
     read = {"model.layers.1.k_cache": {place: torch.ones(2, 4) for place in PLACES if place != (1, 2)}}
     failure = Toy(tmp_path / "r", readback=read).failure(places=[(1, 4), (0, 8)])
-    own, other = failure.views
-    assert history(failure, own, "model.layers.1.k_cache", own.key) is None
-    assert history(failure, other, "model.layers.1.k_cache", other.key) is not None
+    right, another = failure.views
+    assert history(failure, right, "model.layers.1.k_cache", right.key) is None
+    assert history(failure, another, "model.layers.1.k_cache", another.key) is not None
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -88,7 +90,7 @@ def test_the_head_that_is_off(toy, place, changed, head):
     failure = toy.failure(places=[(0, 8), (1, 4)])
     content = toy.tensors[KEY][place].clone()
     content[changed] += 1
-    found = provenance_of(failure, 3, *place, content.flatten())
-    assert (found.head, found.holds) == (head, "content that no recorded row has")
-    assert (found.layer, found.request, found.position) == (1, *place)
-    assert (found.writer_request, found.writer_step) == (place[0], step_of(place))
+    explanation = provenance_of(failure, 3, *place, content.flatten())
+    assert (explanation.head, explanation.holds) == (head, "content that no recorded row has")
+    assert (explanation.layer, explanation.request, explanation.position) == (1, *place)
+    assert (explanation.writer_request, explanation.writer_step) == (place[0], step_of(place))

@@ -64,34 +64,34 @@ def test_zeros_stay_zeros(change, dims):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_float8_uses_its_whole_range(dtype):
     largest = torch.finfo(dtype).max
-    given = torch.tensor([[3.0, 1.0, -0.01]], dtype=torch.float64)
-    scaled = (given * largest / 3).float().to(dtype).double() * 3 / largest
-    assert torch.allclose(float8(given, dtype, (1,)), scaled, rtol=1e-12)
-    assert float8(given, dtype, (1,))[0, 0] == pytest.approx(3.0)
-    assert torch.allclose(float8(given / 64, dtype, (1,)), scaled / 64, rtol=1e-12)
+    values = torch.tensor([[3.0, 1.0, -0.01]], dtype=torch.float64)
+    scaled = (values * largest / 3).float().to(dtype).double() * 3 / largest
+    assert torch.allclose(float8(values, dtype, (1,)), scaled, rtol=1e-12)
+    assert float8(values, dtype, (1,))[0, 0] == pytest.approx(3.0)
+    assert torch.allclose(float8(values / 64, dtype, (1,)), scaled / 64, rtol=1e-12)
 
 
-def changes(found):
-    return {entry[0]: entry[-1](X) for entry in found}
+def changes(entries):
+    return {entry[0]: entry[-1](X) for entry in entries}
 
 
 def test_what_a_weight_may_be_kept_in_has_a_scale_where_its_name_says_so():
-    found = changes(of_weights(64))
+    changed = changes(of_weights(64))
     groups = X.unflatten(1, (2, 32))
-    assert torch.equal(found["in int8, with one scale for 32 inputs"], int8(groups, (2,)).flatten(1))
-    assert torch.equal(found["in int8, with one scale for each output"], int8(X, (1,)))
-    assert torch.equal(found["in int8, with one scale for all of it"], int8(X, None))
-    assert torch.equal(found["in float8_e4m3fn, without a scale"], X.to(torch.float8_e4m3fn).double())
-    assert torch.equal(found["in bfloat16"], X.bfloat16().double())
-    assert [name for name in found if "inputs" in name] == [
+    assert torch.equal(changed["in int8, with one scale for 32 inputs"], int8(groups, (2,)).flatten(1))
+    assert torch.equal(changed["in int8, with one scale for each output"], int8(X, (1,)))
+    assert torch.equal(changed["in int8, with one scale for all of it"], int8(X, None))
+    assert torch.equal(changed["in float8_e4m3fn, without a scale"], X.to(torch.float8_e4m3fn).double())
+    assert torch.equal(changed["in bfloat16"], X.bfloat16().double())
+    assert [name for name in changed if "inputs" in name] == [
         f"in int8, with one scale for {size} inputs" for size in (16, 32)
     ], "groups are smaller than the row"
     assert not [name for name, _ in of_weights(40) if "inputs" in name], "and divide it"
 
 
 def test_a_scale_in_float16_is_rounded_itself():
-    found = changes(of_inputs_alone(64))
-    plain, kept = (found[f"int8, with one scale{how} for 16 inputs"] for how in ("", " in float16"))
+    changed = changes(of_inputs_alone(64))
+    plain, kept = (changed[f"int8, with one scale{how} for 16 inputs"] for how in ("", " in float16"))
     scale = X.unflatten(1, (4, 16)).abs().amax(dim=2, keepdim=True) / 127
     factor = (scale.float().half().double() / scale).expand(6, 4, 16).flatten(1)
     assert torch.allclose(kept, plain * factor, rtol=1e-12)

@@ -15,7 +15,7 @@ from harness.judge.explain.experts import experts, mixture
 from harness.judge.explain.experts.mixture import mixture_of
 from harness.oracle.experts import num_experts
 
-from ..toys import ToyModel, failure_of, found, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
 E, C, D, F = 4, 2, 8, 3
 TAP, OTHER, X_TAP, WEIGHTS, CHOICE = (
@@ -84,7 +84,7 @@ OPERATION = Operation(tap=TAP, kind=Kind.OTHER, inputs=(X_TAP, CHOICE, WEIGHTS),
 def of(tmp_path):
     """Return what makes a failure of rows of the toy's experts; all rows that are recorded are wrong by default."""
 
-    def make(actual=None, *, chosen=CHOSEN, given=GIVEN, x=X, own=OWN, others=(), expected=None):
+    def make(actual=None, *, chosen=CHOSEN, weights=GIVEN, x=X, module=OWN, others=(), expected=None):
         """`others`: the choices of rows that are right."""
         operations = (
             Operation(tap=X_TAP, kind=Kind.NORM), Operation(tap=CHOICE, kind=Kind.CHOICE),
@@ -94,10 +94,10 @@ def of(tmp_path):
         count = len(choices)
         step = {"request": [0] * count, "position": list(range(count)), "taps": {CHOICE: choices}}
         recording = recorded(tmp_path / f"r{len(list(tmp_path.iterdir()))}", [step], lengths=((count + 1, count),))
-        expected = mixed(given, chosen=chosen, x=x) if expected is None else expected
+        expected = mixed(weights, chosen=chosen, x=x) if expected is None else expected
         return failure_of(
-            OPERATION, expected if actual is None else actual, expected, x, chosen.double(), given,
-            model=ToyModel(*operations, modules={TAP: own, OTHER: THEIRS}), recording=recording,
+            OPERATION, expected if actual is None else actual, expected, x, chosen.double(), weights,
+            model=ToyModel(*operations, modules={TAP: module, OTHER: THEIRS}), recording=recording,
         )  # fmt: skip
 
     return make
@@ -105,11 +105,11 @@ def of(tmp_path):
 
 def check(failure, expected):
     """Hold some causes, by name, against their rows; return all that is yielded."""
-    given = found(experts.wrong_experts, failure)
+    hypotheses = by_cause(experts.wrong_experts, failure)
     for cause, output in expected.items():
-        assert cause in given, f"{cause} is not among {list(given)}"
-        torch.testing.assert_close(given[cause].output, output, msg=cause)
-    return given
+        assert cause in hypotheses, f"{cause} is not among {list(hypotheses)}"
+        torch.testing.assert_close(hypotheses[cause].output, output, msg=cause)
+    return hypotheses
 
 
 ALL = "the router's weights are normalised to a sum of one before the experts' outputs are added"
@@ -144,9 +144,9 @@ def test_weights_and_choices_that_are_used_otherwise(of):
             }.items()
         },
     }  # fmt: skip
-    given = check(of(), expected)
-    assert set(given) == set(expected)
-    assert {item.freedom for item in given.values()} == {0}
+    hypotheses = check(of(), expected)
+    assert set(hypotheses) == set(expected)
+    assert {item.num_fitted for item in hypotheses.values()} == {0}
 
 
 def three(order=(0, 1, 2)):
@@ -168,13 +168,13 @@ def test_three_experts_of_a_row(of):
     again = kept / kept.sum(dim=1, keepdim=True)
     name = "only the first 2 of the chosen experts is added, with weights that are normalised again"
     expected[name] = mixed(again, chosen=chosen)
-    check(of(chosen=chosen, given=weights), expected)
+    check(of(chosen=chosen, weights=weights), expected)
 
 
 @pytest.mark.parametrize(("most", "is_tried"), [(2, True), (1, False)])
 def test_many_experts_of_a_row_are_not_tried_in_every_order(of, monkeypatch, most, is_tried):
     monkeypatch.setattr(experts, "_MAX_ORDERED", most)
-    assert any("in the order" in cause for cause in found(experts.wrong_experts, of())) == is_tried
+    assert any("in the order" in cause for cause in by_cause(experts.wrong_experts, of())) == is_tried
 
 
 @pytest.mark.parametrize(
@@ -192,18 +192,18 @@ def test_experts_in_the_place_of_others(of, moved, cause):
     rows = [at for at, pair in enumerate(PAIRS) if len(moved) > 1 or set(pair) != {0, 2}]
     parts = {"chosen": CHOSEN[rows], "x": X[rows]}
     actual = mixed(GIVEN[rows], number=lambda n: moved.get(n, n), **parts)
-    given = check(of(actual, given=GIVEN[rows], **parts), {cause: actual})
-    assert given[cause].freedom == len(moved)
+    hypotheses = check(of(actual, weights=GIVEN[rows], **parts), {cause: actual})
+    assert hypotheses[cause].num_fitted == len(moved)
 
 
 def test_an_exchange_is_said_beside_other_moves(of):
     """Experts 0 and 1 are exchanged, and 3 stands for 2, too: the exchange by itself explains its rows."""
     actual = mixed(number=lambda n: {0: 1, 1: 0, 2: 3}.get(n, n))
     exchanged = mixed(number=lambda n: {0: 1, 1: 0}.get(n, n))
-    given = check(of(actual), {
+    hypotheses = check(of(actual), {
         "the experts are in another order: 1 for 0, 0 for 1, 3 for 2": actual, "experts 0 and 1 are swapped": exchanged,
     })  # fmt: skip
-    assert given["experts 0 and 1 are swapped"].freedom == 2
+    assert hypotheses["experts 0 and 1 are swapped"].num_fitted == 2
 
 
 @pytest.mark.parametrize(("factor", "is_own"), [(0.7, True), (0.68, False)])
@@ -219,8 +219,8 @@ def test_an_expert_is_its_own_where_its_weights_are_nearly_what_they_should_be(o
         for row, numbers, factors in zip(X, CHOSEN.tolist(), GIVEN.tolist(), strict=True)
     ]).detach()  # fmt: skip
     rows = [at for at, pair in enumerate(PAIRS) if 3 not in pair]
-    failure = of((part + used)[rows], chosen=CHOSEN[rows], given=GIVEN[rows], x=X[rows])
-    causes = found(experts.wrong_experts, failure)
+    failure = of((part + used)[rows], chosen=CHOSEN[rows], weights=GIVEN[rows], x=X[rows])
+    causes = by_cause(experts.wrong_experts, failure)
     assert ("expert 2 is computed with the weights of expert 3" in causes) != is_own
 
 
@@ -245,30 +245,33 @@ LACK = "some rows lack the output of experts that they chose, as under a limited
 )
 def test_experts_whose_output_is_lost(of, numbers, cause):
     actual = mixed(without(numbers))
-    given = check(of(actual), {cause: actual, LACK: actual})
-    assert (given[cause].freedom, given[cause].is_cause) == (0, True)
-    assert (given[LACK].freedom, given[LACK].is_cause) == (sum(n in numbers for pair in PAIRS for n in pair), False)
+    hypotheses = check(of(actual), {cause: actual, LACK: actual})
+    assert (hypotheses[cause].num_fitted, hypotheses[cause].is_cause) == (0, True)
+    assert (hypotheses[LACK].num_fitted, hypotheses[LACK].is_cause) == (
+        sum(n in numbers for pair in PAIRS for n in pair),
+        False,
+    )
 
 
 def test_an_expert_that_some_rows_have_is_not_lost(of):
     actual = mixed(without([2], [at for at, pair in enumerate(PAIRS) if 2 in pair][1:]))
-    given = check(of(actual), {LACK: actual})
-    assert not any("is not added" in cause and "first" not in cause for cause in given)
-    assert given[LACK].freedom == 5
+    hypotheses = check(of(actual), {LACK: actual})
+    assert not any("is not added" in cause and "first" not in cause for cause in hypotheses)
+    assert hypotheses[LACK].num_fitted == 5
 
 
 @pytest.mark.parametrize(("num_right", "is_lost"), [(2, True), (3, False)])
 def test_an_expert_that_many_right_rows_chose_is_not_lost(of, num_right, is_lost):
     """Six wrong rows chose it: two of eight are a quarter, three of nine more."""
-    given = found(experts.wrong_experts, of(mixed(without([2])), others=[(2, 0)] * num_right))
-    assert ("the output of expert 2 is not added" in given) == is_lost
+    hypotheses = by_cause(experts.wrong_experts, of(mixed(without([2])), others=[(2, 0)] * num_right))
+    assert ("the output of expert 2 is not added" in hypotheses) == is_lost
 
 
 @pytest.mark.parametrize(("share", "is_out"), [(0.49, True), (0.51, False)])
 def test_less_than_half_of_a_weight_is_a_lost_output(of, share, is_out):
     weights = GIVEN.clone()
     weights[CHOSEN == 2] *= share
-    assert ("the output of expert 2 is not added" in found(experts.wrong_experts, of(mixed(weights)))) == is_out
+    assert ("the output of expert 2 is not added" in by_cause(experts.wrong_experts, of(mixed(weights)))) == is_out
 
 
 # One expert alone.
@@ -284,9 +287,9 @@ def alone(of, one=None, *, weight=1.0, right=RIGHT, rows=HALF, actual=None):
     def part(number, row):
         return weight * (one or expert)(number, row) if number == 2 else expert(number, row)
 
-    chosen, given, x = CHOSEN[rows], GIVEN[rows], X[rows]
-    actual = mixed(given, one=part, chosen=chosen, x=x) if actual is None else actual
-    return of(actual, chosen=chosen, given=given, x=x, others=right)
+    chosen, weights, x = CHOSEN[rows], GIVEN[rows], X[rows]
+    actual = mixed(weights, one=part, chosen=chosen, x=x) if actual is None else actual
+    return of(actual, chosen=chosen, weights=weights, x=x, others=right)
 
 
 FALLBACK = "expert 2 is another than that of the checkpoint: other weights, or not all of them"
@@ -302,19 +305,19 @@ def test_one_expert_that_computes_something_else(of):
     }  # fmt: skip
     expected = {
         f"the weights of expert 2 are those of expert 2 of {OTHER}": changed(lambda n, row: expert(n, row, THEIRS)),
-        **{f"expert 2 is computed with the weights of expert {other}": changed(lambda n, row, at=other: expert(at, row))
-           for other in (0, 1, 3)},
+        **{f"expert 2 is computed with the weights of expert {at}": changed(lambda n, row, at=at: expert(at, row))
+           for at in (0, 1, 3)},
         "in expert 2, gate and up are swapped": changed(lambda n, row: expert(n, row, is_swapped=True)),
         **{f"in expert 2, the activation is {name}": changed(lambda n, row, act=act: expert(n, row, act=act))
            for name, act in acts.items()},
     }  # fmt: skip
     failure = alone(of, lambda n, row: torch.ones(D, dtype=torch.float64))
-    given = check(failure, expected)
-    assert {given[cause].freedom for cause in expected if "is computed with" in cause} == {1}
-    assert given[FALLBACK].is_fallback
-    assert given[FALLBACK].detail == "each of the 6 wrong rows that were looked at chose it"
-    torch.testing.assert_close(given[FALLBACK].output, failure.actual)
-    assert not any("router" in cause for cause in given), "what concerns all rows is not tried"
+    hypotheses = check(failure, expected)
+    assert {hypotheses[cause].num_fitted for cause in expected if "is computed with" in cause} == {1}
+    assert hypotheses[FALLBACK].is_fallback
+    assert hypotheses[FALLBACK].detail == "each of the 6 wrong rows that were looked at chose it"
+    torch.testing.assert_close(hypotheses[FALLBACK].output, failure.actual)
+    assert not any("router" in cause for cause in hypotheses), "what concerns all rows is not tried"
 
 
 @pytest.mark.parametrize(
@@ -322,16 +325,16 @@ def test_one_expert_that_computes_something_else(of):
 )
 def test_one_expert_that_is_scaled(of, factor, is_said):
     failure = alone(of, weight=factor)
-    given = found(experts.wrong_experts, failure)
+    hypotheses = by_cause(experts.wrong_experts, failure)
     cause = f"the output of expert 2 is scaled by {factor:.4g}"
-    assert (cause in given) == is_said
+    assert (cause in hypotheses) == is_said
     if is_said:
-        torch.testing.assert_close(given[cause].output, failure.actual)
-        assert given[cause].freedom == 1
+        torch.testing.assert_close(hypotheses[cause].output, failure.actual)
+        assert hypotheses[cause].num_fitted == 1
 
 
 def is_one(of, **others):
-    return FALLBACK in found(experts.wrong_experts, alone(of, weight=3.0, **others))
+    return FALLBACK in by_cause(experts.wrong_experts, alone(of, weight=3.0, **others))
 
 
 @pytest.mark.parametrize(("num_right", "is_said"), [(6, True), (7, False)])
@@ -361,14 +364,14 @@ def test_where_not_all_wrong_rows_chose_it_it_is_not_the_one(of):
 
 
 def test_the_mixture_is_what_the_module_gives(of):
-    given = mixture_of(of())
+    hypotheses = mixture_of(of())
     for number in range(E):
-        torch.testing.assert_close(given.outputs[number], torch.stack([expert(number, row) for row in X]))
+        torch.testing.assert_close(hypotheses.outputs[number], torch.stack([expert(number, row) for row in X]))
     for row, (pair, weights) in enumerate(zip(PAIRS, GIVEN.tolist(), strict=True)):
-        assert given.table[row].tolist() == [dict(zip(pair, weights, strict=True)).get(n, 0.0) for n in range(E)]
-    torch.testing.assert_close(given.weights_used(), given.table)
-    assert given.rows_of(3).tolist() == [3 in pair for pair in PAIRS]
-    assert given.num_experts == E
+        assert hypotheses.table[row].tolist() == [dict(zip(pair, weights, strict=True)).get(n, 0.0) for n in range(E)]
+    torch.testing.assert_close(hypotheses.weights_used(), hypotheses.table)
+    assert hypotheses.rows_of(3).tolist() == [3 in pair for pair in PAIRS]
+    assert hypotheses.num_experts == E
 
 
 def test_inputs_may_come_in_any_order(of):
@@ -376,12 +379,12 @@ def test_inputs_may_come_in_any_order(of):
     for order in permutations(range(3)):
         names = tuple(OPERATION.inputs[at] for at in order)
         operation = Operation(tap=TAP, kind=Kind.OTHER, inputs=names, source=TAP)
-        given = mixture_of(type(failure)(**{
+        hypotheses = mixture_of(type(failure)(**{
             **vars(failure), "operation": operation, "inputs": [failure.inputs[at] for at in order],
         }))  # fmt: skip
-        assert torch.equal(given.chosen, CHOSEN)
-        assert torch.equal(given.weights, GIVEN)
-        assert torch.equal(given.x, X)
+        assert torch.equal(hypotheses.chosen, CHOSEN)
+        assert torch.equal(hypotheses.weights, GIVEN)
+        assert torch.equal(hypotheses.x, X)
 
 
 def test_nothing_is_said_of_what_is_not_that_mixture(of, monkeypatch):
@@ -391,8 +394,8 @@ def test_nothing_is_said_of_what_is_not_that_mixture(of, monkeypatch):
     far[3] *= 1 + 1.1e-5
     assert mixture_of(of(expected=near)) is not None
     assert mixture_of(of(expected=far)) is None
-    assert mixture_of(of(given=GIVEN[:, :1], expected=expected)) is None
-    assert found(experts.wrong_experts, of(expected=far)) == {}
+    assert mixture_of(of(weights=GIVEN[:, :1], expected=expected)) is None
+    assert by_cause(experts.wrong_experts, of(expected=far)) == {}
     for most, is_said in ((E * ROWS * D, True), (E * ROWS * D - 1, False)):
         monkeypatch.setattr(mixture, "_MAX_ELEMENTS", most)
         assert (mixture_of(of()) is not None) == is_said
@@ -448,9 +451,9 @@ def test_a_model_is_as_it_was_afterwards(of):
 
 
 def test_an_activation_of_the_models_own_is_no_cause(of):
-    own = Experts(1, nn.ReLU())
+    module = Experts(1, nn.ReLU())
     expected = mixed(one=lambda n, row: expert(n, row, act=torch.relu))
-    causes = found(experts.wrong_experts, of(own=own, expected=expected))
+    causes = by_cause(experts.wrong_experts, of(module=module, expected=expected))
     assert "the activation is SiLU" in causes
     assert "the activation is ReLU" not in causes
     assert math.isclose(float(causes["the activation is SiLU"].output[0, 0]), float(mixed()[0, 0]))

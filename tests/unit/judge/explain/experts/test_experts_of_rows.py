@@ -21,9 +21,9 @@ def test_the_bias_of_a_choice_is_found_in_the_router_or_around_it(is_in_router):
     router, block = nn.Linear(4, 3), nn.Module()
     bias = torch.tensor([1.0, -2.0, 3.0])
     (router if is_in_router else block).register_buffer("e_score_correction_bias", bias)
-    found = bias_of(failure_of(router, block))
-    assert found is not None
-    assert found.tolist() == bias.tolist()
+    explanation = bias_of(failure_of(router, block))
+    assert explanation is not None
+    assert explanation.tolist() == bias.tolist()
 
 
 def test_the_bias_of_a_routers_product_is_no_bias_of_the_choice():
@@ -36,11 +36,11 @@ def test_weights_are_known_up_to_half_as_many_experts_as_elements(num_experts, i
     weights = torch.arange(3.0 * num_experts, dtype=torch.float64).view(3, num_experts)
     base = torch.ones(3, 8, dtype=torch.float64)
     mixture = Mixture(
-        failure=SimpleNamespace(actual=base + torch.einsum("re,erd->rd", weights, outputs)), module=nn.Module(),
+        wrong=SimpleNamespace(actual=base + torch.einsum("re,erd->rd", weights, outputs)), module=nn.Module(),
         base=base, x=torch.zeros(3, 8), chosen=torch.zeros(3, 1, dtype=torch.int64), weights=torch.ones(3, 1),
         outputs=outputs,
     )  # fmt: skip
-    found = mixture.weights_used()
-    assert (found is not None) == is_known
-    if found is not None:
-        assert torch.allclose(found, weights)
+    explanation = mixture.weights_used()
+    assert (explanation is not None) == is_known
+    if explanation is not None:
+        assert torch.allclose(explanation, weights)

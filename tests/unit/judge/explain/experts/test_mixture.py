@@ -14,7 +14,7 @@ from harness.judge.explain.experts import experts
 from harness.judge.explain.experts.mixture import changed, experts_of, mixture_of, others_like, recorded_choices
 from harness.oracle.experts import one_expert, run_experts
 
-from ..toys import ToyModel, failure_of, found, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, random, recorded
 from .test_experts import Experts, expert
 
 E, D, ROWS = 4, 8, 10
@@ -52,9 +52,10 @@ def routed(folder, router, *, more=0, inputs=(NORM, TABLE), source=GATE):
     all_rows = torch.cat((X, random(more, D, seed=34)))
     chosen = (X @ ROUTER.T).topk(2).indices
     weights = random(ROWS, 2, seed=35).abs()
-    own = Operation(tap=BLOCK, kind=Kind.OTHER, inputs=inputs, source=BLOCK)
+    operation = Operation(tap=BLOCK, kind=Kind.OTHER, inputs=inputs, source=BLOCK)
     operations = (
-        Operation(tap=NORM, kind=Kind.NORM, source=NORM), Operation(tap=TABLE, kind=Kind.OTHER, source=source), own,
+        Operation(tap=NORM, kind=Kind.NORM, source=NORM), Operation(tap=TABLE, kind=Kind.OTHER, source=source),
+        operation,
     )  # fmt: skip
     step = {"request": [0] * len(all_rows), "position": list(range(len(all_rows))), "taps": {NORM: all_rows}}
     recording = recorded(folder, [step], lengths=((len(all_rows) + 1, 2),))
@@ -62,7 +63,9 @@ def routed(folder, router, *, more=0, inputs=(NORM, TABLE), source=GATE):
     expected = module(X, chosen, weights)
     tensors = {NORM: X, TABLE: weights}
     model = ToyModel(*operations, modules={BLOCK: module, source.partition(":")[0]: router, NORM: nn.Identity()})
-    failure = failure_of(own, expected, expected, *(tensors[tap] for tap in inputs), model=model, recording=recording)
+    failure = failure_of(
+        operation, expected, expected, *(tensors[tap] for tap in inputs), model=model, recording=recording
+    )
     return failure, chosen, weights
 
 
@@ -78,11 +81,11 @@ def test_the_routers_choice_is_made_again(tmp_path, inputs):
 
 def test_the_choices_of_all_rows_are_made_again(tmp_path):
     failure, chosen, _ = routed(tmp_path / "r", Router(ROUTER), more=7)
-    given = recorded_choices(mixture_of(failure))
-    assert len(given) == ROWS + 7
-    assert torch.equal(given[:ROWS], chosen)
+    choices = recorded_choices(mixture_of(failure))
+    assert len(choices) == ROWS + 7
+    assert torch.equal(choices[:ROWS], chosen)
     (later,) = failure.recording.steps
-    assert torch.equal(given, (later.tap(NORM) @ ROUTER.T).topk(2).indices)
+    assert torch.equal(choices, (later.tap(NORM) @ ROUTER.T).topk(2).indices)
 
 
 class Plain(Router):
@@ -136,9 +139,9 @@ def slots(of_experts=lambda row, score, number: expert(number, score * row), bas
 
 
 def table(count=ROWS, chosen=CHOSEN, scores=SCORES):
-    given = torch.zeros(count, E, dtype=torch.float64)
-    given[torch.arange(count), chosen] = scores[:, 0]
-    return given
+    values = torch.zeros(count, E, dtype=torch.float64)
+    values[torch.arange(count), chosen] = scores[:, 0]
+    return values
 
 
 INPUTS = (X, SHARED, table())
@@ -146,8 +149,8 @@ INPUTS = (X, SHARED, table())
 
 def slotted(folder, actual=None, *, inputs=INPUTS, expected=None, block=None, recorded_table=None):
     names = ("a", "b", "c")
-    own = Operation(tap=BLOCK, kind=Kind.OTHER, inputs=names[: len(inputs)], source=BLOCK)
-    operations = (*(Operation(tap=name, kind=Kind.OTHER, source=name) for name in names), own,
+    operation = Operation(tap=BLOCK, kind=Kind.OTHER, inputs=names[: len(inputs)], source=BLOCK)
+    operations = (*(Operation(tap=name, kind=Kind.OTHER, source=name) for name in names), operation,
                   Operation(tap=OTHER, kind=Kind.OTHER, source=OTHER))  # fmt: skip
     all_rows = table() if recorded_table is None else recorded_table
     step = {"request": [0] * len(all_rows), "position": list(range(len(all_rows))),
@@ -157,7 +160,9 @@ def slotted(folder, actual=None, *, inputs=INPUTS, expected=None, block=None, re
     model = ToyModel(*operations, modules={
         BLOCK: block or Block(1), OTHER: Block(11), **{name: nn.Identity() for name in names},
     })  # fmt: skip
-    return failure_of(own, expected if actual is None else actual, expected, *inputs, model=model, recording=recording)
+    return failure_of(
+        operation, expected if actual is None else actual, expected, *inputs, model=model, recording=recording
+    )
 
 
 @pytest.mark.parametrize("inputs", [(X, SHARED, table()), (table(), SHARED, X), (SHARED, table(), X)])
@@ -186,17 +191,17 @@ def test_scores_that_are_used_otherwise(tmp_path):
         f"the experts are those of {OTHER}": slots(lambda row, s, n: expert(n, s * row, Experts(11))),
         "gate and up are swapped": slots(lambda row, s, n: expert(n, s * row, is_swapped=True)),
     }
-    given = found(experts.wrong_experts, slotted(tmp_path / "r"))
-    assert set(expected) <= set(given)
-    assert {cause for cause in given if "activation" not in cause} == set(expected)
+    hypotheses = by_cause(experts.wrong_experts, slotted(tmp_path / "r"))
+    assert set(expected) <= set(hypotheses)
+    assert {cause for cause in hypotheses if "activation" not in cause} == set(expected)
     for cause, output in expected.items():
-        torch.testing.assert_close(given[cause].output, output, msg=cause)
+        torch.testing.assert_close(hypotheses[cause].output, output, msg=cause)
 
 
 def two_of_a_row():
-    given = table()
-    given[3, 0] = 0.5
-    return given
+    values = table()
+    values[3, 0] = 0.5
+    return values
 
 
 @pytest.mark.parametrize(
@@ -229,24 +234,24 @@ def test_the_choices_of_slots_are_the_places_of_their_scores(tmp_path):
 
 def test_the_experts_of_another_layer_are_found_as_its_own(tmp_path):
     failure = slotted(tmp_path / "r")
-    (other,) = others_like(failure)
-    assert other.tap == OTHER
-    assert experts_of(failure, other) is failure.hf.modules[OTHER].experts
-    direct = replace(other, source="direct")
+    (another,) = others_like(failure)
+    assert another.tap == OTHER
+    assert experts_of(failure, another) is failure.hf.modules[OTHER].experts
+    direct = replace(another, source="direct")
     failure.hf.modules["direct"] = Experts(1)
     assert experts_of(failure, direct) is failure.hf.modules["direct"]
 
 
 def test_only_operations_of_the_site_and_the_kind_are_others():
-    own = Operation(tap="model.layers.1.mlp", kind=Kind.OTHER)
-    operations = [own] + [
+    operation = Operation(tap="model.layers.1.mlp", kind=Kind.OTHER)
+    operations = [operation] + [
         Operation(tap=tap, kind=kind)
         for tap, kind in (
             ("model.layers.0.mlp", Kind.OTHER), ("model.layers.2.mlp", Kind.OTHER), ("model.layers.3.mlp", Kind.LINEAR),
             ("model.layers.0.a", Kind.OTHER), ("model.layers.0.z", Kind.OTHER),
         )
     ]  # fmt: skip
-    failure = failure_of(own, X, X, model=ToyModel(*operations))
+    failure = failure_of(operation, X, X, model=ToyModel(*operations))
     assert [op.tap for op in others_like(failure)] == ["model.layers.0.mlp", "model.layers.2.mlp"]
 
 
@@ -269,8 +274,8 @@ def test_a_single_expert_is_there_twice_for_families_that_know_no_single_one(is_
             output = super().forward(x, chosen, weights)
             return (output, None) if is_tuple else output
 
-    given = one_expert(Pairs(1), X, 2)
-    torch.testing.assert_close(given, torch.stack([expert(2, row) for row in X]))
+    hypotheses = one_expert(Pairs(1), X, 2)
+    torch.testing.assert_close(hypotheses, torch.stack([expert(2, row) for row in X]))
     both = run_experts(Pairs(1), X, CHOSEN[:, None], torch.full((ROWS, 1), 0.5, dtype=torch.float64))
     halves = [0.5 * expert(number, row) for number, row in zip(CHOSEN.tolist(), X, strict=True)]
     torch.testing.assert_close(both, torch.stack(halves))

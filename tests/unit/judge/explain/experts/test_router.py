@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.experts import choice, router
+from harness.judge.explain.experts import router
 
-from ..toys import ToyModel, assert_outputs, failure_of, found, random, recorded
+from ..toys import ToyModel, assert_outputs, by_cause, failure_of, random, recorded
 
 GATE, TOPK, WEIGHTS = (f"model.layers.1.mlp.gate{name}" for name in ("", ".topk", ":1"))
 SHARES = torch.tensor(
@@ -35,17 +35,17 @@ def of(folder, expected, actual=None, *, kind=Kind.OTHER, logits=LOGITS, chosen=
        position=None, **config):  # fmt: skip
     """Return the failure of the weights, or of the numbers; `right` are rows of products after the wrong ones."""
     tap = TOPK if kind is Kind.CHOICE else WEIGHTS
-    own = Operation(tap=tap, kind=kind, inputs=(GATE,), source=f"{GATE}:{'topk' if kind is Kind.CHOICE else 1}")
+    operation = Operation(tap=tap, kind=kind, inputs=(GATE,), source=f"{GATE}:{'topk' if kind is Kind.CHOICE else 1}")
     choices = () if kind is Kind.CHOICE else (Operation(tap=TOPK, kind=Kind.CHOICE, source=f"{GATE}:topk"),)
-    operations = (Operation(tap=GATE, kind=Kind.LINEAR, source=f"{GATE}:linear"), *choices, own)
+    operations = (Operation(tap=GATE, kind=Kind.LINEAR, source=f"{GATE}:linear"), *choices, operation)
     rows = torch.cat((logits, torch.tensor(right, dtype=torch.float64).view(-1, logits.shape[1])))
     numbers = torch.cat((chosen if actual is None or kind is not Kind.CHOICE else actual.long(),
                          rows[len(logits):].topk(chosen.shape[1]).indices))  # fmt: skip
     step = {"request": [0] * len(rows), "position": list(range(len(rows))), "taps": {GATE: rows, TOPK: numbers}}
     recording = recorded(folder, [step], lengths=((len(rows) + 1, 2),))
     model = ToyModel(*operations, modules={GATE: gate or Gate(), "model.layers.1.mlp": block or Gate()}, **config)
-    return failure_of(own, expected if actual is None else actual, expected, logits, model=model, recording=recording,
-                      position=position)  # fmt: skip
+    return failure_of(operation, expected if actual is None else actual, expected, logits, model=model,
+                      recording=recording, position=position)  # fmt: skip
 
 
 SOFTMAX, SIGMOID, PLAIN, TWICE = (
@@ -71,20 +71,22 @@ SCORES = {
 }
 
 
-def by(score, own):
-    return f"the weights are made by {score}, instead of {own}"
+def by(score, right):
+    return f"the weights are made by {score}, instead of {right}"
 
 
 def low(dtype, x):
     return x.to(dtype).double()
 
 
-@pytest.mark.parametrize("own", [SOFTMAX, SIGMOID])
-def test_weights_that_are_made_otherwise(tmp_path, own):
-    weights = SCORES[own]
-    expected = {by(score, own): given for score, given in SCORES.items() if score != own}
+@pytest.mark.parametrize("right", [SOFTMAX, SIGMOID])
+def test_weights_that_are_made_otherwise(tmp_path, right):
+    weights = SCORES[right]
+    expected = {by(score, right): scores_of for score, scores_of in SCORES.items() if score != right}
     expected |= {
-        f"{by(score, own)}, and {NORMALISED}": per_row(given) for score, given in SCORES.items() if score != own
+        f"{by(score, right)}, and {NORMALISED}": per_row(scores_of)
+        for score, scores_of in SCORES.items()
+        if score != right
     }
     expected[NORMALISED] = per_row(weights)
     expected |= {
@@ -96,7 +98,7 @@ def test_weights_that_are_made_otherwise(tmp_path, own):
     }
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         logits = low(dtype, LOGITS)
-        scores = per_row(logits.exp()) if own == SOFTMAX else 1 / (1 + (-logits).exp())
+        scores = per_row(logits.exp()) if right == SOFTMAX else 1 / (1 + (-logits).exp())
         expected[f"the weights are computed in {name}"] = picked(low(dtype, scores))
     assert_outputs(router.other_routing_weights, of(tmp_path / "r", weights), expected)
 
@@ -107,7 +109,7 @@ def test_weights_that_are_made_otherwise(tmp_path, own):
 )
 def test_weights_that_are_normalised_and_scaled(tmp_path, where):
     weights = 2.5 * RENORMED
-    given = found(router.other_routing_weights, of(tmp_path / "r", weights, **where))
+    hypotheses = by_cause(router.other_routing_weights, of(tmp_path / "r", weights, **where))
     expected = {
         "the weights are not normalised to a sum of one": 2.5 * PICKED,
         "the routed scaling factor is 1 instead of 2.5": RENORMED,
@@ -119,25 +121,25 @@ def test_weights_that_are_normalised_and_scaled(tmp_path, where):
         "the weights are normalised to a sum of one after the routed scaling factor": RENORMED,
     }
     for cause, output in expected.items():
-        torch.testing.assert_close(given[cause].output, output, msg=cause)
+        torch.testing.assert_close(hypotheses[cause].output, output, msg=cause)
     low_weights = per_row(picked(low(torch.bfloat16, per_row(low(torch.bfloat16, LOGITS).exp()))))
-    torch.testing.assert_close(given["the weights are computed in bfloat16"].output, 2.5 * low_weights)
+    torch.testing.assert_close(hypotheses["the weights are computed in bfloat16"].output, 2.5 * low_weights)
 
 
 def test_a_factor_of_zero_or_of_another_type_is_none(tmp_path):
     for at, value in enumerate((0, None, "2")):
         failure = of(tmp_path / str(at), RENORMED, gate=Gate(routed_scaling_factor=value))
-        assert not any("factor" in cause for cause in found(router.other_routing_weights, failure))
+        assert not any("factor" in cause for cause in by_cause(router.other_routing_weights, failure))
 
 
 def test_weights_of_no_known_form_are_left_alone(tmp_path):
-    assert found(router.other_routing_weights, of(tmp_path / "a", RENORMED + 0.01)) == {}
-    assert found(router.other_routing_weights, of(tmp_path / "b", RENORMED[:, :1])) == {}
+    assert by_cause(router.other_routing_weights, of(tmp_path / "a", RENORMED + 0.01)) == {}
+    assert by_cause(router.other_routing_weights, of(tmp_path / "b", RENORMED[:, :1])) == {}
     near, far = RENORMED.clone(), RENORMED.clone()
     near[2] *= 1 + 0.9e-5
     far[2] *= 1 + 1.1e-5
-    assert found(router.other_routing_weights, of(tmp_path / "c", near))
-    assert found(router.other_routing_weights, of(tmp_path / "d", far)) == {}
+    assert by_cause(router.other_routing_weights, of(tmp_path / "c", near))
+    assert by_cause(router.other_routing_weights, of(tmp_path / "d", far)) == {}
 
 
 def test_the_router_of_the_same_module_need_not_be_among_the_inputs(tmp_path):
@@ -145,34 +147,36 @@ def test_the_router_of_the_same_module_need_not_be_among_the_inputs(tmp_path):
     failure = of(tmp_path / "r", RENORMED)
     for source, is_found in ((f"{GATE}:1", True), ("model.layers.1.mlp:1", False)):
         operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(TOPK,), source=source)
-        given = found(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation}))
-        assert bool(given) == is_found
+        hypotheses = by_cause(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation}))
+        assert bool(hypotheses) == is_found
 
 
 def test_the_bias_of_the_choice_in_the_weights(tmp_path):
     cause = "the router's bias, which is for the choice alone, is in the weights, too"
     bias = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     corrected = PICKED + bias[CHOSEN]
-    for at, (own, wrong) in enumerate(((PICKED, corrected), (RENORMED, per_row(corrected)))):
-        given = found(router.other_routing_weights, of(tmp_path / str(at), own, gate=Gate(correction_bias=bias)))
-        torch.testing.assert_close(given[cause].output, wrong)
-    assert cause not in found(router.other_routing_weights, of(tmp_path / "r", PICKED))
+    for at, (right, wrong) in enumerate(((PICKED, corrected), (RENORMED, per_row(corrected)))):
+        hypotheses = by_cause(
+            router.other_routing_weights, of(tmp_path / str(at), right, gate=Gate(correction_bias=bias))
+        )
+        torch.testing.assert_close(hypotheses[cause].output, wrong)
+    assert cause not in by_cause(router.other_routing_weights, of(tmp_path / "r", PICKED))
 
 
 def test_a_choice_in_groups_without_its_bias(tmp_path):
     """The best of each group of two: those of the scores alone are these."""
     failure = of_choice(tmp_path / "r", [[0, 0], [1, 1], [0, 0], [1, 1]], gate=Gate(correction_bias=torch.ones(4)))
     cause = "the router's bias is left out of the choice"
-    assert holds(choice.choice_by_other_scores, failure) == set()
+    assert holds(router.choice_by_other_scores, failure) == set()
     grouped = type(failure)(**{**vars(failure), "operation": replace(failure.operation, shape=(2, 1))})
-    assert holds(choice.choice_by_other_scores, grouped) == {cause}
+    assert holds(router.choice_by_other_scores, grouped) == {cause}
 
 
 def test_choices_of_another_router_are_not_its_own(tmp_path):
     failure = of(tmp_path / "r", RENORMED)
     operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(GATE,), source="model.layers.1.other:1")
     failure.hf.modules |= {"model.layers.1.other": Gate(), "model.layers.1": Gate()}
-    assert found(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation})) == {}
+    assert by_cause(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation})) == {}
 
 
 # The choice.
@@ -190,13 +194,13 @@ def of_choice(folder, actual, **others):
 
 def holds(explain, failure):
     """The causes that hold for every row, and may be asserted."""
-    given = found(explain, failure)
-    for item in given.values():
+    hypotheses = by_cause(explain, failure)
+    for item in hypotheses.values():
         rows = item.output
         same = (rows == failure.actual).all(dim=1)
         assert not bool(((rows == failure.actual).any(dim=1) & ~same).any()), "a row holds as a whole, or not at all"
         assert item.is_cause == (float(same.double().mean()) >= 0.9)
-    return {cause for cause, item in given.items() if item.is_cause and torch.equal(item.output, failure.actual)}
+    return {cause for cause, item in hypotheses.items() if item.is_cause and torch.equal(item.output, failure.actual)}
 
 
 @pytest.mark.parametrize(
@@ -213,22 +217,22 @@ def holds(explain, failure):
     ],
 )
 def test_choices(tmp_path, actual, causes):
-    assert holds(choice.other_choice, of_choice(tmp_path / "r", actual)) == causes
+    assert holds(router.other_choice, of_choice(tmp_path / "r", actual)) == causes
 
 
 def test_rows_that_are_right_have_other_experts(tmp_path):
     one = [[2, 1]] * 4
-    assert holds(choice.other_choice, of_choice(tmp_path / "a", one, right=[[0, 2, 3, 1]])) == {SAME}
-    causes = found(choice.other_choice, of_choice(tmp_path / "b", one, right=[[3, 2, 0, 1]]))
+    assert holds(router.other_choice, of_choice(tmp_path / "a", one, right=[[0, 2, 3, 1]])) == {SAME}
+    causes = by_cause(router.other_choice, of_choice(tmp_path / "b", one, right=[[3, 2, 0, 1]]))
     assert SAME not in causes
 
 
 def test_a_choice_of_all_experts_has_no_second(tmp_path):
     chosen = LOGITS.argsort(dim=1, descending=True)
     failure = of(tmp_path / "r", chosen.double(), kind=Kind.CHOICE, chosen=chosen)
-    assert SECOND not in found(choice.other_choice, failure)
+    assert SECOND not in by_cause(router.other_choice, failure)
     failure = of(tmp_path / "s", chosen[:, :3].double(), kind=Kind.CHOICE, chosen=chosen[:, :3])
-    assert SECOND in found(choice.other_choice, failure)
+    assert SECOND in by_cause(router.other_choice, failure)
 
 
 @pytest.mark.parametrize(("num_wrong", "is_cause"), [(2, True), (3, False)])
@@ -239,7 +243,7 @@ def test_next_to_all_rows_must_hold(tmp_path, num_wrong, is_cause):
     lowest = (-logits).topk(2).indices
     lowest[:num_wrong] = chosen[:num_wrong]
     failure = of(tmp_path / "r", chosen.double(), lowest.double(), kind=Kind.CHOICE, logits=logits, chosen=chosen)
-    hypothesis = found(choice.other_choice, failure)[LOWEST]
+    hypothesis = by_cause(router.other_choice, failure)[LOWEST]
     assert hypothesis.is_cause == is_cause
     assert torch.equal(hypothesis.output[num_wrong:], failure.actual[num_wrong:])
     assert not (hypothesis.output[:num_wrong] == failure.actual[:num_wrong]).any()
@@ -251,7 +255,7 @@ def test_scores_that_are_equal_in_16_bits(tmp_path, name, step):
     logits = torch.tensor([[0.0, 1.0, 1.0 + step, -1.0], [1.0, 1.0 + step, -2.0, -3.0]], dtype=torch.float64)
     chosen, actual = logits.topk(1).indices, torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
-    causes = holds(choice.other_choice, failure)
+    causes = holds(router.other_choice, failure)
     assert f"the experts are chosen by scores in {name}" in causes
 
 
@@ -261,7 +265,7 @@ def test_of_many_equal_scores_the_first_are_chosen(tmp_path):
     logits += 1
     chosen, actual = logits.topk(4).indices, torch.arange(4.0, dtype=torch.float64).expand(3, -1)
     failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
-    causes = holds(choice.other_choice, failure)
+    causes = holds(router.other_choice, failure)
     assert {f"the experts are chosen by scores in {name}" for name in ("bfloat16", "float16")} <= causes
 
 
@@ -272,13 +276,13 @@ BIAS = torch.tensor([0.0, 0.0, 5.0, 1.0], dtype=torch.float64)
 def test_a_bias_of_the_choice(tmp_path, where):
     holder = {where: Gate(e_score_correction_bias=BIAS)}
     without = "the router's bias is left out of the choice, or its groups are"
-    assert without in holds(choice.choice_by_other_scores, of_choice(tmp_path / "a", CHOSEN.tolist(), **holder))
+    assert without in holds(router.choice_by_other_scores, of_choice(tmp_path / "a", CHOSEN.tolist(), **holder))
     biased = [[2, 3], [2, 3], [2, 3], [2, 3]]
-    causes = holds(choice.choice_by_other_scores, of_choice(tmp_path / "b", biased, **holder))
+    causes = holds(router.choice_by_other_scores, of_choice(tmp_path / "b", biased, **holder))
     assert causes == {"the router chooses by a softmax over all experts without its groups",
                       "the router chooses by a sigmoid without its groups"}  # fmt: skip
     turned = [[0, 1], [0, 1], [0, 1], [0, 1]]
-    causes = holds(choice.choice_by_other_scores, of_choice(tmp_path / "c", turned, **holder))
+    causes = holds(router.choice_by_other_scores, of_choice(tmp_path / "c", turned, **holder))
     assert {cause for cause in causes if "sign" in cause} == {
         "the router chooses by a softmax over all experts with the sign of its bias turned",
         "the router chooses by a sigmoid with the sign of its bias turned",
@@ -295,15 +299,15 @@ def test_a_bias_is_added_to_the_scores_as_it_is(tmp_path, sign, name, score):
     gate = Gate(**others, score_bias=bias)
     failure = of(tmp_path / "r", right.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=right, gate=gate)
     which = "without its groups" if sign > 0 else "with the sign of its bias turned"
-    assert holds(choice.choice_by_other_scores, failure) == {f"the router chooses by {name} {which}"}
-    assert len(found(choice.choice_by_other_scores, failure)) == 5
+    assert holds(router.choice_by_other_scores, failure) == {f"the router chooses by {name} {which}"}
+    assert len(by_cause(router.choice_by_other_scores, failure)) == 5
 
 
 def test_a_choice_without_a_bias_has_no_other_scores(tmp_path):
-    assert found(choice.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
+    assert by_cause(router.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
     failure = of_choice(tmp_path / "s", CHOSEN.tolist(), gate=Gate(e_score_correction_bias=BIAS))
     operation = Operation(tap=TOPK, kind=Kind.CHOICE, source="model.layers.1.mlp:topk")
-    assert found(choice.choice_by_other_scores, type(failure)(**{**vars(failure), "operation": operation})) == {}
+    assert by_cause(router.choice_by_other_scores, type(failure)(**{**vars(failure), "operation": operation})) == {}
 
 
 @pytest.mark.parametrize(("shift", "actual"), [(1, [[3, 2], [2, 0], [1, 3]]), (-1, [[0, 1], [3, 2], [2, 0]])])
@@ -316,29 +320,29 @@ def test_the_choice_of_a_neighbour(tmp_path, shift, actual):
         "expected": failure.expected[keep], "inputs": [LOGITS[keep]],
     })  # fmt: skip
     cause = f"the experts are those of another row, {shift:+d} positions away"
-    assert holds(choice.choice_of_another_row, failure) == {cause}
+    assert holds(router.choice_of_another_row, failure) == {cause}
 
 
 def test_the_first_row_has_none_before_it(tmp_path):
     """It is compared with itself, and the last has none after it."""
     failure = of(tmp_path / "r", CHOSEN.double(), kind=Kind.CHOICE)
-    given = found(choice.choice_of_another_row, failure)
-    assert list(given) == ["the experts are those of another row, -1 positions away"]
-    (hypothesis,) = given.values()
+    hypotheses = by_cause(router.choice_of_another_row, failure)
+    assert list(hypotheses) == ["the experts are those of another row, -1 positions away"]
+    (hypothesis,) = hypotheses.values()
     assert torch.equal(hypothesis.output[0], failure.actual[0])
     assert not hypothesis.is_cause
     bare = Operation(tap=TOPK, kind=Kind.CHOICE, source=GATE)
-    assert found(choice.choice_of_another_row, type(failure)(**{**vars(failure), "operation": bare})) == {}
+    assert by_cause(router.choice_of_another_row, type(failure)(**{**vars(failure), "operation": bare})) == {}
 
 
 @pytest.mark.parametrize(("kind", "is_explained"), [(Kind.CHOICE, True), (Kind.OTHER, False)])
 def test_a_choice_of_too_few(tmp_path, kind, is_explained):
     step = {"request": [0], "position": [0], "taps": {"t": torch.zeros(1, 3, 2, dtype=torch.int64)}}
     recording = recorded(tmp_path / "r", [step])
-    found_count = choice.explain_count(Operation(tap="t", kind=kind, shape=(2, 4)), recording)
+    found_count = router.explain_count(Operation(tap="t", kind=kind, shape=(2, 4)), recording)
     assert (found_count is not None) == is_explained
     if found_count is not None:
         assert found_count.cause == "wrong top-k: a row has 6 chosen experts, and should have 8"
         assert (found_count.num_rows, found_count.num_explained, found_count.residual_before) == (0, 0, None)
         assert (found_count.residual_after, found_count.scope) == (None, "all rows")
-    assert choice.explain_count(Operation(tap="other", kind=kind, shape=(2,)), recording) is None
+    assert router.explain_count(Operation(tap="other", kind=kind, shape=(2,)), recording) is None

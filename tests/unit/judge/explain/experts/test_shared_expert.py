@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.experts.shared_expert import other_sum
+from harness.judge.explain.experts.experts import other_sum
 
-from ..toys import failure_of, found, outputs, random
+from ..toys import by_cause, failure_of, outputs, random
 
 OPERATION = Operation(tap="model.layers.0.mlp", kind=Kind.OTHER, inputs=("r", "s", "g"))
 ROUTED, SHARED = random(3, 5, seed=1), random(3, 5, seed=2)
@@ -55,10 +55,10 @@ def test_each_cause_is_a_sum_with_other_coefficients(order):
 )
 def test_a_factor_is_said_unless_it_has_a_name(what, part, factor, is_said):
     actual = RIGHT + (factor - 1) * part
-    scaled = {c: h for c, h in found(other_sum, of(actual)).items() if f"the {what} is scaled" in c}
+    scaled = {c: h for c, h in by_cause(other_sum, of(actual)).items() if f"the {what} is scaled" in c}
     assert set(scaled) == ({f"the output of the {what} is scaled by {factor:.4g}"} if is_said else set())
     for hypothesis in scaled.values():
-        assert hypothesis.freedom == 1
+        assert hypothesis.num_fitted == 1
         torch.testing.assert_close(hypothesis.output, actual)
 
 
@@ -74,18 +74,18 @@ def test_a_factor_is_said_unless_it_has_a_name(what, part, factor, is_said):
 )
 def test_nothing_is_said_of_another_sum(inputs):
     width = inputs[0].shape[1]
-    assert found(other_sum, of(RIGHT[:, :width] * 2, inputs, RIGHT[:, :width])) == {}
+    assert by_cause(other_sum, of(RIGHT[:, :width] * 2, inputs, RIGHT[:, :width])) == {}
 
 
 def test_a_sum_of_single_elements_is_another():
     one = torch.ones(3, 1, dtype=torch.float64)
-    assert found(other_sum, of(one, (one, one, one), one + one.sigmoid())) == {}
+    assert by_cause(other_sum, of(one, (one, one, one), one + one.sigmoid())) == {}
 
 
 def test_the_sum_is_the_models_up_to_rounding():
     near = RIGHT * (1 + 0.9e-5)
-    assert found(other_sum, of(near, expected=near))
+    assert by_cause(other_sum, of(near, expected=near))
     far = RIGHT * (1 + 1.1e-5)
-    assert found(other_sum, of(far, expected=far)) == {}
+    assert by_cause(other_sum, of(far, expected=far)) == {}
     one_row = torch.cat((RIGHT[:2], 1.1 * RIGHT[2:]))
-    assert found(other_sum, of(one_row, expected=one_row)) == {}
+    assert by_cause(other_sum, of(one_row, expected=one_row)) == {}

@@ -9,7 +9,7 @@ from torch import nn
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.layer import embedding
 
-from ..toys import ToyModel, failure_of, found, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
 TAP = "model.embed_tokens"
 OPERATION = Operation(tap=TAP, kind=Kind.EMBEDDING, source=TAP)
@@ -32,12 +32,12 @@ def of(tmp_path):
         recording = recorded(folder, steps, lengths=((6, 3), (4, 2)), tokens=TOKENS)
         module = nn.Embedding(*TABLE.shape, dtype=torch.float64)
         module.weight.data = TABLE
-        own = torch.tensor([meant(r, p) for r, p in places])
+        tokens = torch.tensor([meant(r, p) for r, p in places])
         actual = TABLE[torch.tensor([token(*place) for place in places])] + noise
         operation = replace(OPERATION, tokens_ahead=ahead)
         return failure_of(
-            operation, actual, TABLE[own], own, model=ToyModel(OPERATION, modules={TAP: module}), recording=recording,
-            dtype=dtype, request=[r for r, _ in places], position=[p for _, p in places],
+            operation, actual, TABLE[tokens], tokens, model=ToyModel(OPERATION, modules={TAP: module}),
+            recording=recording, dtype=dtype, request=[r for r, _ in places], position=[p for _, p in places],
             step=[STEP[place] for place in places],
         )  # fmt: skip
 
@@ -46,8 +46,8 @@ def of(tmp_path):
 
 def before_in_step(r, p):
     step = STEPS[STEP[r, p]]
-    other = step[step.index((r, p)) - 1]
-    return TOKENS[other[0]][other[1]]
+    another = step[step.index((r, p)) - 1]
+    return TOKENS[another[0]][another[1]]
 
 
 THE = "the embedding is that of "
@@ -69,7 +69,7 @@ THE = "the embedding is that of "
 )
 def test_rows_of_other_tokens(of, token, places, cause):
     failure = of(token, places, noise=1e-9)
-    (hypothesis,) = found(embedding.another_token, failure).values()
+    (hypothesis,) = by_cause(embedding.another_token, failure).values()
     assert hypothesis.cause == THE + cause
     assert torch.equal(hypothesis.output, TABLE[torch.tensor([token(*place) for place in places])])
     shown = ", ".join(f"{token(r, p)} for {TOKENS[r][p]}" for r, p in places[:6])
@@ -82,7 +82,7 @@ def test_rows_that_look_ahead_are_held_to_the_tokens_there(of, shift, cause):
         return lambda r, p: TOKENS[r][p + by]
 
     failure = of(ahead(shift), [(0, 0), (0, 3), (1, 1)], meant=ahead(1), ahead=1)
-    (hypothesis,) = found(embedding.another_token, failure).values()
+    (hypothesis,) = by_cause(embedding.another_token, failure).values()
     assert hypothesis.cause == THE + cause
 
 
@@ -97,29 +97,29 @@ def test_rows_that_look_ahead_are_held_to_the_tokens_there(of, shift, cause):
 def test_rows_of_other_positions(of, position, cause):
     """OPT's table of learned positions has two rows before the first."""
     failure = of(lambda r, p: position(p), [(0, 4), (0, 5)], meant=lambda r, p: p + 2)
-    given = found(embedding.another_token, failure)
-    assert list(given) == ([] if cause is None else [THE + cause])
-    assert [item.detail for item in given.values()] == (
+    hypotheses = by_cause(embedding.another_token, failure)
+    assert list(hypotheses) == ([] if cause is None else [THE + cause])
+    assert [item.detail for item in hypotheses.values()] == (
         [] if cause is None else [f"rows of the table: {position(4)} for 6, {position(5)} for 7"]
     )
 
 
 def test_the_right_rows_are_no_other_tokens(of):
     """An embedding that is not scaled is nearest to its own row."""
-    assert found(embedding.another_token, of(lambda r, p: TOKENS[r][p], PLACES, noise=1e-3)) == {}
+    assert by_cause(embedding.another_token, of(lambda r, p: TOKENS[r][p], PLACES, noise=1e-3)) == {}
 
 
 def test_a_large_table_is_searched_in_parts(of, monkeypatch):
     monkeypatch.setattr(embedding, "_BLOCK_ROWS", 7)
     failure = of(lambda r, p: TOKENS[r][p] + 1, PLACES)
-    assert list(found(embedding.another_token, failure)) == [f"{THE}token id +1"]
+    assert list(by_cause(embedding.another_token, failure)) == [f"{THE}token id +1"]
 
 
 def test_rows_that_are_not_finite_and_tables_that_are_not_held_are_not_matched(of):
-    assert found(embedding.another_token, of(lambda r, p: 1, PLACES, noise=torch.nan)) == {}
+    assert by_cause(embedding.another_token, of(lambda r, p: 1, PLACES, noise=torch.nan)) == {}
     failure = of(lambda r, p: 1, PLACES)
     failure.hf.modules[TAP] = nn.Identity()
-    assert found(embedding.another_token, failure) == {}
+    assert by_cause(embedding.another_token, failure) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,14 +139,16 @@ RECORDED_TAP = "model.embed_tokens"
 def test_tokens(bench):
     table, rows = bench.weight(RECORDED_TAP), bench.rows(RECORDED_TAP)
     tokens = [request.token_ids for request in bench.golden.requests]
-    own = torch.tensor([tokens[r][p] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)])
+    right = torch.tensor([tokens[r][p] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)])
     before = torch.tensor(
         [tokens[r][max(0, p - 1)] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)]
     )
-    found = bench.explain(RECORDED_TAP, table[before])
-    assert found.cause == "the embedding is that of the token before it"
-    assert bench.explain(RECORDED_TAP, table[(own + 3).clamp(max=255)]).cause == "the embedding is that of token id +3"
-    assert bench.explain(RECORDED_TAP, table[(own * 7) % 256]).cause == "the embedding is that of another token"
+    explanation = bench.explain(RECORDED_TAP, table[before])
+    assert explanation.cause == "the embedding is that of the token before it"
+    assert (
+        bench.explain(RECORDED_TAP, table[(right + 3).clamp(max=255)]).cause == "the embedding is that of token id +3"
+    )
+    assert bench.explain(RECORDED_TAP, table[(right * 7) % 256]).cause == "the embedding is that of another token"
 
 
 def test_scale_and_zero(bench):

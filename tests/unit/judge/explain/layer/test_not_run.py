@@ -5,7 +5,7 @@ import torch
 
 from harness.judge.compare.align import Rows
 from harness.judge.compare.row_judge import LocalErrors
-from harness.judge.explain.layer.not_run import layers_that_did_not_run
+from harness.judge.explain.run import layers_that_did_not_run
 from harness.oracle.precision import upcast
 
 TAP, BEFORE, BEHIND = "model.layers.2.input_layernorm", "model.layers.0.output", "model.layers.1."
@@ -25,8 +25,8 @@ class Without:
         at = torch.arange(len(rows))
         return torch.stack((rows.step, at, at), dim=1)
 
-    def gather(self, tap, found):
-        return self.tensors[tap][found[:, 2]]
+    def gather(self, tap, places):
+        return self.tensors[tap][places[:, 2]]
 
 
 def explained(bench, tensor):
@@ -43,16 +43,16 @@ def explained(bench, tensor):
 
 def test_a_layer_that_did_not_run(bench):
     x = bench.tap(BEFORE)
-    found = explained(bench, x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * bench.weight(TAP))
-    assert found.cause == f"layer 1 did not run: nothing of layer 1 was recorded, and this fits {BEFORE}"
-    assert found.is_cause
-    assert found.num_explained == found.num_rows
+    explanation = explained(bench, x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * bench.weight(TAP))
+    assert explanation.cause == f"layer 1 did not run: nothing of layer 1 was recorded, and this fits {BEFORE}"
+    assert explanation.is_cause
+    assert explanation.num_explained == explanation.num_rows
 
 
 def test_a_layer_that_was_only_not_recorded(bench):
-    found = explained(bench, bench.tap(TAP) * 1.5)
-    assert found.cause == "nothing of layer 1 was recorded"
-    assert not found.is_cause
+    explanation = explained(bench, bench.tap(TAP) * 1.5)
+    assert explanation.cause == "nothing of layer 1 was recorded"
+    assert not explanation.is_cause
 
 
 @pytest.mark.parametrize("tap", ["model.layers.0.input_layernorm", "model.norm"])

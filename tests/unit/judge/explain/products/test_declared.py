@@ -8,8 +8,8 @@ from torch import nn
 
 from harness.base.numerics import Numerics
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.products import declared
-from harness.judge.explain.products.declared import declared_failures
+from harness.judge.explain.products import linear as declared
+from harness.judge.explain.products.linear import declared_failures
 
 from ..toys import ToyModel, failure_of, linear, random
 
@@ -49,9 +49,9 @@ def coarse(monkeypatch):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_is_computed_of_each(coarse, bias):
-    given = list(declared_failures(of(bias=bias)))
+    hypotheses = list(declared_failures(of(bias=bias)))
     assert coarse == [("Q8_0",), ("Q8_0",)]
-    for item, x in zip(given, (X + 1, X + 2), strict=True):
+    for item, x in zip(hypotheses, (X + 1, X + 2), strict=True):
         assert torch.equal(item.inputs[0], x)
         torch.testing.assert_close(item.expected, x @ WEIGHT.T + (BIAS if bias else 0))
         assert torch.equal(item.actual, of(bias=bias).actual)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import torch
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.rotary import frequencies
+from harness.judge.explain.rotary import rotation
 from harness.judge.explain.rotary.rotation import heads_read, parts_turned
 
-from ..toys import ToyModel, failure_of, found
+from ..toys import ToyModel, by_cause, failure_of
 
 H, ROWS = 8, 5
 
@@ -62,7 +62,7 @@ def test_heads_of_latent_attention():
     ((part, where),) = parts_turned(failure)
     assert where[1].tolist() == [at % (3 * H) >= 2 * H for at in range(6 * H)]
     assert part.rotation is not None
-    torch.testing.assert_close(found(frequencies.not_rotated, failure)["rotary is not applied"].output, plain)
-    backwards = found(frequencies.backwards, failure)["rotary turns backwards (sign of the sine)"].output
+    torch.testing.assert_close(by_cause(rotation.not_rotated, failure)["rotary is not applied"].output, plain)
+    backwards = by_cause(rotation.backwards, failure)["rotary turns backwards (sign of the sine)"].output
     assert torch.equal(backwards[:, ~where[1]], expected[:, ~where[1]])
-    assert found(frequencies.backwards, failure_of(operation, plain, plain, up.flatten(1), latent, model=model)) == {}
+    assert by_cause(rotation.backwards, failure_of(operation, plain, plain, up.flatten(1), latent, model=model)) == {}

@@ -17,13 +17,13 @@ def subjects(tmp_path_factory):
     """Return a family as a subject, with prompts of their own where it is asked for."""
     made = {}
 
-    def subject(family, **given):
-        key = family, *map(str, given.items())
+    def subject(family, **hypotheses):
+        key = family, *map(str, hypotheses.items())
         if key not in made:
             folder = tmp_path_factory.mktemp(family)
             with quiet():
                 save(family, folder / family)
-            made[key] = Subject(family, "float32", folder, **{"lengths": LENGTHS, "num_new": NUM_NEW, **given})
+            made[key] = Subject(family, "float32", folder, **{"lengths": LENGTHS, "num_new": NUM_NEW, **hypotheses})
         return made[key]
 
     return subject
@@ -106,9 +106,9 @@ SOUND = {
 @pytest.mark.parametrize("name", SOUND)
 @pytest.mark.parametrize("family", ["falcon_h1", "lfm2"])
 def test_sound_states_pass(subjects, family, name):
-    schedule, given = SOUND[name]
-    prompts = {key: value for key, value in given.items() if key != "decoder"}
-    decoder = {"decoder": given["decoder"]} if "decoder" in given else {}
+    schedule, hypotheses = SOUND[name]
+    prompts = {key: value for key, value in hypotheses.items() if key != "decoder"}
+    decoder = {"decoder": hypotheses["decoder"]} if "decoder" in hypotheses else {}
     run = subjects(family, **prompts).check(schedule, **decoder)
     assert [finding.message for finding in run.findings] == []
     assert run.outcome is Outcome.PASS

@@ -9,7 +9,7 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.core.hypothesis import Hypothesis
+from harness.judge.explain.core.wrong_operation import Hypothesis
 from harness.judge.explain.trial import direction
 from harness.judge.explain.trial.direction import explain_direction
 from harness.judge.explain.trial.ranking import NO_CAUSE
@@ -37,36 +37,39 @@ def explained(monkeypatch):
     return explain
 
 
-def leaving(odds, *, freedom=0, cause="cause", **others):
+def leaving(odds, *, num_fitted=0, cause="cause", **others):
     """A hypothesis with these odds: what it leaves of each row's error is a share of it."""
     norms = EXPECTED.norm(dim=1, keepdim=True)
-    ratio = math.exp(2 * (odds + freedom / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
+    ratio = math.exp(2 * (odds + num_fitted / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
     assert norms.shape == (ROWS, 1)
-    return Hypothesis(cause=cause, output=EXPECTED + ERROR * (1 - ratio**-0.5), freedom=freedom, **others)
+    return Hypothesis(cause=cause, output=EXPECTED + ERROR * (1 - ratio**-0.5), num_fitted=num_fitted, **others)
 
 
-@pytest.mark.parametrize("freedom", [0, 3])
+@pytest.mark.parametrize("num_fitted", [0, 3])
 @pytest.mark.parametrize(("odds", "is_named"), [(9.9, False), (10.1, True)])
-def test_a_cause_needs_odds_of_ten(explained, odds, is_named, freedom):
-    found = explained(leaving(odds, freedom=freedom, detail="by so much"))
-    assert found.cause == ("cause" if is_named else NO_CAUSE)
+def test_a_cause_needs_odds_of_ten(explained, odds, is_named, num_fitted):
+    explanation = explained(leaving(odds, num_fitted=num_fitted, detail="by so much"))
+    assert explanation.cause == ("cause" if is_named else NO_CAUSE)
     before = (ERROR.norm(dim=1) / EXPECTED.norm(dim=1) / rounding_unit(torch.bfloat16)).median()
-    assert found.residual_before == pytest.approx(float(before))
-    assert (found.num_rows, found.scope, found.is_cause) == (ROWS, "all rows together", is_named)
-    assert found.num_explained == (ROWS if is_named else 0)
-    assert found.num_fitted == (freedom if is_named else 0)
+    assert explanation.residual_before == pytest.approx(float(before))
+    assert (explanation.num_rows, explanation.scope, explanation.is_cause) == (ROWS, "all rows together", is_named)
+    assert explanation.num_explained == (ROWS if is_named else 0)
+    assert explanation.num_fitted == (num_fitted if is_named else 0)
     if is_named:
-        share = math.exp(-(odds + freedom / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
-        assert found.residual_after == pytest.approx(found.residual_before * share)
-        assert found.detail == "by so much"
+        share = math.exp(-(odds + num_fitted / 2 * math.log(NUM_VALUES)) / NUM_VALUES)
+        assert explanation.residual_after == pytest.approx(explanation.residual_before * share)
+        assert explanation.detail == "by so much"
     else:
-        assert found.residual_after is None
-        assert found.detail == "none of them takes the direction away; a run in float32 shows more"
+        assert explanation.residual_after is None
+        assert explanation.detail == "none of them takes the direction away; a run in float32 shows more"
 
 
 def test_the_likeliest_is_named_and_what_is_nearly_as_likely(explained):
-    found = explained(leaving(20, cause="c"), leaving(23, cause="a"), leaving(20.1, cause="b", detail="no"))
-    assert (found.cause, found.detail) == ("a, or b", "these rows cannot tell them apart: a run in float32 would")
+    explanation = explained(leaving(20, cause="c"), leaving(23, cause="a"), leaving(20.1, cause="b", detail="no"))
+    assert (explanation.cause, explanation.detail) == (
+        "a, or b",
+        "these rows cannot tell them apart: a run in float32 would",
+    )
     assert explained(leaving(30, cause="one"), leaving(26, cause="other")).cause == "one"
 
 
@@ -94,8 +97,8 @@ def test_an_explanation_that_raises_costs_no_other(explained):
     def raises(_failure):
         raise IndexError("no such row")
 
-    found = explained(causes=[raises, lambda _failure: iter([leaving(20)])])
-    assert found.cause == "cause"
+    explanation = explained(causes=[raises, lambda _failure: iter([leaving(20)])])
+    assert explanation.cause == "cause"
 
 
 @pytest.mark.parametrize(("left", "is_left"), [(0.24, False), (0.26, True), (-0.26, True), (None, False)])
@@ -134,27 +137,27 @@ def normed(x, weight, eps):
 def recorded_explained(bench, tap, tensor):
     """The explanation of a tap whose rows are all within their bounds."""
     recording = bench.planted({tap: tensor})
-    found = bench.compare(recording)
-    assert not bool(found.errors[tap].bad.any())
-    assert found.errors[tap].effect is not None
+    comparison = bench.compare(recording)
+    assert not bool(comparison.errors[tap].bad.any())
+    assert comparison.errors[tap].effect is not None
     return bench.explain(tap, tensor, code=Code.SYSTEMATIC_ERROR)
 
 
 def test_a_constant_that_is_slightly_wrong(bench_of):
     bench = bench_of("qwen3-tiny", torch.float16)
-    found = recorded_explained(bench, TAP, normed(bench.tap(SOURCE), bench.weight(TAP), eps=1e-5))
-    assert found.cause == "wrong eps: 1e-05 instead of 1e-06"
-    assert found.is_cause
-    assert found.residual_after < found.residual_before < 4.7
-    assert found.num_explained > 0.5 * found.num_rows
+    explanation = recorded_explained(bench, TAP, normed(bench.tap(SOURCE), bench.weight(TAP), eps=1e-5))
+    assert explanation.cause == "wrong eps: 1e-05 instead of 1e-06"
+    assert explanation.is_cause
+    assert explanation.residual_after < explanation.residual_before < 4.7
+    assert explanation.num_explained > 0.5 * explanation.num_rows
 
 
 def test_a_gain_is_measured(bench_of):
     bench = bench_of("qwen3-tiny", torch.bfloat16)
     exact = torch.nn.functional.silu(bench.tap(GATE)) * bench.tap(UP)
-    found = recorded_explained(bench, ACT, exact * 1.004)
-    assert found.cause.startswith("a constant gain of 1.00")
-    assert found.num_fitted == 1
+    explanation = recorded_explained(bench, ACT, exact * 1.004)
+    assert explanation.cause.startswith("a constant gain of 1.00")
+    assert explanation.num_fitted == 1
 
 
 def test_an_offset_of_a_channel_is_seen(bench_of):
@@ -174,6 +177,6 @@ def test_a_direction_that_nothing_known_takes_away(bench_of, monkeypatch):
             yield Hypothesis(cause="not this", output=failure.expected * (1 + 0.004 * share))
 
     monkeypatch.setattr("harness.judge.explain.trial.direction.causes_of", lambda _kind: [tried])
-    found = recorded_explained(bench, ACT, exact * 1.004)
-    assert (found.cause, found.is_cause) == (NO_CAUSE, False)
-    assert found.residual_after is None
+    explanation = recorded_explained(bench, ACT, exact * 1.004)
+    assert (explanation.cause, explanation.is_cause) == (NO_CAUSE, False)
+    assert explanation.residual_after is None

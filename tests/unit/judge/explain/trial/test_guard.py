@@ -1,24 +1,20 @@
 """An explanation that raises drops itself: no finding changes, and the note says which it was and where it raised."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
-import torch
 
 from harness.errors import Code
 from harness.formats.taps import KINDS, Operation
 from harness.judge.explain import explain_run
-from harness.judge.explain.core.hypothesis import Hypothesis
-from harness.judge.explain.trial import ranking as subject
+from harness.judge.explain.causes import causes_of, stages_of
+from harness.judge.explain.core.wrong_operation import Hypothesis
+from harness.judge.explain.trial import direction, ranking
 from harness.judge.explain.trial.ranking import rank_hypotheses
 
 from ..toys import failure_of, random
 
-MODULES = sorted({name for traits in KINDS.values() for name in traits.causes})
-EXPLANATIONS = [
-    (name, at) for name in MODULES for at in range(len(import_module(f"harness.judge.explain.{name}").EXPLANATIONS))
-]
+CAUSES = [(kind, at) for kind in KINDS for at in range(len(causes_of(kind)))]
 
 
 def raising(explain):
@@ -30,24 +26,22 @@ def raising(explain):
     return raises
 
 
-@pytest.mark.parametrize(("name", "at"), EXPLANATIONS)
-def test_each_explanation_may_raise(monkeypatch, name, at):
+@pytest.mark.parametrize(("kind", "at"), CAUSES)
+def test_each_explanation_may_raise(monkeypatch, kind, at):
     """Beside one that fits, which is named with a note of the other."""
-    explain = import_module(f"harness.judge.explain.{name}").EXPLANATIONS[at]
-    kind = next(kind for kind, traits in KINDS.items() if name in traits.causes)
+    explain = causes_of(kind)[at]
     actual, expected = random(12, 32, seed=1), random(12, 32)
 
     def fits(failure):
         yield Hypothesis(cause="this one", output=failure.actual.clone())
 
-    monkeypatch.setattr(subject, "_explanations", lambda each: [raising(explain), fits] if each == name else [])
-    ones = torch.ones(12, dtype=torch.float64)
-    found = rank_hypotheses(failure_of(Operation(tap="t", kind=kind), actual, expected), 1e6 * ones, ones, "every row")
-    assert (found.cause, found.is_cause, found.num_explained) == ("this one", True, 12)
+    monkeypatch.setattr(ranking, "stages_of", lambda _kind: [[raising(explain), fits]])
+    explanation = rank_hypotheses(failure_of(Operation(tap="t", kind=kind), actual, expected), "every row")
+    assert (explanation.cause, explanation.is_cause, explanation.num_explained) == ("this one", True, 12)
     note = (
         f"could not be tried: {explain.__name__}: ZeroDivisionError: planted (harness/judge/explain/trial/ranking.py:"
     )
-    assert found.detail.startswith(note)
+    assert explanation.detail.startswith(note)
 
 
 @pytest.mark.parametrize("code", [Code.LOCAL_ERROR, Code.SYSTEMATIC_ERROR])
@@ -57,12 +51,11 @@ def test_all_of_them_may_raise(bench_of, monkeypatch, code):
     taps = [op.tap for op in one.hf.graph if op.layer == 1 and op.tap in one.recording.steps[0].tap_names]
     taps.append(one.hf.graph.logits)
     recording = one.planted({tap: one.tap(tap) * size for tap in taps})
-    found = one.compare(recording)
-    sound = explain_run(found, recording, one.golden, one.hf)
-    for name in MODULES:
-        module = import_module(f"harness.judge.explain.{name}")
-        monkeypatch.setattr(module, "EXPLANATIONS", tuple(map(raising, module.EXPLANATIONS)))
-    result = explain_run(found, recording, one.golden, one.hf)
+    comparison = one.compare(recording)
+    sound = explain_run(comparison, recording, one.golden, one.hf)
+    monkeypatch.setattr(ranking, "stages_of", lambda kind: [list(map(raising, stage)) for stage in stages_of(kind)])
+    monkeypatch.setattr(direction, "causes_of", lambda kind: list(map(raising, causes_of(kind))))
+    result = explain_run(comparison, recording, one.golden, one.hf)
     assert [replace(finding, explanation=None) for finding in result.findings] == [
         replace(finding, explanation=None) for finding in sound.findings
     ]
@@ -71,8 +64,5 @@ def test_all_of_them_may_raise(bench_of, monkeypatch, code):
     assert explained
     for item in explained:
         assert not item.explanation.is_cause
-        for name in KINDS[one.hf.graph[item.tap].kind].causes:
-            for explain in import_module(f"harness.judge.explain.{name}").EXPLANATIONS:
-                assert (
-                    f"{explain.__name__}: ZeroDivisionError: planted (harness/judge/explain/" in item.explanation.detail
-                )
+        for explain in causes_of(one.hf.graph[item.tap].kind):
+            assert f"{explain.__name__}: ZeroDivisionError: planted (harness/judge/explain/" in item.explanation.detail

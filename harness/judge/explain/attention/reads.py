@@ -1,0 +1,327 @@
+"""Attention reads wrong keys or values: other tensors, coarser ones, one wrong position, the KV heads of others.
+
+`T` query rows, `S` history rows, `M` known rows, `N` query heads, `K` KV heads, `H` head size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from harness.formats.taps import prefix_of
+from harness.judge.compare.evidence import AttentionContext
+from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, ContentIndex, contents_of, history, provenance_of
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+
+_MOST_REQUESTS = 4
+"""Requests of which it is tried whether others read them."""
+_PADDED = ", in the same columns of a padded batch"
+_COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_MAX_PRODUCT = 1 << 31
+"""Multiplications spent on the search for one replaced position."""
+_ZERO, _OMITTED = -1, -2
+_MOST = 64
+"""KV heads up to which every one is tried for every query head."""
+_READS = {
+    "query heads read the wrong KV heads": (True, True),
+    "query heads read the values of the wrong KV heads, and the right keys": (False, True),
+    "query heads read the keys of the wrong KV heads, and the right values": (True, False),
+}
+"""Whether keys are read from another head, and whether values are."""
+
+
+def other_tensors(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The cache holds other tensors: keys for values, keys before rotary, those of another layer."""
+    for cause, change in _tensor_changes(wrong):
+        for name, is_read in (("of every step", _all), ("of earlier steps", _earlier)):
+            parts = []
+            for view in wrong.views:
+                changed = change(view)
+                if changed is None or not _fits(view, *changed):
+                    break
+                parts.append(_with_history(view, *changed, is_read))
+            else:
+                yield Hypothesis(cause=cause, output=torch.cat(parts), detail=f"for tokens {name}")
+
+
+def _tensor_changes(
+    wrong: WrongOperation,
+) -> Iterator[tuple[str, Callable[[AttentionContext], tuple[torch.Tensor, torch.Tensor] | None]]]:
+    yield "K and V are swapped in the cache", lambda view: (view.value, view.key)
+    yield "values are read from the K cache", lambda view: (view.key, view.key)
+    yield "keys are read from the V cache", lambda view: (view.value, view.value)
+    raw = contents_of(wrong).taps.get(RAW_KEY, "")
+
+    def unrotated(view: AttentionContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        key = history(wrong, view, raw, view.key)
+        return None if key is None else (key, view.value)
+
+    yield "keys are cached before rotary", unrotated
+
+    for layer in wrong.graph.layers:
+        attention = wrong.graph.attention_of(layer)
+        if attention is not None and layer != wrong.operation.layer:
+
+            def of_layer(
+                view: AttentionContext, taps: tuple[str, ...] = attention.inputs[1:]
+            ) -> tuple[torch.Tensor, torch.Tensor] | None:
+                key, value = (history(wrong, view, *item) for item in zip(taps, (view.key, view.value), strict=True))
+                return None if key is None or value is None else (key, value)
+
+            yield f"reads the cache of layer {layer}", of_layer
+
+
+def other_request(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Another request is read, position by position, or in the same columns of a padded batch."""
+    if wrong.slot_history.is_known:
+        return  # the block table says it
+    lengths = {request.id: request.prompt_length for request in wrong.recording.manifest.requests}
+    for source in list(lengths)[:_MOST_REQUESTS]:
+        ways = {
+            "": dict.fromkeys(lengths, 0),
+            _PADDED: {request: lengths[source] - lengths[request] for request in lengths},
+        }
+        for how, shifts in ways.items():
+            parts = [_of_request(wrong, view, source, shifts) for view in wrong.views]
+            if (how == _PADDED and not any(shifts.values())) or any(part is None for part in parts):
+                continue
+            cause = f"reads the keys and values of request {source}{how}"
+            yield Hypothesis(cause=cause, output=torch.cat([part for part in parts if part is not None]))
+
+
+def _of_request(
+    wrong: WrongOperation, view: AttentionContext, source: int, shifts: Mapping[int, int]
+) -> torch.Tensor | None:
+    """Return what rows give with the keys and values of another request; None where they were not recorded."""
+    shift = shifts[int(view.rows.request[0])]
+    key, value = (
+        history(wrong, view, tap, like, request=source, shift=shift)
+        for tap, like in zip(wrong.operation.inputs[1:3], (view.key, view.value), strict=True)
+    )
+    return None if key is None or value is None else view.attend(key=key, value=value)
+
+
+def read_back(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Attention is right: what it reads is what the cache gives back at the end, which is not what was written."""
+    prefix, parts = prefix_of(wrong.operation.tap), []
+    for view in wrong.views:
+        key = history(wrong, view, f"{prefix}k_cache", view.key)
+        value = history(wrong, view, f"{prefix}v_cache", view.value)
+        if key is None or value is None:
+            return
+        parts.append(view.attend(key=key, value=value))
+    yield Hypothesis(
+        cause="reads what the cache gives back, which is not what was written: see k_cache and v_cache",
+        output=torch.cat(parts),
+        is_vague=True,
+    )
+
+
+def coarse_cache(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Keys and values, or one of them, are stored in a coarser dtype."""
+    for dtype in _COARSE_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+
+        def rounded(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return x.to(dtype).to(torch.float64)
+
+        for is_read in (_all, _earlier):
+            for part, is_key, is_value in (
+                ("the KV cache is", 1, 1),
+                ("the K cache is", 1, 0),
+                ("the V cache is", 0, 1),
+            ):
+                changed = [
+                    (view, rounded(view.key) if is_key else view.key, rounded(view.value) if is_value else view.value)
+                    for view in wrong.views
+                ]
+                output = torch.cat([_with_history(view, key, value, is_read) for view, key, value in changed])
+                yield Hypothesis(cause=f"{part} in a lower dtype: {name}", output=output)
+
+
+def _fits(view: AttentionContext, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether tensors have the shapes of the keys and values: values of latent attention are narrower than keys."""
+    return key.shape == view.key.shape and value.shape == view.value.shape
+
+
+def _all(view: AttentionContext) -> torch.Tensor:
+    return torch.ones(len(view.rows), len(view.key), dtype=torch.bool)
+
+
+def _earlier(view: AttentionContext) -> torch.Tensor:
+    return view.key_step < view.rows.step[:, None]
+
+
+def _with_history(
+    view: AttentionContext, key: torch.Tensor, value: torch.Tensor, is_read: Callable[[AttentionContext], torch.Tensor]
+) -> torch.Tensor:
+    """[T, N*H]: with other keys and values where `is_read` holds for the row and the position."""
+    parts = []
+    masks = is_read(view)
+    for mask in masks.unique(dim=0):
+        here = (masks == mask).all(dim=1).nonzero()[:, 0]
+        where = mask[:, None, None]
+        parts.append((here, view.select(here).attend(
+            key=torch.where(where, key, view.key), value=torch.where(where, value, view.value))))  # fmt: skip
+    order = torch.cat([here for here, _ in parts]).argsort()
+    return torch.cat([output for _, output in parts])[order]
+
+
+def wrong_place(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """One position of the history is read from where another row was written, or is zero, or is left out.
+
+    The row's sums are linear in every position's share: with e the exponentials, Z their sum, o what should be and a
+    what is, replacing position j by row m gives a where Z (a - o) + e_j (v_j - a) = e_m (v_m - a). The nearest pair of
+    both sides, over all j and m, is found by one product of matrices.
+    """
+    contents = contents_of(wrong)
+    if KEY not in contents.tensors or VALUE not in contents.tensors:
+        return
+    outputs, replaced = [], []
+    for query, actual in zip(wrong.single_rows(), wrong.actual, strict=True):
+        if len(query.key) * len(contents.tensors[KEY]) * query.query.numel() > _MAX_PRODUCT:
+            return
+        output, place = _best_replacement(query, actual.unflatten(0, (query.query.shape[1], -1)), contents)
+        outputs.append(output)
+        replaced.append((query, *place))
+    kinds = {_kind_of(query, position, source, contents) for query, position, source in replaced}
+    is_one = len(kinds) == 1 and _is_one_place(replaced)
+    query, position, source = replaced[0]
+    request, step = int(query.rows.request), int(query.rows.step)
+    yield Hypothesis(
+        cause=kinds.pop() if is_one else "one position of its history, in each row another, would explain each row",
+        output=torch.stack(outputs),
+        detail="; ".join(_place_text(*item, contents) for item in replaced[:3]),
+        num_fitted=2 * (len(wrong.views) if is_one else len(replaced)),
+        is_cause=is_one,
+        provenance=lambda: provenance_of(wrong, step, request, position, _content_of(contents, source)),
+    )
+
+
+def _is_one_place(replaced: Sequence[tuple[AttentionContext, int, int]]) -> bool:
+    """Whether all rows of a request read the same position from the same place, or all of them their own."""
+    if all(position == int(query.rows.position) for query, position, _ in replaced):
+        return True
+    places = {(int(query.rows.request), position, source) for query, position, source in replaced}
+    return len(places) == len({request for request, _, _ in places})
+
+
+def _best_replacement(
+    row: AttentionContext, actual_NH: torch.Tensor, contents: ContentIndex
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Return the row [N*H] under the best replacement, and (position replaced, known row in its place)."""
+    heads, value_size = actual_NH.shape
+    position = int(row.rows.position)
+    scores = row.scores().masked_fill(~row.visible(), -torch.inf)[:, 0, : position + 1]
+    top = scores.amax(dim=1, keepdim=True)
+    e_NS = (scores - top).exp()
+    k_MKH = contents.tensors[KEY].unflatten(1, row.key.shape[1:])
+    v_MKH = contents.tensors[VALUE].unflatten(1, row.value.shape[1:])
+    count = min(len(k_MKH), len(v_MKH))
+    k_MKH, v_MKH = k_MKH[:count], v_MKH[:count]
+    e_NM = (row.scores(key=k_MKH)[:, 0] - top).clamp(max=50).exp()
+    v_NSH, v_NMH = row.spread(row.value[: position + 1]), row.spread(v_MKH)
+    total = e_NS.sum(dim=1)[:, None]
+    expected_NH = (e_NS[:, None] @ v_NSH)[:, 0] / total
+    a = actual_NH[:, None]
+    left = total[..., None] * (actual_NH - expected_NH)[:, None] + e_NS[..., None] * (v_NSH - a)
+    zero_N = (-top[:, 0]).clamp(max=50).exp()
+    right = torch.cat(
+        (
+            e_NM[..., None] * (v_NMH - a),
+            -(zero_N[:, None] * actual_NH)[:, None],
+            torch.zeros(heads, 1, value_size, dtype=torch.float64),
+        ),
+        dim=1,
+    )
+    left_SW, right_MW = ((x / total[..., None]).transpose(0, 1).flatten(1) for x in (left, right))
+    distance = torch.cdist(left_SW, right_MW)
+    visible = row.visible()[0, : position + 1]
+    distance[~visible] = torch.inf
+    j, m = divmod(int(distance.argmin()), distance.shape[1])
+    e_m = torch.cat((e_NM, zero_N[:, None], torch.zeros(heads, 1, dtype=torch.float64)), dim=1)[:, m]
+    v_m = torch.cat((v_NMH, torch.zeros(heads, 2, value_size, dtype=torch.float64)), dim=1)[:, m]
+    numerator = total * expected_NH - e_NS[:, j, None] * v_NSH[:, j] + e_m[:, None] * v_m
+    output = numerator / (total - e_NS[:, j, None] + e_m[:, None])
+    return output.flatten(), (j, m if m < count else _ZERO if m == count else _OMITTED)
+
+
+def _kind_of(query: AttentionContext, position: int, source: int, contents: ContentIndex) -> str:
+    newest = "the newest token" if position == int(query.rows.position) else "one position of its history"
+    if source == _OMITTED:
+        return f"does not see {newest}"
+    if source == _ZERO:
+        return f"reads {newest} as zeros: not written, or from a slot nobody wrote"
+    if int(contents.rows[KEY].request[source]) != int(query.rows.request):
+        return f"reads {newest} from a slot that another request wrote"
+    return f"reads {newest} from a slot that holds another position of the same request"
+
+
+def _place_text(query: AttentionContext, position: int, source: int, contents: ContentIndex) -> str:
+    where = f"request {int(query.rows.request)}, position {int(query.rows.position)} reads"
+    if source < 0:
+        return f"{where} position {position} as {'zeros' if source == _ZERO else 'absent'}"
+    rows = contents.rows[KEY]
+    return f"{where} position {position} as request {int(rows.request[source])}, position {int(rows.position[source])}"
+
+
+def _content_of(contents: ContentIndex, source: int) -> torch.Tensor:
+    key = contents.tensors[KEY]
+    return torch.zeros_like(key[0]) if source < 0 else key[source]
+
+
+def other_kv_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Each query head reads another KV head: tiled instead of repeated, or any map that fits."""
+    view = wrong.views[0]
+    num_heads, num_kv = view.query.shape[1], view.key.shape[1]
+    if not 1 < num_kv <= _MOST:
+        return
+    right_heads = torch.arange(num_heads) // view.num_groups
+    for cause, read in _READS.items():
+        heads = _nearest(wrong, read, right_heads, num_kv)
+        if torch.equal(heads, right_heads):
+            continue
+        is_tiled = torch.equal(heads, torch.arange(num_heads) % num_kv)
+        yield Hypothesis(
+            cause="KV heads are tiled instead of repeated" if is_tiled and all(read) else cause,
+            output=_attended(wrong, read, right_heads, heads),
+            detail=f"KV head of each query head: {heads.tolist()}",
+            num_fitted=0 if is_tiled else num_heads,
+        )
+
+
+def _nearest(wrong: WrongOperation, read: tuple[bool, bool], right_heads: torch.Tensor, num_kv: int) -> torch.Tensor:
+    """Return the KV head [N] under which each query head comes out nearest."""
+    num_heads = len(right_heads)
+    candidates = torch.stack(
+        [_attended(wrong, read, right_heads, torch.full((num_heads,), head)) for head in range(num_kv)]
+    ).unflatten(2, (num_heads, -1))  # [K, R, N, H]
+    actual = wrong.actual.unflatten(1, (num_heads, -1))
+    distance: torch.Tensor = (candidates - actual).norm(dim=-1).norm(dim=1)  # [K, N]
+    return distance.argmin(dim=0)
+
+
+def _attended(
+    wrong: WrongOperation, read: tuple[bool, bool], right_heads: torch.Tensor, heads: torch.Tensor
+) -> torch.Tensor:
+    """Return the context [R, N*H] where each query head reads from `heads` [N] what `read` says."""
+    keys, values = (heads if is_read else right_heads for is_read in read)
+    return wrong.over_views(lambda view: view.attend(heads=keys, value_heads=values))
+
+
+def other_layout(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The heads' elements alternate in a row, or the heads of a step follow one another with all of their rows."""
+    num_heads = wrong.views[0].query.shape[1]
+    output = wrong.expected.unflatten(1, (num_heads, -1)).transpose(1, 2).flatten(1)
+    yield Hypothesis(cause="the context is laid out by element, then by head", output=output)
+
+    def by_head(view: AttentionContext) -> torch.Tensor:
+        output = view.attend()
+        for step in view.rows.step.unique():
+            of_step = view.rows.step == step
+            output[of_step] = (
+                output[of_step].unflatten(1, (num_heads, -1)).transpose(0, 1).reshape(int(of_step.sum()), -1)
+            )
+        return output
+
+    cause = "the context is reshaped without transposing heads and tokens"
+    yield Hypothesis(cause=cause, output=wrong.over_views(by_head))

@@ -1,0 +1,206 @@
+"""All explanations by the kind of operation that they are tried for, the likelier first.
+
+Of two that fit a row equally well, the earlier one is named.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from harness.base import plugins
+from harness.formats.taps import Kind
+from harness.judge.explain import norms
+from harness.judge.explain.any_kind import generic, settings
+from harness.judge.explain.attention import masks, reads, slots, softmax, unrecorded
+from harness.judge.explain.cache import entries, formats
+from harness.judge.explain.core.wrong_operation import Explain
+from harness.judge.explain.experts import experts, router
+from harness.judge.explain.layer import activation, embedding, wiring
+from harness.judge.explain.products import linear, lora, rows
+from harness.judge.explain.rotary import frequencies, positions, rotation
+from harness.judge.explain.states import kept, recurrence
+
+_EMBEDDING = (embedding.not_scaled, embedding.scaled, embedding.another_token)
+_ELEMENTWISE = (activation.clamped, activation.soft_capped)
+EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
+    Kind.EMBEDDING: _EMBEDDING,
+    Kind.COPY: (wiring.other_order,),
+    Kind.NORM: (
+        norms.weight_otherwise,
+        norms.norm_skipped,
+        norms.wrong_eps,
+        norms.wrong_divisor,
+        norms.over_other_elements,
+        norms.other_weight,
+        norms.statistic_overflows,
+        norms.coarse_statistic,
+        norms.changed_weights,
+        norms.own_statistic,
+    ),
+    Kind.LINEAR: (
+        linear.bias_dropped,
+        linear.zero_weights,
+        linear.other_weights,
+        linear.tied_head,
+        linear.transposed,
+        linear.outputs_in_another_order,
+        linear.weight_in_another_order,
+        linear.coarse_product,
+        linear.sums_in_16_bits,
+        linear.part_of_the_inputs,
+        linear.one_weight,
+        linear.low_rank_update,
+        linear.nobodys_weights,
+        rows.rows_of_the_weight,
+        rows.scales_of_blocks,
+        *_ELEMENTWISE,
+    ),
+    Kind.ROTARY: (
+        positions.along_axes,
+        rotation.other_pairs,
+        rotation.not_rotated,
+        rotation.backwards,
+        frequencies.scaling_ignored,
+        frequencies.other_scaling,
+        frequencies.wrong_theta,
+        frequencies.of_other_layers,
+        rotation.stretched,
+        frequencies.partial_rotary,
+        rotation.coarse_table,
+        positions.other_positions,
+        positions.positions_of_batch_mate,
+        rotation.frequencies_of_other_pairs,
+        rotation.other_tables,
+        formats.in_few_bits,
+    ),
+    Kind.ADD: (
+        wiring.other_addition,
+        wiring.residual_after_the_norm,
+        wiring.another_tensor,
+        wiring.coarse_addition,
+        *_ELEMENTWISE,
+    ),
+    Kind.ACTIVATION: (activation.other_activation, *_ELEMENTWISE),
+    Kind.ATTENTION: (
+        slots.cache_played_back,
+        slots.rejected_drafts,
+        slots.nothing_forgotten,
+        slots.other_block_table,
+        reads.other_tensors,
+        reads.other_request,
+        reads.coarse_cache,
+        formats.declared_format,
+        slots.past_the_context,
+        slots.wrong_block,
+        reads.read_back,
+        reads.wrong_place,
+        unrecorded.rotated_otherwise,
+        unrecorded.rotated_though_none,
+        masks.causal_mask_off,
+        masks.mask_misaligned,
+        masks.wrong_window,
+        masks.padding_attended,
+        softmax.wrong_scale,
+        softmax.bias_added,
+        softmax.coarse_softmax,
+        masks.mask_otherwise,
+        softmax.scaled_after,
+        softmax.over_the_heads,
+        softmax.splits_merged_wrongly,
+        reads.other_kv_heads,
+        reads.other_layout,
+        softmax.left_out,
+        softmax.other_cap,
+        softmax.other_sinks,
+    ),
+    Kind.CACHE: (
+        entries.replayed_reads,
+        entries.never_written,
+        entries.other_tensor,
+        entries.rotated_once_more,
+        entries.other_row,
+        formats.declared_format,
+        formats.in_few_bits,
+        entries.coarser_dtype,
+        entries.grid,
+        entries.gain,
+        entries.heads_in_another_order,
+        entries.single_bits,
+        entries.unknown_content,
+    ),
+    Kind.STATE: (kept.other_rows,),
+    Kind.CHOICE: (
+        router.other_tokens,
+        router.other_choice,
+        router.choice_by_other_scores,
+        router.choice_of_another_row,
+    ),
+    # A linear layer with an adapter is one; the experts of a layer are, and scans.
+    Kind.OTHER: (
+        lora.adapter_left_out,
+        lora.adapter_scaled,
+        lora.adapter_transposed,
+        lora.adapter_of_another,
+        lora.outputs_of_adapter_in_another_order,
+        *_EMBEDDING,
+        embedding.misplaced,
+        router.other_routing_weights,
+        experts.wrong_experts,
+        experts.other_sum,
+        recurrence.wrong_state,
+        norms.other_gate,
+        *_ELEMENTWISE,
+        settings.other_biases,
+    ),
+}
+OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
+    unrecorded.rotated_otherwise,
+    unrecorded.rotated_though_none,
+    masks.causal_mask_off,
+    masks.mask_misaligned,
+    masks.wrong_window,
+    masks.padding_attended,
+    softmax.wrong_scale,
+    softmax.bias_added,
+    softmax.coarse_softmax,
+    softmax.left_out,
+    softmax.other_cap,
+    softmax.other_sinks,
+)
+"""Tried on attention that was not recorded: the parameters of attention, not its kernel."""
+_WIRING: Sequence[Explain] = (wiring.other_sum, wiring.other_input)
+_SETTINGS: Sequence[Explain] = (settings.other_settings,)
+_GENERIC: Sequence[Explain] = (
+    generic.zero_output,
+    generic.gain_of_a_setting,
+    generic.constant_gain,
+    generic.row_of_another,
+    generic.heads_in_another_order,
+    generic.another_input,
+    generic.another_output,
+    generic.rounded_output,
+    generic.inputs_in_lower_precision,
+    generic.offset_per_channel,
+)
+LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
+    Kind.EMBEDDING: (_GENERIC,),
+    Kind.COPY: (_GENERIC,),
+    Kind.NORM: (_WIRING, _SETTINGS, _GENERIC),
+    Kind.LINEAR: (_WIRING, _SETTINGS, _GENERIC),
+    Kind.ROTARY: (_SETTINGS, _GENERIC),
+    Kind.ADD: (_SETTINGS, _GENERIC),
+    Kind.ACTIVATION: (_SETTINGS, _GENERIC),
+    Kind.ATTENTION: (_SETTINGS, _GENERIC),
+    Kind.OTHER: (_WIRING, _SETTINGS, _GENERIC),
+}
+"""Tried one after the other, each only where no earlier explanation fits every row; what fits any operation is last."""
+
+
+def stages_of(kind: Kind) -> list[Sequence[Explain]]:
+    """Return the stages of a kind: what the harness and the extensions know of it, then what says less."""
+    extensions = [module.EXPLANATIONS.get(kind, ()) for module in plugins.load_all(plugins.EXPLANATIONS)]
+    known = [*EXPLANATIONS[kind], *(explain for explanations in extensions for explain in explanations)]
+    return [known, *LATER_STAGES.get(kind, ())]
+
+
+def causes_of(kind: Kind) -> list[Explain]:
+    """Return everything that is tried for a kind, the likelier first."""
+    return [explain for stage in stages_of(kind) for explain in stage]

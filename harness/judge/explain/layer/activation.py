@@ -1,0 +1,143 @@
+"""A function of each element is wrong: another activation, values cut off at a limit, a soft cap."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of
+from harness.judge.explain.core.rerun import activation_of, factors_of
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SiLU": functional.silu,
+    "GELU": functional.gelu,
+    "GELU (tanh)": lambda x: functional.gelu(x, approximate="tanh"),
+    "quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
+    "ReLU": functional.relu,
+    "squared ReLU": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+_CAPS = (15.0, 20.0, 30.0, 50.0)
+"""Soft caps in published models."""
+_MIN_CUT = 3
+"""Elements that a limit must have cut off: the largest of all is always one."""
+_NEWTON_STEPS = 30
+_SAME_CAP = 1e-3
+"""Relative distance up to which a fitted cap is the model's own."""
+_FARTHEST = 50.0
+"""Times the largest element beyond which a soft cap bends nothing that could be measured."""
+
+
+def other_activation(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Another function, or none, or the factors of the product used otherwise, or a 16-bit dtype."""
+    act = activation_of(wrong.hf, wrong.operation)
+    factors = _gate_and_up(wrong, act)
+    if factors is None:
+        return
+    gate, up = factors
+    activated, factor = act(gate), 1 if up is None else up
+    if up is not None:
+        yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=act(up) * gate)
+    for name, function in _ACTIVATIONS.items():
+        if torch.equal(function(gate), activated):
+            continue
+        yield Hypothesis(cause=f"the activation is {name}", output=function(gate) * factor)
+        if up is not None:
+            yield Hypothesis(cause=f"the activation is {name}, with gate and up swapped", output=function(up) * gate)
+    yield Hypothesis(cause="no activation is applied", output=gate * factor)
+    if up is not None:
+        yield from hypotheses(
+            {
+                "the product with up is missing": activated,
+                "the gate is missing": up,
+                "act(gate) and up are added instead of multiplied": activated + up,
+                "the activation is applied to the product": act(gate * up),
+            }
+        )
+    for dtype in HALF_DTYPES:
+        output = act(gate.to(dtype)).to(torch.float64) * factor
+        yield Hypothesis(cause=f"the activation is computed in {name_of(dtype)}", output=output)
+
+
+def _gate_and_up(wrong: WrongOperation, act: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return gate and up, [R, W] each; None where HF computes something else of them than act(gate) * up."""
+    gate, up = factors_of(wrong.operation, wrong.inputs)
+    for first, second in ((gate, up), (up, gate)):
+        if first is not None and act is not None and wrong.is_expected(act(first) * (1 if second is None else second)):
+            return first, second
+    return None
+
+
+def clamped(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Values beyond a limit are replaced by it."""
+    actual, expected = wrong.actual, wrong.expected
+    high, low = float(actual.max()), float(actual.min())
+    is_high, is_low = (int(hit.sum()) >= _MIN_CUT for hit in (actual == high, actual == low))
+    if low == high or not (is_high or is_low):
+        return
+    output = expected.clamp(low if is_low else None, high if is_high else None)
+    if not torch.equal(output, expected):
+        shown = [f"{limit:.6g}" for limit, is_limit in ((low, is_low), (high, is_high)) if is_limit]
+        where = f"outside of {shown[0]} to {shown[1]}" if len(shown) > 1 else f"beyond {shown[0]}"
+        yield Hypothesis(cause=f"values {where} are cut off", output=output, num_fitted=len(shown))
+
+
+def soft_capped(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Every element x is cap * tanh(x / cap), which the model does not ask for; or one that it asks for is left out."""
+    for cap in _CAPS:
+        yield _capped(wrong, cap, num_fitted=0)
+    for cap in _own_caps(wrong):
+        bent = wrong.expected / cap
+        if bool((bent.abs() < 1).all()):
+            uncapped = cap * torch.atanh(bent)
+            yield Hypothesis(cause=f"the soft cap of {cap:g} is left out", output=uncapped)
+            fitted_cap = _fitted_cap(wrong.actual, uncapped)
+            if fitted_cap is not None and not math.isclose(fitted_cap, cap, rel_tol=_SAME_CAP):
+                fitted_cap = float(f"{fitted_cap:.4g}")
+                output = fitted_cap * torch.tanh(uncapped / fitted_cap)
+                yield Hypothesis(
+                    cause=f"the soft cap is {fitted_cap:g} instead of {cap:g}", output=output, num_fitted=1
+                )
+    fitted = _fitted_cap(wrong.actual, wrong.expected)
+    if fitted is not None:
+        yield _capped(wrong, float(f"{fitted:.4g}"), num_fitted=1)
+
+
+def _own_caps(wrong: WrongOperation) -> set[float]:
+    """Return the soft caps that config.json names: `final_logit_softcapping` and what other families call it."""
+    values = {value for name, value in vars(wrong.hf.config).items() if "cap" in name}
+    return {float(value) for value in values if isinstance(value, float | int) and value > 0}
+
+
+def _capped(wrong: WrongOperation, cap: float, num_fitted: int) -> Hypothesis:
+    return Hypothesis(
+        cause=f"a soft cap of {cap:g} is applied, which the model does not have",
+        output=cap * torch.tanh(wrong.expected / cap),
+        num_fitted=num_fitted,
+    )
+
+
+def _fitted_cap(y: torch.Tensor, x: torch.Tensor) -> float | None:
+    """Return the cap that takes x nearest to y, [R, W] each; None if none would be seen.
+
+    One over the cap, c, is fitted by Newton's steps, which begin where the series has it:
+    tanh(c x) / c = x - c**2 x**3 / 3.
+    """
+    curvature = float(((x - y) * x**3).sum() / (x**6).sum().clamp(min=torch.finfo(torch.float64).tiny))
+    if curvature <= 0:
+        return None
+    c = (3 * curvature) ** 0.5
+    for _ in range(_NEWTON_STEPS):
+        bent = torch.tanh(c * x)
+        value = bent / c
+        slope = (x * (1 - bent.square()) - value) / c
+        energy = float(slope.square().sum())
+        if not energy:
+            return None
+        step = float(((y - value) * slope).sum()) / energy
+        c = min(max(c + step, c / 2), 2 * c)
+    return 1 / c if 1 / c < _FARTHEST * float(x.abs().max()) else None

@@ -1,0 +1,402 @@
+"""A norm is wrong: its weight, its eps, its statistic, the elements that it runs over, or its gate.
+
+The known form is y = w x / sqrt(mean(x^2) + eps) + b, found for each model among the ways to write it; Mamba 2's gated
+norm is y = w norm(x silu(g)) or w norm(x) silu(g).
+
+`R` rows, `N` heads (1 except in the norms of q and k), `D` elements that are normalised, `W` elements of a row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
+
+_USUAL_EPSILONS = (0.0, 1e-5, 1e-6)
+"""Of modules that do not say theirs."""
+_EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
+_COARSE = 2.0**-6
+"""Relative error of a statistic in bfloat16, at most: two roundings and a sum."""
+_PADDINGS = (8, 16, 32, 64, 128, 256)
+"""Numbers to whose multiples rows are padded in memory."""
+_CHANGED = 0.1
+"""Of the largest effect of a changed weight, what another must have to be changed as well."""
+_SAME_WEIGHT = 0.02
+_MIN_STATISTICS, _SCATTER, _RULE = 8, 0.3, 0.8
+"""Fewest statistics that show whether they follow a rule; least standard deviation over RMS, and largest correlation of
+ranks with the mean of the squares, of those that do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormForm:
+    """The rows of a norm in the one form that all explanations know."""
+
+    x: torch.Tensor
+    """[R, N, D] float64, the mean subtracted where the norm subtracts it."""
+    raw: torch.Tensor
+    """[R, N, D] float64, the input as it is."""
+    actual: torch.Tensor
+    """[R, N, D] float64, what was recorded, less the bias."""
+    weight: torch.Tensor
+    """[D] float64, what the normalised elements are multiplied by."""
+    eps: float
+    bias: torch.Tensor | None = None
+    is_offset: bool = False
+    """Whether the checkpoint holds the weight less one, as Gemma's does."""
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Input, weight and eps."""
+        return self.x, self.weight, self.eps
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether the mean is subtracted."""
+        return self.x is not self.raw
+
+    def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what a weight of the checkpoint multiplies by."""
+        return weight + 1 if self.is_offset else weight
+
+    def output(self) -> torch.Tensor:
+        """[R, N*D]: what the norm gives."""
+        normed = self.x * (self.x.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        return (normed if self.bias is None else normed + self.bias).flatten(1)
+
+
+def form_of(wrong: WrongOperation) -> NormForm | None:
+    """Return the form under which a norm's inputs give what they should; None if it is none that is known."""
+    module: Any = wrong.module
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, torch.Tensor):
+        widths = dict.fromkeys((wrong.inputs[0].flatten(1).shape[1], wrong.hf.head_dim))
+        forms = (_form(wrong, torch.ones(width, dtype=torch.float64), None) for width in widths)
+        return next((form for form in forms if form is not None), None)
+    weight = weight.detach().to("cpu", torch.float64)
+    return _form(wrong, weight, bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None)
+
+
+def _form(wrong: WrongOperation, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
+    """Return the form of a norm with this weight [D]; None if it gives something else.
+
+    A norm may read a part of what was recorded: one of several heads, or the steps of a scan beside its B and C.
+    """
+    x, width = wrong.inputs[0].flatten(1), wrong.expected.shape[1]
+    if weight.dim() != 1 or width % len(weight):
+        return None
+    parts = (x[:, begin : begin + width] for begin in range(x.shape[1] - width + 1))
+    return next((form for part in parts if (form := _form_on(wrong, part, weight, bias)) is not None), None)
+
+
+def _form_on(
+    wrong: WrongOperation, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> NormForm | None:
+    """Return the form of a norm of rows [R, W]; None if it gives something else."""
+    module: Any = wrong.module
+    declared_eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    raw, actual = (item.unflatten(-1, (-1, len(weight))) for item in (x, wrong.actual))
+    plain = NormForm(
+        x=raw,
+        raw=raw,
+        actual=actual if bias is None else actual - bias,
+        weight=weight,
+        eps=0.0,
+        bias=bias,
+    )
+    known = (float(declared_eps),) if isinstance(declared_eps, int | float) else _USUAL_EPSILONS
+    forms = [form for eps in known for form in _with_eps(replace(plain, eps=eps))]
+    fits = [form for form in forms if wrong.is_expected(form.output())]
+    return min(fits, key=lambda form: float((form.output() - wrong.expected).norm()), default=None)
+
+
+def _with_eps(plain: NormForm) -> tuple[NormForm, ...]:
+    raw, weight = plain.raw, plain.weight
+    return (
+        plain,
+        replace(plain, weight=weight + 1, is_offset=True),
+        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True)),
+        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
+    )
+
+
+Explanation = Callable[[NormForm, WrongOperation], Iterator[Hypothesis]]
+
+
+def with_form(explain: Explanation) -> Callable[[WrongOperation], Iterator[Hypothesis]]:
+    """Give an explanation the norm's form, and add the bias to what it yields; without a form it yields nothing."""
+
+    @wraps(explain)
+    def explain_with_form(wrong: WrongOperation) -> Iterator[Hypothesis]:
+        form = form_of(wrong)
+        if form is None:
+            return
+        for hypothesis in explain(form, wrong):
+            if form.bias is None:
+                yield hypothesis
+            else:
+                biased = hypothesis.output.view_as(form.x) + form.bias
+                yield replace(hypothesis, output=biased.flatten(1))
+
+    return explain_with_form
+
+
+@with_form
+def weight_otherwise(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The weight is not applied, applied twice, or taken as an offset from one, as Gemma stores it; or it is all."""
+    x, weight, eps = norm.parts
+    if norm.is_offset:
+        taken, changed = "as it is, without adding 1", weight - 1
+    else:
+        taken, changed = "as 1 + weight", weight + 1
+    yield from hypotheses(
+        {
+            "the norm's weight is not applied": _normed(x, eps),
+            f"the norm's weight is applied {taken}": _normed(x, eps, changed),
+            "the norm's weight is applied twice": _normed(x, eps, weight * weight),
+            "the norm only applies its weight": (x * weight).flatten(1),
+        }
+    )
+
+
+def norm_skipped(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The input comes out as it went in."""
+    x, form = wrong.inputs[0].flatten(1), form_of(wrong)
+    yield Hypothesis(cause="the norm is skipped", output=x if form is None else form.raw.flatten(1))
+
+
+@with_form
+def wrong_eps(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
+    x, weight, right = norm.parts
+    inside, outside = _fitted_eps(norm)
+    for eps in dict.fromkeys((*_EPSILONS, *inside)):
+        num_fitted = 0 if eps in _EPSILONS else 1
+        if eps != right:
+            cause = f"wrong eps: {eps:g} instead of {right:g}"
+            yield Hypothesis(cause=cause, output=_normed(x, eps, weight), num_fitted=num_fitted)
+    in_sum = f"eps {right:g} is added to the sum of the squares instead of to their mean"
+    yield Hypothesis(cause=in_sum, output=_normed(x, right / x.shape[-1], weight))
+    root = x.square().mean(dim=-1, keepdim=True).sqrt()
+    for eps in dict.fromkeys((right, *_EPSILONS, *outside)):
+        cause = f"eps {eps:g} is added outside of the root"
+        num_fitted = 0 if eps == right else 1
+        yield Hypothesis(cause=cause, output=(x / (root + eps) * weight).flatten(1), num_fitted=num_fitted)
+
+
+@with_form
+def wrong_divisor(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The sum of the squares is divided by another number than that of the elements."""
+    x, weight, eps = norm.parts
+    dim = x.shape[-1]
+    total = x.square().sum(dim=-1, keepdim=True)
+    fitted = float((total / (_statistics(norm)[1] - eps)).median())
+    known = {1.0, dim - 1.0, dim + 1.0, *(float(-(-dim // size) * size) for size in _PADDINGS)} - {float(dim)}
+    for divisor in dict.fromkeys((*sorted(known), *([round(fitted)] if 1 < fitted < 1e6 else []))):
+        if divisor == dim:
+            continue
+        how = "not divided" if divisor == 1 else f"divided by {divisor:g} instead of {dim}"
+        yield Hypothesis(
+            cause=f"the sum of the squares is {how}",
+            output=(x * (total / divisor + eps).rsqrt() * weight).flatten(1),
+            num_fitted=0 if divisor in known else 1,
+        )
+
+
+def _fitted_eps(norm: NormForm) -> tuple[list[float], list[float]]:
+    """Return the eps that fits the rows together, where one does, to two digits: in the root, and outside of it."""
+    mean, implied = _statistics(norm)
+    inside, outside = implied - mean, implied.clamp(min=0).sqrt() - mean.sqrt()
+    fitted = (float(item.median()) for item in (inside, outside))
+    first, second = ([float(f"{eps:.2g}")] if 0 < eps < 10 else [] for eps in fitted)
+    return first, second
+
+
+@with_form
+def over_other_elements(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """A layer norm, or the reverse; or the heads are normalised together instead of each by itself, or the reverse."""
+    x, weight, eps = norm.parts
+    if norm.is_centred:
+        yield Hypothesis(cause="the mean is not subtracted", output=_normed(norm.raw, eps, weight))
+    else:
+        centred = x - x.mean(dim=-1, keepdim=True)
+        yield Hypothesis(cause="a layer norm: the mean is subtracted", output=_normed(centred, eps, weight))
+    size = wrong.hf.head_dim
+    if x.shape[1] > 1:
+        scale = (x.square().mean(dim=(1, 2), keepdim=True) + eps).rsqrt()
+        cause = "the norm runs over all heads instead of each head"
+        yield Hypothesis(cause=cause, output=(x * scale * weight).flatten(1))
+    elif x.shape[2] > size and not x.shape[2] % size:
+        heads = x[:, 0].unflatten(1, (-1, size))
+        cause = "the norm runs over each head instead of all heads together"
+        yield Hypothesis(cause=cause, output=_normed(heads, eps) * weight)
+
+
+@with_form
+def other_weight(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The weight is that of another norm of the checkpoint."""
+    x, _, eps = norm.parts
+    right = wrong.weight(wrong.operation.tap)
+    if right is None:
+        return
+    for operation in wrong.graph:
+        if operation.kind is wrong.operation.kind and operation.tap != wrong.operation.tap:
+            weight = wrong.weight(operation.tap)
+            if weight is not None and weight.shape == right.shape and not torch.equal(weight, right):
+                yield Hypothesis(
+                    cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, norm.of_weight(weight))
+                )
+
+
+@with_form
+def statistic_overflows(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros."""
+    x, weight, eps = norm.parts
+    is_first = True
+    for dtype in (torch.float32, torch.float16):
+        name = name_of(dtype)
+        squares = x.to(dtype).square()
+        for what, mean in (
+            ("squares overflow", squares.mean(dim=-1, keepdim=True).to(torch.float64)),
+            ("sum of the squares overflows", squares.sum(dim=-1, keepdim=True).to(torch.float64) / x.shape[-1]),
+        ):
+            if not bool(mean.isfinite().all()):
+                output = (x * (mean + eps).rsqrt() * weight).flatten(1)
+                # Zeros come out whichever of them it is: the one that needs least is said.
+                yield Hypothesis(cause=f"the {what} {name}", output=output, is_vague=not is_first)
+                is_first = False
+
+
+@with_form
+def coarse_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The variance is computed in a 16-bit dtype."""
+    x, weight, eps = norm.parts
+    for dtype in HALF_DTYPES:
+        name = name_of(dtype)
+        squares = x.to(dtype).square()
+        if not bool(squares.isfinite().all()):
+            continue  # an overflow, which has a name of its own
+        for variance in (squares.mean(dim=-1, keepdim=True), x.square().mean(dim=-1, keepdim=True).to(dtype)):
+            for scale in ((variance + eps).rsqrt(), (variance.to(torch.float64) + eps).rsqrt()):
+                output = (x * scale.to(torch.float64) * weight).flatten(1)
+                yield Hypothesis(cause=f"the norm's variance is computed in {name}", output=output)
+        low = rounded(x, dtype)
+        normed = rounded(low * (low.square().mean(dim=-1, keepdim=True) + eps).rsqrt(), dtype)
+        yield Hypothesis(cause=f"the norm is computed in {name}", output=(normed * weight).flatten(1))
+
+
+@with_form
+def changed_weights(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Some of the weights are others: each is fitted to all rows."""
+    x, weight, eps = norm.parts
+    normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    energy = normed.square().sum(dim=(0, 1)).clamp(min=torch.finfo(torch.float64).tiny)
+    fitted = (norm.actual * normed).sum(dim=(0, 1)) / energy
+    change = (fitted - weight).abs() * energy.sqrt()
+    is_changed = change > _CHANGED * change.max()
+    if 2 * int(is_changed.sum()) > len(weight):
+        is_changed[:] = True
+    yield Hypothesis(
+        cause=_cause_of_weights(weight, fitted, is_changed),
+        output=(normed * torch.where(is_changed, fitted, weight)).flatten(1),
+        detail=_changes(weight, fitted, is_changed),
+        num_fitted=min(2 * int(is_changed.sum()), len(weight)),
+    )
+
+
+def _cause_of_weights(right: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
+    count = int(is_changed.sum())
+    if count == 1:
+        return f"one weight of the norm is another: [{int(is_changed.nonzero())}]"
+    if not bool(is_changed.all()):
+        return f"{count} weights of the norm are others"
+    allowance = _SAME_WEIGHT * float(right.abs().max())
+    for shift in range(1, len(right)):
+        if float((right.roll(shift) - fitted).abs().max()) < allowance:
+            return f"the weights of the norm are in another order: shifted by {min(shift, shift - len(right), key=abs)}"
+    if float((right.sort().values - fitted.sort().values).abs().max()) < allowance:
+        return "the weights of the norm are in another order"
+    return "the norm's weights are none of this checkpoint's: not loaded, or changed"
+
+
+def _changes(right: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
+    """List the first weights that are others: `[17] is 1.5 instead of 1`."""
+    places = is_changed.nonzero()[:, 0].tolist()[:4]
+    return ", ".join(f"[{at}] is {float(fitted[at]):.4g} instead of {float(right[at]):.4g}" for at in places)
+
+
+@with_form
+def own_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was."""
+    x, weight, eps = norm.parts
+    mean, implied = _statistics(norm)
+    if not bool((implied > 0).all()):
+        return
+    deviation = implied / (mean + eps) - 1
+    is_coarse = _is_rounding(deviation.flatten(), mean.flatten())
+    size = deviation.abs()
+    yield Hypothesis(
+        cause="the norm's variance is computed in a lower precision" if is_coarse else "the norm's statistic is wrong",
+        output=(x * implied.rsqrt() * weight).flatten(1),
+        detail=f"the statistic is off by {float(size.median()):.2g}, at most {float(size.max()):.2g}",
+        num_fitted=implied.numel(),
+        is_cause=is_coarse,
+    )
+
+
+def _is_rounding(deviation: torch.Tensor, mean: torch.Tensor) -> bool:
+    """Whether relative deviations are small, and differ from row to row without a rule, as roundings do."""
+    if len(deviation) < _MIN_STATISTICS or float(deviation.abs().max()) >= _COARSE:
+        return False
+    is_scattered = float(deviation.std()) > _SCATTER * float(deviation.square().mean().sqrt())
+    ranks = torch.stack([item.argsort().argsort().double() for item in (deviation, mean)])
+    return is_scattered and abs(float(torch.corrcoef(ranks)[0, 1])) < _RULE
+
+
+def _normed(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """[R, N*D]."""
+    normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return (normed if weight is None else normed * weight).flatten(1)
+
+
+def _statistics(norm: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of the squares, and what the rows were divided by, squared: [R, N, 1] each."""
+    x, weight, _ = norm.parts
+    scaled, actual = x * weight, norm.actual
+    gain = (actual * scaled).sum(-1, keepdim=True) / scaled.square().sum(-1, keepdim=True)
+    return x.square().mean(dim=-1, keepdim=True), gain.sign() * gain.square().reciprocal()
+
+
+def other_gate(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The gate is left out, is not activated, or is multiplied on the other side of the norm."""
+    module: Any = wrong.module
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, torch.Tensor) or eps is None or len(wrong.inputs) < 2:
+        return
+    x, product, *_ = (item.flatten(1) for item in wrong.inputs)
+    width = x.shape[1]
+    if weight.dim() != 1 or width % len(weight) or x.shape != wrong.expected.shape or product.shape[1] < width:
+        return
+    w = weight.detach().to("cpu", torch.float64).repeat(width // len(weight))
+
+    def normed(rows: torch.Tensor) -> torch.Tensor:
+        groups = rows.unflatten(1, (-1, getattr(module, "group_size", len(weight))))
+        result: torch.Tensor = w * (groups * (groups.square().mean(dim=-1, keepdim=True) + float(eps)).rsqrt()).flatten(
+            1
+        )
+        return result
+
+    for gate in (product[:, :width], product[:, -width:]):
+        before, after = normed(x * silu(gate)), normed(x) * silu(gate)
+        is_before = wrong.is_expected(before)
+        if is_before or wrong.is_expected(after):
+            yield Hypothesis(cause="the gate of the norm is left out", output=normed(x))
+            sides = ("after the norm instead of before", after) if is_before else ("before the norm, not after", before)
+            yield Hypothesis(cause=f"the gate is multiplied {sides[0]}", output=sides[1])
+            plain = normed(x * gate) if is_before else normed(x) * gate
+            yield Hypothesis(cause="the gate of the norm is not activated", output=plain)
+            return

@@ -1,1 +1,0 @@
-"""Ways to get an RMS norm or a layer norm wrong."""

@@ -1,0 +1,209 @@
+"""Tensors side by side in another order."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.formats.taps import Graph, Kind, Operation
+from harness.judge.explain.layer import wiring
+
+from ..toys import ToyModel, assert_outputs, by_cause, failure_of, random, recorded
+
+TAPS = [f"l.0.{name}" for name in ("one", "two", "three")]
+PARTS = [random(5, width, seed=width) for width in (4, 6, 2)]
+
+
+def failure(order, num_parts=3, meant=None):
+    operation = Operation(tap="l.0.join.input", kind=Kind.COPY, inputs=tuple(TAPS[:num_parts]), source="x")
+    graph = Graph((*(Operation(tap=tap, kind=Kind.NORM) for tap in TAPS), operation))
+    model = ToyModel(operation)
+    model.graph = graph
+    right = torch.cat(PARTS[:num_parts] if meant is None else meant, dim=1)
+    actual = torch.cat([PARTS[at] for at in order], dim=1)
+    return failure_of(operation, actual, right, *PARTS[:num_parts], model=model)
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_the_order_is_named(order):
+    names = ", ".join(TAPS[at].removeprefix("l.0.") for at in order)
+    hypotheses = by_cause(wiring.other_order, failure(order))
+    output = hypotheses[f"the parts are joined as [{names}] instead of [one, two, three]"].output
+    assert torch.equal(output, torch.cat([PARTS[at] for at in order], dim=1))
+    assert len(hypotheses) == 5
+
+
+def test_what_is_no_row_of_its_inputs_has_no_order():
+    assert by_cause(wiring.other_order, failure((1, 0), 2, meant=[PARTS[0] * 2, PARTS[1]])) == {}
+    assert by_cause(wiring.other_order, failure((0,), 1)) == {}
+
+
+TAP, STREAM, BRANCH = "model.layers.1.attn_residual", "model.layers.0.output", "model.layers.1.self_attn.o_proj"
+NORMED = "model.layers.1.input_layernorm"
+
+
+def test_sides(bench):
+    stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
+    wrong = {
+        "the residual is not added": branch,
+        "the branch is not added to the residual": stream,
+        "the branch is added twice": stream + 2 * branch,
+        "the residual is added twice": 2 * stream + branch,
+        "the branch is subtracted": stream - branch,
+        "the residual is taken after the norm, or the norm overwrites it in place": bench.tap(NORMED) + branch,
+        "model.layers.0.attn_residual is added in the place of output": bench.tap("model.layers.0.attn_residual")
+        + branch,
+        "the branch is in bfloat16": stream + branch.bfloat16().double(),
+        "the residual is in float16": stream.half().double() + branch,
+        "the addition is of values in bfloat16": stream.bfloat16().double() + branch.bfloat16().double(),
+    }
+    for cause, tensor in wrong.items():
+        explanation = bench.explain(TAP, tensor)
+        assert (explanation.cause, explanation.num_explained) == (cause, explanation.num_rows)
+
+
+def test_a_norm_in_place_that_stops_before_its_weight(bench):
+    normed = bench.tap(NORMED) / bench.weight(NORMED)
+    assert bench.explain(TAP, normed + bench.tap(BRANCH)).cause.endswith("in place, before its weight")
+
+
+def test_a_branch_with_a_factor(bench):
+    stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
+    explanation = bench.explain("model.layers.1.attn_residual", stream + 0.22 * branch)
+    assert (explanation.cause, explanation.num_fitted) == ("the branch is added with a factor of 0.22", 1)
+
+
+def test_a_stream_with_a_factor(bench):
+    stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
+    explanation = bench.explain(TAP, 0.7 * stream + branch)
+    assert (explanation.cause, explanation.num_fitted) == ("the residual is added with a factor of 0.7", 1)
+    explanation = bench.explain(TAP, 0.7 * stream + 1.2 * branch)
+    assert explanation.cause == "the residual is added with a factor of 0.7, and the branch with one of 1.2"
+    assert bench.explain(TAP, 0.7 * (stream + branch)).cause == "a constant gain of 0.7"
+
+
+def test_a_sum_that_is_cut_off(bench):
+    explanation = bench.explain(TAP, (bench.tap(STREAM) + bench.tap(BRANCH)).clamp(-0.5, 0.75))
+    assert (explanation.cause, explanation.num_fitted) == ("values outside of -0.5 to 0.75 are cut off", 2)
+
+
+# By hand: stream s and branch b, and what else a layer has.
+
+STREAM_BEFORE, NORM, BRANCH_TAP, SUM = (
+    "model.layers.0.output", "model.layers.1.input_layernorm", "model.layers.1.self_attn.o_proj",
+    "model.layers.1.attn_residual",
+)  # fmt: skip
+EARLIER, FAR, LATER = "model.layers.0.mlp.down_proj", "model.layers.2.mlp", "model.norm"
+S, B = random(4, 6, seed=1), random(4, 6, seed=2)
+
+
+def of(actual=None, *, inputs=(STREAM_BEFORE, BRANCH_TAP), taps=None, folder=None, dtype=torch.float32):
+    norm = nn.RMSNorm(6, eps=1e-6, dtype=torch.float64)
+    norm.weight.data = torch.linspace(0.5, 2, 6, dtype=torch.float64)
+    operation = Operation(tap=SUM, kind=Kind.ADD, inputs=inputs, source="model.layers.1.sum")
+    operations = (
+        Operation(tap=EARLIER, kind=Kind.LINEAR),
+        Operation(tap=STREAM_BEFORE, kind=Kind.ADD, source="model.layers.0"),
+        Operation(tap=NORM, kind=Kind.NORM, inputs=(STREAM_BEFORE,), source=NORM),
+        Operation(tap="model.layers.1.other_norm", kind=Kind.NORM, inputs=(BRANCH_TAP,), source=NORM),
+        Operation(tap="model.layers.1.first_norm", kind=Kind.NORM, inputs=(EARLIER,), source=NORM),
+        Operation(tap="model.layers.1.gate", kind=Kind.LINEAR, inputs=(STREAM_BEFORE,), source=NORM),
+        Operation(tap=BRANCH_TAP, kind=Kind.LINEAR, source=BRANCH_TAP),
+        operation,
+        Operation(tap=FAR, kind=Kind.OTHER),
+        Operation(tap=LATER, kind=Kind.NORM, inputs=(SUM,)),
+    )
+    sides = {STREAM_BEFORE: S, BRANCH_TAP: B}
+    recording = recorded(folder, [{"request": [0] * 4, "position": list(range(4)), "taps": taps or {"x": S}}])
+    return failure_of(
+        operation, S + B if actual is None else actual, S + B, *(sides[tap] for tap in inputs),
+        model=ToyModel(*operations, modules={NORM: norm}), recording=recording, dtype=dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("inputs", [(STREAM_BEFORE, BRANCH_TAP), (BRANCH_TAP, STREAM_BEFORE)])
+def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
+    failure = of(inputs=inputs, folder=tmp_path / "r")
+    coefficients = {
+        "the residual is not added": (0, 1),
+        "the branch is not added to the residual": (1, 0),
+        "the branch is added twice": (1, 2),
+        "the residual is added twice": (2, 1),
+        "the branch is subtracted": (1, -1),
+    }
+    named = {cause: item for cause, item in by_cause(wiring.other_addition, failure).items() if not item.num_fitted}
+    assert set(named) == set(coefficients)
+    for cause, (s, b) in coefficients.items():
+        torch.testing.assert_close(named[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
+
+
+@pytest.mark.parametrize(("stream", "branch"), [(1, 0.25), (0.6, 1), (0.5, -2)])
+def test_the_factors_of_both_sides_are_fitted(tmp_path, stream, branch):
+    failure = of(stream * S + branch * B, folder=tmp_path / "r")
+    alone, one, both = (item for item in wiring.other_addition(failure) if item.num_fitted)
+    assert (alone.num_fitted, one.num_fitted, both.num_fitted) == (1, 1, 2)
+    assert both.cause == f"the residual is added with a factor of {stream:g}, and the branch with one of {branch:g}"
+    torch.testing.assert_close(both.output, stream * S + branch * B)
+    if stream == 1:
+        assert alone.cause == f"the branch is added with a factor of {branch:g}"
+        torch.testing.assert_close(alone.output, S + branch * B)
+    if branch == 1:
+        assert one.cause == f"the residual is added with a factor of {stream:g}"
+        torch.testing.assert_close(one.output, stream * S + B)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_norm_in_the_streams_place(tmp_path, is_recorded):
+    """What was recorded of the norm goes before what it should be; before its weight, only that is known."""
+    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64)
+    before = torch.stack([row / (sum(x * x for x in row) / 6 + 1e-6).sqrt() for row in S])
+    kept = random(4, 6, seed=3)
+    failure = of(folder=tmp_path / "r", taps={NORM: kept} if is_recorded else {"x": S})
+    cause = "the residual is taken after the norm, or the norm overwrites it in place"
+    expected = {cause: B + (kept if is_recorded else before * weight), f"{cause}, before its weight": before + B}
+    assert_outputs(wiring.residual_after_the_norm, failure, expected)
+
+
+def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):
+    another, last, wide = random(4, 6, seed=4), random(4, 6, seed=5), random(4, 7)
+    taps = {EARLIER: another, NORM: wide, FAR: another, LATER: last, STREAM_BEFORE: S, BRANCH_TAP: B}
+    failure = of(folder=tmp_path / "r", taps=taps)
+    expected = {}
+    for name, tensor in ((EARLIER, another), (LATER, last)):
+        expected[f"{name} is added in the place of self_attn.o_proj"] = S + tensor
+        expected[f"{name} is added in the place of output"] = B + tensor
+    assert_outputs(wiring.another_tensor, failure, expected)
+    assert all(item.is_vague for item in wiring.another_tensor(failure))
+
+
+def test_a_tensor_of_the_same_layer_is_named_by_its_site(tmp_path):
+    another = random(4, 6, seed=4)
+    failure = of(folder=tmp_path / "r", taps={NORM: another})
+    expected = {f"input_layernorm is added in the place of {side}": kept + another
+                for side, kept in (("output", B), ("self_attn.o_proj", S))}  # fmt: skip
+    assert_outputs(wiring.another_tensor, failure, expected)
+
+
+def test_experts_of_a_sum_are_called_by_their_names():
+    routed, shared = "model.layers.0.mlp.experts", "model.layers.0.mlp.shared_expert"
+    operation = Operation(tap="model.layers.0.mlp", kind=Kind.ADD, inputs=(routed, shared))
+    model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), operation)
+    causes = by_cause(wiring.other_addition, failure_of(operation, S, S + B, S, B, model=model))
+    assert "the output of mlp.experts is not added" in causes
+    assert "the output of mlp.shared_expert is added twice" in causes
+    elsewhere = Operation(tap="model.layers.0.output", kind=Kind.ADD, inputs=(routed, shared))
+    model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), elsewhere)
+    assert "the residual is not added" in by_cause(
+        wiring.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model)
+    )
+
+
+def test_sides_in_16_bits(tmp_path):
+    expected = {}
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        s, b = S.to(dtype).double(), B.to(dtype).double()
+        expected |= {
+            f"the residual is in {name}": s + B,
+            f"the branch is in {name}": S + b,
+            f"the addition is of values in {name}": s + b,
+        }
+    assert_outputs(wiring.coarse_addition, of(folder=tmp_path / "r"), expected)
