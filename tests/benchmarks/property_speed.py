@@ -56,7 +56,7 @@ from tests.unit.properties.blocks.radix import RadixManager  # noqa: E402
 from tests.unit.properties.blocks.test_blocks import BUGS  # noqa: E402
 from tests.unit.properties.scheduler import mutants as scheduler_mutants  # noqa: E402
 from tests.unit.properties.scheduler.mutants import SCHEDULER_MUTANTS  # noqa: E402
-from tests.unit.properties.scheduler.test_scheduler import SCHEDULER_BUGS  # noqa: E402
+from tests.unit.properties.scheduler.test_scheduler import BUGS as SCHEDULER_BUGS  # noqa: E402
 from tests.unit.properties.scheduler.two_phase import TwoPhaseScheduler  # noqa: E402
 
 MOST_EXAMPLES = 2_000

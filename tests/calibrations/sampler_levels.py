@@ -64,14 +64,14 @@ def sound_draws(name: str, at: int, seed: int, *, num: int, noise: float) -> Sam
         p = Chain().probabilities(server, settings, past)
         token_id = draw.choices(range(VOCAB), p.tolist())[0]
         request = step // TOKENS * len(NAMES) + at
-        draw = Draw(request=request, step=step % TOKENS, settings=settings, past=past, token_ids=(token_id,))
-        evidence.add(draw, logits, control)
+        answered = Draw(request=request, step=step % TOKENS, settings=settings, past=past, token_ids=(token_id,))
+        evidence.add(answered, logits, control)
     return evidence
 
 
 def is_alarmed(evidence: dict[str, SamplerEvidence], level: float) -> bool:
     """Whether any test of the draws alarms where so many false alarms are allowed."""
-    levels, totals = replace(Levels.of(evidence), false_alarm=level), all_totals(evidence)
+    levels, totals = replace(Levels.of(evidence), false_alarm=level), total_log_ratios(evidence)
     results = {name: judge_setting(name, item, levels, totals) for name, item in evidence.items()}
     follows = {name: item.follows for name, item in results.items()}
     return (

@@ -152,7 +152,7 @@ class SamplerEvidence:
         ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=LEAST)).log()
         self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
         share, all_AV = shares.random(), torch.cat([p[None], q_AV])
-        is_larger, is_oftener = _tokens_before(logits, draw.past, token_id)
+        is_larger, is_more_frequent = _tokens_before(logits, draw.past, token_id)
         by_rank, by_past = (
             (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist()
             for before in (is_larger, is_more_frequent)
