@@ -149,7 +149,7 @@ def campaign(truth, names, plan, options, scratch):
             if kind == "without" or truth in names:
                 kept = [at for at, name in enumerate(names) if kind == "with" or name != truth]
                 own_views = [sliced(views[at], rows) for at in kept]
-                judged = audit._Judged(hypotheses=[hypotheses[at] for at in kept], views=own_views, given=table)
+                judged = audit._Judged(hypotheses=[hypotheses[at] for at in kept], views=own_views, logprobs=table)
                 results = list(judged.results())
                 result = audit.AuditResult(
                     url="", server="", served_model="", model="", dtype="", num_tokens=0, num_requests=0, num_logprobs=0,

@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from harness.extensions.server.address import Address
-from harness.extensions.server.chat import written
+from harness.extensions.server.chat import text as written
 from harness.extensions.server.chat.run import check_tokens
 from harness.extensions.server.client import Client
 from harness.extensions.server.sampler.run import check_sampler
@@ -110,7 +110,7 @@ def text(seed):
 
         async def run():
             async with Client(address) as client:
-                writing = written.Writing(client, "chat", Checkpoint(Path(name)).tokenizer.hf)
+                writing = written.TextCheck(client, "chat", Checkpoint(Path(name)).tokenizer.hf)
                 await writing.run()
             return writing
 

@@ -1,6 +1,6 @@
 """Measure how far the log probabilities of sound engines, and of wrong ones, are off, in units of HF's own noise.
 
-The bounds of `harness.extensions.server.check.judge` were chosen from this table.
+The bounds of `harness.extensions.server.logprobs` were chosen from this table.
 Engines run in this process, without HTTP.
 
     python -m tests.calibrations.endpoint_floors [--stories ../shared/models/stories260k] [--out FILE]

@@ -20,7 +20,6 @@ from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
 from harness.extensions.server.sampler.judge import (
     FALSE_ALARM,
     Levels,
-    all_totals,
     judge_independence,
     judge_pooled,
     judge_setting,

@@ -15,7 +15,7 @@ from harness.base.files import parse_json
 from harness.errors import HarnessError
 from harness.extensions.server.check.judge import JudgedCompletion, Promised, judge
 from harness.extensions.server.check.requests import Sent, walk_of
-from harness.extensions.server.completion import Completion, joined, read_answer
+from harness.extensions.server.completion import Completion, join_events, read_answer
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.truth import TruthRow
 from harness.formats.checkpoint import Checkpoint
@@ -141,7 +141,7 @@ class _Judge:
         def events() -> Any:
             document = parse_json(content.decode("utf-8", errors="replace"))
             given = document.get("events") if isinstance(document, dict) else None
-            return joined(given if isinstance(given, list) else [document])
+            return join_events(given if isinstance(given, list) else [document])
 
         return self._ending(events, random)
 

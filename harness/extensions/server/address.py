@@ -44,7 +44,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is on this machine: no proxy stands between then."""
+        """Whether the server is on this machine: no proxy is used then."""
         host = str(urlsplit(self.url).hostname)
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -53,7 +53,7 @@ class Address:
 
 
 def api_key() -> str | None:
-    """Return the key of the environment; None if there is none."""
+    """Return the key in the environment; None if it has none."""
     return os.environ.get(API_KEY) or None
 
 

@@ -1,4 +1,4 @@
-"""Requests over HTTP, with patience: whatever a server does instead of answering is an error with a code of its own."""
+"""Requests over HTTP, with retries. Every way in which a server fails to answer is an error with its own code."""
 
 import asyncio
 import time
@@ -18,16 +18,16 @@ T = TypeVar("T")
 _MAX_WORDS = 240
 """Characters of what a server says that are shown."""
 _MAX_BYTES, _MAX_EVENTS = 64 << 20, 1 << 17
-"""Longest answer that is read, streamed or whole; and most events of a stream, of which a token has one."""
+"""Most bytes of an answer, streamed or whole, and most events of a stream, of which a token has one."""
 _ANSWER_TIMEOUTS = 10
-"""Longest time from a request to the end of its answer, in units of the longest silence: a server may talk for ever."""
+"""Most time from a request to the end of its answer, in read timeouts: a server may stream for ever."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 20.0
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 """Statuses that another try may change."""
 
 
 class _RetryError(Exception):
-    """A failure that another try may mend; `wait_s` is what the server asks to be waited, if it asks."""
+    """A failure that another try may mend. The server may ask the client to wait for `wait_s`."""
 
     def __init__(self, error: HarnessError, wait_s: float | None = None) -> None:
         super().__init__(str(error))
@@ -44,7 +44,7 @@ class Client:
         self.num_retries = 0
         """Requests that were sent another time."""
         self.waited_s = 0.0
-        """Seconds that tries were put off."""
+        """Seconds between tries."""
 
     async def __aenter__(self) -> Self:
         headers = {"accept": "application/json", "accept-encoding": "identity"} | (
@@ -66,7 +66,7 @@ class Client:
 
     async def get(self, path: str) -> Any:
         """Return a page's JSON; raises HarnessError as `post`."""
-        return await self._patiently(lambda: self._once("GET", path, None))
+        return await self._with_retries(lambda: self._once("GET", path, None))
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Return the JSON that answers a body.
@@ -75,7 +75,7 @@ class Client:
             HarnessError: ENDPOINT_UNREACHABLE, ENDPOINT_REFUSED, ENDPOINT_UNREADABLE, ENDPOINT_TIMED_OUT or
                 ENDPOINT_HUNG_UP.
         """
-        return await self._patiently(lambda: self._once("POST", path, body))
+        return await self._with_retries(lambda: self._once("POST", path, body))
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """Return the events of a stream, which must end with `[DONE]`; raises HarnessError as `post`."""
@@ -83,10 +83,10 @@ class Client:
 
     async def timed_stream(self, path: str, body: Mapping[str, Any]) -> list[tuple[float, Any]]:
         """Return the events of a stream, each with the second of `time.perf_counter` at which it came."""
-        return await self._patiently(lambda: self._stream_once(path, body))
+        return await self._with_retries(lambda: self._stream_once(path, body))
 
-    async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Send a request, and again after what may pass."""
+    async def _with_retries(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Send a request, and send it again after a failure that may pass."""
         async with self._free:
             for attempt in range(self.address.retries + 1):
                 try:
@@ -209,7 +209,7 @@ def _answers_with(status: int) -> str:
     return f"the server answers with status {status}"
 
 
-def refused_with(error: HarnessError, statuses: Collection[int]) -> bool:
+def has_status(error: HarnessError, statuses: Collection[int]) -> bool:
     """Whether an error is that a server answered with one of some statuses."""
     return error.what in map(_answers_with, statuses)
 

@@ -84,21 +84,29 @@ class Completion:
     """Tokens of the prompt by the server's own count (`usage`)."""
     num_new_tokens: int | None = None
     """New tokens by the server's own count."""
-    text: str | None = None
-    seconds: float = 0.0
-    """From the request to the end of the answer."""
 
     def logprobs_at(self, step: int) -> Mapping[int, float | None] | None:
         """Return the log probabilities of one new token; None if there are none."""
         return self.logprobs[step] if self.logprobs is not None and step < len(self.logprobs) else None
 
 
+def wrong_length(num: int, num_asked: int, reason: str | None) -> str | None:
+    """Return what is wrong with an answer of so many tokens that ends for a reason; None: nothing."""
+    if num > num_asked:
+        return f"{num} tokens where {num_asked} were asked for"
+    if reason not in ("length", "stop"):
+        return f"the answer ends after {num} of {num_asked} tokens with finish_reason {reason!r}"
+    if reason == "length" and num < num_asked:
+        return f"{num} tokens where {num_asked} were asked for, and finish_reason is 'length'"
+    return None
+
+
 def read_answer(
-    body: Any, prompt: Sequence[int], names: TokenNames, *, where: str, is_echoed: bool = False, seconds: float = 0.0
+    body: Any, prompt: Sequence[int], names: TokenNames, *, where: str, is_echoed: bool = False
 ) -> Completion:
     """Return the only choice of a completion.
 
-    `is_echoed` says whether the prompt was asked for as well, `seconds` how long the answer took; errors name `where`.
+    `is_echoed` says whether the prompt was asked for as well; errors name `where`.
 
     Raises:
         HarnessError: ENDPOINT_UNREADABLE: it is no completion; ENDPOINT_CANNOT: its tokens cannot be told;
@@ -139,8 +147,6 @@ def read_answer(
         num_unechoed=num_unechoed,
         num_prompt_tokens=usage_count(body, "prompt_tokens"),
         num_new_tokens=num_counted,
-        text=text if isinstance(text, str) else None,
-        seconds=seconds,
     )
 
 
@@ -164,7 +170,7 @@ def unreadable(what: str, *, where: str, actual: object) -> HarnessError:
     return HarnessError(Code.ENDPOINT_UNREADABLE, what, where=where, actual=repr(actual)[:200])
 
 
-def joined(events: Sequence[Any]) -> dict[str, Any]:
+def join_events(events: Sequence[Any]) -> dict[str, Any]:
     """Join the events of a streamed completion to the body of the whole answer."""
     choice: dict[str, Any] = {"text": "", "finish_reason": None}
     body: dict[str, Any] = {"choices": [choice]}

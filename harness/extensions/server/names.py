@@ -1,4 +1,4 @@
-"""Tokens by their text: what servers that name no ids make necessary, with a check that nothing is lost on the way."""
+"""Tokens by their text, for servers that name no ids: a text counts only if it becomes the same tokens again."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,7 +12,7 @@ _MOST_DIGITS = 20
 
 
 class TokenNames:
-    """The tokenizer of the model's checkpoint, as far as a server is understood by it."""
+    """The tokens of the model's checkpoint by the names that servers give them."""
 
     def __init__(self, checkpoint: Checkpoint, *, vocab_size: int) -> None:
         self._checkpoint, self._vocab_size = checkpoint, vocab_size
@@ -98,7 +98,7 @@ class TokenNames:
         return self._checkpoint.tokenizer.encode(text)
 
     def continuation(self, prompt: Sequence[int], text: str, num_tokens: int | None) -> tuple[int, ...] | None:
-        """Return the tokens of a continuation's text, if they can be told: so many, after the prompt's."""
+        """Return the tokens of a continuation's text if the prompt and `num_tokens` agree with them."""
         before = self.text_of(prompt) if self.is_there else None
         if before is None:
             return None

@@ -6,8 +6,7 @@ from typing import Any
 
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
-from harness.extensions.server.check.result import Capability
-from harness.extensions.server.client import Client, refused_with
+from harness.extensions.server.client import Client, has_status
 from harness.extensions.server.completion import (
     COMPLETIONS,
     Completion,
@@ -18,6 +17,7 @@ from harness.extensions.server.completion import (
     usage_count,
 )
 from harness.extensions.server.names import TokenNames
+from harness.extensions.server.result import Capability
 from harness.plan import Plan
 from harness.results.check import Finding
 
@@ -92,7 +92,7 @@ class Probed:
         }
 
 
-def words(error: HarnessError) -> str:
+def error_text(error: HarnessError) -> str:
     """Return what a server says in place of an answer."""
     return error.what if error.actual is None else f"{error.what}: {error.actual}"
 
@@ -101,12 +101,12 @@ def refusal(error: HarnessError) -> str:
     """Return what a server says in place of an answer; raise the error again if it is one of `FATAL`."""
     if error.code in FATAL:
         raise error
-    return words(error)
+    return error_text(error)
 
 
 def failure(number: int, error: HarnessError) -> Finding:
     """Return the finding for a request without an answer."""
-    return Finding(code=error.code, message=words(error), request=number)
+    return Finding(code=error.code, message=error_text(error), request=number)
 
 
 async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fallback_model: str) -> Probed:
@@ -178,7 +178,7 @@ class _Prober:
         try:
             count = await self._num_prompt_tokens()
         except HarnessError as error:
-            if refused_with(error, _CLOSED):
+            if has_status(error, _CLOSED):
                 raise
             self.probed.note(name, False, refusal(error))
         else:
@@ -267,7 +267,7 @@ class _Prober:
             events = await self.client.stream(COMPLETIONS, body)
         except HarnessError as error:
             is_unfinished = error.code is Code.ENDPOINT_HUNG_UP  # transformers serve ends without [DONE]
-            self.probed.note("streaming", False, words(error) if is_unfinished else refusal(error))
+            self.probed.note("streaming", False, error_text(error) if is_unfinished else refusal(error))
         else:
             self.probed.note("streaming", True, f"{len(events)} events for {_TOKENS} tokens")
 
@@ -277,7 +277,7 @@ class _Prober:
         if text is None:
             return
         try:
-            tokens = await tokenized(self.client, text)
+            tokens = await tokenize(self.client, text)
         except HarnessError as error:
             self.probed.note("/tokenize", False, refusal(error))
             return
@@ -285,7 +285,7 @@ class _Prober:
         self.probed.note("/tokenize", True, "" if is_same else f"other tokens than the checkpoint's: {tokens[:8]}")
 
 
-async def tokenized(client: Client, text: str) -> list[Any]:
+async def tokenize(client: Client, text: str) -> list[Any]:
     """Return what the server's tokenizer makes of a text; raises HarnessError as `Client.post`."""
     page = await client.post("/tokenize", {"prompt": text, "content": text})
     tokens = page.get("tokens") if isinstance(page, dict) else None

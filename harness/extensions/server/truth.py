@@ -29,12 +29,12 @@ _BLOCK_ROWS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """One request as the server went through it, and what is asked of the truth along the way."""
+    """The tokens of one request and its answer, and the log probabilities to compute along them."""
 
     token_ids: tuple[int, ...]
     """Prompt and continuation."""
     wanted: Mapping[int, frozenset[int]]
-    """Token ids by the position whose logits give their probability: the one before theirs."""
+    """Token ids by the position whose logits give their probability: the position before theirs."""
     num_top: int = 1
     """Likeliest tokens to keep of each row."""
 
@@ -233,7 +233,7 @@ def eos_ids(folder: Path, config: object) -> frozenset[int]:
 
 
 def plain_ids(hf: HFModel, eos: Set[int]) -> list[int]:
-    """Return the tokens that prompts are made of: no special ones, which servers may treat in a way of their own."""
+    """Return the tokens to make prompts of: no special ones, which servers may treat differently."""
     special, size = set(eos), hf.vocab_size
     if hf.checkpoint.has_tokenizer:
         tokenizer = hf.checkpoint.tokenizer.hf
@@ -307,10 +307,10 @@ class BackgroundTruth:
         return limit_threads(int(getattr(self._hf.config, "hidden_size", 0)))
 
     def _check(self) -> None:
-        """End the forward at its next operation when its result is not wanted any more."""
+        """End the forward at its next operation if nobody needs its result any more."""
         if self._is_cancelled.is_set():
             raise _CancelledError
 
 
 class _CancelledError(BaseException):
-    """Ends a forward; no handler of the model's code is to catch it."""
+    """Ends a forward. The model's code does not catch it: it is no Exception."""

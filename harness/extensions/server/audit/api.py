@@ -13,7 +13,7 @@ from harness.results.check import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AuditReport(AuditResult):
-    """What the answers of a server say. It is true if the claim is the first hypothesis."""
+    """The result of an audit. It is true if the server serves the first hypothesis."""
 
     def __bool__(self) -> bool:
         return self.outcome is Outcome.PASS
@@ -40,7 +40,7 @@ def audit(
 
     Args:
         endpoint: address of the server.
-        hypotheses: names as `harness audit` has them, the first as the server says: `bf16`, `fp8`, `q4`, a folder,
+        hypotheses: names as for `harness server audit`, the claimed one first: `bf16`, `fp8`, `q4`, a folder,
             `bf16+temperature=0.7`, ...
         model: checkpoint that dtypes and types are of; None: the embedded default.
         dtype: of the server.

@@ -23,7 +23,7 @@ def audit(
         str,
         typer.Option(
             metavar="NAMES",
-            help="What may be served, the first as the server says; comma list: dtypes, fp8, q4, types of `harness "
+            help="What the server may serve, its claim first; comma list: dtypes, fp8, q4, types of `harness "
             "quant`, folders, each with +lora=FOLDER, +kv=fp8, +template=FILE, "
             "+temperature=0.7, ...",
         ),
@@ -39,8 +39,8 @@ def audit(
 ) -> int:
     """Find out what a server serves, from its answers alone.
 
-    Named hypotheses are held against its tokens and its log probabilities. What remains is said; a claim is made only
-    where one hypothesis remains. --dtype is the server's.
+    The server's tokens and log probabilities exclude named hypotheses. Lists the hypotheses left; claims one only if it
+    is the last. --dtype is the server's.
     """
     address = server.address()
     with progress_bar() as report:

@@ -89,11 +89,11 @@ class View:
     def _add_values(
         self, at: int, logprobs: RowLogprobs, reading: Definition, exact: torch.Tensor, rounded: torch.Tensor
     ) -> None:
-        values, ids = self.readings.setdefault(reading.value, Values()), named(logprobs)
+        values, ids = self.readings.setdefault(reading.value, Values()), comparable_tokens(logprobs)
         values.exact[at], values.rounded[at] = exact[ids].tolist(), rounded[ids].tolist()
 
 
-def named(logprobs: RowLogprobs) -> list[int]:
+def comparable_tokens(logprobs: RowLogprobs) -> list[int]:
     """Return the tokens with a log probability that can be compared."""
     return [token_id for token_id, value in sorted(logprobs.items()) if is_number(value)]
 
@@ -111,7 +111,7 @@ def excluded_after(views: Sequence[View], alpha: float) -> list[int | None]:
     log_p_HN = torch.stack([view.log_p for view in views]).cumsum(dim=-1)
     exclusions: list[int | None] = []
     for at, view in enumerate(views):
-        rivals = [rival for rival in range(len(views)) if rival != at and is_told(views[rival], view)]
+        rivals = [rival for rival in range(len(views)) if rival != at and is_distinguishable(views[rival], view)]
         most_N = view.most.cumsum(dim=-1)
         parts = [_mean_of_ratios(view.tempered.cumsum(dim=-1) - most_N)]
         if rivals:
@@ -126,7 +126,7 @@ def _mean_of_ratios(logs: torch.Tensor) -> torch.Tensor:
     return logs.logsumexp(dim=0) - math.log(len(logs))
 
 
-def is_told(served: View, rival: View) -> bool:
+def is_distinguishable(served: View, rival: View) -> bool:
     """Whether two hypotheses differ by more than rounding does, as the first one's draws see it."""
     mean, _ = _moments(served, rival)
     noise = max(float(view.noise.mean()) for view in (served, rival))
@@ -135,7 +135,7 @@ def is_told(served: View, rival: View) -> bool:
 
 def num_draws_needed(served: View, rival: View, alpha: float, num_hypotheses: int) -> float | None:
     """Return how many draws of one hypothesis exclude another one in 99 of 100 audits; None: no number does."""
-    if not is_told(served, rival):
+    if not is_distinguishable(served, rival):
         return None
     mean, variance = _moments(served, rival)
     threshold = math.log(2 * max(1, num_hypotheses - 1) / alpha)

@@ -198,7 +198,7 @@ def renderer_of(checkpoint: Checkpoint, template: Path | None) -> Renderer:
     return Renderer(tokenizer)
 
 
-def rendered(draws: Draws, renderer: Renderer, names: TokenNames) -> Draws:
+def render_draws(draws: Draws, renderer: Renderer, names: TokenNames) -> Draws:
     """Return the same draws in the same order, each after the tokens that its chat is rendered to.
 
     Raises:

@@ -1,9 +1,9 @@
-"""An audit for people: what remains of the hypotheses, one row each, and what a claim is worth."""
+"""An audit for people: the claim, a table of hypotheses, and the rate of wrong claims."""
 
 from collections.abc import Iterator
 
 from harness.extensions.server.audit.result import AuditResult, HypothesisResult
-from harness.extensions.server.check.report import server_headline
+from harness.extensions.server.report import server_headline
 from harness.report.check.sentences import printable
 from harness.report.check.table import count
 from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
@@ -29,7 +29,7 @@ def _claim(result: AuditResult) -> str:
     if len(remaining) == 1:
         words = "every other hypothesis is excluded, but its log probabilities are off by more than rounding"
         return f"no claim: nearest is {remaining[0].name}; {words}"
-    return f"no claim: {', '.join(result.remaining)} cannot be told with so many tokens"
+    return f"no claim: {', '.join(result.remaining)} cannot be told apart with so many tokens"
 
 
 def _table(result: AuditResult) -> list[str]:

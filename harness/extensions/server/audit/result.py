@@ -11,7 +11,7 @@ from harness.results.check import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HypothesisResult:
-    """One hypothesis before a server's answers."""
+    """What a server's answers say of one hypothesis."""
 
     IN_DOCUMENT: ClassVar = ("is_excluded", "fits")
     name: str
@@ -38,7 +38,7 @@ class HypothesisResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult(ServerResult):
-    """What the answers of a server say of some hypotheses. The first is the one that is said to be served."""
+    """What a server's answers say of some hypotheses. The first is the one that the server claims."""
 
     IN_DOCUMENT: ClassVar = ("outcome", "claim", "remaining")
     num_tokens: int
@@ -58,7 +58,7 @@ class AuditResult(ServerResult):
 
     @property
     def claim(self) -> str | None:
-        """What is served, of the hypotheses: the only one that remains, if it fits."""
+        """The hypothesis that the server serves: the only one that remains, if it fits."""
         remaining = [hypothesis for hypothesis in self.hypotheses if not hypothesis.is_excluded]
         return remaining[0].name if len(remaining) == 1 and remaining[0].fits else None
 

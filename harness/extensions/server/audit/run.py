@@ -17,10 +17,10 @@ from harness.extensions.server.audit.evidence import (
     RowLogprobs,
     ServerLogprobs,
     View,
+    comparable_tokens,
     excluded_after,
     fit_of,
     is_excluded,
-    named,
     num_draws_needed,
     num_requests_needed,
     readings_of,
@@ -30,14 +30,14 @@ from harness.extensions.server.audit.hypotheses import (
     load_hypothesis,
     parse_hypotheses,
     parse_settings,
-    rendered,
+    render_draws,
     renderer_of,
 )
 from harness.extensions.server.audit.result import AuditResult, HypothesisResult
 from harness.extensions.server.completion import Completion
-from harness.extensions.server.sampler.draws import Draws, drawn, read_draws
+from harness.extensions.server.sampler.draws import Draws, draws_of, read_draws
 from harness.extensions.server.sampler.evidence import Draw
-from harness.extensions.server.sampler.requests import TOKENS, AskedSampler, DrawRequest, SamplerSetting, ask_draws
+from harness.extensions.server.sampler.requests import TOKENS, DrawRequest, SamplerAnswers, SamplerSetting, ask_draws
 from harness.oracle.sampling import SamplingSettings
 from harness.plan import Plan
 
@@ -59,7 +59,7 @@ def run_audit(
     """Find out which of some hypotheses a server serves.
 
     The plan says checkpoint, dtype of the server, and precision of the truth; its prompts are not used. The first of
-    the `names` is the hypothesis that is said to be served; `ask` has parameters of the sampler, as NAME=VALUE; at
+    the `names` is the hypothesis that the server claims; `ask` has parameters of the sampler, as NAME=VALUE; at
     least `num_tokens` are asked for.
 
     Raises:
@@ -75,14 +75,14 @@ def run_audit(
     draws, failed = _draws(answers)
     logprobs = [_logprobs(answers, request, draw) for request, draw in draws.values()]
     every = max(1, ceil(2 * len(draws) * vocab_size * len(hypotheses) / _MOST_KEPT))
-    seen = {key: rendered(draws, renderer, answers.names) for key, renderer in renderers.items()} or {None: draws}
+    seen = {key: render_draws(draws, renderer, answers.names) for key, renderer in renderers.items()} or {None: draws}
     views = _views(plan, hypotheses, seen, logprobs, vocab_size=vocab_size, every=every, progress=report)
     judged = _Judged(hypotheses=hypotheses, views=views, logprobs=_table(draws, logprobs))
     return AuditResult(
         **answers.probed.about(address, plan),
         num_tokens=len(draws),
         num_requests=len({number for number, _ in draws}),
-        num_logprobs=sum(map(len, map(named, logprobs))),
+        num_logprobs=sum(map(len, map(comparable_tokens, logprobs))),
         false_claim=FALSE_CLAIM,
         hypotheses=tuple(judged.results()),
         notes=(f"{failed} requests failed",) if failed else (),
@@ -91,7 +91,7 @@ def run_audit(
     )
 
 
-def _draws(asked: AskedSampler) -> tuple[Draws, int]:
+def _draws(asked: SamplerAnswers) -> tuple[Draws, int]:
     """Return the draws, and the number of requests that failed.
 
     Raises:
@@ -101,13 +101,13 @@ def _draws(asked: AskedSampler) -> tuple[Draws, int]:
     untold = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
     if untold or len(errors) == len(asked.answers):
         raise (untold or errors)[0]
-    draws = drawn(asked)
+    draws = draws_of(asked)
     if not draws:
         raise HarnessError(Code.ENDPOINT_CANNOT, "no answer has a token", where="--endpoint")
     return draws, len(errors)
 
 
-def _logprobs(asked: AskedSampler, request: DrawRequest, draw: Draw) -> RowLogprobs:
+def _logprobs(asked: SamplerAnswers, request: DrawRequest, draw: Draw) -> RowLogprobs:
     answer = asked.answers[request.number]
     assert isinstance(answer, Completion)
     return dict(answer.logprobs_at(draw.step) or {})
@@ -119,7 +119,7 @@ def _table(draws: Draws, logprobs: Sequence[RowLogprobs]) -> ServerLogprobs | No
     entries = [
         (row_logprobs[token_id], row, numbers[number])
         for row, ((number, _), row_logprobs) in enumerate(zip(draws, logprobs, strict=True))
-        for token_id in named(row_logprobs)
+        for token_id in comparable_tokens(row_logprobs)
     ]
     if not entries:
         return None
@@ -199,7 +199,7 @@ class _Judged:
             )
 
     def _needed(self, served: int, rival: int, readings: Sequence[HypothesisValues], alpha: float) -> int | None:
-        """Return how many tokens exclude one hypothesis if another one is served, by what tells it sooner."""
+        """Return how many tokens exclude one hypothesis if another one is served, by the evidence that needs fewer."""
         numbers = [num_draws_needed(self.views[served], self.views[rival], alpha, len(self.views))]
         if self.logprobs is not None:
             firsts = {reading.at: reading for reading in reversed(readings)}  # of each hypothesis the raw ones

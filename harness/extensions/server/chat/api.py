@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FunctionReport(FunctionResult):
-    """How a function differs. It is true if it does not, and says it as text."""
+    """How a function differs, as a result with text. It is true if nothing differs."""
 
     def __bool__(self) -> bool:
         return self.outcome is Outcome.PASS
@@ -43,7 +43,7 @@ def structured_output(
     progress: Progress | None = None,
     local_files_only: bool = True,
 ) -> FunctionReport:
-    """Hold the masks of structured output to a reference automaton, llguidance's, along random walks.
+    """Compare the masks of structured output with a reference automaton, llguidance's, along random walks.
 
     Args:
         mask: takes a JSON schema and the tokens of the answer so far, and returns the ids of the tokens that may come
@@ -83,7 +83,7 @@ def tool_calls(
     progress: Progress | None = None,
     local_files_only: bool = True,
 ) -> FunctionReport:
-    """Hold a parser of tool calls to what HF's chat template writes.
+    """Check that a parser of tool calls reads what HF's chat template writes.
 
     Args:
         parse: takes the text of the model and the tools, and returns a message in OpenAI's form, or a list of calls.

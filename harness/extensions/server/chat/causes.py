@@ -1,4 +1,4 @@
-"""Names of differences: what must be done to HF's rendering so that it becomes what was seen.
+"""Names of differences: the mistake that turns HF's rendering into what the server saw.
 
 A mistake that changes every conversation in a known way is named only if no conversation speaks against it.
 """
@@ -22,10 +22,14 @@ _CONTEXT = 30
 """Characters beside a difference that are shown."""
 
 Change = Callable[[Conversation], Conversation]
+Render = Callable[[Conversation, Rendered, Renderer], Rendered | None]
+"""Takes a conversation and HF's rendering, and returns what a mistake makes of it; None: the mistake is impossible."""
+Shows = Callable[[Seen, Rendered, Renderer], bool]
+"""Whether a mistake shows in what a server saw of a conversation, and HF's rendering."""
 
 
 def is_same(seen: Seen, rendered: Rendered) -> bool:
-    """Whether what was seen is a rendering, as far as it is known."""
+    """Whether the server saw a rendering, as far as its answer shows."""
     if seen.token_ids is not None:
         return seen.token_ids == rendered.token_ids
     if seen.text is not None:
@@ -38,11 +42,11 @@ class Cause:
     """A mistake: what it makes of any conversation, or how it shows in what was seen of one."""
 
     name: str
-    render: Callable[[Conversation, Rendered, Renderer], Rendered | None] | None = None
-    shows: Callable[[Seen, Rendered, Renderer], bool] | None = None
+    render: Render | None = None
+    shows: Shows | None = None
 
     def explains(self, conversation: Conversation, seen: Seen, expected: Rendered, renderer: Renderer) -> bool | None:
-        """Return whether a conversation is seen as it is under this mistake; None: that cannot be told."""
+        """Return whether this mistake makes of a conversation what the server saw; None: it is not known."""
         if self.shows is not None:
             return self.shows(seen, expected, renderer)
         assert self.render is not None
@@ -51,11 +55,11 @@ class Cause:
 
     @property
     def is_general(self) -> bool:
-        """Whether the mistake says what every conversation becomes, so that one that is sound speaks against it."""
+        """Whether the mistake changes every conversation in a known way, so that a sound conversation refutes it."""
         return self.render is not None
 
 
-def _changed(change: Change) -> Callable[[Conversation, Rendered, Renderer], Rendered | None]:
+def _changed(change: Change) -> Render:
     def render(conversation: Conversation, expected: Rendered, renderer: Renderer) -> Rendered | None:
         try:
             changed = change(conversation)
@@ -90,7 +94,7 @@ def _texts(seen: Seen, expected: Rendered, renderer: Renderer) -> tuple[str, str
     return None if seen.text is None else (expected.text, seen.text)
 
 
-def _by_text(is_so: Callable[[str, str], bool]) -> Callable[[Seen, Rendered, Renderer], bool]:
+def _by_text(is_so: Callable[[str, str], bool]) -> Shows:
     def shows(seen: Seen, expected: Rendered, renderer: Renderer) -> bool:
         texts = _texts(seen, expected, renderer)
         return texts is not None and texts[0] != texts[1] and is_so(*texts)
@@ -102,9 +106,7 @@ def _ends(whole: Sequence[object], part: Sequence[object]) -> bool:
     return whole[max(0, len(whole) - len(part)) :] == part
 
 
-def _by_parts(
-    is_so: Callable[[Sequence[object], Sequence[object]], bool],
-) -> Callable[[Seen, Rendered, Renderer], bool]:
+def _by_parts(is_so: Callable[[Sequence[object], Sequence[object]], bool]) -> Shows:
     """Return what compares all tokens, or texts where no tokens are known; neither is empty."""
 
     def shows(seen: Seen, expected: Rendered, renderer: Renderer) -> bool:
@@ -115,7 +117,7 @@ def _by_parts(
     return shows
 
 
-def _by_tokens(is_so: Callable[[int, bool], bool]) -> Callable[[Seen, Rendered, Renderer], bool]:
+def _by_tokens(is_so: Callable[[int, bool], bool]) -> Shows:
     """Return what sees the same text in other tokens: by how many more are special, and whether any is a byte."""
 
     def shows(seen: Seen, expected: Rendered, renderer: Renderer) -> bool:
@@ -132,17 +134,13 @@ def _by_tokens(is_so: Callable[[int, bool], bool]) -> Callable[[Seen, Rendered, 
 
 
 def _contents(change: Callable[[str], str], *roles: str) -> Change:
-    """Return what changes the contents of messages, of some roles if any are given."""
+    """Return what changes the contents of messages, of some roles if any are named."""
 
-    def changed(conversation: Conversation) -> Conversation:
-        return conversation.changed(
-            *(
-                {**message, "content": change(message["content"])} if not roles or message["role"] in roles else message
-                for message in conversation.messages
-            )
-        )
+    def with_changed_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        is_changed = not roles or message["role"] in roles
+        return {**message, "content": change(message["content"])} if is_changed else message
 
-    return changed
+    return _fields(with_changed_content)
 
 
 def _fields(change: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> Change:

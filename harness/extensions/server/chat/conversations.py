@@ -20,6 +20,26 @@ from hypothesis import strategies as st  # noqa: E402
 from hypothesis.strategies import DrawFn, SearchStrategy  # noqa: E402
 
 _MOST_TURNS = 3
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Return the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+WORST = (
+    "", " ", "\n", " x", "x ", "x\n\n", "\tx", "a\r\nb", "e\u0301", "\ufb01", "\u212b", "\u200d", "\ufeffx", "\u202ex",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u0130", "\ud55c\uae00", "\x00", "x  y", "{{ 7 * 7 }}", "</think>",
+    "<think>x</think>y", "x" * 300,
+)  # fmt: skip
+_MOST_S = 5.0
+"""Longest time of one rendering."""
+_MOST_CHARACTERS = 4 << 20
+_MOST_BYTES = 2 << 30
+"""Memory that a template may take."""
+_TEMPLATE_FILES = ("<template>", "<unknown>")
+"""File names that jinja2 gives to compiled templates."""
 
 
 class Feature(StrEnum):
@@ -67,31 +87,16 @@ def with_arguments(call: Mapping[str, Any], change: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A conversation as it was seen; what is not known is None."""
+    """What a server saw of a conversation; None where its answer does not show it."""
 
     token_ids: tuple[int, ...] | None = None
     is_first_hidden: bool = False
-    """Whether the first token is not among them: it is taken to be HF's."""
+    """Whether the server hides the first token, which is taken to be HF's."""
     text: str | None = None
     count: int | None = None
-    """Tokens by the server's own count."""
+    """Number of tokens by the server's own count."""
     refusal: str | None = None
     """The words in the place of an answer."""
-
-
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Return the weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-WORST = (
-    "", " ", "\n", " x", "x ", "x\n\n", "\tx", "a\r\nb", "e\u0301", "\ufb01", "\u212b", "\u200d", "\ufeffx", "\u202ex",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u0130", "\ud55c\uae00", "\x00", "x  y", "{{ 7 * 7 }}", "</think>",
-    "<think>x</think>y", "x" * 300,
-)  # fmt: skip
 
 
 def samples() -> dict[Feature, Conversation]:
@@ -161,15 +166,6 @@ def _conversations(draw: DrawFn, features: frozenset[Feature], special: tuple[st
     return Conversation(messages=tuple(messages), tools=(_TOOL,) if has_tools else ())
 
 
-_MOST_S = 5.0
-"""Longest time of one rendering."""
-_MOST_CHARACTERS = 4 << 20
-_MOST_BYTES = 2 << 30
-"""Memory that a template may take."""
-_TEMPLATE_FILES = ("<template>", "<unknown>")
-"""File names that jinja2 gives to compiled templates."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """What a template makes of a conversation."""
@@ -224,7 +220,7 @@ class Renderer:
             raise self._bad(str(error)) from None
         except MemoryError:
             raise self._bad(f"it takes more than {_MOST_BYTES >> 30} GiB") from None
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise any exception
             self.refusal = f"{type(error).__name__}: {error}"[:200]
             return None
         if len(text) > _MOST_CHARACTERS:
@@ -290,7 +286,7 @@ def _limited_memory() -> Iterator[None]:
 
 
 def template_notes(renderer: Renderer) -> Iterator[str]:
-    """Yield what is worth knowing of a template."""
+    """Yield what a server that follows the template does as well."""
     user = Conversation(messages=({"role": "user", "content": "x"},))
     plain, without = renderer.render(user), renderer.render(user, has_prompt=False)
     assert plain is not None

@@ -1,4 +1,4 @@
-"""JSON schemas, and how they are generated: what every library of masks takes."""
+"""The check of a mask function: random walks through JSON schemas, with both masks at each token."""
 
 import json
 import random
@@ -22,6 +22,20 @@ from harness.extensions.server.chat.search import find_smallest
 _KEYS = ("a", "b", "name", "x y", "\u00e9")
 _CONSTANTS = ("", "a", "a b", "\u00e9", 0, -1, 10, True, None)
 """None with an escape: libraries differ in whether a constant may be written with another one."""
+_NUMBER = re.compile(r"[-+.eE\d]+")
+_KINDS = {
+    '"': "the beginning of a string", "{": "an object", "[": "an array", "tfn": "a constant", ",": "a comma",
+    ":": "a colon", "}": "the end of an object", "]": "the end of an array",
+}  # fmt: skip
+"""What begins with a character."""
+_ESCAPE = r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})"
+_CHARACTERS = re.compile(rf'(?:[^"\\]|{_ESCAPE})*(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?')
+MaskFunction = Callable[[Mapping[str, Any], Sequence[int]], Any]
+"""Takes a schema and the tokens of the answer so far; returns the ids that may come next, or a boolean a token."""
+_MOST_STEPS = 40
+_MOST_NAMES = 6
+_TRIALS = 8
+"""Schemas by which the convention of whitespace is chosen."""
 
 
 def schemas() -> SearchStrategy[dict[str, Any]]:
@@ -47,18 +61,6 @@ def object_of(properties: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of an object with these properties and no others."""
     required = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties} | required
-
-
-_NUMBER = re.compile(r"[-+.eE\d]+")
-_KINDS = {
-    '"': "the beginning of a string", "{": "an object", "[": "an array", "tfn": "a constant", ",": "a comma",
-    ":": "a colon", "}": "the end of an object", "]": "the end of an array",
-}  # fmt: skip
-"""What begins with a character."""
-
-
-_ESCAPE = r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})"
-_CHARACTERS = re.compile(rf'(?:[^"\\]|{_ESCAPE})*(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?')
 
 
 def is_open(before: str, token: str, *, is_allowed: bool) -> bool:
@@ -108,16 +110,8 @@ def _is_in_string(text: str) -> bool:
     return len(re.findall(r'"', re.sub(r"\\.", "", text))) % 2 == 1
 
 
-MaskFunction = Callable[[Mapping[str, Any], Sequence[int]], Any]
-"""Takes a schema and the tokens of the answer so far; returns the ids that may come next, or a boolean a token."""
-_MOST_STEPS = 40
-_MOST_NAMES = 6
-_TRIALS = 8
-"""Schemas by which the convention of whitespace is chosen."""
-
-
 class MaskCheck:
-    """The check of one mask function; whatever it raises is a finding."""
+    """The check of one mask function; an exception of the function is a finding."""
 
     def __init__(self, hf: Any, mask: MaskFunction, limit_s: float, progress: Progress) -> None:
         self._hf, self._mask, self._limit_s, self._progress = hf, mask, limit_s, progress
@@ -129,7 +123,7 @@ class MaskCheck:
         self._num_masks = 0
 
     def result(self, model: str, num: int, seed: int, user_schemas: Sequence[Mapping[str, Any]]) -> FunctionResult:
-        """Run the check, on so many generated schemas if none are given; raises HarnessError (BAD_SCHEMA)."""
+        """Run the check on the user's schemas, else on `num` generated ones; raises HarnessError (BAD_SCHEMA)."""
         examples: list[Mapping[str, Any]] = list(user_schemas)
         if not user_schemas:
             find_smallest(schemas().map(examples.append), bool, num, seed)
@@ -146,7 +140,9 @@ class MaskCheck:
             model=model,
             counts={"mask": self._num_masks, "schema": len({repr(schema) for schema in examples})},
             differences=smallest if self._hang is None else [self._hang],
-            not_judged={"the distribution inside of the mask": "a mask has none: harness sampler --only json_schema"},
+            not_judged={
+                "the distribution inside of the mask": "a mask has none: harness server sampler --only json_schema"
+            },
             notes=(f"whitespace: {spacing}, the convention that fits best",),
         )
 
@@ -268,7 +264,7 @@ class MaskCheck:
         )
 
     def _next(self, allowed: NDArray[np.int64], chance: random.Random) -> int:
-        """Return a token at random: every second one ends something, if any does."""
+        """Return a random token. Half of the time it is one that ends a value, if there is one."""
         ends = [
             int(token_id)
             for token_id in allowed

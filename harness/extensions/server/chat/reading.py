@@ -1,4 +1,4 @@
-"""What a parser returned, in one form: content and calls, from a message, from calls alone, or from a stream."""
+"""What a parser reads, in one form, and the names of its differences from what was written."""
 
 import html
 import json
@@ -9,6 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from harness.extensions.server.chat.utterances import ToolCall, Utterance
+
+Named = tuple[str, str, str]
+"""Name, expected and actual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,6 @@ def pieces_of(text: str, size: int, at: int, whole: Sequence[str]) -> tuple[str,
     return tuple(text[first:last] for first, last in pairwise(sorted(ends | {0, len(text)})))
 
 
-Named = tuple[str, str, str]
-"""Name, expected and actual."""
-
-
 def _bytes_read_as(text: str, encoding: str) -> str:
     return text.encode().decode(encoding, "replace")
 
@@ -183,7 +182,7 @@ def _calls(expected: Sequence[ToolCall], actual: Reading) -> str | None:
 
 
 def held_mark(expected: Utterance, marks: Sequence[str]) -> str | None:
-    """Return a mark of the format that stands in an argument, which explains much."""
+    """Return a mark of the format that an argument contains: it explains many differences."""
     text = json.dumps([dict(call.arguments) for call in expected.calls], ensure_ascii=False)
     return next((mark for mark in marks if mark in text), None)
 
@@ -253,7 +252,7 @@ def _string(expected: str, actual: str, marks: Sequence[str] | None) -> str:
 
 
 def _content(expected: Utterance, actual: Reading, marks: Sequence[str] | None) -> Named | None:
-    """Return what is wrong about the content; whitespace around it is anybody's."""
+    """Return what is wrong about the content; whitespace around it is not judged."""
     if actual.content is None or actual.content.strip() == expected.content.strip():
         return None
     written, read = expected.content.strip(), actual.content.strip()

@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator
 
 from harness.extensions.server.chat.result import Difference, FunctionDifference, FunctionResult, TokensResult
-from harness.extensions.server.check.report import at_server, curl, not_judged
+from harness.extensions.server.report import at_server, curl, not_judged
 from harness.report.check.sentences import model_name, printable
 from harness.report.check.table import count
 from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
 
 _MOST_WORDS = 200
+_MOST_FUNCTION_WORDS = 400
 
 
 def tokens_text(result: TokensResult, *, width: int) -> str:
@@ -52,9 +53,6 @@ def _facts(result: TokensResult) -> Iterator[tuple[str, str]]:
     if result.num_answers:
         yield "answers", f"the text of {count(result.num_answers, 'answer')} judged"
     yield from (("note", note) for note in result.notes)
-
-
-_MOST_FUNCTION_WORDS = 400
 
 
 def function_text(result: FunctionResult, *, width: int) -> str:

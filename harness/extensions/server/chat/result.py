@@ -10,7 +10,7 @@ from harness.results.check import Finding, Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One way in which conversations are seen otherwise, at the shortest conversation that shows it."""
+    """One way in which a server sees conversations differently, at the shortest conversation that shows it."""
 
     name: str
     """`BOS twice`, `tools dropped`, `other tokens`, ..."""
@@ -53,9 +53,9 @@ class TokensResult:
     features: Sequence[str]
     """Parts that conversations had."""
     num_conversations: int
-    num_texts: int
+    num_texts: int = 0
     """Texts that were tokenised and put together again."""
-    num_ends: int
+    num_ends: int = 0
     """Tokens of the generation config that were seen to end an answer."""
     num_answers: int = 0
     """Answers whose text was judged."""

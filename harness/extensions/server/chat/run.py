@@ -1,4 +1,7 @@
-"""What a server saw of a conversation: its tokens where it shows them, else its text, else their number."""
+"""The checks of a server's chats, and of a function that renders them.
+
+A server shows what it saw of a conversation: the tokens, or only their text, or only their number.
+"""
 
 import asyncio
 import os
@@ -12,32 +15,45 @@ from harness.extensions.server.address import Address
 from harness.extensions.server.chat.conversations import Conversation, Renderer, Seen, template_notes
 from harness.extensions.server.chat.result import Difference, TokensResult
 from harness.extensions.server.chat.search import ConversationSearch, find_smallest, texts
-from harness.extensions.server.chat.written import Writing
+from harness.extensions.server.chat.text import TextCheck
 from harness.extensions.server.client import Client
 from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable, usage_count
 from harness.extensions.server.names import TokenNames
-from harness.extensions.server.probe import probe_server, refusal, tokenized, words
+from harness.extensions.server.probe import error_text, probe_server, refusal, tokenize
 from harness.extensions.server.truth import eos_ids
 from harness.formats.checkpoint import Checkpoint
 from harness.results.check import Finding
 
+_USER = Conversation(messages=({"role": "user", "content": "x"},))
+_BIAS = 100.0
+RenderFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], Sequence[int]]
+"""Takes messages and tools, in HF's form, and returns token ids up to where the assistant's answer begins."""
+
 
 @dataclass(frozen=True, slots=True)
-class SeeingWay:
-    """A way to see."""
+class Observation:
+    """A way to observe what a server sees of a conversation."""
 
     name: str
     proves: str
-    see: Callable[["Sight", Conversation], Awaitable[Seen]]
+    see: Callable[["ChatClient", Conversation], Awaitable[Seen]]
     shows: str = "token_ids"
     """The field of `Seen` that this way is for."""
 
 
-class Sight:
-    """Asks one server."""
+class ChatClient:
+    """Sends conversations to one server."""
 
     def __init__(self, client: Client, model: str, names: TokenNames) -> None:
-        self.client, self.model, self._names = client, model, names
+        self.model, self._client, self._names = model, client, names
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the JSON that answers a body; empty if it is no mapping."""
+        return _mapping(await self._client.post(path, body))
+
+    async def chat(self, conversation: Conversation, **fields: Any) -> Mapping[str, Any]:
+        """Return the answer to a chat."""
+        return await self.post(CHAT, self.body(conversation, **fields))
 
     def body(self, conversation: Conversation, **fields: Any) -> dict[str, Any]:
         """Return the body of a chat."""
@@ -52,74 +68,74 @@ class Sight:
         return tuple(token_ids)
 
 
-async def _chat_ids(sight: Sight, conversation: Conversation) -> Seen:
-    answer = _mapping(await sight.client.post(CHAT, sight.body(conversation, return_token_ids=True)))
+async def _chat_ids(client: ChatClient, conversation: Conversation) -> Seen:
+    answer = await client.chat(conversation, return_token_ids=True)
     choice = (_list(answer.get("choices")) or [{}])[0]
     token_ids = answer.get("prompt_token_ids") or _mapping(choice).get("prompt_token_ids")
-    return Seen(token_ids=sight.ids(token_ids, CHAT), count=_count(answer))
+    return Seen(token_ids=client.ids(token_ids, CHAT), count=_count(answer))
 
 
-async def _chat_logprobs(sight: Sight, conversation: Conversation) -> Seen:
+async def _chat_logprobs(client: ChatClient, conversation: Conversation) -> Seen:
     """Read vLLM's `prompt_logprobs`, which name the prompt's own tokens; the first of them has none."""
-    answer = _mapping(await sight.client.post(CHAT, sight.body(conversation, prompt_logprobs=0)))
+    answer = await client.chat(conversation, prompt_logprobs=0)
     logprobs = _list(answer.get("prompt_logprobs"))
     names = [next(iter(item), "") for item in logprobs[1:] if isinstance(item, dict)]
     if not logprobs or len(names) < len(logprobs) - 1 or not all(name.isdecimal() for name in names):
         return Seen(count=_count(answer))
-    return Seen(token_ids=sight.ids([int(name) for name in names], CHAT), is_first_hidden=True)
+    return Seen(token_ids=client.ids([int(name) for name in names], CHAT), is_first_hidden=True)
 
 
-async def _tokenize(sight: Sight, conversation: Conversation) -> Seen:
-    body = {"model": sight.model, **conversation.wire, "add_generation_prompt": True}
-    answer = _mapping(await sight.client.post("/tokenize", body))
-    return Seen(token_ids=sight.ids(answer.get("tokens"), "/tokenize"))
+async def _tokenize(client: ChatClient, conversation: Conversation) -> Seen:
+    body = {"model": client.model, **conversation.wire, "add_generation_prompt": True}
+    answer = await client.post("/tokenize", body)
+    return Seen(token_ids=client.ids(answer.get("tokens"), "/tokenize"))
 
 
-async def _template(sight: Sight, conversation: Conversation) -> Seen:
-    answer = _mapping(await sight.client.post("/apply-template", conversation.wire))
+async def _template(client: ChatClient, conversation: Conversation) -> Seen:
+    answer = await client.post("/apply-template", conversation.wire)
     text = answer.get("prompt")
     return Seen(text=text if isinstance(text, str) else None)
 
 
-async def _usage(sight: Sight, conversation: Conversation) -> Seen:
-    return Seen(count=_count(await sight.client.post(CHAT, sight.body(conversation))))
+async def _usage(client: ChatClient, conversation: Conversation) -> Seen:
+    return Seen(count=_count(await client.chat(conversation)))
 
 
 WAYS = (
-    SeeingWay("prompt_token_ids", "the tokens that the chat was computed from", _chat_ids),
-    SeeingWay("prompt_logprobs", "the tokens that the chat was computed from, but for the first", _chat_logprobs),
-    SeeingWay(
+    Observation("prompt_token_ids", "the tokens that the chat was computed from", _chat_ids),
+    Observation("prompt_logprobs", "the tokens that the chat was computed from, but for the first", _chat_logprobs),
+    Observation(
         "/tokenize",
         "the tokens that the server's own page makes of a conversation, which a chat may do otherwise",
         _tokenize,
     ),
-    SeeingWay(
+    Observation(
         "/apply-template",
         "the text that the server's own page makes of a conversation, not its tokens",
         _template,
         shows="text",
     ),
-    SeeingWay("usage.prompt_tokens", "the number of tokens, not which they are", _usage, shows="count"),
+    Observation("usage.prompt_tokens", "the number of tokens, not which they are", _usage, shows="count"),
 )
 """The strongest first."""
 
 
-async def see(way: SeeingWay, sight: Sight, conversation: Conversation) -> Seen:
+async def see(way: Observation, client: ChatClient, conversation: Conversation) -> Seen:
     """Return what the server saw, or how it refuses.
 
     Raises:
         HarnessError: as `Client.post`, but for ENDPOINT_REFUSED.
     """
     try:
-        return await way.see(sight, conversation)
+        return await way.see(client, conversation)
     except HarnessError as error:
         if error.code is not Code.ENDPOINT_REFUSED:
             raise
-        return Seen(refusal=words(error))
+        return Seen(refusal=error_text(error))
 
 
-async def strongest(sight: Sight, conversation: Conversation) -> SeeingWay:
-    """Return the way that shows the most.
+async def strongest_observation(client: ChatClient, conversation: Conversation) -> Observation:
+    """Return the observation that shows the most.
 
     Raises:
         HarnessError: ENDPOINT_CANNOT: none shows anything.
@@ -127,7 +143,7 @@ async def strongest(sight: Sight, conversation: Conversation) -> SeeingWay:
     refusals = []
     for way in WAYS:
         try:
-            seen = await see(way, sight, conversation)
+            seen = await see(way, client, conversation)
         except HarnessError as error:
             seen = Seen(refusal=refusal(error))
         if getattr(seen, way.shows) is not None:
@@ -155,13 +171,6 @@ def _count(answer: Any) -> int | None:
     return count if count is not None and count >= 0 else None
 
 
-_USER = Conversation(messages=({"role": "user", "content": "x"},))
-_BIAS = 100.0
-
-RenderFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], Sequence[int]]
-"""Takes messages and tools, in HF's form, and returns token ids up to where the assistant's answer begins."""
-
-
 def compare_renderings(
     render: RenderFunction,
     model: Checkpoint | str | os.PathLike[str],
@@ -172,7 +181,7 @@ def compare_renderings(
 ) -> TokensResult:
     """Compare a function with HF's tokenizer and chat template.
 
-    Whatever `render` raises is a refusal; `model` is a checkpoint, or its folder.
+    An exception of `render` is a refusal; `model` is a checkpoint, or its folder.
 
     Raises:
         HarnessError: NO_TOKENIZER, NO_CHAT_TEMPLATE, BAD_TEMPLATE.
@@ -201,8 +210,6 @@ def compare_renderings(
         features=[str(feature) for feature in search.features],
         differences=search.run(),
         num_conversations=search.num_compared,
-        num_texts=0,
-        num_ends=0,
         not_judged=search.not_judged,
         notes=tuple(template_notes(renderer)),
     )
@@ -249,24 +256,24 @@ class _Job:
         try:
             progress("probe", 0, 1)
             probed = run(probe_server(client, model))
-            sight = Sight(client, probed.dialect.model, self._names)
-            way = run(strongest(sight, _USER))
+            chat_client = ChatClient(client, probed.dialect.model, self._names)
+            way = run(strongest_observation(chat_client, _USER))
             findings: list[Finding] = []
 
             def seen(conversation: Conversation) -> Seen:
-                seen_now = run(see(way, sight, conversation))
+                seen_now = run(see(way, chat_client, conversation))
                 findings.extend(_miscounted(seen_now) if not findings else ())
                 return seen_now
 
             search = ConversationSearch(
-                renderer=self._renderer, see=seen, num=num, seed=seed, body_of=sight.body, progress=progress
+                renderer=self._renderer, see=seen, num=num, seed=seed, body_of=chat_client.body, progress=progress
             )
             search.look()
             differences = search.run()
             num_texts, text_differences = self._texts(num, seed)
             num_ends, end_findings = self._ends(probed.dialect.model)
             progress("text", 0, 1)
-            writing = Writing(client, probed.dialect.model, self._renderer.tokenizer.hf)
+            writing = TextCheck(client, probed.dialect.model, self._renderer.tokenizer.hf)
             run(writing.run())
             return TokensResult(
                 subject=client.address.url,
@@ -321,19 +328,19 @@ class _Job:
         return len(asked), [difference]
 
     def _tokens_of(self, text: str) -> list[int]:
-        tokens = self._runner.run(tokenized(self._client, text))
+        tokens = self._runner.run(tokenize(self._client, text))
         if not all(map(self._names.has, tokens)):
             raise unreadable("the answer has tokens that the model does not have", where="/tokenize", actual=tokens)
         return tokens
 
     def _wrong_text(self, text: str) -> str | None:
-        """Return the tokens that a text becomes if they are not HF's: with or without those that HF puts before."""
+        """Return the server's tokens of a text if they differ from HF's with and without special tokens."""
         hf, tokens = self._renderer.tokenizer.hf, self._tokens_of(text)
         expected = [list(hf(text, add_special_tokens=adds)["input_ids"]) for adds in (True, False)]
         return None if tokens in expected else repr(tokens)[:200]
 
     def _ends(self, model: str) -> tuple[int, list[Finding]]:
-        """See whether each end token of the generation config ends an answer, by a bias that makes it certain."""
+        """Check that each end token of the generation config ends an answer; a bias makes the token certain."""
         prompt = self._renderer.render(_USER)
         assert prompt is not None
         ends = sorted(eos_ids(self._checkpoint.folder, self._checkpoint.config.get("eos_token_id")))

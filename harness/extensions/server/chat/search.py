@@ -1,4 +1,4 @@
-"""Searching for conversations that are seen otherwise than HF renders them, the shortest of each kind."""
+"""A search for conversations that a server sees differently than HF renders them, the shortest of each kind."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, find
-from hypothesis import settings as Settings  # noqa: N812  # a type, whatever Hypothesis calls it
+from hypothesis import settings as Settings  # noqa: N812  # it is a type
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
@@ -29,7 +29,7 @@ _MOST_DIFFERENCES = 6
 
 
 def find_smallest(strategy: SearchStrategy[Any], is_wrong: Callable[[Any], bool], num: int, seed: int) -> Any:
-    """Return the smallest example that is wrong, of so many; None if there is none."""
+    """Return the smallest of `num` examples that is wrong; None if there is none."""
     settings = Settings(
         max_examples=num,
         deadline=None,

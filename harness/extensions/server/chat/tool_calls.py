@@ -1,4 +1,7 @@
-"""The text that a model writes for an answer: HF's rendering from the generation prompt to the end of the turn."""
+"""The check of a parser: it reads what HF's template writes, at once and in pieces.
+
+What a model writes is HF's rendering of an answer, from the generation prompt to the end of the turn.
+"""
 
 import copy
 import re
@@ -28,6 +31,18 @@ from harness.extensions.server.chat.utterances import USER, Utterance, answers, 
 from harness.extensions.server.truth import eos_ids
 from harness.formats.checkpoint import Checkpoint
 
+ParseFunction = Callable[[str, list[dict[str, Any]]], Any]
+"""Takes the model's text and the tools, and returns a message in OpenAI's form, or a list of calls."""
+StreamFunction = Callable[[Iterable[str], list[dict[str, Any]]], Iterable[Any]]
+"""Takes the pieces of the text and the tools, and yields deltas in OpenAI's form, or None."""
+_MOST_NAMES = 8
+_HELD = ", where an argument holds "
+_IN_PIECES = re.compile(", in a stream|, at a boundary of pieces")
+_WHOLE = (0, 0)
+_CUTS = ((1, 0), (3, 1), (7, 2))
+"""Length of a piece, and where the first one ends."""
+Cut = tuple[int, int] | None
+
 
 class Writer:
     """A template as the model's hand.
@@ -50,7 +65,7 @@ class Writer:
         self.marks = marks_of(self.text(samples()["a call"]) or "")
         added = renderer.tokenizer.hf.added_tokens_decoder.values()
         self.whole = sorted({str(token) for token in added}, key=len, reverse=True)
-        """Tokens of their own, which no piece of a stream can hold half of."""
+        """Added tokens: no piece of a stream has half of one."""
 
     def _look(self) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the parts of answers that the template takes, and why it does not take the others."""
@@ -99,20 +114,6 @@ class Writer:
         return self._end.sub("", whole.text[len(prompt.text) :])
 
 
-ParseFunction = Callable[[str, list[dict[str, Any]]], Any]
-"""Takes the model's text and the tools, and returns a message in OpenAI's form, or a list of calls."""
-StreamFunction = Callable[[Iterable[str], list[dict[str, Any]]], Iterable[Any]]
-"""Takes the pieces of the text and the tools, and yields deltas in OpenAI's form, or None."""
-_MOST_NAMES = 8
-_HELD = ", where an argument holds "
-_IN_PIECES = re.compile(", in a stream|, at a boundary of pieces")
-_WHOLE = (0, 0)
-_CUTS = ((1, 0), (3, 1), (7, 2))
-"""Length of a piece, and where the first one ends."""
-
-Cut = tuple[int, int] | None
-
-
 class ParserCheck:
     """The check of one parser, at once and, with `stream`, in pieces. What it raises is a misreading."""
 
@@ -126,7 +127,7 @@ class ParserCheck:
         self._found: dict[str, tuple[Utterance, Cut]] = {}
 
     def result(self, model: str, num: int, seed: int) -> FunctionResult:
-        """Run the check on so many generated answers, and those with a hard text each; raises as `Writer.text`."""
+        """Run the check on `num` generated answers, and on one with each hard text; raises as `Writer.text`."""
         misreadings, not_judged = self._run(num, seed), dict(self._writer.refused)
         if self._stream is None:
             not_judged["streams"] = "no function for them was given"

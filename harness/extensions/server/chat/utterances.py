@@ -25,6 +25,10 @@ _HARD = (
 )  # fmt: skip
 _MARK = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{3,40}\]")
 """What looks like a mark of the format: `<tool_call>`, `[TOOL_CALLS]`."""
+_CONTENTS = tuple(text for text in WORST if "think" not in text)
+"""Reasoning is cut out by other parsers."""
+_TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+_UNIONS = {"string or integer": ["string", "integer"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +120,6 @@ def hard_answers(marks: Sequence[str]) -> Iterator[Utterance]:
         yield Utterance(calls=(ToolCall("weather", {}),), content=text, tools=tools)
 
 
-_CONTENTS = tuple(text for text in WORST if "think" not in text)
-"""Reasoning is cut out by other parsers."""
-
-
 def answers(parts: Sequence[str], marks: Sequence[str]) -> SearchStrategy[Utterance]:
     """Return a strategy for answers.
 
@@ -148,10 +148,6 @@ def _answers(draw: DrawFn, parts: frozenset[str], hard: tuple[str, ...]) -> Utte
         calls.append(ToolCall(name, {item: draw(values[kinds[name][item]]) for item in chosen}))
     content = draw(_TEXTS | st.sampled_from(_CONTENTS)) if not calls or "content beside calls" in parts else ""
     return Utterance(calls=tuple(calls), content=content, tools=tools)
-
-
-_TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-_UNIONS = {"string or integer": ["string", "integer"]}
 
 
 @cache

@@ -1,5 +1,4 @@
-"""A server under test: what it can do is probed, and what it says is judged against HF along its own tokens.
+"""A server's tokens and log probabilities against HF's along the server's own tokens.
 
-`client` speaks HTTP, `probe` finds out what the server can do, `schedules` sends the prompts in several ways, `truth`
-runs HF over the tokens that came back, `judge` compares.
+`requests` sends the prompts in several ways, `judge` compares the answers with the truth, `run` is the job.
 """

@@ -29,9 +29,7 @@ def check(
     *,
     again: Annotated[
         int,
-        typer.Option(
-            metavar="N", min=0, help="Prompts that the server gets again: alone, repeated, reversed, continued."
-        ),
+        typer.Option(metavar="N", min=0, help="Prompts to send again: alone, repeated, reversed, continued."),
     ] = 4,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, ENDPOINT.option()] = "human",

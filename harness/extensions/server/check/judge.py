@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from harness.errors import Code
 from harness.extensions.server.check.result import LogprobResult
-from harness.extensions.server.completion import Completion
+from harness.extensions.server.completion import Completion, wrong_length
 from harness.extensions.server.logprobs import UNDERFLOW, LogprobErrors, bounds, is_number
 from harness.extensions.server.truth import TruthRow
 from harness.results.check import Finding, TokenResult
 
 _MOST_FINDINGS = 3
-"""Findings of a kind that are worth saying of one request."""
+"""Wrong tokens of one request that are listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,17 +152,6 @@ def _end(case: JudgedCompletion, threshold: float) -> Iterator[Finding]:
     for item in (what, *_miscounted(case)):
         if item is not None:
             yield case.finding(item, code=Code.ENDPOINT_TOKENS)
-
-
-def wrong_length(num: int, num_asked: int, reason: str | None) -> str | None:
-    """Return what is wrong with an answer of so many tokens that ends for a reason; None: nothing."""
-    if num > num_asked:
-        return f"{num} tokens where {num_asked} were asked for"
-    if reason not in ("length", "stop"):
-        return f"the answer ends after {num} of {num_asked} tokens with finish_reason {reason!r}"
-    if reason == "length" and num < num_asked:
-        return f"{num} tokens where {num_asked} were asked for, and finish_reason is 'length'"
-    return None
 
 
 def _miscounted(case: JudgedCompletion) -> Iterator[str]:

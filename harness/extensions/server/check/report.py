@@ -1,17 +1,15 @@
 """A check of a server: for people verdict, what it can do, a table of schedules, findings; for programs all of it."""
 
-import json
-import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from harness.extensions.server.check.result import EndpointResult, LogprobResult, ScheduleResult
-from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, model_name, number, printable
+from harness.extensions.server.report import findings, server_headline
+from harness.report.check.sentences import number
 from harness.report.check.table import count
 from harness.report.document import document, plain
-from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, table_lines, wrapped
-from harness.results.check import Finding, Outcome
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
+from harness.results.check import Outcome
 
 _HEADERS = ("schedule", "requests", "tokens", "ties", "logprobs", "rms", "max", "verdict")
 _ALIGN = ("left", "right", "right", "right", "left", "left", "left", "left")
@@ -22,29 +20,6 @@ def endpoint_text(result: EndpointResult, *, width: int) -> str:
     width = max(width, MIN_WIDTH)
     head = server_headline(result, count(result.num_requests, "prompt"))
     return blocks_text([[head], _table(result), findings(result.runs, width), fact_lines(_facts(result), width)])
-
-
-def server_headline(result: Any, *others: str) -> str:
-    """Return the first line of a result about a server."""
-    where = at_server(result.server, result.url)
-    return headline(VERDICTS[result.outcome], where, model_name(result.model), result.dtype, *others)
-
-
-def at_server(server: str, url: str) -> str:
-    """Return what was checked; `server` may be empty."""
-    return f"{server} at {url}" if server else url
-
-
-def not_judged(result: Any) -> tuple[str, str]:
-    """Return the fact of what was not judged, with the reasons."""
-    words = "; ".join(f"{name} ({reason[:80]})" for name, reason in result.not_judged.items())
-    return "not judged", words or "nothing was left out"
-
-
-def curl(url: str, body: Mapping[str, Any]) -> str:
-    """Return the command that posts a body. A server names models and tokens: nothing of it is read by the shell."""
-    header = shlex.quote("content-type: application/json")
-    return f"curl -s {shlex.quote(url)} -H {header} -d {shlex.quote(json.dumps(body))}"
 
 
 def _table(result: EndpointResult) -> list[str]:
@@ -75,29 +50,6 @@ def _figures(logprobs: LogprobResult) -> tuple[str, ...]:
         label,
         *(f"{number(ratio)} {'≤' if ratio <= bound else '>'} {number(bound)}" for ratio, bound in (rms, max)),
     )
-
-
-def findings(runs: Sequence[ScheduleResult], width: int) -> Iterator[str]:
-    """Yield the findings worth reading first, each once for all schedules that share it."""
-    schedules: dict[Finding, list[str]] = {}
-    for run in runs:
-        for finding in run.findings:
-            schedules.setdefault(finding, []).append(run.schedule)
-    seen, left = Counter[str](), 0
-    for finding, names in schedules.items():
-        seen[finding.code] += 1
-        if seen[finding.code] > MAX_FINDINGS_OF_A_CODE or seen.total() - left > MAX_FINDINGS:
-            left += 1
-            continue
-        yield from wrapped(f"  {finding.code}", _sentence(finding, names), width, indent=8)
-    if left:
-        yield f"        and {left:,} more"
-
-
-def _sentence(finding: Finding, schedules: Sequence[str]) -> str:
-    place = [f"request {finding.request}"] if finding.request is not None else []
-    place += [f"position {finding.position}"] if finding.position is not None else []
-    return printable(f"{', '.join([*schedules, *place])}: {finding.message}")
 
 
 def _facts(result: EndpointResult) -> Iterator[tuple[str, str]]:

@@ -10,12 +10,16 @@ from harness.base.progress import Progress
 from harness.errors import HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.client import Client
-from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, joined, read_answer
+from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, join_events, read_answer
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, probe
 from harness.extensions.server.truth import Walk
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
+
+BLOCK_PROMPTS = 16
+"""Prompts whose truth is run as one batch. Which ones they are does not depend on who is answered first: HF's own
+rounding, by which answers are judged, may differ from batch to batch."""
 
 
 class Way(StrEnum):
@@ -99,26 +103,23 @@ class Sender:
         return ScheduledRequests(way=way, sent=tuple(results), seconds=time.perf_counter() - begin)
 
     async def _ask(self, way: Way, number: int, prompt: Prompt) -> Sent:
+        ids, max_tokens = prompt.token_ids, prompt.max_new_tokens
         result: Completion | HarnessError
         try:
-            result = await self._answer(way, prompt)
+            body = self.dialect.body(ids, max_tokens, self.names, with_prompt=way is Way.PROMPT)
+            if way is Way.STREAMED:
+                answer = join_events(await self.client.stream(COMPLETIONS, body))
+            else:
+                answer = await self.client.post(COMPLETIONS, body)
+            result = read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=bool(body.get("echo")))
         except HarnessError as error:
             result = error
-        return Sent(request=number, prompt=prompt.token_ids, max_tokens=prompt.max_new_tokens, result=result)
-
-    async def _answer(self, way: Way, prompt: Prompt) -> Completion:
-        begin, ids = time.perf_counter(), prompt.token_ids
-        body = self.dialect.body(ids, prompt.max_new_tokens, self.names, with_prompt=way is Way.PROMPT)
-        if way is Way.STREAMED:
-            answer = joined(await self.client.stream(COMPLETIONS, body))
-        else:
-            answer = await self.client.post(COMPLETIONS, body)
-        seconds = time.perf_counter() - begin
-        is_echoed = bool(body.get("echo"))
-        return read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=is_echoed, seconds=seconds)
+        return Sent(request=number, prompt=ids, max_tokens=max_tokens, result=result)
 
 
-def continued(prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Completion]) -> list[tuple[int, Prompt]]:
+def continue_prompts(
+    prompts: Iterable[tuple[int, Prompt]], answers: Mapping[int, Completion]
+) -> list[tuple[int, Prompt]]:
     """Return numbered prompts that begin in the middle of their answers; short answers are left out."""
     from_the_middle = []
     for number, prompt in prompts:
@@ -167,13 +168,8 @@ def _want(wanted: dict[int, set[int]], walk: Sequence[int], prompt: Sequence[int
             wanted.setdefault(position - 1, set()).update(logprobs, [walk[position]])
 
 
-BLOCK_PROMPTS = 16
-"""Prompts whose truth is run as one batch. Which ones they are does not depend on who is answered first: HF's own
-rounding, by which answers are judged, may differ from batch to batch."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ServerAnswers:
     """The requests to a server, and its answers."""
 
     probed: Probed
@@ -193,7 +189,7 @@ async def ask(
     vocab_size: int,
     add_walks: Callable[[dict[int, Walk]], None],
     progress: Progress,
-) -> Asked:
+) -> ServerAnswers:
     """Probe a server, and send all that it can take.
 
     `num_again` prompts are sent again in other ways. `add_walks` is given the walks of a block of prompts, by number,
@@ -216,7 +212,9 @@ async def ask(
         )
         runs = await requests.send()
         blocks.add(range(requests.num_again), [sent for run in runs for sent in run.sent])
-        return Asked(probed=probed, names=names, runs=runs, num_retries=client.num_retries, waited_s=client.waited_s)
+        return ServerAnswers(
+            probed=probed, names=names, runs=runs, num_retries=client.num_retries, waited_s=client.waited_s
+        )
 
 
 def _other_ways(probed: Probed) -> Iterator[Way]:
@@ -281,7 +279,7 @@ class _Requests:
         for way in self.ways if answers else ():
             asked[way] = again
             if way is Way.CONTINUED:
-                asked[way] = continued(again, answers)
+                asked[way] = continue_prompts(again, answers)
             elif way is Way.PROMPT:
                 asked[way] = [(number, replace(prompt, max_new_tokens=1)) for number, prompt in again]
         return {way: prompts for way, prompts in asked.items() if prompts}

@@ -4,21 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.extensions.server.logprobs import ratio
-from harness.extensions.server.result import ServerResult
+from harness.extensions.server.result import Capability, ServerResult
 from harness.results.check import Finding, Outcome, TokenResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capability:
-    """One thing that a server was asked for."""
-
-    name: str
-    """`token id prompts`, `logprobs`, `streaming`, ..."""
-    is_there: bool
-    detail: str = ""
-    """The extent of the feature, or the server's answer in its place."""
-    is_ignored: bool = False
-    """Whether the server takes the field that asks for it, and does not do what the field says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def check_endpoint(
     runs, probed = asked.runs, asked.probed
     note_ignore_eos(probed, (answer for run in runs for answer in run.answers.values()), eos)
     results = tuple(
-        judged(run, runs[0], plan.prompts, truth, eos, promised(probed, asked.names, run.way)) for run in runs
+        judge_run(run, runs[0], plan.prompts, truth, eos, promises_of(probed, asked.names, run.way)) for run in runs
     )
     return EndpointResult(
         **probed.about(address, plan),
@@ -73,7 +73,7 @@ def require_an_answer(run: ScheduledRequests) -> None:
         raise errors[0]
 
 
-def promised(probed: Probed, names: TokenNames, way: Way) -> Promised:
+def promises_of(probed: Probed, names: TokenNames, way: Way) -> Promised:
     """Return what the answers of a way must have."""
     dialect = probed.dialect
     are_ids = probed.has("return_tokens_as_token_ids")
@@ -86,7 +86,7 @@ def promised(probed: Probed, names: TokenNames, way: Way) -> Promised:
     )
 
 
-def judged(
+def judge_run(
     run: ScheduledRequests,
     first: ScheduledRequests,
     prompts: Sequence[Prompt],

@@ -1,1 +1,1 @@
-"""Open-loop load on a server, whose every answer is held to HF's truth."""
+"""Open-loop load on a server, with every answer checked against HF's truth."""

@@ -1,4 +1,4 @@
-"""`harness server load`: a server under an open load, every answer held to the truth."""
+"""`harness server load`: a server under an open load, with every answer checked."""
 
 import math
 from dataclasses import replace
@@ -48,17 +48,15 @@ def load(
         float | None,
         typer.Option(min=0, max=1, metavar="SHARE", help="Share of good requests below which the status is 4."),
     ] = None,
-    judged: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Answers to hold to the truth. [default: all]")
-    ] = None,
+    judged: Annotated[int | None, typer.Option(min=1, metavar="N", help="Answers to check. [default: all]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, LOAD.option()] = "human",
 ) -> int:
     """Put a load on a server, and check every answer.
 
-    Requests come when they are due, whether earlier ones are answered or not. Answers are greedy and streamed; when
-    the load is over, each is held to HF's truth along its own tokens. --dtype is the server's.
+    The client sends requests when they are due, whether earlier ones are answered or not. Answers are greedy and
+    streamed. After the load HuggingFace runs over the tokens of each answer. --dtype is the server's.
     """
     limits = dict(_limit(item) for item in limit or ())
     address = server.address()

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from harness.extensions.server.check.report import findings, server_headline
 from harness.extensions.server.load.result import LoadResult
+from harness.extensions.server.report import findings, server_headline
 from harness.report.check.table import count
 from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
 

@@ -47,15 +47,15 @@ class LoadResult(ServerResult):
     num_good: int
     """Requests answered within all limits, and not found wrong."""
     num_judged: int
-    """Answers that were held to HF's truth."""
+    """Answers that were checked against HF's truth."""
     answers: ScheduleResult
-    """What was found in them."""
+    """The verdict on these answers."""
     truth_s: float
     notes: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
-        """As that of the answers; nothing where no token was judged."""
+        """The outcome of the answers: nothing if no token was judged."""
         return self.answers.outcome
 
     @property

@@ -1,4 +1,4 @@
-"""Sends requests when they are due, streamed, and keeps when each part of an answer came."""
+"""The job: probe a server, send streamed requests when they are due, run the truth along the answers, judge."""
 
 import asyncio
 import random
@@ -13,9 +13,9 @@ from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.check.requests import BLOCK_PROMPTS, ScheduledRequests, Sent, Way, walk_of
-from harness.extensions.server.check.run import judged, promised, require_an_answer
-from harness.extensions.server.client import Client, refused_with
-from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, joined, only_choice, read_answer
+from harness.extensions.server.check.run import judge_run, promises_of, require_an_answer
+from harness.extensions.server.client import Client, has_status
+from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, join_events, only_choice, read_answer
 from harness.extensions.server.load.result import LoadResult, Quantiles
 from harness.extensions.server.names import TokenNames
 from harness.extensions.server.probe import Probed, probe
@@ -26,10 +26,17 @@ from harness.oracle.requests import Prompt, check_prompt
 from harness.plan import Plan
 from harness.profiling.timing import percentiles_ms
 
+TIMES = ("ttft", "tpot", "e2e")
+"""Times of one request, which may have a limit."""
+_TURNED_AWAY = (429, 503)
+"""Statuses with which a server under too much load may refuse."""
+_LATE_S = 0.05
+"""Lateness of the client from which on a note says so."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedAnswer:
-    """One request, what came of it, and when; times are in seconds after the first request was due."""
+    """One request, its answer, and the times of both, in seconds after the start."""
 
     sent: Sent
     due_s: float
@@ -44,47 +51,34 @@ class TimedAnswer:
         return isinstance(self.sent.result, Completion)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSender:
-    """Sends the requests of a load to a server whose dialect is known."""
+async def _send_when_due(
+    client: Client, dialect: Dialect, names: TokenNames, requests: Sequence[LoadRequest], on_done: Callable[[], None]
+) -> list[TimedAnswer]:
+    """Send each request when it is due, and return the answers in the order of the requests."""
+    prompts = [request.prompt for request in requests]
+    bodies = [dialect.body(prompt.token_ids, prompt.max_new_tokens, names) for prompt in prompts]
+    begin = time.perf_counter()
 
-    client: Client
-    dialect: Dialect
-    names: TokenNames
-    on_done: Callable[[], None]
-
-    async def send(self, requests: Sequence[LoadRequest]) -> list[TimedAnswer]:
-        """Send each request when it is due, and return the answers in the order of the requests."""
-        bodies = [self._body(request) for request in requests]  # made before the clock runs
-        begin = time.perf_counter()
-
-        async def one(number: int) -> TimedAnswer:
-            await asyncio.sleep(max(0.0, begin + requests[number].at_s - time.perf_counter()))
-            answer = await self._ask(number, requests[number], bodies[number], begin)
-            self.on_done()
-            return answer
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number)) for number in range(len(requests))]
-        return [task.result() for task in tasks]
-
-    def _body(self, request: LoadRequest) -> dict[str, Any]:
-        return self.dialect.body(request.prompt.token_ids, request.prompt.max_new_tokens, self.names)
-
-    async def _ask(self, number: int, request: LoadRequest, body: dict[str, Any], begin: float) -> TimedAnswer:
-        sent_s, prompt = time.perf_counter() - begin, request.prompt
-        parts: tuple[float, ...] = ()
+    async def ask(number: int) -> TimedAnswer:
+        prompt, due_s = prompts[number], requests[number].at_s
+        await asyncio.sleep(max(0.0, begin + due_s - time.perf_counter()))
+        sent_s, part_s = time.perf_counter() - begin, tuple[float, ...]()
         result: Completion | HarnessError
         try:
-            events = await self.client.timed_stream(COMPLETIONS, body)
+            events = await client.timed_stream(COMPLETIONS, bodies[number])
             end_s = time.perf_counter() - begin
-            parts = tuple(at - begin for at, event in events if _has_tokens(event))
-            answer = joined([event for _, event in events])
-            result = read_answer(answer, prompt.token_ids, self.names, where=COMPLETIONS, seconds=end_s - sent_s)
+            part_s = tuple(at - begin for at, event in events if _has_tokens(event))
+            body = join_events([event for _, event in events])
+            result = read_answer(body, prompt.token_ids, names, where=COMPLETIONS)
         except HarnessError as error:
             result, end_s = error, time.perf_counter() - begin
+        on_done()
         sent = Sent(request=number, prompt=prompt.token_ids, max_tokens=prompt.max_new_tokens, result=result)
-        return TimedAnswer(sent=sent, due_s=request.at_s, sent_s=sent_s, part_s=parts, end_s=end_s)
+        return TimedAnswer(sent=sent, due_s=due_s, sent_s=sent_s, part_s=part_s, end_s=end_s)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(number)) for number in range(len(requests))]
+    return [task.result() for task in tasks]
 
 
 def _has_tokens(event: Any) -> bool:
@@ -92,14 +86,6 @@ def _has_tokens(event: Any) -> bool:
         return False
     part = only_choice(event, where=COMPLETIONS)
     return bool(part.get("text") or part.get("token_ids"))
-
-
-TIMES = ("ttft", "tpot", "e2e")
-"""Times of one request, which may have a limit."""
-_TURNED_AWAY = (429, 503)
-"""Statuses with which a server under too much load may refuse."""
-_LATE_S = 0.05
-"""Lateness of the client that is worth a note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +128,7 @@ def run_load(
     eos, prompts = eos_of(hf), [request.prompt for request in requests]
     truth = _truth(hf, _walks(run, prompts, _chosen(run, options), eos), plan.case.truth, report)
     kept = tuple(sent for sent in run.sent if sent.request in truth or _is_failure(sent.result))
-    judgement = judged(replace(run, sent=kept), run, prompts, truth, eos, promised(probed, names, Way.STREAMED))
+    judgement = judge_run(replace(run, sent=kept), run, prompts, truth, eos, promises_of(probed, names, Way.STREAMED))
     truth_s = time.perf_counter() - begin
     wrong = {finding.request for finding in judgement.findings}
     done = [item for item in answers if item.is_answered]
@@ -174,7 +160,7 @@ async def _send(
         probed = await probe(client, requests[0].prompt.token_ids, names, fallback_model=plan.case.model)
     if not probed.has("streaming"):
         what = "the server does not stream, so no token has a time of its own"
-        raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness check --endpoint judges it")
+        raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness server check judges it")
     num_done = 0
 
     def is_done() -> None:
@@ -184,8 +170,7 @@ async def _send(
 
     probed.dialect = _plain(probed)
     async with Client(replace(address, retries=0)) as client:
-        sender = LoadSender(client=client, dialect=probed.dialect, names=names, on_done=is_done)
-        return probed, await sender.send(requests)
+        return probed, await _send_when_due(client, probed.dialect, names, requests, is_done)
 
 
 def _plain(probed: Probed) -> Dialect:
@@ -228,7 +213,7 @@ def _is_failure(result: Completion | HarnessError) -> bool:
 
 
 def _is_turned_away(result: Completion | HarnessError) -> bool:
-    return isinstance(result, HarnessError) and refused_with(result, _TURNED_AWAY)
+    return isinstance(result, HarnessError) and has_status(result, _TURNED_AWAY)
 
 
 def _times_of(answer: TimedAnswer) -> dict[str, float]:
@@ -272,7 +257,7 @@ def _notes(probed: Probed, answers: Sequence[TimedAnswer], num_judged: int, num_
     if probed.dialect.num_logprobs:
         yield "the server names tokens only with log probabilities, so they were asked for: they cost it time"
     if num_judged < num_answered:
-        yield f"{num_judged:,} of {num_answered:,} answers were held to HF's truth"
+        yield f"{num_judged:,} of {num_answered:,} answers were checked against HF's truth"
     late = max(answer.sent_s - answer.due_s for answer in answers)
     if late > _LATE_S:
         yield f"the client was late by up to {1e3 * late:.0f} ms: the load was less even than asked for"

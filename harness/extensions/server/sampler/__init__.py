@@ -1,5 +1,5 @@
 """A server's sampler under test: single draws of many rows against the exact distribution of each row.
 
-`settings` says what is asked, `ask` asks it, `evidence` holds each draw against the truth's logits, under the chain
-that is claimed and under those of `alternatives`, `judge` decides, `logprobs` tells what log probabilities are of.
+`requests` asks for draws, `draws` finds the row of each, `evidence` compares each draw with the claimed chain and with
+alternatives, `judge` decides, `logprobs` says what log probabilities are of, `run` is the job.
 """

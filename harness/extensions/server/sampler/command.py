@@ -37,8 +37,8 @@ def sampler(
 ) -> int:
     """Check how a server draws its tokens.
 
-    Temperature, top-k, top-p, min-p, typical-p, penalties and logit_bias, held to the exact distribution of each row
-    by single draws; seeds; and what the log probabilities are of. --dtype is the server's.
+    Compares single draws with the exact distribution of each row, for temperature, top-k, top-p, min-p, typical-p,
+    penalties and logit_bias. Checks seeds, and finds what the log probabilities are of. --dtype is the server's.
     """
     address = server.address()
     with progress_bar() as report:

@@ -11,7 +11,7 @@ from harness.base.progress import Progress
 from harness.extensions.server.chat.automaton import SPACING, Automaton
 from harness.extensions.server.completion import Completion
 from harness.extensions.server.sampler.evidence import Draw
-from harness.extensions.server.sampler.requests import TOKENS, AskedSampler, DrawRequest, SamplerSetting
+from harness.extensions.server.sampler.requests import TOKENS, DrawRequest, SamplerAnswers, SamplerSetting
 from harness.extensions.server.truth import Rounding, WalkRows, walk_logits
 from harness.oracle.model import HFModel
 from harness.oracle.sampling import Past
@@ -22,18 +22,20 @@ ReadDraw = Callable[[DrawRequest, Draw, torch.Tensor, torch.Tensor], None]
 """Is given a draw with the logits of its row, [V] float64: the truth's, and those of HF in the server's dtype."""
 
 
-def drawn(asked: AskedSampler, left_out: Container[str] = ()) -> Draws:
+def draws_of(asked: SamplerAnswers, left_out: Container[str] = ()) -> Draws:
     """Return the draws of all answers, but for settings that are left out."""
     return {
         place: (request, draw)
         for request in asked.requests
         if request.setting.name not in left_out and isinstance(answer := asked.answers[request.number], Completion)
-        for place, draw in _draws_of(request, answer, asked.eos)
+        for place, draw in _draws_of_answer(request, answer, asked.eos)
     }
 
 
-def _draws_of(request: DrawRequest, answer: Completion, eos: Sequence[int]) -> Iterator[tuple[tuple[int, int], Draw]]:
-    """Yield the draws of an answer by their place, an end of text that the server does not name among them."""
+def _draws_of_answer(
+    request: DrawRequest, answer: Completion, eos: Sequence[int]
+) -> Iterator[tuple[tuple[int, int], Draw]]:
+    """Yield the draws of an answer by their place, with an end of text that the server does not name."""
     tokens: list[tuple[int, ...]] = [(token_id,) for token_id in answer.token_ids[:TOKENS]]
     is_hidden = answer.finish_reason == "stop" and answer.token_ids[-1:] not in [(item,) for item in eos]
     if is_hidden and eos and len(tokens) < TOKENS:
@@ -81,7 +83,7 @@ _Item = tuple[tuple[int, int], tuple[DrawRequest, Draw]]
 _Answer = list[_Item]
 
 
-def within_schemas(draws: Draws, automaton: Automaton) -> Draws:
+def bind_to_schemas(draws: Draws, automaton: Automaton) -> Draws:
     """Return draws with the tokens that a schema allows there, where their setting has one.
 
     Raises:

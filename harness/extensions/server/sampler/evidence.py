@@ -29,6 +29,23 @@ NOISE_MARGIN = 2.0
 """A server's logits may be off by this many times what HF's own are off in the server's dtype."""
 RESOLUTION = 5e-6
 """In nats: the room for sums of probabilities in float32 at the edge of a set."""
+_SETS = ("top_k", "top_p", "min_p", "typical_p")
+_NOT_ASKED: dict[str, tuple[float, ...]] = {
+    "temperature": (0.7,), "top_k": (20, 40, 50), "top_p": (0.9, 0.95), "min_p": (0.05,), "repetition_penalty": (1.1,),
+}  # fmt: skip
+"""Defaults that engines and generation configs are known to have."""
+_COUNTED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Parameters that do nothing here where they count tokens that hardly come here."""
+_NEVER = -1e9
+_MISTAKEN_STEPS = {
+    ("repetition", "repetition_penalty"): (
+        "repetition that divides negative logits",
+        "repetition_penalty divides negative logits too",
+    ),
+    ("top_p", "top_p"): ("top_p without the token that crosses", "top_p without the token that crosses"),
+    ("min_p", "min_p"): ("min_p of the whole", "min_p as a share of the whole, not of the likeliest token"),
+}
+"""By step and parameter: the step in its place, and how that is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +107,7 @@ class Power:
         return Power(self.mean + more.mean, self.variance + more.variance, self.log_unseen + more.log_unseen)
 
     def chance(self, threshold: float) -> float:
-        """Return the probability that so many draws find it."""
+        """Return the probability that the draws find it."""
         deviation = math.sqrt(self.variance) or 1e-12
         by_ratio = 0.5 * math.erfc((threshold - self.mean) / (deviation * math.sqrt(2)))
         return max(by_ratio, 1 - math.exp(self.log_unseen))
@@ -135,7 +152,7 @@ class SamplerEvidence:
         ratios_AV = (q_AV / torch.maximum(p, possible).clamp(min=LEAST)).log()
         self._moments = self._moments + _moments(q_AV, ratios_AV, possible > 0)
         share, all_AV = shares.random(), torch.cat([p[None], q_AV])
-        is_larger, is_more_frequent = _earlier_tokens(logits, draw.past, token_id)
+        is_larger, is_more_frequent = _tokens_before(logits, draw.past, token_id)
         by_rank, by_past = (
             (all_AV[:, before].sum(dim=-1) + share * all_AV[:, token_id]).tolist()
             for before in (is_larger, is_more_frequent)
@@ -181,7 +198,7 @@ def _moments(q_AV: torch.Tensor, ratios_AV: torch.Tensor, possible: torch.Tensor
     return torch.stack([mean, variance, (-unseen).log1p()])
 
 
-def _earlier_tokens(logits: torch.Tensor, past: Past, token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens_before(logits: torch.Tensor, past: Past, token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [V] bool twice: the tokens before one, by their logits; and with tokens that came most often first."""
     ids = torch.arange(len(logits), device=logits.device)
     is_larger = (logits > logits[token_id]) | ((logits == logits[token_id]) & (ids < token_id))
@@ -190,25 +207,6 @@ def _earlier_tokens(logits: torch.Tensor, past: Past, token_id: int) -> tuple[to
     number[list(counts)] = torch.tensor(list(counts.values()), dtype=torch.int64, device=logits.device)
     is_more_frequent = number > number[token_id]
     return is_larger, is_more_frequent | ((number == number[token_id]) & is_larger)
-
-
-_SETS = ("top_k", "top_p", "min_p", "typical_p")
-_NOT_ASKED: dict[str, tuple[float, ...]] = {
-    "temperature": (0.7,), "top_k": (20, 40, 50), "top_p": (0.9, 0.95), "min_p": (0.05,), "repetition_penalty": (1.1,),
-}  # fmt: skip
-"""Defaults that engines and generation configs are known to have."""
-_COUNTED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Parameters that do nothing here where they count tokens that hardly come here."""
-_NEVER = -1e9
-_MISTAKEN_STEPS = {
-    ("repetition", "repetition_penalty"): (
-        "repetition that divides negative logits",
-        "repetition_penalty divides negative logits too",
-    ),
-    ("top_p", "top_p"): ("top_p without the token that crosses", "top_p without the token that crosses"),
-    ("min_p", "min_p"): ("min_p of the whole", "min_p as a share of the whole, not of the likeliest token"),
-}
-"""By step and parameter: the step in its place, and how that is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,9 +224,9 @@ def alternatives(chain: Chain, settings: SamplingSettings, eos: tuple[int, ...])
     masked = (*settings.logit_bias, *((token_id, _NEVER) for token_id in eos))
     return [
         *_ignored(chain, settings),
-        *_otherwise(chain, settings),
+        *_misread(chain, settings),
         *_moved(chain, settings),
-        *_over_others(chain, settings),
+        *_counting_over(chain, settings),
         *_not_asked(chain, settings),
         _with("end tokens are never drawn", chain, settings, logit_bias=masked),
     ]
@@ -245,8 +243,8 @@ def _ignored(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
         yield _with(words, chain, settings, **{name: getattr(default, name)})
 
 
-def _otherwise(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
-    """Yield one parameter taken in another sense."""
+def _misread(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
+    """Yield one parameter with another meaning."""
     yield _with("the likeliest token, nothing is drawn", chain, settings, temperature=0.0)
     temperature, top_k = settings.temperature, settings.top_k
     if temperature != 1:
@@ -296,7 +294,7 @@ def _moved(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
         yield Alternative(name=f"{second} before {first}", chain=moved, settings=settings)
 
 
-def _over_others(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
+def _counting_over(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative]:
     """Yield penalties that count other tokens."""
     for over in Over:
         if settings.repetition_penalty != 1 and over is not chain.repetition_over:

@@ -62,7 +62,7 @@ class Levels:
         return self.false_alarm / self.num_tests
 
 
-def shift(numbers: Sequence[float]) -> float:
+def kolmogorov_distance(numbers: Sequence[float]) -> float:
     """Return Kolmogorov's distance of numbers to the uniform distribution."""
     num = len(numbers)
     pairs = enumerate(sorted(numbers))
@@ -80,7 +80,7 @@ class SettingJudgement:
     findings: tuple[Finding, ...] = ()
 
 
-def all_totals(evidence: Mapping[str, SamplerEvidence]) -> dict[str, float]:
+def total_log_ratios(evidence: Mapping[str, SamplerEvidence]) -> dict[str, float]:
     """Return the log likelihood ratios of the alternatives, over all settings that they change."""
     totals = dict[str, float]()
     for setting in evidence.values():
@@ -99,7 +99,7 @@ def judge_setting(
     draws = evidence.draws
     noise = sum(draw.noise for draw in draws) / len(draws)
     bound = levels.shift(len(draws), noise)
-    shifts = (*_shifts(draws, 0), shift([draw.by_id for draw in draws]))
+    shifts = (*_shifts(draws, 0), kolmogorov_distance([draw.by_id for draw in draws]))
     outside = [draw for draw in draws if draw.is_outside]
     totals = [sum(draw.ratios[at] for draw in draws) for at in range(1 + len(evidence.names))]
     is_off = bool(outside) or max(shifts) > bound or max(totals) > levels.log_ratio
@@ -114,13 +114,15 @@ def judge_setting(
 
 
 def _shifts(draws: Sequence[JudgedDraw], at: int) -> tuple[float, float]:
-    return shift([draw.by_rank[at] for draw in draws]), shift([draw.by_past[at] for draw in draws])
+    return kolmogorov_distance([draw.by_rank[at] for draw in draws]), kolmogorov_distance(
+        [draw.by_past[at] for draw in draws]
+    )
 
 
 def _follows(
     evidence: SamplerEvidence, totals: Sequence[float], bound: float, over_all: Mapping[str, float], least: float
 ) -> str | None:
-    """Name the alternatives that fit best; None if none fits, or if the draws do not speak for any of them."""
+    """Name the alternatives that fit best; None if none fits, or if the draws are no evidence for any of them."""
     best = max(totals[1:], default=0.0)
     if best < least:
         return None
@@ -170,11 +172,11 @@ class Pooled:
 
 
 def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_named: bool) -> Pooled:
-    """Judge each alternative over all settings that it changes, and say what so many draws find.
+    """Judge each alternative over all settings that it changes, and say which of them the draws find.
 
     `is_named` says whether a setting is wrong: what is wrong is then said there.
     """
-    powers, totals = dict[str, Power](), all_totals(evidence)
+    powers, totals = dict[str, Power](), total_log_ratios(evidence)
     for setting in evidence.values():
         for name in setting.names:
             powers[name] = powers.get(name, Power()).plus(setting.powers[name])
@@ -182,7 +184,7 @@ def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_
     findings = []
     best = max(totals, key=lambda name: totals[name], default=None)
     if best is not None and totals[best] > levels.log_ratio and not is_named:
-        message = f"over all settings the draws are rather those of another chain: {best} (e^{totals[best]:.0f} times)"
+        message = f"over all settings the draws fit another chain better: {best} (e^{totals[best]:.0f} times)"
         findings.append(Finding(code=Code.SAMPLER_DIFFERS, message=message))
     return Pooled(
         would_find=tuple(name for name, chance in chances.items() if chance >= _SURE),
@@ -203,7 +205,7 @@ def judge_independence(
     """
     draws = [draw for name, setting in evidence.items() if follows[name] == _AS_ASKED for draw in setting.draws]
     noise = sum(draw.noise for draw in draws) / max(1, len(draws))
-    distance, bound = shift([draw.by_id for draw in draws]), levels.shift(len(draws), noise)
+    distance, bound = kolmogorov_distance([draw.by_id for draw in draws]), levels.shift(len(draws), noise)
     if distance > bound:
         message = f"the draws of all settings together are off by {distance:.2f}, at most {bound:.2f}"
         yield Finding(code=Code.SAMPLER_DIFFERS, message=f"{message}: the random numbers are not uniform")

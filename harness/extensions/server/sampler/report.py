@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from harness.extensions.server.check.report import curl, not_judged, server_headline
+from harness.extensions.server.report import curl, not_judged, server_headline
 from harness.extensions.server.sampler.result import SamplerResult, SettingResult
 from harness.report.check.sentences import printable
 from harness.report.check.table import count

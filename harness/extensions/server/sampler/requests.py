@@ -1,4 +1,4 @@
-"""What a server's sampler is asked: a few settings, each with many prompts that are asked once."""
+"""What a sampler is asked: a few settings with many prompts each, and some requests again with the same seed."""
 
 import asyncio
 import random
@@ -155,7 +155,7 @@ def draw_requests(
     *,
     seed: int,
 ) -> Iterator[DrawRequest]:
-    """Yield the requests of all settings by turns, so that each batch is a mixture.
+    """Yield the requests of all settings in turn, so that each batch mixes settings.
 
     Of each setting there are at least `num_draws`; prompts are made of `ids`.
     """
@@ -199,7 +199,7 @@ Answers = dict[int, Completion | HarnessError]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedSampler:
+class SamplerAnswers:
     """The requests to a sampler, and its answers."""
 
     hf: HFModel
@@ -226,7 +226,7 @@ def ask_draws(
     seed: int,
     num_again: int = 16,
     progress: Progress,
-) -> AskedSampler:
+) -> SamplerAnswers:
     """Load a plan's model, and ask a server for draws of some settings, at least `num_draws` of each.
 
     Where the server takes seeds, `num_again` requests are sent again.
@@ -241,7 +241,7 @@ def ask_draws(
     ids = plain_ids(hf, frozenset(eos))
     prompt = (names.spelled(ids[:8]) if names.is_there else None) or ids[:8]
 
-    async def ask() -> AskedSampler:
+    async def ask() -> SamplerAnswers:
         progress("probe", 0, 1)
         begin = time.perf_counter()
         async with Client(address) as client:
@@ -253,7 +253,7 @@ def ask_draws(
             chosen = chosen[:num_again] if probed.has("seed") else []
             alone = {request.number: await sender.answer(request) for request in chosen}
             again = await sender.send(chosen[::-1])
-        return AskedSampler(
+        return SamplerAnswers(
             hf=hf,
             probed=probed,
             names=names,

@@ -61,7 +61,7 @@ class SeedResult:
     num_again: int
     """Requests that drew other tokens a second time, among other neighbours."""
     num_excused: int
-    """Requests that may differ: so many near-ties does HF's own rounding decide otherwise."""
+    """Requests that may differ, because rounding decides their near-ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class SamplerResult(ServerResult):
     definitions: tuple[DefinitionResult, ...]
     """Readings of the log probabilities; empty if there are none."""
     would_find: tuple[str, ...]
-    """Deviations that so many draws find in 99 of 100 runs."""
+    """Deviations that the draws find in 99 of 100 runs."""
     could_miss: tuple[str, ...]
     """Deviations that are found less often, and do change the distribution."""
     no_change: tuple[str, ...] = ()

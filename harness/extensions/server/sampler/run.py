@@ -9,29 +9,28 @@ from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.chat.automaton import Automaton
-from harness.extensions.server.check.judge import wrong_length
-from harness.extensions.server.client import refused_with
-from harness.extensions.server.completion import Completion
+from harness.extensions.server.client import has_status
+from harness.extensions.server.completion import Completion, wrong_length
 from harness.extensions.server.logprobs import DefinitionResult
-from harness.extensions.server.probe import failure, words
-from harness.extensions.server.sampler.draws import drawn, read_draws, within_schemas
+from harness.extensions.server.probe import error_text, failure
+from harness.extensions.server.sampler.draws import bind_to_schemas, draws_of, read_draws
 from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
 from harness.extensions.server.sampler.judge import (
     FALSE_ALARM,
     Levels,
     SettingJudgement,
-    all_totals,
     judge_independence,
     judge_pooled,
     judge_seeds,
     judge_setting,
+    total_log_ratios,
 )
 from harness.extensions.server.sampler.logprobs import LogprobEvidence
 from harness.extensions.server.sampler.requests import (
     TOKENS,
     Answers,
-    AskedSampler,
     DrawRequest,
+    SamplerAnswers,
     SamplerSetting,
     ask_draws,
     chosen_settings,
@@ -76,10 +75,10 @@ def check_sampler(
 
 
 class _Judged:
-    """All answers, held against the truth."""
+    """All answers, and their comparison with the truth."""
 
     def __init__(
-        self, asked: AskedSampler, chain: Chain, *, seed: int, truth: str, automaton: Automaton | None
+        self, asked: SamplerAnswers, chain: Chain, *, seed: int, truth: str, automaton: Automaton | None
     ) -> None:
         self._asked, self._truth, self._chain = asked, truth, chain
         names = dict.fromkeys(request.setting.name for request in asked.requests)
@@ -90,9 +89,9 @@ class _Judged:
         self._num_without = 0
         """Draws without a log probability."""
         self._refused = dict(self._refusals())
-        self._draws = drawn(asked, left_out=self._refused)
+        self._draws = draws_of(asked, left_out=self._refused)
         if automaton is not None:
-            self._draws = within_schemas(self._draws, automaton)
+            self._draws = bind_to_schemas(self._draws, automaton)
 
     def _answer(self, request: DrawRequest) -> Completion | HarnessError:
         return self._asked.answers[request.number]
@@ -103,9 +102,9 @@ class _Judged:
             answers = [self._answer(request) for request in self._asked.requests if request.setting.name == name]
             errors = [answer for answer in answers if isinstance(answer, HarnessError)]
             untold = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
-            refused = [error for error in errors if refused_with(error, _REFUSALS)]
+            refused = [error for error in errors if has_status(error, _REFUSALS)]
             if untold or len(refused) == len(answers):  # a draw that cannot be told is no draw at random
-                yield name, words((untold or refused)[0])
+                yield name, error_text((untold or refused)[0])
 
     def run(self, report: Progress) -> None:
         """Run the truth along all answers."""
@@ -137,7 +136,7 @@ class _Judged:
         evidence = {name: setting for name, setting in self._evidence.items() if setting.draws}
         bare = {setting.name for setting in settings if setting.is_bare}
         claimed = {name: setting for name, setting in evidence.items() if name not in bare}
-        levels, over_all = Levels.of(evidence), all_totals(claimed)
+        levels, over_all = Levels.of(evidence), total_log_ratios(claimed)
         results = tuple(self._setting(setting, levels, over_all) for setting in settings)
         definitions = self._logprobs.results()
         seeds, seed_findings = self._seeds(levels)

@@ -13,12 +13,9 @@ from harness.extensions.server.address import Address
 from harness.extensions.server.audit.run import run_audit
 from harness.plan import plan_engine
 from harness.results.check import Outcome
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.server.app import build_app
-from reference_engine.server.text import Text
 
-from ....loopback import serving
 from ..chat.tokens.conftest import TEMPLATE, write_tokenizer
+from ..served import serve
 
 UNPROMPTED = TEMPLATE.replace("{%- if add_generation_prompt %}", "{%- if false %}")
 OTHER = "{% for each in messages %}### {{ each.role }}: {{ each.content }}\n{% endfor %}### assistant:"
@@ -42,19 +39,19 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """The text part of a server, which tests break, and its URL."""
-    text = Text(folder)
-    with (
-        LLMEngine(folder, EngineConfig(dtype="float32")) as engine,
-        serving(build_app(engine, text, model="chat")) as url,
-    ):
-        yield text, url
+    with serve(folder, model="chat") as server:
+        yield server.text, server.url
 
 
 def audited(folder, url, *names, tokens=100):
     plan = plan_engine(model=str(folder), dtype="float32")
     parts = [name and f"+template={folder / name}.jinja" for name in names]
     result = run_audit(plan, Address(url=url, timeout_s=600), [f"fp32{part}" for part in parts], num_tokens=tokens)
-    claim = None if result.claim is None else names[[own.name for own in result.hypotheses].index(result.claim)]
+    claim = (
+        None
+        if result.claim is None
+        else names[[hypothesis.name for hypothesis in result.hypotheses].index(result.claim)]
+    )
     return result, claim
 
 
@@ -83,7 +80,7 @@ def test_none_of_the_templates_is_claimed_where_a_third_one_is_used(folder, serv
     text, url = server
     monkeypatch.setattr(text._chat_tokenizer, "chat_template", OTHER)
     result, claim = audited(folder, url, "", "unprompted")
-    assert (claim, any(own.fits for own in result.hypotheses)) == (None, False), result
+    assert (claim, any(hypothesis.fits for hypothesis in result.hypotheses)) == (None, False), result
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from harness.formats.checkpoint import resolve
+from ..served import serve
 
 
 def test_what_is_served_is_claimed(harness, url):
@@ -32,12 +32,12 @@ def test_another_first_hypothesis_is_a_mismatch(harness, url):
 def test_nothing_is_claimed_where_two_cannot_be_told(url):
     import harness
 
-    found = harness.audit(url, ["fp32", "fp32+top_k=100"], dtype="float32", tokens=50)
-    assert not found
-    assert (found.claim, found.remaining) == (None, ("fp32", "fp32+top_k=100"))
-    needed = found.hypotheses[0].needed["fp32+top_k=100"]
+    report = harness.audit(url, ["fp32", "fp32+top_k=100"], dtype="float32", tokens=50)
+    assert not report
+    assert (report.claim, report.remaining) == (None, ("fp32", "fp32+top_k=100"))
+    needed = report.hypotheses[0].needed["fp32+top_k=100"]
     assert needed is None or needed > 50
-    assert "no claim: fp32, fp32+top_k=100 cannot be told with so many tokens" in str(found)
+    assert "no claim: fp32, fp32+top_k=100 cannot be told apart with so many tokens" in str(report)
 
 
 def test_a_cache_in_float8_is_not_claimed_of_one_that_is_not(harness, url):
@@ -61,12 +61,7 @@ def served_from_float8(monkeypatch):
     """The address of a server whose cache keeps keys and values in float8 (e4m3)."""
     import torch
 
-    from reference_engine import EngineConfig, LLMEngine
     from reference_engine.kv_cache import KVCache
-    from reference_engine.server.app import build_app
-    from reference_engine.server.text import Text
-
-    from ....loopback import serving
 
     store = KVCache.store
 
@@ -74,12 +69,8 @@ def served_from_float8(monkeypatch):
         store(self, layer, *(item.to(torch.float8_e4m3fn).to(item.dtype) for item in (k, v)), slots)
 
     monkeypatch.setattr(KVCache, "store", coarse_store)
-    folder = resolve("qwen3-tiny")
-    with (
-        LLMEngine(folder, EngineConfig(dtype="float32")) as engine,
-        serving(build_app(engine, Text(folder), model="tiny")) as address,
-    ):
-        yield address
+    with serve() as server:
+        yield server.url
 
 
 def test_a_cache_in_float8_is_claimed(harness, served_from_float8):
@@ -87,21 +78,3 @@ def test_a_cache_in_float8_is_claimed(harness, served_from_float8):
     ran = harness("server", "audit", "--endpoint", served_from_float8, *options)
     assert ran.status == 1, ran.out
     assert "  served      fp32+kv=fp8; every other hypothesis is excluded\n" in ran.out
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--hypotheses", "bf16,fp8"], "no server is named"),
-        (["--endpoint", "http://h", "--hypotheses", "bf16"], "at least two different hypotheses are needed"),
-        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16"], "at least two different hypotheses are needed"),
-        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+warmth=2"], "this is no parameter of a sampler"),
-        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+kv=int3"], "this is no cache that can be supposed"),
-        (["--endpoint", "http://h", "--hypotheses", "bf16,q4", "--ask", "top_k=x"], "this is no parameter"),
-        (["--endpoint", "http://h", "--hypotheses", "bf16,bf16+grammar=3"], "this is no parameter of a sampler"),
-    ],
-)
-def test_options_that_make_no_sense(harness, options, says):
-    ran = harness("server", "audit", *options)
-    assert (ran.status, ran.out) == (2, "")
-    assert says in ran.err

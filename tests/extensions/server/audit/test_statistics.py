@@ -26,19 +26,19 @@ def _views(seed, distances, *, noise=0.0, settings=(), draws=DRAWS, served=0):
     base, way = 1.5 * normal(), normal()
     all_logits = [base + distance * way for distance in distances] + [base] * len(settings)
     all_settings = [SamplingSettings()] * len(distances) + list(settings)
-    views = [View(own, draws, every=1) for own in all_settings]
+    views = [View(settings_of_view, draws, every=1) for settings_of_view in all_settings]
     chain, values = Chain(), []
     for at in range(draws):
         p = chain.probabilities(all_logits[served][at], all_settings[served])
         token = int(torch.multinomial(p, 1, generator=generator))
         rounding = noise * torch.randn(SIZE, generator=generator).double()
         said = (all_logits[served][at] + rounding).log_softmax(dim=-1)
-        given = {item: float(said[item]) for item in {token, int(p.argmax())}}
-        values += [(given[item], at, at // 10) for item in sorted(given)]
+        said_of_row = {item: float(said[item]) for item in {token, int(p.argmax())}}
+        values += [(said_of_row[item], at, at // 10) for item in sorted(said_of_row)]
         draw = Draw(request=at // 10, step=at % 10, settings=SamplingSettings(), past=Past(), token_ids=(token,))
         for view, logits in zip(views, all_logits, strict=True):
             control = logits[at] + noise * torch.randn(SIZE, generator=generator).double()
-            view.add(at, draw, given, logits[at], control)
+            view.add(at, draw, said_of_row, logits[at], control)
     numbers, rows, requests = zip(*values, strict=True)
     table = evidence.ServerLogprobs(
         values=torch.tensor(numbers).double(), rows=torch.tensor(rows), requests=torch.tensor(requests)
@@ -49,9 +49,11 @@ def _views(seed, distances, *, noise=0.0, settings=(), draws=DRAWS, served=0):
 def _excluded(views, table):
     readings = evidence.readings_of(views)
     return [
-        evidence.is_excluded(own, [reading for reading in readings if reading.at != own.at], table, ALPHA)
-        for own in readings
-        if own.name == Definition.RAW
+        evidence.is_excluded(
+            judged_reading, [reading for reading in readings if reading.at != judged_reading.at], table, ALPHA
+        )
+        for judged_reading in readings
+        if judged_reading.name == Definition.RAW
     ]
 
 
@@ -79,7 +81,7 @@ def test_all_are_excluded_where_a_temperature_is_served_that_is_not_among_them()
 
 def test_what_is_within_rounding_is_never_told_by_tokens():
     views, _ = _views(3, [0.0, 0.01], noise=0.3)
-    assert not evidence.is_told(views[0], views[1])
+    assert not evidence.is_distinguishable(views[0], views[1])
     assert evidence.num_draws_needed(views[0], views[1], ALPHA, 2) is None
     assert evidence.excluded_after(views, ALPHA) == [None, None]
 
@@ -88,7 +90,7 @@ def test_log_probabilities_tell_below_the_noise():
     views, table = _views(4, [0.0, 0.15], noise=0.1)
     assert evidence.excluded_after(views, ALPHA) == [None, None], "it is for the tokens to tell nothing here"
     assert _excluded(views, table) == [False, True]
-    assert all(evidence.fit_of(own, table).rms_ratio < 2 for own in evidence.readings_of(views))
+    assert all(evidence.fit_of(reading, table).rms_ratio < 2 for reading in evidence.readings_of(views))
     needed = evidence.num_requests_needed(*evidence.readings_of(views), table, ALPHA, 1)
     assert 0 < needed * 10 < 2 * DRAWS
 

@@ -11,10 +11,8 @@ import pytest
 
 from harness.formats.case import RequestSpec
 from harness.plan import Plan, plan_request
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.server.text import Text
 
-from ....loopback import serving
+from ..served import serve
 
 PROMPTS = [[1, 64, 155, 143, 3, 64], [1, 20, 31, 7, 9], [1, 5, 6, 200, 201, 202, 3, 5], [1, 99, 98, 97]]
 VICTIM = PROMPTS[2]
@@ -117,8 +115,8 @@ def streams_alone(spoil: Callable[..., Any]) -> Callable[..., Any]:
 
 async def reply(send: Any, body: bytes, *, status: int = 200, headers: tuple[Any, ...] = (), claims: int = 0) -> None:
     """Answer with a body; `claims` more bytes are promised than sent."""
-    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body) + claims).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body) + claims).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*standard, *headers]})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -129,13 +127,8 @@ def folder(checkpoints: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def spoiling(folder: Path) -> Iterator[tuple[Spoiling, str]]:
-    from reference_engine.server.app import build_app  # the tests' modules skip where fastapi is missing
-
-    config = EngineConfig(dtype="float32", max_num_seqs=16, enable_prefix_caching=True)
-    with LLMEngine(folder, config) as engine:
-        app = Spoiling(build_app(engine, Text(folder), model="tiny"))
-        with serving(app) as url:
-            yield app, url
+    with serve(folder, wrap=Spoiling, max_num_seqs=16, enable_prefix_caching=True) as server:
+        yield server.app, server.url
 
 
 @pytest.fixture

@@ -58,11 +58,11 @@ def test_it_is_the_truth_of_the_same_walks(hf):
         truth.add(walks)
         truth.add({7: walk(1, 5)})
         told = []
-        found = truth.finish(lambda *progress: told.append(progress))
-    assert found.keys() == {3, 0, 7}
+        rows = truth.finish(lambda *progress: told.append(progress))
+    assert rows.keys() == {3, 0, 7}
     with limit_threads(hf.config.hidden_size):
-        assert [found[3], found[0]] == walk_truth(hf, list(walks.values()))
-    assert len(found[7][1].top) == 2
+        assert [rows[3], rows[0]] == walk_truth(hf, list(walks.values()))
+    assert len(rows[7][1].top) == 2
     assert told in ([], [(3, 3)], [(2, 3), (3, 3)])  # the thread may have been done before anybody asked
     assert truth.seconds > 0
 

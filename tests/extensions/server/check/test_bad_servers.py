@@ -57,7 +57,7 @@ def more(answer):
     answer["choices"][0]["token_ids"] = [*answer["choices"][0].get("token_ids", []), 5]
 
 
-def other(answer):
+def replaced(answer):
     answer["choices"][0]["token_ids"][0] = 77
 
 
@@ -77,7 +77,7 @@ BAD = {
     "fewer tokens": (changed(fewer), "H116", "5 tokens where 8 were asked for"),
     "an end where there is none": (changed(stops), "H116", "stops after 2 tokens, where the model does not end"),
     "more tokens": (changed(more), "H116", "9 tokens where 8 were asked for"),
-    "another token": (changed(other), "H048", "token 0 is 77, expected"),
+    "another token": (changed(replaced), "H048", "token 0 is 77, expected"),
     "an unknown end": (changed(cut_short), "H116", "finish_reason 'abort'"),
     "a hang-up": (hang_up, "H114", "ended in the middle of an answer"),
 }
@@ -284,8 +284,8 @@ def test_the_key_is_sent_and_never_shown(plan, folder, monkeypatch):
     async def guarded(scope, receive, send):
         if scope["type"] == "lifespan":
             return
-        given = dict(scope["headers"]).get(b"authorization", b"none")
-        await reply(send, b'{"error": "not you: ' + given + b'"}', status=401)
+        key = dict(scope["headers"]).get(b"authorization", b"none")
+        await reply(send, b'{"error": "not you: ' + key + b'"}', status=401)
 
     with serving(guarded) as url:
         monkeypatch.delenv(API_KEY, raising=False)

@@ -12,12 +12,9 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 from harness.extensions.server.address import Address  # noqa: E402
 from harness.extensions.server.check.run import check_endpoint  # noqa: E402
 from harness.results.check import Outcome  # noqa: E402
-from reference_engine import EngineConfig, LLMEngine  # noqa: E402
-from reference_engine.server.app import build_app  # noqa: E402
-from reference_engine.server.text import Text  # noqa: E402
 
-from ....loopback import serving  # noqa: E402
 from ....unit.lora_adapter import FOLDER, write_adapter  # noqa: E402
+from ..served import serve  # noqa: E402
 from .conftest import make_plan  # noqa: E402
 
 
@@ -32,11 +29,9 @@ def adapters(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(adapters):
-    config = EngineConfig(dtype="bfloat16", max_num_seqs=32, enable_prefix_caching=True)
-    with LLMEngine(FOLDER, config, adapters=adapters) as engine:
-        app = build_app(engine, Text(FOLDER), model="base")
-        with serving(app) as address:
-            yield address
+    options = {"dtype": "bfloat16", "max_num_seqs": 32, "enable_prefix_caching": True}
+    with serve(FOLDER, model="base", adapters=adapters, **options) as server:
+        yield server.url
 
 
 def check(url, model, lora):
@@ -69,7 +64,7 @@ def busy(url, models):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "one", "two"])
 def test_base_and_adapters_in_the_same_batches(url, adapters, model):
-    with busy(url, [other for other in ("base", "one", "two") if other != model]):
+    with busy(url, [name for name in ("base", "one", "two") if name != model]):
         result = check(url, model, adapters.get(model))
     assert result.served_model == model
     assert [run.findings for run in result.runs if run.findings] == []
@@ -84,6 +79,6 @@ def test_another_adapter_is_found(url, adapters, served, judged_as):
 
 
 def test_another_scale_is_found(url, adapters, tmp_path):
-    other = write_adapter(tmp_path / "other", seed=1, alpha=6.0)
-    result = check(url, "one", other)
+    adapter = write_adapter(tmp_path / "other", seed=1, alpha=6.0)
+    result = check(url, "one", adapter)
     assert any(finding.code == "H117" for finding in result.runs[0].findings)

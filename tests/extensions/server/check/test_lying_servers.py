@@ -19,12 +19,12 @@ from .conftest import PROMPTS, VICTIM, asked_otherwise, changed, changed_events,
 EACH, STREAMED, PROMPT, AGAIN = "each answer", "streams", "the prompt's log probabilities", "from the second on"
 
 
-def own(change):
+def chosen(change):
     """Change each log probability of the new tokens themselves."""
 
     def lie(choice):
-        given = choice["logprobs"]["token_logprobs"]
-        given[:] = [change(value, at) for at, value in enumerate(given)]
+        values = choice["logprobs"]["token_logprobs"]
+        values[:] = [change(value, at) for at, value in enumerate(values)]
 
     return lie
 
@@ -33,8 +33,8 @@ def top(change):
     """Change the mapping of the likeliest tokens, at each new token."""
 
     def lie(choice):
-        given = choice["logprobs"]["top_logprobs"]
-        given[:] = [change(dict(item)) for item in given]
+        values = choice["logprobs"]["top_logprobs"]
+        values[:] = [change(dict(item)) for item in values]
 
     return lie
 
@@ -43,8 +43,8 @@ def every(change):
     """Change each log probability, those of the likeliest tokens too."""
 
     def lie(choice):
-        own(lambda value, _at: change(value))(choice)
-        top(lambda each: {name: change(value) for name, value in each.items()})(choice)
+        chosen(lambda value, _at: change(value))(choice)
+        top(lambda likeliest: {name: change(value) for name, value in likeliest.items()})(choice)
 
     return lie
 
@@ -57,18 +57,18 @@ def of_logprobs(name, change):
     return lambda choice: choice["logprobs"].update({name: change(choice["logprobs"][name])})
 
 
-def renormalised(each):
+def renormalised(likeliest):
     """The log probabilities of a distribution that top-k has cut."""
-    whole = math.log(sum(math.exp(value) for value in each.values()))
-    return {name: value - whole for name, value in each.items()}
+    whole = math.log(sum(math.exp(value) for value in likeliest.values()))
+    return {name: value - whole for name, value in likeliest.items()}
 
 
-def permuted(each):
-    return dict(zip(each, [*list(each.values())[1:], next(iter(each.values()))], strict=True))
+def permuted(likeliest):
+    return dict(zip(likeliest, [*list(likeliest.values())[1:], next(iter(likeliest.values()))], strict=True))
 
 
-def without_second(each):
-    return dict([*list(each.items())[:1], *list(each.items())[2:], ("token_id:7", -9.0)])
+def without_second(likeliest):
+    return dict([*list(likeliest.items())[:1], *list(likeliest.items())[2:], ("token_id:7", -9.0)])
 
 
 def first(number):
@@ -84,9 +84,9 @@ def prompt_only(change):
     """Change the log probabilities of the prompt, all but the first, which has none."""
 
     def lie(choice):
-        given = choice["logprobs"]["token_logprobs"]
-        given[1:-1] = [change(value, at) for at, value in enumerate(given[1:-1])]
-        choice["logprobs"]["top_logprobs"][1:-1] = [{}] * len(given[1:-1])
+        values = choice["logprobs"]["token_logprobs"]
+        values[1:-1] = [change(value, at) for at, value in enumerate(values[1:-1])]
+        choice["logprobs"]["top_logprobs"][1:-1] = [{}] * len(values[1:-1])
 
     return lie
 
@@ -102,25 +102,25 @@ def shifted(values):
 NONE = -9999.0
 LIES = {
     # of the log probabilities of the new tokens
-    "-9999": (EACH, own(lambda _v, _at: NONE), "-9999.0, which stands for none; HF's is"),
-    "-9999 once": (EACH, own(lambda v, at: NONE if at == 3 else v), "-9999.0, which stands for none"),
+    "-9999": (EACH, chosen(lambda _v, _at: NONE), "-9999.0, which stands for none; HF's is"),
+    "-9999 once": (EACH, chosen(lambda v, at: NONE if at == 3 else v), "-9999.0, which stands for none"),
     "-9999 of all": (EACH, every(lambda _v: NONE), "-9999.0, which stands for none"),
-    "-Infinity": (EACH, own(lambda _v, _at: -math.inf), "-inf, which stands for none"),
-    "-Infinity once": (EACH, own(lambda v, at: -math.inf if at == 7 else v), "-inf, which stands for none"),
+    "-Infinity": (EACH, chosen(lambda _v, _at: -math.inf), "-inf, which stands for none"),
+    "-Infinity once": (EACH, chosen(lambda v, at: -math.inf if at == 7 else v), "-inf, which stands for none"),
     "the lowest float32": (EACH, every(lambda _v: -3.4028234663852886e38), "which stands for none"),
-    "Infinity": (EACH, own(lambda _v, _at: math.inf), "is inf"),
+    "Infinity": (EACH, chosen(lambda _v, _at: math.inf), "is inf"),
     "NaN": (EACH, every(lambda _v: math.nan), "is nan"),
-    "NaN once": (EACH, own(lambda v, at: math.nan if at == 5 else v), "is nan"),
-    "null": (EACH, own(lambda _v, _at: None), "is null, HF's is"),
-    "null once": (EACH, own(lambda v, at: None if at == 7 else v), "is null, HF's is"),
+    "NaN once": (EACH, chosen(lambda v, at: math.nan if at == 5 else v), "is nan"),
+    "null": (EACH, chosen(lambda _v, _at: None), "is null, HF's is"),
+    "null once": (EACH, chosen(lambda v, at: None if at == 7 else v), "is null, HF's is"),
     "null of all": (EACH, every(lambda _v: None), "is null, HF's is"),
-    "words": (EACH, own(lambda _v, _at: "-0.5"), "is null, HF's is"),
-    "true": (EACH, own(lambda _v, _at: True), "is null, HF's is"),
-    "a mapping": (EACH, own(lambda v, _at: {"logprob": v}), "is null, HF's is"),
-    "too large an integer": (EACH, own(lambda _v, _at: 10**400), "is 1e+300"),
+    "words": (EACH, chosen(lambda _v, _at: "-0.5"), "is null, HF's is"),
+    "true": (EACH, chosen(lambda _v, _at: True), "is null, HF's is"),
+    "a mapping": (EACH, chosen(lambda v, _at: {"logprob": v}), "is null, HF's is"),
+    "too large an integer": (EACH, chosen(lambda _v, _at: 10**400), "is 1e+300"),
     "positive": (EACH, every(lambda v: -v), "the log probability of token"),
     "all 0": (EACH, every(lambda _v: 0.0), "are off"),
-    "constant": (EACH, own(lambda _v, _at: -0.5), "of the chosen tokens are off"),
+    "constant": (EACH, chosen(lambda _v, _at: -0.5), "of the chosen tokens are off"),
     "constant of all": (EACH, every(lambda _v: -1.0), "are off"),
     "rounded to one decimal": (EACH, every(lambda v: round(v, 1)), "of the chosen tokens are off"),
     "rounded to three decimals": (EACH, every(lambda v: round(v, 3)), "are off"),
@@ -137,8 +137,8 @@ LIES = {
     "of a truncated distribution": (EACH, top(renormalised), "of the likeliest tokens are off"),
     "swapped": (EACH, top(permuted), "of the likeliest tokens are off"),
     "without the second": (EACH, top(without_second), "is not among the 5 likeliest ones"),
-    "of the two likeliest": (EACH, top(lambda each: dict(list(each.items())[:2])), "2 of the 5 likeliest tokens"),
-    "of no likeliest": (EACH, of_logprobs("top_logprobs", lambda given: [{} for _ in given]), "none of the 5"),
+    "of the two likeliest": (EACH, top(lambda named: dict(list(named.items())[:2])), "2 of the 5 likeliest tokens"),
+    "of no likeliest": (EACH, of_logprobs("top_logprobs", lambda values: [{} for _ in values]), "none of the 5"),
     "no likeliest": (EACH, of_logprobs("top_logprobs", lambda _given: None), "none of the 5 likeliest tokens"),
     "the likeliest without numbers": (EACH, top(dict.fromkeys), "is null, HF's is"),
     "of fewer tokens": (EACH, lambda choice: [of_logprobs(name, first(5))(choice) for name in choice["logprobs"]],
@@ -152,7 +152,8 @@ LIES = {
     "of other tokens": (EACH, of_logprobs("tokens", lambda names: ["token_id:9"] * len(names)), "are of 9"),
     # only in some answers
     "none in streams": (STREAMED, lambda choice: choice.pop("logprobs", None), "none of 8 log probabilities"),
-    "null in streams": (STREAMED, lambda choice: choice["logprobs"] and own(lambda _v, _at: None)(choice), "is null"),
+    "null in streams": (STREAMED, lambda choice: choice["logprobs"] and chosen(lambda _v, _at: None)(choice),
+                        "is null"),
     "fewer in streams": (STREAMED, lambda choice: choice["token_ids"] == [] or choice.pop("logprobs")
                          if random.random() < 0.5 else choice.update(logprobs=None), "log probabilities"),
     "none from the second on": (AGAIN, field("logprobs", None), "none of"),

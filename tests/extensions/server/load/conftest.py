@@ -1,4 +1,4 @@
-"""The servers of the endpoint's tests."""
+"""The servers of the tests of `check`."""
 
 from ..check.conftest import folder, plan, server, spoiling
 

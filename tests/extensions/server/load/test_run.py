@@ -61,7 +61,7 @@ def test_a_sound_server(load, capsys):
 def test_some_answers_are_judged_and_the_rest_is_said(load):
     result = load(num_judged=2)
     assert (result.outcome, result.num_judged, result.num_answered) == (Outcome.PASS, 2, 4)
-    assert "2 of 4 answers were held to HF's truth" in result.notes
+    assert "2 of 4 answers were checked against HF's truth" in result.notes
 
 
 def streamed(change):

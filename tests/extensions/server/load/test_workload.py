@@ -70,17 +70,17 @@ def read(tmp_path, *lines):
 
 
 def test_requests_of_a_file(tmp_path):
-    found = read(
+    requests = read(
         tmp_path,
         {"prompt": "one two", "at": 2.5, "max_tokens": 3},
         "",
         {"prompt_token_ids": [7, 8, 9], "at": 1},
         {"prompt_tokens": 12, "at": 0},
     )
-    assert [request.at_s for request in found] == [0, 1, 2.5]
-    assert [len(request.prompt.token_ids) for request in found] == [12, 3, 2]
-    assert [request.prompt.max_new_tokens for request in found] == [6, 6, 3]
-    assert found[2].prompt.token_ids == (5, 6)
+    assert [request.at_s for request in requests] == [0, 1, 2.5]
+    assert [len(request.prompt.token_ids) for request in requests] == [12, 3, 2]
+    assert [request.prompt.max_new_tokens for request in requests] == [6, 6, 3]
+    assert requests[2].prompt.token_ids == (5, 6)
 
 
 @pytest.mark.parametrize(

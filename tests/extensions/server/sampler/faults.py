@@ -38,11 +38,13 @@ class Fault:
 def params(**changes: Any) -> Plant:
     """Serve requests with other parameters; a change may be a function of those that were asked for."""
 
-    def other(sequence: Any) -> Any:
-        own = {name: value(sequence.params) if callable(value) else value for name, value in changes.items()}
-        return replace(sequence, params=replace(sequence.params, **own))
+    def changed_sequence(sequence: Any) -> Any:
+        changed = {name: value(sequence.params) if callable(value) else value for name, value in changes.items()}
+        return replace(sequence, params=replace(sequence.params, **changed))
 
-    return patched("sample", lambda logits, sequences: ORIGINAL["sample"](logits, [other(item) for item in sequences]))
+    return patched(
+        "sample", lambda logits, sequences: ORIGINAL["sample"](logits, [changed_sequence(item) for item in sequences])
+    )
 
 
 def patched(name: str, function: Any) -> Plant:
@@ -54,23 +56,27 @@ def patched(name: str, function: Any) -> Plant:
     return plant
 
 
-def temperatures(own: Any) -> torch.Tensor:
-    return torch.tensor([item.temperature or 1.0 for item in own])[:, None]
+def temperatures(asked: Any) -> torch.Tensor:
+    return torch.tensor([item.temperature or 1.0 for item in asked])[:, None]
 
 
 def allowed_by(change: Callable[[torch.Tensor, Any], torch.Tensor]) -> Plant:
     return patched("allowed_tokens", change)
 
 
-def without_crossing(scores: torch.Tensor, own: Any) -> torch.Tensor:
-    top_p = torch.tensor([item.top_p for item in own])[:, None]
+def before_temperature(scores: torch.Tensor, asked: Any) -> torch.Tensor:
+    return ORIGINAL["allowed_tokens"](scores * temperatures(asked), asked)
+
+
+def without_crossing(scores: torch.Tensor, asked: Any) -> torch.Tensor:
+    top_p = torch.tensor([item.top_p for item in asked])[:, None]
     ordered, order = scores.softmax(dim=-1).sort(dim=-1, descending=True)
     kept = torch.zeros_like(ordered, dtype=torch.bool).scatter(1, order, ordered.cumsum(dim=-1) < top_p)
-    return ORIGINAL["allowed_tokens"](scores, own) & (kept | (scores == scores.amax(dim=-1, keepdim=True)))
+    return ORIGINAL["allowed_tokens"](scores, asked) & (kept | (scores == scores.amax(dim=-1, keepdim=True)))
 
 
-def min_p_of_the_whole(scores: torch.Tensor, own: Any) -> torch.Tensor:
-    p, min_p = scores.softmax(dim=-1), torch.tensor([item.min_p for item in own])[:, None]
+def min_p_of_the_whole(scores: torch.Tensor, asked: Any) -> torch.Tensor:
+    p, min_p = scores.softmax(dim=-1), torch.tensor([item.min_p for item in asked])[:, None]
     return (p >= min_p) | (p == p.amax(dim=-1, keepdim=True))
 
 
@@ -90,8 +96,8 @@ def counting_the_prompt(sequence: Any) -> dict[int, float]:
 def of_the_neighbour(scores: torch.Tensor, sequences: Any) -> torch.Tensor:
     """Each row is penalised for the tokens of the row before, with its own penalty."""
     others = [
-        replace(own, token_ids=before.token_ids)
-        for own, before in zip(sequences, sequences[-1:] + sequences[:-1], strict=True)
+        replace(sequence, token_ids=before.token_ids)
+        for sequence, before in zip(sequences, sequences[-1:] + sequences[:-1], strict=True)
     ]
     return ORIGINAL["penalise"](scores, others)
 
@@ -110,17 +116,18 @@ def by_row(seeds: Any, indices: Any) -> Any:
 
 def spoilt_logprobs(change: Callable[[Any, int], Any]) -> Plant:
     def spoilt(logits: Any, token_ids: Any, sequences: Any) -> Any:
-        found = WITH_LOGPROBS(logits, token_ids, sequences)
-        return [change(found, row) for row in range(len(found))]
+        sampled = WITH_LOGPROBS(logits, token_ids, sequences)
+        changed = [change(sampled.logprobs, row) for row in range(len(sampled.logprobs))]
+        return sampler.Sampled(sampled.token_ids, changed)
 
     return patched("token_logprobs", spoilt)
 
 
 def scaled(factor: float) -> Callable[[Any, int], Any]:
-    def change(found: Any, row: int) -> Any:
-        own = found[row]
-        return own and TokenLogprobs(
-            logprob=own.logprob * factor, top=tuple((token, value * factor) for token, value in own.top)
+    def change(logprobs: Any, row: int) -> Any:
+        of_row = logprobs[row]
+        return of_row and TokenLogprobs(
+            logprob=of_row.logprob * factor, top=tuple((token, value * factor) for token, value in of_row.top)
         )
 
     return change
@@ -130,58 +137,60 @@ def stale(monkeypatch: Any) -> None:
     """A request that came before gets log probabilities of the step before: those of a prefix that is kept."""
     seen: dict[tuple[int, ...], Any] = {}
 
-    def other(logits: Any, token_ids: Any, sequences: Any) -> Any:
-        found, changed = WITH_LOGPROBS(logits, token_ids, sequences), []
-        for own, sequence in zip(found, sequences, strict=True):
+    def spoilt(logits: Any, token_ids: Any, sequences: Any) -> Any:
+        sampled, changed = WITH_LOGPROBS(logits, token_ids, sequences), []
+        for logprobs, sequence in zip(sampled.logprobs, sequences, strict=True):
             place = tuple(sequence.token_ids)
-            changed.append(seen.get(place[:-1], own) if place in seen else own)
-            seen.setdefault(place, own)
-        return changed
+            changed.append(seen.get(place[:-1], logprobs) if place in seen else logprobs)
+            seen.setdefault(place, logprobs)
+        return sampler.Sampled(sampled.token_ids, changed)
 
-    monkeypatch.setattr(sampler, "token_logprobs", other)
+    monkeypatch.setattr(sampler, "_with_logprobs", spoilt)
 
 
 EOS = 2
 MANY = "hot,top_p,min_p,repetition_penalty,frequency_penalty"
-HOT = lambda own: max(own.temperature, 1e-9)  # noqa: E731
+HOT = lambda asked: max(asked.temperature, 1e-9)  # noqa: E731
 FAULTS = [
     Fault("temperature ignored", params(temperature=1.0), "hot", "temperature ignored"),
-    Fault("temperature twice", params(temperature=lambda own: own.temperature**2), "hot", "temperature applied twice"),
-    Fault("temperature multiplies", params(temperature=lambda own: 1 / HOT(own)), "hot", "logits multiplied by"),
+    Fault("temperature twice", params(temperature=lambda asked: asked.temperature**2), "hot",
+          "temperature applied twice"),
+    Fault("temperature multiplies", params(temperature=lambda asked: 1 / HOT(asked)), "hot", "logits multiplied by"),
     Fault("nothing is drawn", params(temperature=0.0), "hot", "the likeliest token, nothing is drawn"),
     Fault("top-k ignored", params(top_k=0), "top_k", "top_k ignored"),
-    Fault("top-k one too large", params(top_k=lambda own: own.top_k and own.top_k + 1), "top_k", "top_k one too large"),
-    Fault("top-k one too small", params(top_k=lambda own: max(0, own.top_k - 1)), "top_k", "top_k one too small"),
+    Fault("top-k one too large", params(top_k=lambda asked: asked.top_k and asked.top_k + 1), "top_k",
+          "top_k one too large"),
+    Fault("top-k one too small", params(top_k=lambda asked: max(0, asked.top_k - 1)), "top_k", "top_k one too small"),
     Fault("top-p ignored", params(top_p=1.0), "top_p", "top_p ignored"),
     Fault("top-p before the temperature",
-          allowed_by(lambda scores, own: ORIGINAL["allowed_tokens"](scores * temperatures(own), own)), "top_p",
+          allowed_by(before_temperature), "top_p",
           "top_p before temperature"),
     Fault("top-p without the crossing token", allowed_by(without_crossing), "top_p", "top_p without the token that"),
     Fault("min-p ignored", params(min_p=0.0), "min_p", "min_p ignored"),
     Fault("min-p before the temperature",
-          allowed_by(lambda scores, own: ORIGINAL["allowed_tokens"](scores * temperatures(own), own)), "min_p",
+          allowed_by(before_temperature), "min_p",
           "min_p before temperature"),
     Fault("min-p of the whole", allowed_by(min_p_of_the_whole), "min_p", "min_p as a share of the whole"),
     Fault("repetition ignored", params(repetition_penalty=1.0), "repetition_penalty", "repetition_penalty ignored"),
-    Fault("repetition the wrong way", params(repetition_penalty=lambda own: 1 / own.repetition_penalty),
+    Fault("repetition the wrong way", params(repetition_penalty=lambda asked: 1 / asked.repetition_penalty),
           "repetition_penalty", "repetition_penalty the wrong way round"),
-    Fault("repetition over the answer", seeing(lambda own: own.token_ids[own.num_prompt_tokens :]),
+    Fault("repetition over the answer", seeing(lambda sequence: sequence.token_ids[sequence.num_prompt_tokens :]),
           "repetition_penalty", "repetition_penalty over the answer"),
-    Fault("repetition over the prompt", seeing(lambda own: own.token_ids[: own.num_prompt_tokens]),
+    Fault("repetition over the prompt", seeing(lambda sequence: sequence.token_ids[: sequence.num_prompt_tokens]),
           "repetition_penalty", "repetition_penalty over the prompt"),
     Fault("penalty of another request", patched("penalise", of_the_neighbour), "repetition_penalty",
           "repetition_penalty ignored, or over another request's tokens"),
     Fault("presence ignored", params(presence_penalty=0.0), "presence_penalty", "presence_penalty ignored"),
-    Fault("presence raises", params(presence_penalty=lambda own: -own.presence_penalty), "presence_penalty",
+    Fault("presence raises", params(presence_penalty=lambda asked: -asked.presence_penalty), "presence_penalty",
           "presence_penalty with the opposite sign"),
     Fault("presence over the prompt", patched("_counted_penalties", counting_the_prompt), "presence_penalty",
           "presence_penalty over prompt and answer"),
     Fault("frequency ignored", params(frequency_penalty=0.0), "frequency_penalty", "frequency_penalty ignored"),
-    Fault("frequency once", params(frequency_penalty=0.0, presence_penalty=lambda own: own.frequency_penalty),
+    Fault("frequency once", params(frequency_penalty=0.0, presence_penalty=lambda asked: asked.frequency_penalty),
           "frequency_penalty", "frequency_penalty applied once"),
     Fault("bias ignored", params(logit_bias={}), "logit_bias", "logit_bias ignored"),
     Fault("bias with the opposite sign",
-          params(logit_bias=lambda own: {token: -value for token, value in own.logit_bias.items()}), "logit_bias",
+          params(logit_bias=lambda asked: {token: -value for token, value in asked.logit_bias.items()}), "logit_bias",
           "logit_bias with the opposite sign"),
     Fault("top-k 20 by itself", params(top_k=20), MANY, "top_k 20, which was not asked for"),
     Fault("min-p by itself", params(min_p=0.05), "hot", "min_p 0.05, which was not asked for"),
@@ -199,7 +208,7 @@ FAULTS = [
           "the server takes a seed and does not follow it: one seed draws twice differently", "H211"),
     Fault("draws by the row of the batch", patched("uniforms", by_row), "hot", "with the same seed", "H211"),
     Fault("log probabilities doubled", spoilt_logprobs(scaled(2.0)), "hot", "of no distribution that is known", "H117"),
-    Fault("log probabilities of the row before", spoilt_logprobs(lambda found, row: found[row - 1]), "hot",
+    Fault("log probabilities of the row before", spoilt_logprobs(lambda logprobs, row: logprobs[row - 1]), "hot",
           "of no distribution that is known", "H117"),
     Fault("stale log probabilities", stale, "hot", "were right before: they are stale", "H117"),
     Fault("sums above one", spoilt_logprobs(scaled(0.1)), "hot", "add up to", "H117"),

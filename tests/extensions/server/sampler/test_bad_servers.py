@@ -7,15 +7,11 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from harness.extensions.server.address import Address
 from harness.extensions.server.sampler.run import check_sampler
 from harness.results.check import Outcome
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.server.app import build_app
-from reference_engine.server.text import Text
 
-from ....loopback import serving
-from .conftest import FOLDER, plan_of
+from ..served import serve
+from .conftest import plan_of
 from .faults import params
 
 
@@ -37,10 +33,10 @@ class HotSpoilt:
         if answer is None:
             await self.app(scope, again, send)
             return
-        status, own = answer
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(own)).encode())]
+        status, content = answer
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": own})
+        await send({"type": "http.response.body", "body": content})
 
     def answer_to(self, body):
         """Return status and body; None: the sound server answers."""
@@ -59,10 +55,8 @@ class TextAlone(HotSpoilt):
 
 @pytest.fixture(scope="module")
 def spoilt():
-    with LLMEngine(FOLDER, EngineConfig(dtype="float32")) as engine:
-        app = HotSpoilt(build_app(engine, Text(FOLDER), model="tiny"))
-        with serving(app) as url:
-            yield app, Address(url=url, retries=0, timeout_s=600)
+    with serve(wrap=HotSpoilt) as server:
+        yield server.app, server.address(retries=0)
 
 
 @pytest.mark.slow
@@ -137,11 +131,8 @@ def test_defaults_of_the_server_are_a_note_and_no_finding(address, monkeypatch):
 @pytest.mark.slow
 def test_a_server_of_text_alone_whose_tokenizer_begins_each_text():
     """Its prompts must begin with the same token, or no text becomes them."""
-    with (
-        LLMEngine(FOLDER, EngineConfig(dtype="float32")) as engine,
-        serving(TextAlone(build_app(engine, Text(FOLDER), model="tiny"))) as url,
-    ):
-        result = check_sampler(plan_of(), Address(url=url, timeout_s=600), num_draws=60, only=["top_k", "hot"])
+    with serve(wrap=TextAlone) as server:
+        result = check_sampler(plan_of(), server.address(), num_draws=60, only=["top_k", "hot"])
     assert result.outcome is Outcome.PASS
     assert [setting.num_draws for setting in result.settings] == [60, 60]
     bodies = [setting.body for setting in result.settings]

@@ -37,19 +37,3 @@ def test_nothing_judged_is_status_5(harness, url):
     ran = harness("server", "sampler", "--endpoint", url, "--dtype", "float32", "--only", "typical_p", "--draws", 10)
     assert ran.status == 5
     assert ran.out.startswith("NOTHING CHECKED  ")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ([], "no server is named"),
-        (["--endpoint", "http://h", "--order", "alphabet"], "this is no order of the steps of a sampler"),
-        (["--endpoint", "http://h", "--only", "greedy"], "there is no such setting"),
-        (["--endpoint", "http://h", "--draws", 0], "--draws"),
-        (["--endpoint", "http://h", "--concurrency", 0], "must be positive"),
-    ],
-)
-def test_options_that_make_no_sense(harness, options, says):
-    ran = harness("server", "sampler", *options)
-    assert (ran.status, ran.out) == (2, "")
-    assert says in ran.err

@@ -11,19 +11,16 @@ pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 pytest.importorskip("llguidance", reason="the extra `test` is not installed")
 
-from harness.extensions.server.address import Address
 from harness.extensions.server.chat.automaton import Automaton
 from harness.extensions.server.sampler.requests import chosen_settings
 from harness.extensions.server.sampler.run import check_sampler
 from harness.oracle.sampling import Chain, SamplingSettings
 from harness.plan import plan_engine
 from harness.results.check import Outcome
-from reference_engine import EngineConfig, LLMEngine, model_runner, sampler
-from reference_engine.server.app import build_app
-from reference_engine.server.text import Text
+from reference_engine import model_runner, sampler
 
-from ....loopback import serving
 from ..chat.structured.conftest import write_json_tokenizer
+from ..served import serve
 
 ORIGINAL = sampler.sample, sampler.allowed_tokens
 
@@ -77,22 +74,23 @@ class Masking:
             schema = self.schemas.get(sequence.params.seed)
             if schema is not None:
                 answer = sequence.token_ids[sequence.num_prompt_tokens :]
-                own = torch.from_numpy(self._automaton.allowed(schema, self._spacing, answer))
-                allowed[row] = torch.nn.functional.pad(own, (0, logits.shape[1] - len(own)))
+                by_schema = torch.from_numpy(self._automaton.allowed(schema, self._spacing, answer))
+                allowed[row] = torch.nn.functional.pad(by_schema, (0, logits.shape[1] - len(by_schema)))
         return allowed
 
 
 @contextmanager
 def masking(plan, monkeypatch, plant, spacing="any whitespace"):
     """Serve with a mask; `plant(server)` returns what samples."""
-    config = EngineConfig(dtype="float32", max_num_seqs=64)
-    folder = plan.checkpoint.folder
-    with LLMEngine(folder, config) as engine:
-        server = Masking(build_app(engine, Text(folder), model="tiny"), plan.checkpoint.tokenizer.hf, spacing)
+
+    def wrap(app):
+        masking_app = Masking(app, plan.checkpoint.tokenizer.hf, spacing)
         for place in (sampler, model_runner):
-            monkeypatch.setattr(place, "sample", plant(server))
-        with serving(server) as url:
-            yield Address(url=url, concurrency=32, timeout_s=600)
+            monkeypatch.setattr(place, "sample", plant(masking_app))
+        return masking_app
+
+    with serve(plan.checkpoint.folder, wrap=wrap, max_num_seqs=64) as server:
+        yield server.address(concurrency=32)
 
 
 def masked_first(server):
@@ -105,7 +103,7 @@ def unmasked(server):
 
 def uniform_inside(server):
     def sample(logits, sequences):
-        is_bound = torch.tensor([own.params.seed in server.schemas for own in sequences])[:, None]
+        is_bound = torch.tensor([sequence.params.seed in server.schemas for sequence in sequences])[:, None]
         return masked_first(server)(logits.masked_fill(is_bound, 0.0), sequences)
 
     return sample
@@ -153,12 +151,8 @@ def test_a_fault_is_found_and_named(plan, monkeypatch, plant, says):
 
 def test_it_is_judged_only_where_it_is_named(plan):
     assert "json_schema" not in {setting.name for setting in chosen_settings([])}
-    folder = plan.checkpoint.folder
-    with (
-        LLMEngine(folder, EngineConfig(dtype="float32")) as engine,
-        serving(build_app(engine, Text(folder), model="tiny")) as url,
-    ):
-        result = check_sampler(plan, Address(url=url), num_draws=10, only=("json_schema", "hot"))
+    with serve(plan.checkpoint.folder) as server:
+        result = check_sampler(plan, server.address(), num_draws=10, only=("json_schema", "hot"))
     assert "response_format" in result.not_judged["json_schema"]
 
 

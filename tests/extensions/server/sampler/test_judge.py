@@ -10,12 +10,12 @@ pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence, alternatives
 from harness.extensions.server.sampler.judge import (
     Levels,
-    all_totals,
     judge_independence,
     judge_pooled,
     judge_seeds,
     judge_setting,
-    shift,
+    kolmogorov_distance,
+    total_log_ratios,
 )
 from harness.extensions.server.sampler.logprobs import LogprobEvidence
 from harness.oracle.sampling import Chain, Past, SamplingSettings
@@ -35,18 +35,18 @@ def evidence_of(chain, settings, *, seed=0, num=300, noise=0.0):
         server = logits + noise * torch.randn(24, generator=generator, dtype=torch.float64)
         p = chain.probabilities(server, settings, past)
         token_id = draw.choices(range(24), p.tolist())[0]
-        own = Draw(request=at // 8, step=at % 8, settings=SETTINGS, past=past, token_ids=(token_id,))
-        evidence.add(own, logits, control)
+        drawn = Draw(request=at // 8, step=at % 8, settings=SETTINGS, past=past, token_ids=(token_id,))
+        evidence.add(drawn, logits, control)
     return evidence
 
 
 def judged(evidence):
-    levels, totals = Levels.of({"x": evidence}), all_totals({"x": evidence})
-    own = judge_setting("x", evidence, levels, totals)
-    pooled = judge_pooled({"x": evidence}, levels, is_named=bool(own.findings))
+    levels, totals = Levels.of({"x": evidence}), total_log_ratios({"x": evidence})
+    judgement = judge_setting("x", evidence, levels, totals)
+    pooled = judge_pooled({"x": evidence}, levels, is_named=bool(judgement.findings))
     return (
-        own,
-        [*own.findings, *pooled.findings, *judge_independence({"x": evidence}, levels, {"x": own.follows})],
+        judgement,
+        [*judgement.findings, *pooled.findings, *judge_independence({"x": evidence}, levels, {"x": judgement.follows})],
         pooled,
     )
 
@@ -55,8 +55,8 @@ def judged(evidence):
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_sound_draws_alarm_nobody(noise):
     for seed in range(3):
-        own, findings, _ = judged(evidence_of(Chain(), SETTINGS, seed=seed, num=100, noise=noise))
-        assert (own.follows, own.num_outside, findings) == ("as asked", 0, [])
+        judgement, findings, _ = judged(evidence_of(Chain(), SETTINGS, seed=seed, num=100, noise=noise))
+        assert (judgement.follows, judgement.num_outside, findings) == ("as asked", 0, [])
 
 
 @pytest.mark.slow
@@ -66,9 +66,9 @@ def test_what_so_many_draws_find_is_found_and_what_they_may_miss_is_said():
     assert set(pooled.would_find) | set(pooled.could_miss) <= others.keys()
     assert {"top_p ignored", "repetition_penalty the wrong way round"} <= set(pooled.would_find)
     for name in pooled.would_find[::6]:
-        found, findings, _ = judged(evidence_of(others[name].chain, others[name].settings, seed=1, num=250))
+        judgement, findings, _ = judged(evidence_of(others[name].chain, others[name].settings, seed=1, num=250))
         assert findings, name
-        assert name in (found.follows or findings[0].message), (name, found.follows)
+        assert name in (judgement.follows or findings[0].message), (name, judgement.follows)
 
 
 def test_a_draw_that_is_hidden_is_one_of_the_end_tokens():
@@ -79,8 +79,8 @@ def test_a_draw_that_is_hidden_is_one_of_the_end_tokens():
 
 
 def test_distances_and_what_rounding_explains_of_seeds():
-    assert shift([0.125, 0.375, 0.625, 0.875]) == pytest.approx(0.125)
-    assert shift([0.5] * 9) == pytest.approx(0.5)
+    assert kolmogorov_distance([0.125, 0.375, 0.625, 0.875]) == pytest.approx(0.125)
+    assert kolmogorov_distance([0.5] * 9) == pytest.approx(0.5)
     levels = Levels(num_tests=100)
     assert levels.shift(400, 0.01) == pytest.approx(0.1435, abs=1e-3)
     assert judge_seeds({"alone": 2}, [1e-7] * 8, levels)[0] == 0
@@ -137,8 +137,8 @@ def test_draws_of_one_random_number_are_told_where_one_token_is_nearly_certain()
         for request in range(100):
             uniforms = [numbers.random() for _ in range(num_numbers)]
             for step in range(4):
-                own = int(torch.searchsorted(p.cumsum(dim=-1), uniforms[step % num_numbers]))
-                draw = Draw(request=request, step=step, settings=SamplingSettings(), past=Past(), token_ids=(own,))
+                token_id = int(torch.searchsorted(p.cumsum(dim=-1), uniforms[step % num_numbers]))
+                draw = Draw(request=request, step=step, settings=SamplingSettings(), past=Past(), token_ids=(token_id,))
                 evidence.add(draw, logits, logits)
         findings = list(judge_independence({"x": evidence}, Levels.of({"x": evidence}), {"x": "as asked"}))
         assert [finding.message.split(",")[0] for finding in findings] == (

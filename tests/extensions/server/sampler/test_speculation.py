@@ -56,23 +56,25 @@ def verifying(monkeypatch, change):
     by_chunk, sample, again = LLMEngine._by_chunk, model_runner.sample, []
 
     def sampling(logits, sequences):
-        again[:] = sample(logits, [other_draw(own) for own in sequences]).token_ids
+        again[:] = sample(logits, [other_draw(sequence) for sequence in sequences]).token_ids
         return sample(logits, sequences)
 
-    def chunks(given, found):
+    def chunks(scheduled, sampled):
         second = iter(again)
-        for chunk, choices in by_chunk(given, found):
+        for chunk, choices in by_chunk(scheduled, sampled):
             redrawn = [next(second) for _ in choices]
             drafts = chunk.sequence.token_ids[chunk.start + 1 : chunk.stop] if chunk.sequence.num_drafts else []
             tokens = change(drafts, [token for token, _ in choices], redrawn)
             yield chunk, [(token, rest) for token, (_, rest) in zip(tokens, choices, strict=True)]
 
     monkeypatch.setattr(model_runner, "sample", sampling)
-    monkeypatch.setattr(LLMEngine, "_by_chunk", staticmethod(lambda given, found: list(chunks(given, found))))
+    monkeypatch.setattr(
+        LLMEngine, "_by_chunk", staticmethod(lambda scheduled, sampled: list(chunks(scheduled, sampled)))
+    )
 
 
-def other_draw(own):
-    return replace(own, seed=own.seed + 1)
+def other_draw(sequence):
+    return replace(sequence, seed=sequence.seed + 1)
 
 
 def accepted_unseen(monkeypatch):
@@ -85,7 +87,9 @@ def accepted_sometimes(monkeypatch):
     generator = random.Random(0)
 
     def change(drafts, choices, again):
-        taken = [draft if generator.random() < 1 / 3 else own for draft, own in zip(drafts, choices, strict=False)]
+        taken = [
+            draft if generator.random() < 1 / 3 else choice for draft, choice in zip(drafts, choices, strict=False)
+        ]
         return [*taken, *choices[len(drafts) :]]
 
     verifying(monkeypatch, change)
@@ -96,8 +100,8 @@ def drawn_again(monkeypatch):
 
     def change(drafts, choices, again):
         return [
-            own if draft == own else second
-            for draft, own, second in zip([*drafts, choices[-1]], choices, again, strict=True)
+            choice if draft == choice else second
+            for draft, choice, second in zip([*drafts, choices[-1]], choices, again, strict=True)
         ]
 
     verifying(monkeypatch, change)
@@ -108,8 +112,8 @@ def with_rows(monkeypatch, change):
     sample = model_runner.sample
 
     def sampling(logits, sequences):
-        ids = [own.request_id for own in sequences]
-        places = [at - ids.index(own) for at, own in enumerate(ids)]
+        ids = [request_id.request_id for request_id in sequences]
+        places = [at - ids.index(request_id) for at, request_id in enumerate(ids)]
         return sample(*change(logits, sequences, places))
 
     monkeypatch.setattr(model_runner, "sample", sampling)
@@ -121,7 +125,7 @@ def one_number_for_all_rows(monkeypatch):
     def change(logits, sequences, places):
         firsts = [sequences[at - place].sampled_token_ids for at, place in enumerate(places)]
         pairs = zip(sequences, firsts, strict=True)
-        return logits, [replace(own, sampled_token_ids=first) for own, first in pairs]
+        return logits, [replace(row, sampled_token_ids=first) for row, first in pairs]
 
     with_rows(monkeypatch, change)
 
@@ -138,8 +142,10 @@ def without_temperature(monkeypatch):
     """Rows of drafts are drawn without the temperature."""
 
     def change(logits, sequences, places):
-        plain = [replace(own, params=replace(own.params, temperature=1.0)) for own in sequences]
-        return logits, [bare if place else own for own, bare, place in zip(sequences, plain, places, strict=True)]
+        plain = [replace(sequence, params=replace(sequence.params, temperature=1.0)) for sequence in sequences]
+        return logits, [
+            bare if place else sequence for sequence, bare, place in zip(sequences, plain, places, strict=True)
+        ]
 
     with_rows(monkeypatch, change)
 

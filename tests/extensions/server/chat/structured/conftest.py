@@ -18,12 +18,12 @@ def write_json_tokenizer(folder):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [('"', ":"), ('"', ","), ('"', "}"), ("{", '"'), ("t", "r"), ("\\", '"'), ("1", "2"), ("\u0120", '"')]
     merges += [("\u0120", "\u0120"), ("e", "}"), ("]", "}"), ("\u00c3", "\u00a9"), ("\\", "u"), ("a", '"')]
-    vocab = {own: at for at, own in enumerate([*alphabet, *map("".join, merges)])}
+    vocab = {symbol: at for at, symbol in enumerate([*alphabet, *map("".join, merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|begin|>", "<|end|>", "<|call|>"]
-    tokenizer.add_special_tokens([AddedToken(own, special=True, normalized=False) for own in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1], clean_up_tokenization_spaces=False
     )

@@ -30,12 +30,12 @@ def reference(hf):
 
 def changed(reference, hf, change, spacing="no whitespace"):
     """Return masks that a function changes: it gets the mask, the texts of all tokens and the text so far."""
-    texts = [hf.decode([own]) for own in range(len(hf))]
+    texts = [hf.decode([token_id]) for token_id in range(len(hf))]
 
     def mask(schema, token_ids):
-        own = reference.allowed(schema, spacing, token_ids).copy()
-        change(own, texts, hf.decode(token_ids), hf.eos_token_id)
-        return own
+        allowed_tokens = reference.allowed(schema, spacing, token_ids).copy()
+        change(allowed_tokens, texts, hf.decode(token_ids), hf.eos_token_id)
+        return allowed_tokens
 
     return mask
 
@@ -134,7 +134,7 @@ def test_a_mask_that_hangs(json_folder):
             pass
 
     report = harness.structured_output(mask, model=json_folder, limit_s=0.2, num_schemas=5)
-    assert [own.name for own in report.differences] == ["a mask does not end within 0.2 s"]
+    assert [difference.name for difference in report.differences] == ["a mask does not end within 0.2 s"]
 
 
 def test_a_schema_that_no_automaton_takes(json_folder):
@@ -146,7 +146,9 @@ def test_a_schema_that_no_automaton_takes(json_folder):
 
 def test_any_tokens_of_a_certain_text_are_allowed(hf, reference):
     def allowed(token_ids):
-        return {hf.decode([own]) for own in np.flatnonzero(reference.allowed(SCHEMA, "no whitespace", token_ids))}
+        return {
+            hf.decode([token_id]) for token_id in np.flatnonzero(reference.allowed(SCHEMA, "no whitespace", token_ids))
+        }
 
     assert allowed([]) == {"{", '{"'}
     assert allowed(hf.convert_tokens_to_ids(["{", '"'])) == {"a", 'a"'}

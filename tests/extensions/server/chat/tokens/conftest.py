@@ -10,7 +10,7 @@ import torch
 
 from harness.extensions.server.address import Address
 
-from .....loopback import serving
+from ...served import serve
 
 SPECIAL = ["<|begin|>", "<|start|>", "<|end|>", "<|stop|>"]
 TEMPLATE = """\
@@ -69,11 +69,5 @@ def chat_server(chat_folder: Path) -> Iterator[tuple[Any, Address]]:
     """The text part of the server, which tests break, and its address."""
     pytest.importorskip("httpx", reason="the extra `serve` is not installed")
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-    from reference_engine import EngineConfig, LLMEngine
-    from reference_engine.server.app import build_app
-    from reference_engine.server.text import Text
-
-    text = Text(chat_folder)
-    config = EngineConfig(dtype="float32", num_blocks=600)
-    with LLMEngine(chat_folder, config) as engine, serving(build_app(engine, text, model="chat")) as url:
-        yield text, Address(url=url, timeout_s=600)
+    with serve(chat_folder, model="chat", num_blocks=600) as server:
+        yield server.text, server.address()

@@ -29,9 +29,11 @@ class Fault:
 
 def contents(change: Callable[[str], str], *roles: str) -> Any:
     def render(hf: Render, messages: Messages, tools: Any) -> list[int]:
-        own = [{**message, "content": change(message["content"])} if not roles or message["role"] in roles else message
-               for message in messages]  # fmt: skip
-        return hf(own, tools)
+        def changed(message: Any) -> Any:
+            is_meant = not roles or message["role"] in roles
+            return {**message, "content": change(message["content"])} if is_meant else message
+
+        return hf([changed(message) for message in messages], tools)
 
     return render
 
@@ -41,13 +43,15 @@ def messages_by(change: Callable[[Messages], Messages]) -> Any:
 
 
 def without(field: str) -> Any:
-    return messages_by(lambda own: [{key: value for key, value in item.items() if key != field} for item in own])
+    return messages_by(
+        lambda messages: [{key: value for key, value in item.items() if key != field} for item in messages]
+    )
 
 
 def special_as_text(hf: Render, messages: Messages, tools: Any) -> list[int]:
     def split(text: str) -> str:
-        for own in SPECIAL:
-            text = text.replace(own, f"{own[:2]}{MARK}{own[2:]}")
+        for token in SPECIAL:
+            text = text.replace(token, f"{token[:2]}{MARK}{token[2:]}")
         return text
 
     ids = contents(split)(hf, messages, tools)
@@ -56,8 +60,8 @@ def special_as_text(hf: Render, messages: Messages, tools: Any) -> list[int]:
     return [int(word) for word in text.replace("".join(f"{item}," for item in mark), "").split(",") if word]
 
 
-def text_arguments(own: Messages) -> Messages:
-    text = json.dumps(own)
+def text_arguments(messages: Messages) -> Messages:
+    text = json.dumps(messages)
     return json.loads(
         re.sub(r'"arguments": (\{"city": "(?:[^"\\]|\\.)*"\})', lambda m: f'"arguments": {json.dumps(m[1])}', text)
     )
@@ -82,7 +86,8 @@ FAULTS = [
     Fault("EOS at the end", lambda hf, messages, tools: [*hf(messages, tools), 258]),
     Fault("no generation prompt", lambda hf, messages, tools: hf(messages, tools, has_prompt=False)),
     Fault("tools dropped", lambda hf, messages, tools: hf(messages, None)),
-    Fault("system message dropped", messages_by(lambda own: [item for item in own if item["role"] != "system"])),
+    Fault("system message dropped",
+          messages_by(lambda messages: [item for item in messages if item["role"] != "system"])),
     Fault("whitespace stripped", contents(str.strip)),
     Fault("whitespace stripped at the end", contents(str.rstrip)),
     Fault("whitespace of the assistant stripped", contents(str.strip, "assistant")),
@@ -91,11 +96,11 @@ FAULTS = [
     Fault("reasoning removed from history", without("reasoning_content")),
     Fault("thinking cut out of the content", contents(lambda text: text.rpartition("</think>")[2])),
     Fault("tool calls dropped", without("tool_calls")),
-    Fault("tool results dropped", messages_by(lambda own: [item for item in own if item["role"] != "tool"])),
+    Fault("tool results dropped", messages_by(lambda messages: [item for item in messages if item["role"] != "tool"])),
     Fault("arguments of tool calls as text", messages_by(text_arguments)),
     Fault("empty messages dropped", messages_by(
-        lambda own: [item for item in own if item["content"].strip() or "tool_calls" in item] or own)),
-    Fault("earlier turns dropped", messages_by(lambda own: own[-1:])),
+        lambda messages: [item for item in messages if item["content"].strip() or "tool_calls" in item] or messages)),
+    Fault("earlier turns dropped", messages_by(lambda messages: messages[-1:])),
     Fault("a date is inserted", dated),
     Fault("normalisation to NFC", contents(lambda text: unicodedata.normalize("NFC", text))),
     Fault("normalisation to NFKC", contents(lambda text: unicodedata.normalize("NFKC", text))),

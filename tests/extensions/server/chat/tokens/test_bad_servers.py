@@ -30,13 +30,13 @@ def stub(pages):
         message = await receive()
         page = pages.get(scope["path"])
         answer = page(json.loads(message.get("body") or b"null")) if page else b"not here"
-        own = (
+        content = (
             b'{"choices": [' if answer is None else answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         )
-        length = len(own) + (100 if answer is None else 0)
+        length = len(content) + (100 if answer is None else 0)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
         await send({"type": "http.response.start", "status": 200 if page else 404, "headers": headers})
-        await send({"type": "http.response.body", "body": own})
+        await send({"type": "http.response.body", "body": content})
 
     with serving(app) as url:
         yield Address(url=url, retries=0, timeout_s=600)
@@ -50,7 +50,7 @@ def check(folder, pages, num=25):
 @pytest.fixture(scope="module")
 def ids_of(chat_folder):
     hf = HF(chat_folder)
-    return lambda body: hf([as_hf(own) for own in body["messages"]], body.get("tools"))
+    return lambda body: hf([as_hf(message) for message in body["messages"]], body.get("tools"))
 
 
 def usage(count):
@@ -86,7 +86,10 @@ def test_prompt_logprobs_name_the_tokens(chat_folder, ids_of):
         if "prompt_logprobs" not in body:
             return usage(0)
         ids = ids_of(body)
-        return {**usage(len(ids)), "prompt_logprobs": [None, *({str(own): {"logprob": -1.0}} for own in ids[1:])]}
+        return {
+            **usage(len(ids)),
+            "prompt_logprobs": [None, *({str(token_id): {"logprob": -1.0}} for token_id in ids[1:])],
+        }
 
     result = check(chat_folder, {CHAT: answer})
     assert (result.outcome, result.evidence) == (Outcome.PASS, "prompt_logprobs")

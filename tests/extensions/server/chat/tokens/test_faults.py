@@ -93,7 +93,9 @@ def test_a_sound_function_and_a_sound_server(chat_folder, chat_server, hf):
 @pytest.mark.slow
 def test_what_is_said_of_a_difference(chat_folder, chat_server, hf, monkeypatch):
     text, address = chat_server
-    monkeypatch.setattr(text, "encode_chat", lambda messages, tools=None: hf([as_hf(own) for own in messages], None))
+    monkeypatch.setattr(
+        text, "encode_chat", lambda messages, tools=None: hf([as_hf(message) for message in messages], None)
+    )
     result = check_tokens(Checkpoint(chat_folder), address, model="chat", num_conversations=30)
     words = tokens_text(result, width=100)
     assert words.startswith(f"MISMATCH  reference_engine at {address.url} · chat · ")
@@ -130,7 +132,7 @@ def test_one_end_token_that_ends_nothing(chat_folder, chat_server, monkeypatch):
 def test_another_tokenizer_behind_the_page(chat_folder, chat_server, monkeypatch):
     text, address = chat_server
     sound = text.encode
-    monkeypatch.setattr(text, "encode", lambda own: sound(own.strip()))
+    monkeypatch.setattr(text, "encode", lambda text_of_page: sound(text_of_page.strip()))
     result = check_tokens(Checkpoint(chat_folder), address, model="chat", num_conversations=40)
     assert [difference.name for difference in result.differences] == [
         "plain text is tokenised otherwise",

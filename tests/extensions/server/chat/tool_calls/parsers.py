@@ -15,7 +15,7 @@ def call(name, arguments):
 
 
 def message(content, calls):
-    return {"role": "assistant", "content": content, "tool_calls": [call(*own) for own in calls]}
+    return {"role": "assistant", "content": content, "tool_calls": [call(*named) for named in calls]}
 
 
 def hermes(text, tools):
@@ -23,16 +23,16 @@ def hermes(text, tools):
     if at >= 0:
         content = text[:at]
     while at >= 0:
-        own, end = DECODER.raw_decode(text, at + len("<tool_call>\n"))
-        calls.append((own["name"], own["arguments"]))
+        written, end = DECODER.raw_decode(text, at + len("<tool_call>\n"))
+        calls.append((written["name"], written["arguments"]))
         at = text.find("<tool_call>", end)
     return message(content, calls)
 
 
 def llama(text, tools):
     try:
-        own = json.loads(text, strict=False)
-        calls = [(own["name"], own["parameters"])]
+        written = json.loads(text, strict=False)
+        calls = [(written["name"], written["parameters"])]
     except (ValueError, KeyError, TypeError):
         return message(text, [])
     return message("", calls)
@@ -41,7 +41,7 @@ def llama(text, tools):
 def mistral(text, tools):
     content, mark, rest = text.partition("[TOOL_CALLS]")
     calls = json.loads(rest, strict=False) if mark else []
-    return message(content, [(own["name"], own["arguments"]) for own in calls])
+    return message(content, [(written["name"], written["arguments"]) for written in calls])
 
 
 def qwen3_coder(text, tools):
@@ -51,9 +51,9 @@ def qwen3_coder(text, tools):
         begin = CALL.match(text, at)
         at = begin.end()
         arguments = {}
-        while own := VALUE.match(text, at):
-            arguments[own[1]] = typed(own[2], schema(tools, begin[1], own[1]))
-            at = own.end()
+        while match := VALUE.match(text, at):
+            arguments[match[1]] = typed(match[2], schema(tools, begin[1], match[1]))
+            at = match.end()
         at += len(END)
         calls.append((begin[1], arguments))
         at = at + 1 if text[at : at + 1] == "\n" else -1
@@ -61,8 +61,8 @@ def qwen3_coder(text, tools):
 
 
 def schema(tools, name, argument):
-    own = next(tool["function"] for tool in tools if tool["function"]["name"] == name)
-    kinds = own["parameters"]["properties"][argument]["type"]
+    function = next(tool["function"] for tool in tools if tool["function"]["name"] == name)
+    kinds = function["parameters"]["properties"][argument]["type"]
     return [kinds] if isinstance(kinds, str) else kinds
 
 
@@ -89,9 +89,9 @@ def streamed(parse):
                 sent = len(text)
         whole = parse(text, tools)
         yield {"content": whole["content"][sent:]}
-        for at, own in enumerate(whole["tool_calls"]):
-            yield {"tool_calls": [{"index": at, "id": "x", "function": {"name": own["function"]["name"]}}]}
-            arguments = own["function"]["arguments"]
+        for at, call_ in enumerate(whole["tool_calls"]):
+            yield {"tool_calls": [{"index": at, "id": "x", "function": {"name": call_["function"]["name"]}}]}
+            arguments = call_["function"]["arguments"]
             for begin in range(0, len(arguments), 5):
                 yield {"tool_calls": [{"index": at, "function": {"arguments": arguments[begin : begin + 5]}}]}
 

@@ -72,23 +72,23 @@ def test_a_parser_that_returns_something_else(families, what):
 )
 def test_a_stream_of_something_else(families, delta, name):
     result = harness.tool_calls(hermes, model=families["hermes"], stream=lambda pieces, tools: [delta], num_answers=1)
-    assert [own.name for own in result.differences] == [name]
+    assert [difference.name for difference in result.differences] == [name]
 
 
 def test_a_parser_that_raises(families):
     result = harness.tool_calls(refuse, model=families["hermes"], num_answers=1)
-    assert [own.name for own in result.differences] == ["the parser raises KeyError"]
+    assert [difference.name for difference in result.differences] == ["the parser raises KeyError"]
     assert result.differences[0].shown["read"] == "KeyError: 'arguments'"
     assert [
-        own.name
-        for own in harness.tool_calls(lambda *_: sys.exit(), model=families["hermes"], num_answers=1).differences
+        difference.name
+        for difference in harness.tool_calls(lambda *_: sys.exit(), model=families["hermes"], num_answers=1).differences
     ] == ["the parser raises SystemExit"]
 
 
 @pytest.mark.parametrize("parse", [hang, swallow])
 def test_a_parser_that_hangs(families, parse):
     result = harness.tool_calls(parse, model=families["hermes"], num_answers=5, limit_s=0.2)
-    assert [own.name for own in result.differences] == ["the parser does not end within 0.2 s"]
+    assert [difference.name for difference in result.differences] == ["the parser does not end within 0.2 s"]
     assert result.counts["text"] == 1
 
 
@@ -101,7 +101,7 @@ def test_a_parser_that_keeps_state(families):
         return hermes(text, tools) if is_again else message("", [])
 
     result = harness.tool_calls(parse, model=families["hermes"], num_answers=5)
-    assert all(own.name.endswith(", and not each time") for own in result.differences)
+    assert all(difference.name.endswith(", and not each time") for difference in result.differences)
     assert result.differences
 
 
@@ -114,7 +114,7 @@ def test_objects_of_pydantic_and_calls_alone(families):
             return self.fields
 
     def parse(text, tools):
-        return [Model(function=Model(**own["function"])) for own in hermes(text, tools)["tool_calls"]]
+        return [Model(function=Model(**call["function"])) for call in hermes(text, tools)["tool_calls"]]
 
     result = harness.tool_calls(parse, model=families["hermes"], num_answers=5)
     assert not result.differences
@@ -187,7 +187,7 @@ def test_the_report_at_the_shortest_text(families):
         return {**whole, "tool_calls": whole["tool_calls"][:1]}
 
     def stream(pieces, tools):
-        return streamed(hermes)((own.lstrip() for own in pieces), tools)
+        return streamed(hermes)((piece.lstrip() for piece in pieces), tools)
 
     report = harness.tool_calls(parse, model=families["hermes"], stream=stream, num_answers=1)
     text = str(report)

@@ -10,7 +10,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from harness.extensions.server.chat.report import tokens_text
 from harness.extensions.server.chat.result import TokensResult
-from harness.extensions.server.chat.written import Writing
+from harness.extensions.server.chat.text import TextCheck
 from harness.extensions.server.client import Client
 from reference_engine.requests import stopping
 from reference_engine.server import answer, chat, choice, completions
@@ -35,8 +35,8 @@ def streamed(change):
     """Change the pieces of streams alone: `change` takes the piece before its yield, and whether it is the last."""
 
     def plant(monkeypatch, text):
-        async def pieces(engine, own, prompt, params):
-            async for piece in PIECES(engine, own, prompt, params):
+        async def pieces(engine, texts, prompt, params):
+            async for piece in PIECES(engine, texts, prompt, params):
                 yield change(piece)
 
         for module in (completions, chat):
@@ -52,11 +52,11 @@ def at_the_end(**fields):
 def eager(monkeypatch, text):
     """A stream that holds nothing back, nor halves of characters."""
 
-    async def pieces(engine, own, prompt, params):
+    async def pieces(engine, texts, prompt, params):
         async for output in engine.generate(prompt, params):
             reason = output.finish_reason and choice._REASONS[output.finish_reason]
             yield choice.ContinuationPiece(
-                text=own.decode([output.token_id]), token_ids=[output.token_id], finish_reason=reason
+                text=texts.decode([output.token_id]), token_ids=[output.token_id], finish_reason=reason
             )
 
     for module in (completions, chat):
@@ -66,8 +66,8 @@ def eager(monkeypatch, text):
 def unheld(monkeypatch, text):
     """A stream that holds no part of a stop string back."""
 
-    async def pieces(engine, own, prompt, params):
-        detokenizer = choice.Detokenizer(own.decode, prompt[-5:])
+    async def pieces(engine, texts, prompt, params):
+        detokenizer = choice.Detokenizer(texts.decode, prompt[-5:])
         async for output in engine.generate(prompt, params):
             reason = output.finish_reason and choice._REASONS[output.finish_reason]
             ready = detokenizer.add(output.token_id) + (detokenizer.finish() if reason else "")
@@ -85,31 +85,31 @@ def stops(find, *modules):
     return plant
 
 
-def cut_late(own, found):
-    end = FIND(own, found)
-    return end if end is None else end + next(len(item) for item in found if own.startswith(item, end))
+def cut_late(text, stops):
+    end = FIND(text, stops)
+    return end if end is None else end + next(len(item) for item in stops if text.startswith(item, end))
 
 
-def lost(own, found):
-    end = FIND(own, found)
-    return max(0, len(own) - max(map(len, found)) + 1) if end is None and found else end
+def lost(text, stops):
+    end = FIND(text, stops)
+    return max(0, len(text) - max(map(len, stops)) + 1) if end is None and stops else end
 
 
 def params(**changes):
     def plant(monkeypatch, text):
-        def other(self, **fields):
-            own = PARAMS(self, **fields)
-            return dataclasses.replace(own, **{name: change(own) for name, change in changes.items()})
+        def changed_params(self, **fields):
+            sound = PARAMS(self, **fields)
+            return dataclasses.replace(sound, **{name: change(sound) for name, change in changes.items()})
 
-        monkeypatch.setattr(_Request, "sampling_params", other)
+        monkeypatch.setattr(_Request, "sampling_params", changed_params)
 
     return plant
 
 
 def requests(change):
     def plant(monkeypatch, text):
-        async def complete(engine, own, request, prompts, model):
-            return await change(request, lambda asked: COMPLETE(engine, own, asked, prompts, model))
+        async def complete(engine, texts, request, prompts, model):
+            return await change(request, lambda asked: COMPLETE(engine, texts, asked, prompts, model))
 
         monkeypatch.setattr("reference_engine.server.app.complete", complete)
 
@@ -151,18 +151,18 @@ FAULTS = {
     "a stream that says no reason": (streamed(at_the_end(finish_reason=None)), "finish_reason of streaming"),
     "tokens decoded alone": (patched(choice, "Detokenizer", Alone), "the text is not that of its tokens"),
     "special tokens are written": (with_special, "the text is not that of its tokens: special tokens are written"),
-    "no stop strings": (params(stop=lambda own: ()), "a stop string is ignored"),
+    "no stop strings": (params(stop=lambda sound: ()), "a stop string is ignored"),
     "stop strings are written": (stops(cut_late), "the stop string is written"),
     "what was held back is lost": (stops(lost), "text is lost before a stop string, or where none comes"),
     "the first stop string alone": (
-        stops(lambda own, found: FIND(own, found[:1]), choice, stopping), "text beyond a stop string is written",
+        stops(lambda text, strings: FIND(text, strings[:1]), choice, stopping), "text beyond a stop string is written",
     ),
     "nothing is held back": (unheld, "the stop string is written in a stream"),
     "one token too many": (
-        params(max_new_tokens=lambda own: own.max_new_tokens + 1), "the number of tokens, or finish_reason",
+        params(max_new_tokens=lambda sound: sound.max_new_tokens + 1), "the number of tokens, or finish_reason",
     ),
     "one token too few": (
-        params(max_new_tokens=lambda own: max(1, own.max_new_tokens - 1)), "the number of tokens, or finish_reason",
+        params(max_new_tokens=lambda sound: max(1, sound.max_new_tokens - 1)), "the number of tokens, or finish_reason",
     ),
     "always the length": (patched(choice, "_REASONS", LENGTH), "finish_reason of stop"),
     "a count too large": (
@@ -185,7 +185,7 @@ FAULTS = {
 def written(address, tokenizer):
     async def run():
         async with Client(address) as client:
-            writing = Writing(client, "chat", tokenizer)
+            writing = TextCheck(client, "chat", tokenizer)
             await writing.run()
             return writing
 
@@ -215,7 +215,7 @@ def test_a_server_that_does_as_vllm_does_is_sound(chat_server, tokenizer, monkey
         is_hidden = request.echo and request.return_token_ids
         return await run(request.model_copy(update={"echo": False}) if is_hidden else request)
 
-    monkeypatch.setattr("harness.extensions.server.chat.written._PROMPTS", ("one two ",))
+    monkeypatch.setattr("harness.extensions.server.chat.text._PROMPTS", ("one two ",))
     requests(as_vllm)(monkeypatch, chat_server[0])
     writing = written(chat_server[1], tokenizer)
     assert (writing.differences, writing.not_judged) == ([], {})
@@ -228,14 +228,13 @@ def test_a_fault_is_found_and_named(chat_server, tokenizer, monkeypatch, name):
     text, address = chat_server
     plant(monkeypatch, text)
     writing = written(address, tokenizer)
-    assert says in {difference.name for difference in writing.differences}, [(own.name, own.expected, own.actual)
-                                                                 for own in writing.differences]  # fmt: skip
+    assert says in {difference.name for difference in writing.differences}, writing.differences
 
 
 @pytest.mark.slow
 def test_what_is_said_of_a_text_and_how_to_ask_again(chat_server, tokenizer, monkeypatch):
     text, address = chat_server
-    monkeypatch.setattr("harness.extensions.server.chat.written._PROMPTS", ("one two ",))
+    monkeypatch.setattr("harness.extensions.server.chat.text._PROMPTS", ("one two ",))
     requests(lambda request, run: run(request.model_copy(update={"echo": False})))(monkeypatch, text)
     writing = written(address, tokenizer)
     result = TokensResult(

@@ -5,9 +5,9 @@ from pathlib import Path
 from harness.extensions.server.names import TokenNames
 from harness.formats.checkpoint import Checkpoint
 
-from ..chat.tokens.conftest import write_tokenizer
+from .chat.tokens.conftest import write_tokenizer
 
-FOLDER = Path(__file__).parents[4] / "cases" / "checkpoints" / "qwen3-tiny"
+FOLDER = Path(__file__).parents[3] / "cases" / "checkpoints" / "qwen3-tiny"
 
 
 def test_tokens_are_spelled_after_the_one_that_begins_a_text():

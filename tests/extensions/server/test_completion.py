@@ -7,7 +7,7 @@ from harness.extensions.server.completion import read_answer
 from harness.extensions.server.names import TokenNames
 from harness.formats.checkpoint import Checkpoint
 
-from ..chat.tokens.conftest import write_tokenizer
+from .chat.tokens.conftest import write_tokenizer
 
 
 def test_an_answer_without_a_text_is_not_the_word_none(tmp_path):

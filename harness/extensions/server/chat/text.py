@@ -1,7 +1,7 @@
 """What a server writes: the text of its tokens, whole and in pieces, where it ends, and how often.
 
 The server's own plain answer is the measure of its other answers to the same request, and HF's decoder that of the
-plain answer, where the server names its tokens. Whatever is wrong is asked again: it counts if both answers come back.
+plain answer, where the server names its tokens. A wrong answer counts if it comes back a second time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +11,9 @@ from typing import Any
 from harness.errors import Code, HarnessError
 from harness.extensions.server.chat.causes import around_difference
 from harness.extensions.server.chat.result import Difference
-from harness.extensions.server.check.judge import wrong_length
 from harness.extensions.server.client import Client
-from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable
-from harness.extensions.server.probe import refusal, words
+from harness.extensions.server.completion import CHAT, COMPLETIONS, only_choice, unreadable, wrong_length
+from harness.extensions.server.probe import error_text, refusal
 
 _TOKENS = 48
 _PROMPTS = tuple(
@@ -51,7 +50,7 @@ class WrittenAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Variant:
     """A request that differs from the plain one, and what its answer must be."""
 
     of: str
@@ -63,7 +62,7 @@ class Check:
     finish_reason: str | None = None
 
 
-class Writing:
+class TextCheck:
     """The check of one server's text."""
 
     def __init__(self, client: Client, model: str, tokenizer: Any) -> None:
@@ -100,8 +99,8 @@ class Writing:
             return
         self._keep(path, prompt, body, self._wrong_plain(prompt, plain, _TOKENS))
         is_lossless = self._tokenizer.decode(self._tokenizer(prompt)["input_ids"], skip_special_tokens=True) == prompt
-        for check in _checks(prompt if path == COMPLETIONS and is_lossless else None, plain, hot):
-            await self._run(path, prompt, body, plain, check)
+        for variant in _variants(prompt if path == COMPLETIONS and is_lossless else None, plain, hot):
+            await self._run(path, prompt, body, plain, variant)
 
     async def _taken(self, path: str, body: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a body with those options that the server takes."""
@@ -114,24 +113,26 @@ class Writing:
                     raise
         return body
 
-    async def _run(self, path: str, prompt: str, body: Mapping[str, Any], plain: WrittenAnswer, check: Check) -> None:
-        name = f"streams of {path}" if check.is_streamed else check.of
+    async def _run(
+        self, path: str, prompt: str, body: Mapping[str, Any], plain: WrittenAnswer, variant: Variant
+    ) -> None:
+        name = f"streams of {path}" if variant.is_streamed else variant.of
         if name in self.not_judged:
             return
-        sent = {key: value for key, value in {**body, **check.fields}.items() if value is not None}
+        sent = {key: value for key, value in {**body, **variant.fields}.items() if value is not None}
         try:
-            answer = await self._ask(path, sent, is_streamed=check.is_streamed)
-            wrong = self._wrong(prompt, plain, answer, check)
+            answer = await self._ask(path, sent, is_streamed=variant.is_streamed)
+            wrong = self._wrong(prompt, plain, answer, variant)
             is_sure = wrong is None or [plain, answer] == [
                 await self._ask(path, body),
-                await self._ask(path, sent, is_streamed=check.is_streamed),
+                await self._ask(path, sent, is_streamed=variant.is_streamed),
             ]
         except HarnessError as error:
-            is_unfinished = check.is_streamed and error.code is Code.ENDPOINT_HUNG_UP
-            self.not_judged.setdefault(name, words(error) if is_unfinished else refusal(error))
+            is_unfinished = variant.is_streamed and error.code is Code.ENDPOINT_HUNG_UP
+            self.not_judged.setdefault(name, error_text(error) if is_unfinished else refusal(error))
             return
-        if is_sure or check.of == "n":  # which is drawn anew each time
-            self._keep(path, prompt, {**sent, "stream": True} if check.is_streamed else sent, wrong)
+        if is_sure or variant.of == "n":  # which is drawn anew each time
+            self._keep(path, prompt, {**sent, "stream": True} if variant.is_streamed else sent, wrong)
 
     def _keep(self, path: str, prompt: str, body: Mapping[str, Any], wrong: tuple[str, str, str] | None) -> None:
         self.num_answers += 1
@@ -153,23 +154,23 @@ class Writing:
         return _joined([{**answer, "choices": [choice]} for choice in answer["choices"]], path)
 
     def _wrong(
-        self, prompt: str, plain: WrittenAnswer, answer: WrittenAnswer, check: Check
+        self, prompt: str, plain: WrittenAnswer, answer: WrittenAnswer, variant: Variant
     ) -> tuple[str, str, str] | None:
         """Return name, expected and actual of what is wrong."""
-        if check.of == "n":
+        if variant.of == "n":
             if len(answer.texts) != 2:
                 return f"n is 2, and there is {len(answer.texts)} choice", "2", str(len(answer.texts))
             is_same = answer.texts[0] == answer.texts[1] and len(plain.text) > 1
             is_same &= (
-                check.fields["temperature"] == _HOT or answer.text != plain.text
+                variant.fields["temperature"] == _HOT or answer.text != plain.text
             )  # or the model may be sure of it
             return ("both choices are the same draw", "two draws", repr(answer.text)[:80]) if is_same else None
-        if check.of == "max_tokens":
-            return self._wrong_plain(prompt, answer, check.fields["max_tokens"])
-        if check.expected is not None and _whole(answer.text) != _whole(check.expected):
-            return _named(check, plain, answer), *around_difference(check.expected, answer.text)
-        if check.finish_reason not in (None, answer.finish_reason):
-            return f"finish_reason of {check.of}", repr(check.finish_reason), repr(answer.finish_reason)
+        if variant.of == "max_tokens":
+            return self._wrong_plain(prompt, answer, variant.fields["max_tokens"])
+        if variant.expected is not None and _whole(answer.text) != _whole(variant.expected):
+            return _named(variant, plain, answer), *around_difference(variant.expected, answer.text)
+        if variant.finish_reason not in (None, answer.finish_reason):
+            return f"finish_reason of {variant.of}", repr(variant.finish_reason), repr(answer.finish_reason)
         return None
 
     def _wrong_plain(self, prompt: str, answer: WrittenAnswer, num_asked: int) -> tuple[str, str, str] | None:
@@ -233,24 +234,26 @@ def _joined(events: Sequence[Any], path: str) -> WrittenAnswer:
     )
 
 
-def _checks(prompt: str | None, plain: WrittenAnswer, hot: float) -> Iterator[Check]:
-    """Yield the checks beside the plain answer; without a prompt, no echo is asked for. Two choices are `hot`."""
+def _variants(prompt: str | None, plain: WrittenAnswer, hot: float) -> Iterator[Variant]:
+    """Yield the requests beside the plain one; without a prompt, no echo is asked for. Two choices are `hot`."""
     text = plain.text.rstrip(_BROKEN)
-    yield Check(of="streaming", is_streamed=True, expected=plain.text, finish_reason=plain.finish_reason)
-    yield Check(of="max_tokens", fields={"max_tokens": 1})
-    yield Check(of="n", fields={"temperature": hot, "n": 2, "seed": None})
+    yield Variant(of="streaming", is_streamed=True, expected=plain.text, finish_reason=plain.finish_reason)
+    yield Variant(of="max_tokens", fields={"max_tokens": 1})
+    yield Variant(of="n", fields={"temperature": hot, "n": 2, "seed": None})
     if prompt is not None:  # vLLM echoes no text where token ids are asked for
-        yield Check(of="echo", fields={"echo": True, "return_token_ids": None}, expected=prompt + plain.text)
+        yield Variant(of="echo", fields={"echo": True, "return_token_ids": None}, expected=prompt + plain.text)
     stops = _stops(text)
     if stops is None:
         return
     for fields in ({"stop": [stops[1]]}, {"stop": [stops[1], stops[0]]}):
         cut = text[: min(text.find(stop) for stop in fields["stop"])]
         for is_streamed in (False, True):
-            yield Check(of="stop", fields=fields, is_streamed=is_streamed, expected=cut, finish_reason="stop")
+            yield Variant(of="stop", fields=fields, is_streamed=is_streamed, expected=cut, finish_reason="stop")
     almost = {"stop": [text[-2:] + _NEVER]}
     for is_streamed in (False, True):
-        yield Check(of="stop", fields=almost, is_streamed=is_streamed, expected=text, finish_reason=plain.finish_reason)
+        yield Variant(
+            of="stop", fields=almost, is_streamed=is_streamed, expected=text, finish_reason=plain.finish_reason
+        )
 
 
 def _stops(text: str) -> tuple[str, str] | None:
@@ -270,18 +273,18 @@ def _whole(text: str) -> str:
     return text.rstrip(_BROKEN)
 
 
-def _named(check: Check, plain: WrittenAnswer, answer: WrittenAnswer) -> str:
+def _named(variant: Variant, plain: WrittenAnswer, answer: WrittenAnswer) -> str:
     """Return the name of a text that is not the expected one."""
-    text, expected = answer.text, check.expected or ""
-    if check.of == "echo":
+    text, expected = answer.text, variant.expected or ""
+    if variant.of == "echo":
         return "echo is ignored" if text == plain.text else "the echo is not the prompt and its answer"
     more = text.count(_BROKEN) > expected.count(_BROKEN) and len(text.replace(_BROKEN, "")) <= len(expected)
-    if check.of == "streaming":
+    if variant.of == "streaming":
         is_cut = bool(text) and expected.startswith(_whole(text))
         name = "the end of a streamed text is lost" if is_cut else "the pieces of a stream are not the whole text"
         return "characters are broken in pieces" if more else name
-    how = " in a stream" if check.is_streamed else ""
-    if any(_whole(text) == _whole(expected + item) for item in check.fields["stop"]):
+    how = " in a stream" if variant.is_streamed else ""
+    if any(_whole(text) == _whole(expected + item) for item in variant.fields["stop"]):
         return f"the stop string is written{how}"
     if _whole(text) == _whole(plain.text):
         return f"a stop string is ignored{how}"

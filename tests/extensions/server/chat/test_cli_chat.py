@@ -30,4 +30,3 @@ def test_a_model_without_template_and_a_server_that_is_not_there(harness, chat_f
     assert "H080: the tokenizer has no chat template" in ran.err
     ran = harness("server", "chat", "--endpoint", "http://127.0.0.1:9", "--model", chat_folder, "--format", "json")
     assert (ran.status, ran.json["error"]["code"]) == (2, "H110")
-    assert harness("server", "chat", "--model", chat_folder).status == 2

@@ -18,21 +18,17 @@ from harness.extensions.server.check.run import check_endpoint
 from harness.extensions.server.completion import Dialect
 from harness.extensions.server.probe import Probed, parameters
 from harness.results.check import Outcome
-from reference_engine import EngineConfig, LLMEngine
-from reference_engine.server.app import build_app
-from reference_engine.server.text import Text
 
-from ....loopback import serving
+from ..served import serve
 from .conftest import PROMPTS, asked_otherwise, changed, make_plan, reply
 
 WAYS = ["together", "repeated", "alone", "reversed", "continued", "streamed", "prompt"]
 
 
 @contextmanager
-def served(folder, *, dtype, **options):
-    config = EngineConfig(dtype=dtype, max_num_seqs=16, enable_prefix_caching=True, **options)
-    with LLMEngine(folder, config) as engine, serving(build_app(engine, Text(folder), model="tiny")) as url:
-        yield Address(url=url)
+def served(folder, **options):
+    with serve(folder, max_num_seqs=16, enable_prefix_caching=True, **options) as server:
+        yield server.address()
 
 
 @pytest.mark.sampled(1)
@@ -46,10 +42,10 @@ def test_a_sound_server_passes_in_every_way(folder, dtype):
     together = result.runs[0]
     assert (together.num_requests, together.num_failed, together.num_tokens) == (4, 0, 32)
     assert together.tokens.compared == 32
-    assert [own.kind for own in together.logprobs] == ["chosen", "top"]
+    assert [logprobs.kind for logprobs in together.logprobs] == ["chosen", "top"]
     assert together.logprobs[1].num_values == 5 * 32
-    assert [own.kind for own in result.runs[-1].logprobs] == ["chosen", "top", "prompt"]
-    assert all(0 < own.rms_ratio <= own.rms_bound for run in result.runs for own in run.logprobs)
+    assert [logprobs.kind for logprobs in result.runs[-1].logprobs] == ["chosen", "top", "prompt"]
+    assert all(0 < logprobs.rms_ratio <= logprobs.rms_bound for run in result.runs for logprobs in run.logprobs)
 
 
 def test_what_the_probe_finds(folder, server):
@@ -66,27 +62,27 @@ def test_what_the_probe_finds(folder, server):
 
 def with_config(folder, tmp_path, **fields):
     """A copy of a checkpoint whose config.json says something else."""
-    other = shutil.copytree(folder, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
+    changed_folder = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((changed_folder / "config.json").read_text())
     for name, value in fields.items():
         (config["rope_parameters"] if name == "rope_theta" else config)[name] = value
-    (other / "config.json").write_text(json.dumps(config))
-    return other
+    (changed_folder / "config.json").write_text(json.dumps(config))
+    return changed_folder
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_another_rope_base_is_found_by_the_root_mean_square(folder, tmp_path, dtype):
     theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
-    other = with_config(folder, tmp_path, rope_theta=2 * theta)
+    changed_folder = with_config(folder, tmp_path, rope_theta=2 * theta)
     prompts = [[1, *range(5 + at, 25 + at), 3, *range(5 + at, 9 + at)] for at in range(6)]
     plan = make_plan(folder, dtype=dtype, prompts=prompts, max_new_tokens=16)
-    with served(other, dtype=dtype) as address:
+    with served(changed_folder, dtype=dtype) as address:
         result = check_endpoint(plan, address, num_again=0)
     (run,) = result.runs
     assert result.outcome is Outcome.MISMATCH
     assert any(finding.code == "H117" and "root mean square" in finding.message for finding in run.findings)
-    assert max(own.rms_ratio for own in run.logprobs) > 3
+    assert max(logprobs.rms_ratio for logprobs in run.logprobs) > 3
 
 
 @pytest.mark.sampled(1)
@@ -146,7 +142,7 @@ def test_an_echo_without_its_first_token_is_read(folder, server):
     app.spoil, app.spoils_all = without_echo(0), True
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
     assert result.outcome is Outcome.PASS
-    (prompt,) = [own for own in result.runs[-1].logprobs if own.kind == "prompt"]
+    (prompt,) = [logprobs for logprobs in result.runs[-1].logprobs if logprobs.kind == "prompt"]
     assert prompt.num_values == sum(len(ids) - 2 for ids in PROMPTS)
 
 
@@ -156,12 +152,12 @@ def test_an_echo_without_its_last_token_lacks_that_and_no_other(folder, server):
     app, url = server
     app.spoil, app.spoils_all = without_echo(-1), True
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
-    (prompt,) = [own for own in result.runs[-1].logprobs if own.kind == "prompt"]
+    (prompt,) = [logprobs for logprobs in result.runs[-1].logprobs if logprobs.kind == "prompt"]
     assert prompt.num_values == sum(len(ids) - 1 for ids in PROMPTS)
-    found = [finding for run in result.runs for finding in run.findings]
-    assert {finding.position - len(PROMPTS[finding.request]) for finding in found} == {0}
+    findings = [finding for run in result.runs for finding in run.findings]
+    assert {finding.position - len(PROMPTS[finding.request]) for finding in findings} == {0}
     assert "none of 1 log probabilities of the new tokens are there" in {
-        item.message.partition(";")[0] for item in found
+        item.message.partition(";")[0] for item in findings
     }
 
 
@@ -189,9 +185,9 @@ def test_a_penalty_that_leaves_the_prompt_out_is_not_called_ignored():
         async def post(self, _path, _body):
             return {"choices": [{"text": "abc", "token_ids": [5, 6, 7], "finish_reason": "length"}]}
 
-    found = Probed(dialect=Dialect(model="m", options=(("repeat_penalty", 1.0),)))
-    asyncio.run(parameters(Deaf(), found, [5, 6], SimpleNamespace(has=lambda _token_id: True, is_there=False)))
-    (penalty,) = [capability for capability in found.capabilities if capability.name == "repeat_penalty"]
+    probed = Probed(dialect=Dialect(model="m", options=(("repeat_penalty", 1.0),)))
+    asyncio.run(parameters(Deaf(), probed, [5, 6], SimpleNamespace(has=lambda _token_id: True, is_there=False)))
+    (penalty,) = [capability for capability in probed.capabilities if capability.name == "repeat_penalty"]
     assert (penalty.is_ignored, penalty.detail) == (False, "taken; the answer repeats no token, so nothing shows it")
 
 
