@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @grouped
 def check(
-    given: Annotated[opt.Given, opt.EVERY_OPTION],
+    fields: Annotated[opt.Fields, opt.EVERY_OPTION],
     *,
     dtype: opt.Dtypes = None,
     out: Annotated[
@@ -40,14 +40,14 @@ def check(
     embedded qwen3-tiny in float32, under the schedules plain, chunked and batched.
     """
     if dtype:
-        given["dtype"] = dtype[0]
+        fields["dtype"] = dtype[0]
     if dry_run:
         refused = {"--out": out, "a second --dtype": (dtype or [])[1:]}
-        return _estimated(given, [name for name, value in refused.items() if value], local_files_only, format)
+        return _estimated(fields, [name for name, value in refused.items() if value], local_files_only, format)
     with progress_bar() as report:
         from harness.plan import plan_request  # seconds to import
 
-        plan = plan_request(**given, local_files_only=local_files_only)
+        plan = plan_request(**fields, local_files_only=local_files_only)
         results = [checked(item, folder, report) for item, folder in _by_dtype(plan, dtype or [], out)]
     return show_checks(results, format)
 
@@ -61,7 +61,7 @@ def show_checks(results: "Sequence[CheckResult]", format: str) -> int:
     return STATUS[checks.outcome]
 
 
-def _estimated(given: opt.Given, others: Sequence[str], local_files_only: bool, format: str) -> int:
+def _estimated(fields: opt.Fields, others: Sequence[str], local_files_only: bool, format: str) -> int:
     """Show what a check of one dtype would cost; no status but that of nothing checked is right for it."""
     if others:
         what = "a dry run is of one check, and writes nothing"
@@ -70,7 +70,7 @@ def _estimated(given: opt.Given, others: Sequence[str], local_files_only: bool, 
         from harness.judge.jobs.estimate import run_estimate
         from harness.plan import plan_request
 
-        cost = run_estimate(plan_request(**given, local_files_only=local_files_only), progress=report)
+        cost = run_estimate(plan_request(**fields, local_files_only=local_files_only), progress=report)
     forms.CHECK_COST.show(cost, format)
     return ExitStatus.NOTHING_CHECKED
 

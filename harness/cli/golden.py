@@ -15,8 +15,8 @@ from harness.errors import ExitStatus
 
 @grouped
 def golden(
-    given: Annotated[
-        opt.Given, opt.CaseOptions("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora", "mtp")
+    fields: Annotated[
+        opt.Fields, opt.CaseOptions("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora", "mtp")
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
@@ -36,7 +36,7 @@ def golden(
         from harness.oracle.precision import truth_dtype
         from harness.plan import plan_request
 
-        plan = plan_request(**given, local_files_only=local_files_only)
+        plan = plan_request(**fields, local_files_only=local_files_only)
         made = run_golden(plan, out=out, progress=report)
     manifest = made.recording.manifest
     summary = {

@@ -50,7 +50,7 @@ def inspect(
     map: Annotated[
         bool, typer.Option("--map", help="With --engine: show which tensor of the engine is which tap.")
     ] = False,
-    given: Annotated[opt.Given, opt.CaseOptions("model", "hf", *opt.ENGINE, "dtype", "device", "mtp")],
+    fields: Annotated[opt.Fields, opt.CaseOptions("model", "hf", *opt.ENGINE, "dtype", "device", "mtp")],
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.INSPECTED.option()] = "human",
 ) -> int:
@@ -76,7 +76,7 @@ def inspect(
         what, hint = "--before is about the weights of two checkpoints", "harness inspect A --against B --before OLD"
         raise HarnessError(Code.BAD_OPTION, what, where="--before", hint=hint)
     if tensor is not None:
-        if path is None or given:
+        if path is None or fields:
             what, hint = "a tensor lies in a file or folder", "harness inspect PATH --tensor NAME"
             raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
         from harness.formats.values import inspect_values, parse_row
@@ -88,24 +88,24 @@ def inspect(
     if beside is not None or row is not None or slice is not None:
         what, hint = "BESIDE, --row and --slice are about one tensor", "name it: --tensor NAME"
         raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
-    if path is not None and against is not None and not given and not map:
+    if path is not None and against is not None and not fields and not map:
         return _compare_weights(str(path), against, before, local_files_only, format)
-    if path is not None and against is None and not given and not map:
+    if path is not None and against is None and not fields and not map:
         return _show(path, format)
-    if path is not None or "engine" not in given:
+    if path is not None or "engine" not in fields:
         what, hint = "one thing is inspected: a path, or an engine", "harness inspect PATH, or --engine NAME --model M"
         raise HarnessError(Code.BAD_OPTION, what, where="PATH", hint=hint)
     if map:
         from harness.cli.tap_map import show_tap_map
 
-        return show_tap_map(given, None if against is None else Path(against), local_files_only, format)
+        return show_tap_map(fields, None if against is None else Path(against), local_files_only, format)
     if against is not None:
         what, hint = "an engine's settings are compared with HuggingFace's", "add --map, or leave --against out"
         raise HarnessError(Code.BAD_OPTION, what, where="--against", hint=hint)
     from harness.judge.jobs.settings import run_settings
     from harness.plan import plan_engine
 
-    result = run_settings(plan_engine(**given, local_files_only=local_files_only))
+    result = run_settings(plan_engine(**fields, local_files_only=local_files_only))
     forms.SETTINGS.show(result, format)
     if result.differing:
         return ExitStatus.MISMATCH
@@ -135,7 +135,7 @@ def _show(path: Path, format: str) -> int:
         return ExitStatus.PASS
     from harness.formats.inspect import inspect_path
 
-    found = inspect_path(path)
-    forms.INSPECTED.show(found, format)
-    against = found.get("against_config", {})
+    contents = inspect_path(path)
+    forms.INSPECTED.show(contents, format)
+    against = contents.get("against_config", {})
     return ExitStatus.MISMATCH if against.get("missing") or against.get("misshapen") else ExitStatus.PASS

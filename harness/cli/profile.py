@@ -137,8 +137,9 @@ class SizeOptions:
 def profile(
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for report.html, traces and snapshots.")],
     *,
-    given: Annotated[
-        opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "lora", "requests", "case")
+    fields: Annotated[
+        opt.Fields,
+        opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "lora", "requests", "case"),
     ],
     sizes: SizeOptions,
     phase: Annotated[
@@ -159,11 +160,11 @@ def profile(
         from harness.plan import plan_engine, plan_request
         from harness.profiling.profile import ProfileSpec, keep_profile
 
-        has_prompts = bool({"requests", "case"} & given.keys())
+        has_prompts = bool({"requests", "case"} & fields.keys())
         plan = (
-            plan_request(**given, schedules=["plain"], local_files_only=local_files_only)
+            plan_request(**fields, schedules=["plain"], local_files_only=local_files_only)
             if has_prompts
-            else plan_engine(**given, local_files_only=local_files_only)
+            else plan_engine(**fields, local_files_only=local_files_only)
         )
         spec = ProfileSpec(
             plan=plan,

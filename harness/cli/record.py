@@ -27,7 +27,7 @@ def record(
         Path | None,
         typer.Option(metavar="DIR", help="Golden that says what to feed: model, dtype and tokens. [default: none]"),
     ] = None,
-    given: Annotated[opt.Given, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "lora", "mtp", "case")],
+    fields: Annotated[opt.Fields, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "lora", "mtp", "case")],
     schedule: Annotated[str, typer.Option(metavar="NAME", help="One schedule of `harness check`.")] = "plain",
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.RECORDING.option()] = "human",
@@ -40,7 +40,7 @@ def record(
     with progress_bar() as report:
         from harness.judge.jobs.opened import match_taps, new_output_dir, open_planned, record_run, run_golden
 
-        plan, requests, graph = _planned({**given, "schedules": [schedule]}, golden, local_files_only)
+        plan, requests, graph = _planned({**fields, "schedules": [schedule]}, golden, local_files_only)
         if len(plan.schedules) != 1:
             what = "a recording has one schedule"
             raise HarnessError(Code.BAD_OPTION, what, where="--schedule", expected="one", actual=schedule)
@@ -76,7 +76,7 @@ def _summary(plan: "Plan", out: Path) -> dict[str, Any]:
 
 
 def _planned(
-    given: opt.Given, golden: Path | None, local_files_only: bool
+    fields: opt.Fields, golden: Path | None, local_files_only: bool
 ) -> "tuple[Plan, list[RequestInfo], Graph | None]":
     """Return what is run, and what a golden says of requests and model, where one is named."""
     from harness.formats.recording import Recording
@@ -84,20 +84,20 @@ def _planned(
     from harness.plan import plan_request
 
     if golden is None:
-        return plan_request(**given, local_files_only=local_files_only), [], None
-    if not given.keys() <= {"model", "device", "schedules", "lora", *opt.ENGINE}:
+        return plan_request(**fields, local_files_only=local_files_only), [], None
+    if not fields.keys() <= {"model", "device", "schedules", "lora", *opt.ENGINE}:
         names = "--dtype, --truth, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"
         )
     with Recording.open(golden) as expected:
         manifest, graph = expected.manifest, Golden(expected).graph
-    said: opt.Given = {
+    said: opt.Fields = {
         "model": manifest.model.id,
         "dtype": manifest.dtype,
         "requests": [RequestSpec(token_ids=request.token_ids) for request in manifest.requests],
     }
-    return plan_request(**(said | given), local_files_only=local_files_only), manifest.requests, graph
+    return plan_request(**(said | fields), local_files_only=local_files_only), manifest.requests, graph
 
 
 def recording_text(summary: Mapping[str, Any]) -> str:

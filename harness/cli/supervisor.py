@@ -66,16 +66,16 @@ class _Child:
         while ended is None:
             self._pass_on_a_signal()
             ended = self._ended()
-            given = self._given()
-            if given is not None:
+            status = self._reported_status()
+            if status is not None:
                 given_at = given_at or time.monotonic()
                 if time.monotonic() - given_at > FAREWELL_S:
                     os.kill(self._pid, signal.SIGKILL)
                     os.waitpid(self._pid, 0)
-                    return given
-        given = self._given()
-        if given is not None:
-            return given
+                    return status
+        status = self._reported_status()
+        if status is not None:
+            return status
         if -ended in FORWARDED:
             return 128 - ended
         raise HarnessError(
@@ -99,7 +99,7 @@ class _Child:
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
-    def _given(self) -> int | None:
+    def _reported_status(self) -> int | None:
         """Return the exit status that the command gave; a copy of it that an engine has made by `fork` gives none."""
         with suppress(BlockingIOError):
             self._said += os.read(self._verdict, 4096)

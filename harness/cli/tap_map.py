@@ -13,14 +13,14 @@ from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.checkpoint.checkpoint import read_table
 
 
-def show_tap_map(given: opt.Given, against: Path | None, local_files_only: bool, format: str) -> int:
+def show_tap_map(fields: opt.Fields, against: Path | None, local_files_only: bool, format: str) -> int:
     """Print which tensor of an engine is which tap; return the exit status, 1 where a tap moved from a kept map."""
     kept = None if against is None else _read_kept(against)
     with progress_bar() as report:
         from harness.judge.jobs.opened import match_taps, open_planned, planned_model
         from harness.plan import plan_engine
 
-        plan = plan_engine(**given, local_files_only=local_files_only)
+        plan = plan_engine(**fields, local_files_only=local_files_only)
         with open_planned(plan) as engine:
             report(plan.case.engine, 0, 1)
             graph = planned_model(plan).graph

@@ -50,13 +50,13 @@ class Forms:
     def show(self, result: object, form: str, **added: object) -> None:
         """Write a result to standard output."""
         function = self.function(form)
-        given = {
+        arguments = {
             "width": terminal_width(),
             "color": sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
             "tablefmt": "github" if form == "markdown" else "simple",
         } | added
         known = signature(function).parameters
-        shown = function(result, **{key: value for key, value in given.items() if key in known})
+        shown = function(result, **{key: value for key, value in arguments.items() if key in known})
         if isinstance(shown, str):
             if form == "markdown" and self._is_fenced:
                 from harness.report.check.markdown import fenced

@@ -17,19 +17,19 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
     groups: dict[str, tuple[Callable[[Mapping[str, Any]], Any], list[str]]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
-        found = _group(parameter.annotation)
-        if found is None:
+        group_parts = _group(parameter.annotation)
+        if group_parts is None:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        gather, own = found
-        groups[parameter.name] = (gather, [item.name for item in own])
-        parameters += own
+        gather, members = group_parts
+        groups[parameter.name] = (gather, [item.name for item in members])
+        parameters += members
 
     @wraps(command)
-    def run(**given: Any) -> int:
+    def run(**arguments: Any) -> int:
         for group, (gather, names) in groups.items():
-            given[group] = gather({name: given.pop(name) for name in names})
-        return command(**given)
+            arguments[group] = gather({name: arguments.pop(name) for name in names})
+        return command(**arguments)
 
     run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     return run
@@ -38,8 +38,8 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
 def _group(annotation: Any) -> tuple[Callable[[Mapping[str, Any]], Any], list[inspect.Parameter]] | None:
     """Return what makes the object of a group, and the group's parameters; None for another type."""
     if is_dataclass(annotation):
-        own = [_parameter(field.name, field.default, field.type) for field in fields(annotation)]
-        return lambda given: annotation(**given), own  # type: ignore[operator]
+        members = [_parameter(field.name, field.default, field.type) for field in fields(annotation)]
+        return lambda arguments: annotation(**arguments), members  # type: ignore[operator]
     if get_origin(annotation) is Annotated and isinstance(group := get_args(annotation)[1], CaseOptions):
         return group.gather, [_parameter(name, None, kind) for name, kind in group.types.items()]
     return None

@@ -66,7 +66,7 @@ ENGINE = ("engine", "engine_options", "engine_timeout_s", "engine_python")
 WORKLOAD = ("device", "truth", "requests", "max_new_tokens")
 """Fields of a case about what is run, and where; every command but `check` has `dtype` besides."""
 
-Given = dict[str, Any]
+Fields = dict[str, Any]
 """The fields of a case that were given, and `case` for the file: arguments of `plan_request`."""
 
 _REQUESTS = {"prompt": PromptText, "prompt_file": PromptFiles, "token_ids": TokenIds}
@@ -91,13 +91,13 @@ class CaseOptions:
             else:
                 self.types |= _REQUESTS if name == "requests" else {name: _OTHERS[name]}
 
-    def gather(self, given: Mapping[str, Any]) -> Given:
+    def gather(self, arguments: Mapping[str, Any]) -> Fields:
         """Return the fields of a case that were given.
 
         Raises:
             HarnessError: a value cannot be read.
         """
-        said = {name: value for name, value in given.items() if value not in (None, [])}
+        said = {name: value for name, value in arguments.items() if value not in (None, [])}
         fields = {name: value for name, value in said.items() if name in Case.model_fields}
         if fields.get("engine_timeout_s") == 0:
             fields |= {"isolate": False}
@@ -180,11 +180,11 @@ def _read_chat(path: Path, option: str) -> RequestSpec:
     except ValueError as error:
         what = f"the conversation is no JSON: {error}"
         raise HarnessError(Code.BAD_OPTION, what, where=option, expected=expected, actual=path) from error
-    given = content if isinstance(content, dict) else {"messages": content}
+    conversation = content if isinstance(content, dict) else {"messages": content}
     try:
-        if unknown := sorted(given.keys() - {"messages", "tools"}):
+        if unknown := sorted(conversation.keys() - {"messages", "tools"}):
             raise ValueError(f"{', '.join(unknown)}: not understood")
-        return RequestSpec(messages=given.get("messages"), tools=given.get("tools"))
+        return RequestSpec(messages=conversation.get("messages"), tools=conversation.get("tools"))
     except ValueError as error:  # pydantic's too
         what = "the file holds no conversation"
         raise HarnessError(

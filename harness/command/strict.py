@@ -20,9 +20,9 @@ class StrictCommand(typer.core.TyperCommand):
         Raises:
             HarnessError: BAD_OPTION.
         """
-        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        arguments, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         for parameter in self.params:
-            values = given.get(parameter.name)
+            values = arguments.get(parameter.name)
             is_empty = "" in (values if isinstance(values, list | tuple) else [values])
             if is_empty and parameter.name not in _HAVE_AN_ERROR_OF_THEIR_OWN:
                 name = parameter.opts[0] if parameter.opts[0].startswith("-") else str(parameter.name).upper()

@@ -23,6 +23,7 @@ from harness.extensions.server.sampler.judge import (
     judge_independence,
     judge_pooled,
     judge_setting,
+    total_log_ratios,
 )
 from harness.extensions.server.sampler.requests import SETTINGS, TOKENS
 from harness.oracle.sampling import Chain, Past

@@ -35,7 +35,7 @@ app = typer.Typer(
     name="fuzz", no_args_is_help=True, rich_markup_mode=None, help="Search workloads that an engine gets wrong."
 )
 
-EngineFields = Annotated[opt.Given, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "truth")]
+EngineFields = Annotated[opt.Fields, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "truth")]
 Seconds = Annotated[float, typer.Option(metavar="N", help="How long to search.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the workloads.")]
 WorkloadSeconds = Annotated[float, typer.Option(metavar="N", help="How long the engine may take for one workload.")]
@@ -145,7 +145,7 @@ def _options(seconds: float, seed: int, workload_seconds: float, first: bool = F
     return FuzzOptions(seconds=seconds, seed=seed, workload_seconds=workload_seconds, is_first_enough=first)
 
 
-def _said_by(file: "WorkloadFile") -> opt.Given:
+def _said_by(file: "WorkloadFile") -> opt.Fields:
     """Return what a workload's file says of the engine; a fault brings its own model."""
     names = ("model", "engine", "engine_options", "dtype", "device")
     return {name: getattr(file, name) for name in names} if file.fault is None else {}
@@ -153,7 +153,7 @@ def _said_by(file: "WorkloadFile") -> opt.Given:
 
 @contextmanager
 def _opened(
-    fields: opt.Given, fault: str | None, options: "FuzzOptions", local_files_only: bool
+    fields: opt.Fields, fault: str | None, options: "FuzzOptions", local_files_only: bool
 ) -> "Iterator[tuple[Plan, FuzzOptions]]":
     """Yield the plan, and the options with the fault that is to be injected."""
     from harness.plan import plan_engine

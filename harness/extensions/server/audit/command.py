@@ -17,7 +17,7 @@ AUDIT = Forms(human="harness.extensions.server.audit.report:audit_text", json=DO
 @grouped
 def audit(
     server: AddressOptions,
-    arguments: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    arguments: Annotated[opt.Fields, opt.CaseOptions("model", "device", "truth")],
     *,
     hypotheses: Annotated[
         str,

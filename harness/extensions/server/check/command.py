@@ -25,7 +25,7 @@ _OF_A_SERVER = ("model", "hf", "dtype", "device", "truth", "requests", "max_new_
 @grouped
 def check(
     server: AddressOptions,
-    arguments: Annotated[opt.Given, opt.CaseOptions(*_OF_A_SERVER)],
+    arguments: Annotated[opt.Fields, opt.CaseOptions(*_OF_A_SERVER)],
     *,
     again: Annotated[
         int,

@@ -22,7 +22,7 @@ LOAD = Forms(human="harness.extensions.server.load.report:load_text", json=DOCUM
 @grouped
 def load(
     server: AddressOptions,
-    arguments: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    arguments: Annotated[opt.Fields, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
     num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, metavar="N", help="Requests to draw.")] = 64,

@@ -17,7 +17,7 @@ SAMPLER = Forms(human="harness.extensions.server.sampler.report:sampler_text", j
 @grouped
 def sampler(
     server: AddressOptions,
-    arguments: Annotated[opt.Given, opt.CaseOptions("model", "device", "truth")],
+    arguments: Annotated[opt.Fields, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
     draws: Annotated[int, typer.Option(min=10, metavar="N", help="Draws of each setting, at least.")] = 200,
