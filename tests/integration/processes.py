@@ -11,7 +11,7 @@ from pathlib import Path
 
 _SERVER = """
 import json, os, signal, sys
-import harness.api.calls, harness.extensions.fuzz.run, harness.judge.jobs.check
+import harness.api.calls, harness.judge.jobs.check
 import harness.profiling.profile, harness.report.page.html
 from harness.cli import main, supervisor
 supervisor.FAREWELL_S = 3.0

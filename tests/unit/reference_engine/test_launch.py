@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
-from harness.extensions.bench.shape import SHAPES
 from reference_engine import launch
 from reference_engine.errors import CheckpointError, ConfigError, DeviceError
 from reference_engine.fast import cpp_operators, threads
@@ -21,8 +20,11 @@ LARGE = 512
 
 def checkpoint(folder: Path, **sizes: int) -> Path:
     """Write the config.json of a model; none of its weights is read."""
-    shape = replace(SHAPES["tiny"], **{"hidden_size": LARGE, **sizes})
-    shape.config().save_pretrained(folder)
+    settings = {
+        "hidden_size": LARGE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "intermediate_size": 128, "vocab_size": 512, "architectures": ["Qwen3ForCausalLM"],
+    }  # fmt: skip
+    Qwen3Config(**(settings | sizes)).save_pretrained(folder)
     return folder
 
 

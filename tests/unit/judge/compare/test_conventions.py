@@ -7,8 +7,6 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
-from harness.extensions.faults.fault import FaultConfig
-from harness.extensions.faults.run import checkpoint
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions import SuspectRows, conventions
 from harness.judge.compare.conventions.attention import EAGER
@@ -20,6 +18,10 @@ from harness.results.check import Verdict
 from .conftest import LENGTHS, NUM_NEW, Bench
 from .judgements import tap
 from .recordings import Copy
+
+pytest.importorskip("harness.extensions.faults", reason="the catalogue of faults is an extension")
+from harness.extensions.faults.fault import FaultConfig
+from harness.extensions.faults.run import checkpoint
 
 ROW = (2, LENGTHS[2] + 1)
 ATTENTION = "model.layers.1.attention"

@@ -7,8 +7,6 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from harness.extensions.faults.catalogue import choose
-from harness.extensions.faults.run import checkpoint, plan_of
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.explain import explain_run
@@ -20,6 +18,10 @@ from harness.oracle.requests import Prompt
 from harness.results.check import Outcome
 
 from .conftest import NUM_NEW
+
+pytest.importorskip("harness.extensions.faults", reason="the catalogue of faults is an extension")
+from harness.extensions.faults.catalogue import choose
+from harness.extensions.faults.run import checkpoint, plan_of
 
 CACHE, CACHE_INPUT = "model.layers.1.k_cache", "model.layers.1.k_rope"
 ESTIMATED = {"propagated_relative_l2_max", "propagated_ratio_median", "propagated_ratio_max", "sqnr_db_min"}

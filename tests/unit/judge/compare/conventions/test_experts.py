@@ -7,12 +7,14 @@ import torch
 from torch.nn import functional
 
 from harness.base.numerics import Numerics
-from harness.extensions.quantised.conventions import CONVENTIONS as DECLARED
 from harness.formats.checkpoint import resolve
 from harness.judge.compare.conventions.entry import SuspectRows
 from harness.judge.compare.conventions.experts import CONVENTIONS
 from harness.oracle.model import load_model
 from tests.quantised_checkpoints import write_quantised
+
+pytest.importorskip("harness.extensions.quantised", reason="quantised checkpoints are an extension")
+from harness.extensions.quantised.conventions import CONVENTIONS as DECLARED
 
 ROWS = 7
 TAP = "model.layers.1.mlp.experts"
