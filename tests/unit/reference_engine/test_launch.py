@@ -21,8 +21,8 @@ LARGE = 512
 def checkpoint(folder: Path, **sizes: int) -> Path:
     """Write the config.json of a model; none of its weights is read."""
     settings = {
-        "hidden_size": LARGE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "intermediate_size": 128, "vocab_size": 512, "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": LARGE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "intermediate_size": 128, "vocab_size": 512, "architectures": ["Qwen3ForCausalLM"],
     }  # fmt: skip
     Qwen3Config(**(settings | sizes)).save_pretrained(folder)
     return folder
