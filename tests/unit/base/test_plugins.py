@@ -1,0 +1,59 @@
+"""What entry points name is imported when it is used, and a package that is broken is an error of its own."""
+
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from harness.base import plugins
+from harness.errors import Code, HarnessError
+
+GROUP = "inference_harness.tests"
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Install entry points of a group in the place of those that are there."""
+
+    def install_entries(**values):
+        points = EntryPoints(
+            EntryPoint(name.rstrip("_"), value, GROUP) for name, value in values.items()
+        )  # a name with an underscore at its end is the same name again
+        monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == GROUP else ())
+        plugins.entries.cache_clear()
+
+    yield install_entries
+    plugins.entries.cache_clear()
+
+
+def test_objects_come_in_the_order_of_their_names(install):
+    install(two="math:tau", one="math:pi")
+    assert plugins.load_all(GROUP) == [pytest.approx(3.14159, abs=1e-5), pytest.approx(6.28318, abs=1e-5)]
+
+
+@pytest.mark.parametrize("value", ["no_such_module:x", "math:no_such_name"])
+def test_what_cannot_be_imported_is_said(install, value):
+    install(broken=value)
+    with pytest.raises(HarnessError, match="the extension 'broken' cannot be imported") as caught:
+        plugins.load(GROUP, "broken")
+    assert caught.value.code is Code.EXTENSION_FAILED
+    assert value in str(caught.value)
+
+
+def test_two_packages_that_bring_one_name_are_refused(install):
+    install(one="math:pi", one_="math:tau")
+    with pytest.raises(HarnessError, match="several packages bring 'one'") as caught:
+        plugins.load_all(GROUP)
+    assert caught.value.code is Code.EXTENSION_FAILED
+
+
+def test_an_error_of_the_harness_stays_what_it_is(install, monkeypatch):
+    refusal = HarnessError(Code.NO_HYPOTHESIS, "needs Hypothesis", where="here")
+
+    def load(entry):
+        raise refusal
+
+    install(one="math:pi")
+    monkeypatch.setattr(EntryPoint, "load", load)
+    with pytest.raises(HarnessError) as caught:
+        plugins.load(GROUP, "one")
+    assert caught.value is refusal
