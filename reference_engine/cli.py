@@ -168,7 +168,7 @@ def serve(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
+class GeneratedText:
     """A continuation, and how long it took."""
 
     text: str
@@ -286,7 +286,7 @@ def _open_engine(folder: Path, dtype: str, device: str, options: Sequence[str], 
     return LLMEngine(folder, config, adapters=adapters)
 
 
-def _continue(engine: LLMEngine, token_ids: list[int], params: SamplingParams, *, streams: bool) -> Continuation:
+def _continue(engine: LLMEngine, token_ids: list[int], params: SamplingParams, *, streams: bool) -> GeneratedText:
     """Generate tokens, and write each piece of text as it comes if it is to be streamed."""
     from reference_engine.launch import engine_threads
     from reference_engine.requests.detokenizer import Detokenizer
@@ -307,7 +307,7 @@ def _continue(engine: LLMEngine, token_ids: list[int], params: SamplingParams, *
                 pieces[-1] += detokenizer.finish()
             if streams and pieces[-1]:
                 _write(pieces[-1])
-    return Continuation(
+    return GeneratedText(
         text="".join(pieces),
         token_ids=generated,
         finish_reason=finish_reason,

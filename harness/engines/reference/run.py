@@ -19,7 +19,7 @@ from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.requests.sequence import Sequence as EngineSequence
 
 
-def run_workload(engine: LLMEngine, workload: Workload, observer: "Recorder") -> None:
+def run_workload(engine: LLMEngine, workload: Workload, observer: "ReferenceRecorder") -> None:
     """Run all requests of a workload, as its schedule or its timeline says."""
     if workload.timeline is not None:
         _Driver(engine, observer, workload.requests, workload.timeline).run()
@@ -34,7 +34,7 @@ def run_workload(engine: LLMEngine, workload: Workload, observer: "Recorder") ->
 
 
 def _drive(
-    engine: LLMEngine, observer: "Recorder", requests: Sequence[RequestInfo], forks: Mapping[int, RequestInfo]
+    engine: LLMEngine, observer: "ReferenceRecorder", requests: Sequence[RequestInfo], forks: Mapping[int, RequestInfo]
 ) -> None:
     """Run requests to their end; one named in `forks` is forked when it has made its first token."""
     timeline = Timeline(forks={fork.id: original for original, fork in forks.items()})
@@ -45,7 +45,7 @@ class _Driver:
     """Adds requests to an engine, forks and aborts them, and runs its steps until nothing is left to do."""
 
     def __init__(
-        self, engine: LLMEngine, observer: "Recorder", requests: Sequence[RequestInfo], timeline: Timeline
+        self, engine: LLMEngine, observer: "ReferenceRecorder", requests: Sequence[RequestInfo], timeline: Timeline
     ) -> None:
         self._engine, self._observer, self._timeline = engine, observer, timeline
         self._requests = {request.id: request for request in requests}
@@ -258,7 +258,7 @@ class ReferenceMemory:
 
 
 @dataclass(slots=True)
-class Recorder:
+class ReferenceRecorder:
     """The engine's observer: hands every step to the recording."""
 
     writer: RecordingWriter

@@ -50,7 +50,7 @@ class WrittenAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class RequestVariant:
     """A request that differs from the plain one, and what its answer must be."""
 
     of: str
@@ -114,7 +114,7 @@ class TextCheck:
         return body
 
     async def _run(
-        self, path: str, prompt: str, body: Mapping[str, Any], plain: WrittenAnswer, variant: Variant
+        self, path: str, prompt: str, body: Mapping[str, Any], plain: WrittenAnswer, variant: RequestVariant
     ) -> None:
         name = f"streams of {path}" if variant.is_streamed else variant.of
         if name in self.not_judged:
@@ -154,7 +154,7 @@ class TextCheck:
         return _joined([{**answer, "choices": [choice]} for choice in answer["choices"]], path)
 
     def _wrong(
-        self, prompt: str, plain: WrittenAnswer, answer: WrittenAnswer, variant: Variant
+        self, prompt: str, plain: WrittenAnswer, answer: WrittenAnswer, variant: RequestVariant
     ) -> tuple[str, str, str] | None:
         """Return name, expected and actual of what is wrong."""
         if variant.of == "n":
@@ -234,24 +234,24 @@ def _joined(events: Sequence[Any], path: str) -> WrittenAnswer:
     )
 
 
-def _variants(prompt: str | None, plain: WrittenAnswer, hot: float) -> Iterator[Variant]:
+def _variants(prompt: str | None, plain: WrittenAnswer, hot: float) -> Iterator[RequestVariant]:
     """Yield the requests beside the plain one; without a prompt, no echo is asked for. Two choices are `hot`."""
     text = plain.text.rstrip(_BROKEN)
-    yield Variant(of="streaming", is_streamed=True, expected=plain.text, finish_reason=plain.finish_reason)
-    yield Variant(of="max_tokens", fields={"max_tokens": 1})
-    yield Variant(of="n", fields={"temperature": hot, "n": 2, "seed": None})
+    yield RequestVariant(of="streaming", is_streamed=True, expected=plain.text, finish_reason=plain.finish_reason)
+    yield RequestVariant(of="max_tokens", fields={"max_tokens": 1})
+    yield RequestVariant(of="n", fields={"temperature": hot, "n": 2, "seed": None})
     if prompt is not None:  # vLLM echoes no text where token ids are asked for
-        yield Variant(of="echo", fields={"echo": True, "return_token_ids": None}, expected=prompt + plain.text)
+        yield RequestVariant(of="echo", fields={"echo": True, "return_token_ids": None}, expected=prompt + plain.text)
     stops = _stops(text)
     if stops is None:
         return
     for fields in ({"stop": [stops[1]]}, {"stop": [stops[1], stops[0]]}):
         cut = text[: min(text.find(stop) for stop in fields["stop"])]
         for is_streamed in (False, True):
-            yield Variant(of="stop", fields=fields, is_streamed=is_streamed, expected=cut, finish_reason="stop")
+            yield RequestVariant(of="stop", fields=fields, is_streamed=is_streamed, expected=cut, finish_reason="stop")
     almost = {"stop": [text[-2:] + _NEVER]}
     for is_streamed in (False, True):
-        yield Variant(
+        yield RequestVariant(
             of="stop", fields=almost, is_streamed=is_streamed, expected=text, finish_reason=plain.finish_reason
         )
 
@@ -273,7 +273,7 @@ def _whole(text: str) -> str:
     return text.rstrip(_BROKEN)
 
 
-def _named(variant: Variant, plain: WrittenAnswer, answer: WrittenAnswer) -> str:
+def _named(variant: RequestVariant, plain: WrittenAnswer, answer: WrittenAnswer) -> str:
     """Return the name of a text that is not the expected one."""
     text, expected = answer.text, variant.expected or ""
     if variant.of == "echo":
