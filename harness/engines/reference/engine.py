@@ -11,7 +11,7 @@ import torch
 from harness.base.numerics import Numerics
 from harness.engines.adapter import LIMITS, Capabilities, Control, Engine, Workload
 from harness.engines.reference.errors import parse_reference_options, reference_errors
-from harness.engines.reference.run import ForcedDrafts, Recorder, ReferenceMemory, run_workload
+from harness.engines.reference.run import ForcedDrafts, ReferenceMemory, ReferenceRecorder, run_workload
 from harness.engines.reference.session import ReferenceSession
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.converted import cache_scales, served_folder
@@ -130,7 +130,7 @@ class ReferenceEngine:
             is_other = engine.runner.kernels.changes_when_observed
             engine.runner.shows_operations = workload.taps == "all" or not is_other
             memory = ReferenceMemory(engine) if workload.poison is not None else None
-            run_workload(engine, workload, Recorder(writer, ForcedDrafts(workload), workload.poison, memory))
+            run_workload(engine, workload, ReferenceRecorder(writer, ForcedDrafts(workload), workload.poison, memory))
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`: what the engine reads of config.json, and its rotary embeddings' frequencies."""
