@@ -29,10 +29,13 @@ _DEFAULT = {
     "explain": ("test_run.py", "core/test_rerun.py"),
 }
 _OTHERS = {
+    "explain": ("test_run.py", "core/test_rerun.py"),
+}
+_OTHERS = {
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
-    "compare/judged": ("test_judged.py", "test_figures.py", "test_findings.py", "test_divergence.py", "test_run.py"),
-    "compare/local": ("test_local_judge.py", "test_bounds.py", "test_conventions.py", "test_replay.py", "test_run.py"),
-    "compare/replay": ("test_replay_rows.py", "test_replay.py", "test_through.py"),
+    "compare/judged": ("test_judged.py", "test_divergence.py", "test_run.py"),
+    "compare/local": ("test_local.py", "test_bounds.py", "test_conventions.py", "test_replay.py", "test_run.py"),
+    "compare/replay": ("test_replay_rows.py", "test_replay.py"),
     "compare/row_judge": (
         "test_row_judge.py",
         "test_choices.py",
@@ -40,8 +43,7 @@ _OTHERS = {
         "test_conventions.py",
         "test_run.py",
     ),
-    "compare/sequences": ("test_sequences.py", "test_slot_history.py", "test_slots.py"),
-    "compare/run": ("test_outcomes.py", "test_run.py"),
+    "compare/sequences": ("test_sequences.py", "test_slots.py"),
     "compare/systematic": ("test_effects.py", "test_systematic.py"),
     **{
         f"compare/conventions/{name}": (*(f"conventions/test_{test}.py" for test in tests), "test_conventions.py")
@@ -51,7 +53,6 @@ _OTHERS = {
             ("rotary", ("rotary",)),
         )
     },
-    "compare/propagated": ("test_propagated_rows.py", "test_propagated.py"),
     **{
         f"explain/attention/{name}": (
             f"attention/test_{tests}.py",
