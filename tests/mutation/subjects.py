@@ -29,9 +29,6 @@ _DEFAULT = {
     "explain": ("test_run.py", "core/test_rerun.py"),
 }
 _OTHERS = {
-    "explain": ("test_run.py", "core/test_rerun.py"),
-}
-_OTHERS = {
     "compare/cache": ("test_cache_rows.py", "test_cache.py"),
     "compare/judged": ("test_judged.py", "test_divergence.py", "test_run.py"),
     "compare/local": ("test_local.py", "test_bounds.py", "test_conventions.py", "test_replay.py", "test_run.py"),
