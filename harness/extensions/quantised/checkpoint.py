@@ -19,7 +19,7 @@ from harness.errors import Code, HarnessError
 from harness.extensions.quantised.codes import Codes
 from harness.extensions.quantised.config import Scheme, Schemes, misfit, read_schemes, refuse
 from harness.extensions.quantised.formats import FORMATS, Format, Part, Sizes, shape_of, shapes_of
-from harness.extensions.quantised.inputs import input_roundings
+from harness.extensions.quantised.inputs import InputRounding, by_rows, ways_to_round
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, read_shard
 from harness.formats.safetensors_header import DTYPE_BITS, TensorEntry
 from harness.formats.taps import prefix_of
@@ -287,11 +287,22 @@ class QuantisedCheckpoint:
         """See `OpenedQuantised`."""
         return any(weight.scheme.inputs for weight in self.weights.values())
 
+    def input_roundings(self, weight: QuantisedWeight, width: int, dtype: torch.dtype) -> Iterator[InputRounding]:
+        """Yield the ways to quantise the inputs of a weight's product as declared, in the engine's dtype."""
+        scheme = weight.scheme.inputs
+        if scheme is None or scheme.dtype not in ("int8", "float8_e4m3fn") or width % (scheme.group or 1):
+            return
+        scheme = by_rows(scheme)
+        static = self.input_scale(weight) if scheme.is_static else None
+        if scheme.is_static and (static is None or static.numel() != 1):
+            return
+        yield from ways_to_round(scheme, None if static is None else float(static), dtype)
+
     def rounded_inputs(self, module: str, x: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """See `OpenedQuantised`."""
         weight = self.weights.get(f"{module}.weight")
         if weight is not None:
-            for way in input_roundings(self, weight, x.shape[1], dtype):
+            for way in self.input_roundings(weight, x.shape[1], dtype):
                 yield way.rounded(x.to(torch.float32))
 
 

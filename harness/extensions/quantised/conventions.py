@@ -15,7 +15,7 @@ import torch
 from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, QuantisedWeight
 from harness.extensions.quantised.config import InputScheme
 from harness.extensions.quantised.folder import open_source
-from harness.extensions.quantised.inputs import by_rows, input_roundings, ways_to_round
+from harness.extensions.quantised.inputs import by_rows, ways_to_round
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 from harness.judge.compare.conventions.experts import experts_with
@@ -66,7 +66,7 @@ def _as_declared(subject: SuspectRows) -> Iterator[Rounding]:
             yield Rounding(name=f"{name}; {ADDED_AFTER}", model=MODEL, expected=after)
     weights[""] = weight
     x = inputs.to(torch.float32)
-    for way in input_roundings(checkpoint, quantised, x.shape[1], subject.dtype):
+    for way in checkpoint.input_roundings(quantised, x.shape[1], subject.dtype):
         used = way.dtype if way.dtype in HALF else torch.float64
         for more, item in weights.items():
             expected = partial(product_of_integers, subject, *way.steps(x), item, bias, used)

@@ -5,14 +5,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from harness.extensions.quantised.config import InputScheme
-
-if TYPE_CHECKING:
-    from harness.extensions.quantised.checkpoint import QuantisedCheckpoint, QuantisedWeight
 
 _HALF = (torch.bfloat16, torch.float16)
 _INT8, _FLOAT8 = 127.0, 448.0
@@ -59,20 +55,6 @@ class InputRounding:
         """Return inputs [R, I] as the product sees them, float64."""
         scaled, step = self.steps(x)
         return (scaled.round() * step).to(self.dtype if self.dtype in _HALF else torch.float64).to(torch.float64)
-
-
-def input_roundings(
-    checkpoint: "QuantisedCheckpoint", weight: "QuantisedWeight", width: int, dtype: torch.dtype
-) -> Iterator[InputRounding]:
-    """Yield the ways to quantise the inputs of a product as its checkpoint declares, in the engine's dtype."""
-    scheme = weight.scheme.inputs
-    if scheme is None or scheme.dtype not in ("int8", "float8_e4m3fn") or width % (scheme.group or 1):
-        return
-    scheme = by_rows(scheme)
-    static = checkpoint.input_scale(weight) if scheme.is_static else None
-    if scheme.is_static and (static is None or static.numel() != 1):
-        return
-    yield from ways_to_round(scheme, None if static is None else float(static), dtype)
 
 
 def by_rows(scheme: InputScheme) -> InputScheme:

@@ -8,7 +8,7 @@ import torch
 import harness
 from harness.engines.hf import HFEngine
 from harness.extensions.quantised.config import InputScheme
-from harness.extensions.quantised.inputs import InputRounding, input_roundings
+from harness.extensions.quantised.inputs import InputRounding
 from harness.formats.checkpoint import Checkpoint, resolve
 from harness.formats.checkpoint.converted import read_quantised_source
 from harness.oracle.model import load_model
@@ -52,7 +52,7 @@ def _quantising_engine(folder: Path, wrong: Path | None = None) -> HFEngine:
     assert source is not None
     for weight in source.open().weights.values():
         _quantise_inputs(
-            hf.module(weight.module), next(input_roundings(source.open(), weight, weight.sizes["in"], torch.float32))
+            hf.module(weight.module), next(source.open().input_roundings(weight, weight.sizes["in"], torch.float32))
         )
     return HFEngine(hf, None)
 
