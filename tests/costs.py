@@ -11,7 +11,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-SHARE_S = 2.0
+SHARE_S = 1.0
 """Seconds that the cases of one test may take in the default suite; one case always runs."""
 COSTS = Path(__file__).with_suffix(".txt")
 

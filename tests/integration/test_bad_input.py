@@ -463,10 +463,10 @@ def test_two_schedules_for_one_recording(refused, golden, tmp_path):
 # Output
 
 
-@pytest.fixture(params=["check", "golden", "run"])
+@pytest.fixture(params=["check", "golden", "record"])
 def writing_command(request, llama, golden) -> list[object]:
     """Return a command that writes to the folder that follows."""
-    if request.param == "run":
+    if request.param == "record":
         return ["record", "--golden", golden, "--out"]
     return [request.param, "--model", llama, *(TOKENS if request.param == "check" else TOKENS[:4]), "--out"]
 
@@ -500,7 +500,7 @@ def test_a_read_only_output_folder(refused, writing_command, tmp_path, monkeypat
 
 def test_a_failure_leaves_no_output_folder_behind(refused, llama, tmp_path):
     arguments = ["--model", llama, "--token-ids", "1,999", "--max-new-tokens", "2", "--out", tmp_path / "out"]
-    for command in ("check", "golden", "run"):
+    for command in ("check", "golden", "record"):
         refused(Code.TOKEN_OUTSIDE_VOCABULARY, command, *arguments)
         assert not (tmp_path / "out").exists()
 
@@ -533,7 +533,7 @@ FAILING = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("old", "new", "words"), FAILING.values(), ids=FAILING)
-@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("command", ["check", "record"])
 def test_an_engine_that_fails(refused, install, llama, golden, tmp_path, old, new, words, command):
     engine = install(ENGINE.replace(old, new))
     out = tmp_path / "out"

@@ -23,7 +23,7 @@ def recorded(tmp_path_factory):
     asked = ["--model", "llama-tiny", "--token-ids", "5,6,7,8", "--token-ids", "9,10", "--max-new-tokens", "3"]
     assert run(["golden", *asked, "--dtype", "float32", "--out", str(folder / "golden")]) == 0
     recording = ["--golden", str(folder / "golden"), "--schedule", "batched", "--out", str(folder / "recording")]
-    assert run(["run", *recording]) == 0
+    assert run(["record", *recording]) == 0
     return folder
 
 

@@ -68,7 +68,7 @@ def install(environment):
 def test_an_engine_is_recorded_where_numpy_is_all_there_is(harness, install, llama, tmp_path):
     python = install("pass")
     ran = harness(
-        "run", "--model", llama, "--token-ids", "1,2,3", "--max-new-tokens", "2", "--engine", "elsewhere",
+        "record", "--model", llama, "--token-ids", "1,2,3", "--max-new-tokens", "2", "--engine", "elsewhere",
         "--engine-python", python, "--out", tmp_path / "out",
     )  # fmt: skip
     assert ran.status == 0, ran.err
@@ -86,7 +86,7 @@ def test_what_it_writes_is_refused_as_here(harness, install, llama, tmp_path):
         "Engine.run = lambda self, workload, writer: writer.begin_step(phase='no', request=[], position=[])"
     )
     ran = harness(
-        "run", "--model", llama, "--token-ids", "1,2", "--engine", "elsewhere", "--engine-python", python,
+        "record", "--model", llama, "--token-ids", "1,2", "--engine", "elsewhere", "--engine-python", python,
         "--out", tmp_path / "out",
     )  # fmt: skip
     assert (ran.status, ran.err.partition(":")[0]) == (2, Code.BAD_RECORDER_CALL), ran.err

@@ -35,12 +35,11 @@ def run_in_process(commands, install, tmp_path, llama):
 
 
 COMMANDS = {
-    "fuzz": ["fuzz", "--seconds", "2"],
-    "invariance": ["fuzz", "--invariance", "--seconds", "1"],
+    "fuzz": ["fuzz", "run", "--seconds", "2"],
+    "invariance": ["fuzz", "invariance", "--seconds", "1"],
     "profile": ["profile", "--out", "kept", "--quick", "--prompt-tokens", "4", "--max-new-tokens", "3"],
-    "generate": ["generate", "--prompt", "a", "--max-new-tokens", "3"],
     "check": ["check", "--engine-timeout", "0", "--token-ids", "1,2,3"],
-    "run": ["record", "--engine-timeout", "0", "--token-ids", "1,2,3", "--out", "kept"],
+    "record": ["record", "--engine-timeout", "0", "--token-ids", "1,2,3", "--out", "kept"],
 }
 AT_OPENING = ENGINE.replace("    return Engine(", "    {does}\n    return Engine(")
 

@@ -288,11 +288,11 @@ def test_a_trace_larger_than_the_memory(refused, tmp_path):
 # Output
 
 
-@pytest.mark.parametrize("command", ["golden", "run", "check"])
+@pytest.mark.parametrize("command", ["golden", "record", "check"])
 def test_an_output_folder_behind_a_link(harness, llama, golden, tmp_path, command):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    start = ["record", "--golden", golden] if command == "run" else [command, "--model", llama, *TOKENS[:4]]
+    start = ["record", "--golden", golden] if command == "record" else [command, "--model", llama, *TOKENS[:4]]
     ran = harness(*start, "--out", tmp_path / "link")
     assert ran.status == 0, ran.err
     assert (tmp_path / "link").is_symlink()
@@ -302,7 +302,7 @@ def test_an_output_folder_behind_a_link(harness, llama, golden, tmp_path, comman
 def test_a_recording_that_was_interrupted_is_named(refused, golden, recording, tmp_path):
     folder = Path(shutil.copytree(recording, tmp_path / "r"))
     (folder / "manifest.json").unlink()
-    assert "interrupted" in refused(Code.OUTPUT_EXISTS, "run", "--golden", golden, "--out", folder)
+    assert "interrupted" in refused(Code.OUTPUT_EXISTS, "record", "--golden", golden, "--out", folder)
     assert "interrupted" in refused(Code.OUTPUT_EXISTS, "check", "--out", tmp_path)
     assert "interrupted" in refused(Code.NOT_A_RECORDING, "diff", golden, folder)
 

@@ -88,7 +88,7 @@ def test_what_an_engine_raises_in_our_own_process_is_the_same_error(harness, ins
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("command", ["check", "record"])
 def test_an_engine_that_ends_the_process_in_a_run_leaves_no_recording(
     harness, install, llama, golden, tmp_path, command
 ):

@@ -171,9 +171,7 @@ def test_an_adapter_with_its_embedding_alone_is_told_why(harness, install, llama
 
 
 def test_two_runs_of_an_embedding_say_nothing_of_invariance(harness, install, llama):
-    ran = harness(
-        "fuzz", "--invariance", "--model", llama, "--engine", install(keeps_only(EMBEDDING)), "--seconds", "1"
-    )
+    ran = harness("fuzz", "invariance", "--model", llama, "--engine", install(keeps_only(EMBEDDING)), "--seconds", "1")
     assert ran.status == 5
     assert "H051: the engine records too little to compare two runs of it" in ran.err
 

@@ -42,8 +42,9 @@ def _turned_part_lost(
 def _scaled_by(width: Callable[[LatentShape], int]) -> Any:
     """Scale scores by the root of a width alone."""
 
-    def make(original: Call, self: Any, config: Any, model_dir: Any) -> Any:
-        return replace(original(self, config, model_dir), score_scale=width(self.model_config.latent) ** -0.5)
+    def make(original: Call, model_dir: Any, config: Any, model_config: Any, dtype: Any, device: Any) -> Any:
+        spec = original(model_dir, config, model_config, dtype, device)
+        return replace(spec, score_scale=width(model_config.latent) ** -0.5)
 
     return replacing((reference_engine.loader, "resolve_cache_spec", make))
 

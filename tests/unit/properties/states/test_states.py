@@ -11,9 +11,10 @@ from harness.properties.core.search import PROFILES
 from harness.properties.reference.states import StateCacheSubject
 from harness.properties.states.adapter import OPTIONAL, REQUIRED
 from harness.properties.states.suite import not_checked, search_state_cache
+from reference_engine import control
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.families.state_cache import StateCache
-from reference_engine.requests import sequence
+from reference_engine.requests.sequence import Sequence as EngineSequence
 
 from ..programs import assert_fails_in_its_last_line
 from .checkpointed import CheckpointedStates
@@ -85,7 +86,7 @@ def test_a_cache_without_a_required_method_is_named(method: str) -> None:
     assert caught.value.code is Code.BAD_ADAPTER
 
 
-plan, accept, copy, rewind = StateCache.plan, StateCache.accept, StateCache.copy, sequence.Sequence.rewind
+plan, accept, copy, rewind = StateCache.plan, StateCache.accept, StateCache.copy, control.rewind_tokens
 
 
 def test_states_by_block_pass() -> None:
@@ -119,18 +120,18 @@ def to_the_null_block(self: StateCache, source: int, target: int) -> None:
     copy(self, source, NULL_BLOCK)
 
 
-def amid_a_block(self: sequence.Sequence, num_tokens: int, block_size: int, keeps_states: bool = False) -> None:
-    rewind(self, num_tokens, block_size)
+def amid_a_block(sequence: EngineSequence, num_tokens: int, block_size: int, keeps_states: bool = False) -> None:
+    rewind(sequence, num_tokens, block_size)
 
 
-MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ends of blocks are not kept": (StateCache, "plan", without_pieces),
     "rejected guesses stay": (StateCache, "accept", all_guesses),
     "accepted guesses are lost": (StateCache, "accept", no_guess),
     "a copied block has no state": (StateCache, "copy", lambda self, source, target: None),
     "a copied block has the other's convolution": (StateCache, "copy", without_its_convolution),
     "a copy is written over zero": (StateCache, "copy", to_the_null_block),
-    "going back ends amid a block": (sequence.Sequence, "rewind", amid_a_block),
+    "going back ends amid a block": (control, "rewind_tokens", amid_a_block),
 }
 
 
