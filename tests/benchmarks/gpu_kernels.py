@@ -224,12 +224,12 @@ def fused() -> None:
 def _small_operations(num_rows: int) -> Iterator[tuple[Call, Call]]:
     x, delta, weight = randn(num_rows, 4096), randn(num_rows, 4096), randn(4096)
     yield lambda: add_norm(x, delta, weight, 1e-6), lambda: RMSNorm(weight, 1e-6)(x + delta)
-    qkv, weight = randn(num_rows, 6144), randn(128)
+    qkv, head_weight = randn(num_rows, 6144), randn(128)
     cos, sin = (randn(num_rows, 1, 64).repeat(1, 1, 2) for _ in range(2))
     q, k = qkv[:, :4096].view(num_rows, 32, 128), qkv[:, 4096:5120].view(num_rows, 8, 128)
-    norm = RMSNorm(weight, 1e-6)
+    norm = RMSNorm(head_weight, 1e-6)
     yield (
-        lambda: norm_rotate(qkv, cos, sin, weight, weight, 1e-6, 32, 8),
+        lambda: norm_rotate(qkv, cos, sin, head_weight, head_weight, 1e-6, 32, 8),
         lambda: (apply_rotary(norm(q), cos, sin), apply_rotary(norm(k), cos, sin)),
     )
     gate_up = randn(num_rows, 24576)

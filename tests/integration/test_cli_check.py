@@ -312,7 +312,7 @@ def test_several_dtypes_side_by_side(capsys):
 @pytest.mark.parametrize("truth", ["float64", "float32", "auto"])
 def test_the_precision_of_the_truth(check, tmp_path, truth):
     case = tmp_path / "case.toml"
-    case.write_text(f'schema_version = 1\ntruth = "{truth}"\n')
+    case.write_text(f'schema_version = 1\nmodel = "llama-tiny"\ntruth = "{truth}"\n[[requests]]\ntoken_ids = [1, 2]\n')
     ran = check("--case", case, "--dtype", "bfloat16", "--schedule", "plain", "--format", "json")
     assert (ran.status, ran.json["verdict"]) == (0, "pass")
 

@@ -96,7 +96,7 @@ def test_a_mismatch_stays_one_where_an_exit_handler_says_0(run_in_process):
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGQUIT: 131}
 LONG = {
-    "fuzz": ["fuzz", "--seconds", "600"],
+    "fuzz": ["fuzz", "run", "--seconds", "600"],
     "invariance": ["fuzz", "--invariance", "--seconds", "600"],
     "check": ["check", "--schedule", "plain", "--max-new-tokens", "200", "--token-ids", "1,2,3", "--out", "kept"],
     "golden": ["golden", "--max-new-tokens", "200", "--token-ids", "1,2,3", "--out", "kept"],
@@ -139,7 +139,7 @@ def test_a_signal_ends_a_command_with_its_own_status(commands, tmp_path, llama, 
 
 
 def test_a_signal_to_the_whole_group_interrupts_once(commands, tmp_path, llama):
-    running = commands.start(["fuzz", "--seconds", "600", "--model", llama], tmp_path)
+    running = commands.start(["fuzz", "run", "--seconds", "600", "--model", llama], tmp_path)
     time.sleep(1.5)
     os.killpg(running.pid, signal.SIGTERM)
     status, out, err = running.end()
@@ -157,7 +157,7 @@ def test_a_signal_that_is_not_heard_changes_nothing(commands, tmp_path, llama):
 
 
 def test_the_command_ends_with_its_parent(commands, tmp_path, llama):
-    running = commands.start(["fuzz", "--seconds", "600", "--model", llama], tmp_path)
+    running = commands.start(["fuzz", "run", "--seconds", "600", "--model", llama], tmp_path)
     time.sleep(1.0)
     (child,) = map(int, Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split())
     os.kill(running.pid, signal.SIGKILL)
