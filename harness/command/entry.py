@@ -26,3 +26,11 @@ class CommandEntry:
     """`module:name` of a function, or of the `typer.Typer` of a group of commands."""
     has_engines: bool = False
     """Whether the help of the command lists the engines that are installed."""
+
+    def __post_init__(self) -> None:
+        """Refuse a panel that the help does not have.
+
+        Raises:
+            ValueError: there is no such panel.
+        """
+        object.__setattr__(self, "panel", Panel(self.panel))
