@@ -23,7 +23,7 @@ def recorded(tmp_path_factory):
     asked = ["--model", "llama-tiny", "--token-ids", "5,6,7,8", "--token-ids", "9,10", "--max-new-tokens", "3"]
     assert run(["golden", *asked, "--dtype", "float32", "--out", str(folder / "golden")]) == 0
     recording = ["--golden", str(folder / "golden"), "--schedule", "batched", "--out", str(folder / "recording")]
-    assert run(["run", *recording]) == 0
+    assert run(["record", *recording]) == 0
     return folder
 
 
@@ -94,6 +94,8 @@ def test_for_people(harness, recorded):
             "tensors of different shapes",
         ),
         (["--engine", "hf", "--model", "llama-tiny", "--tensor", WEIGHT], "a tensor lies in a file or folder"),
+        (["llama-tiny", "--tensor", WEIGHT, "--against", "qwen2-tiny"], "a tensor lies in a file or folder"),
+        (["llama-tiny", "--tensor", WEIGHT, "--map"], "a tensor lies in a file or folder"),
     ],
 )
 def test_what_cannot_be_shown(harness, arguments, words):
