@@ -42,15 +42,15 @@ def test_the_prompt_is_what_the_template_makes(harness, chatting, chat, tmp_path
     from transformers import AutoTokenizer
 
     expected = AutoTokenizer.from_pretrained(chatting)("hu rin | pun | ", add_special_tokens=False)["input_ids"]
-    (made,) = tokens(harness, chatting, tmp_path, "--chat", chat(MESSAGES))
+    (made,) = tokens(harness, chatting, tmp_path, "--prompt-file", chat(MESSAGES))
     assert made[-len(expected) :] == expected
-    (other,) = tokens(harness, chatting, tmp_path, "--chat", chat({"messages": MESSAGES, "tools": TOOLS}))
+    (other,) = tokens(harness, chatting, tmp_path, "--prompt-file", chat({"messages": MESSAGES, "tools": TOOLS}))
     assert len(other) > len(made)
 
 
 def test_a_chat_is_checked(harness, chatting, chat):
     ran = harness(
-        "check", "--model", chatting, "--chat", chat(MESSAGES), "--max-new-tokens", "2", "--schedule", "plain"
+        "check", "--model", chatting, "--prompt-file", chat(MESSAGES), "--max-new-tokens", "2", "--schedule", "plain"
     )
     assert ran.status == 0, ran.err
     assert ran.out.startswith("PASS")
@@ -62,28 +62,35 @@ def test_messages_from_python(chatting):
 
 
 def test_a_checkpoint_without_a_template(harness, checkpoints, chat):
-    ran = harness("check", "--model", checkpoints / "qwen3-tiny", "--chat", chat(MESSAGES))
+    ran = harness("check", "--model", checkpoints / "qwen3-tiny", "--prompt-file", chat(MESSAGES))
     assert (ran.status, ran.err[:4]) == (2, Code.NO_CHAT_TEMPLATE)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "the chat file is no JSON"),
-        ("[]", "the chat file holds no conversation"),
-        ('"hello"', "the chat file holds no conversation"),
+        ("{", "the conversation is no JSON"),
+        ("[]", "the file holds no conversation"),
+        ('"hello"', "the file holds no conversation"),
         ({"messages": MESSAGES, "temperature": 1}, "temperature: not understood"),
-        ({"tools": TOOLS}, "the chat file holds no conversation"),
-        ([1, 2], "the chat file holds no conversation"),
+        ({"tools": TOOLS}, "the file holds no conversation"),
+        ([1, 2], "the file holds no conversation"),
     ],
 )
 def test_a_file_that_holds_no_chat(harness, chatting, chat, content, words):
-    ran = harness("check", "--model", chatting, "--chat", chat(content))
+    ran = harness("check", "--model", chatting, "--prompt-file", chat(content))
     assert (ran.status, ran.err[:4]) == (2, Code.BAD_OPTION)
     assert words in ran.err
 
 
+def test_the_case_of_a_suffix_is_no_matter(harness, chatting, chat, tmp_path):
+    upper = chat(MESSAGES).rename(tmp_path / "CHAT.JSON")
+    assert tokens(harness, chatting, tmp_path, "--prompt-file", upper) == tokens(
+        harness, chatting, tmp_path, "--prompt-file", chat(MESSAGES)
+    )
+
+
 def test_a_file_that_is_not_there(harness, chatting, tmp_path):
-    ran = harness("check", "--model", chatting, "--chat", tmp_path / "nowhere.json")
+    ran = harness("check", "--model", chatting, "--prompt-file", tmp_path / "nowhere.json")
     assert (ran.status, ran.err[:4]) == (2, Code.BAD_OPTION)
-    assert "the chat file cannot be read: No such file or directory" in ran.err
+    assert "the file cannot be read: No such file or directory" in ran.err
