@@ -67,6 +67,19 @@ def reader_of(path: Path) -> Reader | None:
     return claims[0] if claims else None
 
 
+def foreign_reader_note(model: str) -> str | None:
+    """Say which package's reader converts a model; None for the harness's own, and where none does.
+
+    Raises:
+        HarnessError: as `reader_of`.
+    """
+    path = _local_path(model)
+    reader = None if path is None else reader_of(path)
+    if not isinstance(reader, _Foreign):
+        return None
+    return f"the weights are those that the reader {reader.name!r} of another package makes of {path}"
+
+
 class _Foreign(Reader):
     """A reader of another package: whatever it raises is told as an error of that package."""
 

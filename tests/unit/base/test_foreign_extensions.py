@@ -8,11 +8,13 @@ import pytest
 from harness.base import plugins
 from harness.cli.main import commands, run
 from harness.errors import Code, HarnessError
+from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import resolve
 from harness.formats.checkpoint.locate import embedded_model
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import all_conventions
 from harness.judge.explain.causes import stages_of
+from harness.plan import plan_request
 
 COMMAND = """
 from harness.command.entry import CommandEntry, Panel
@@ -100,6 +102,15 @@ def test_a_command_whose_function_is_missing_is_no_bug_of_the_harness(install, c
 def test_a_reader_that_fails_is_no_bug_of_the_harness(install, reads, folder, problem):
     install(plugins.READERS, "other", READER.format(reads=reads, folder=folder))
     refused(problem, resolve, embedded_model())
+
+
+def test_a_check_says_whose_reader_made_the_weights(install):
+    plan = plan_request(model=embedded_model(), requests=[RequestSpec(token_ids=[1, 2])], schedules=["plain"])
+    assert plan.notes == ()
+    install(plugins.READERS, "other", READER.format(reads="True", folder="path"))
+    plan = plan_request(model=embedded_model(), requests=[RequestSpec(token_ids=[1, 2])], schedules=["plain"])
+    (note,) = plan.notes
+    assert note == f"the weights are those that the reader 'other' of another package makes of {embedded_model()}"
 
 
 def test_what_is_no_reader_is_refused(install):
