@@ -71,6 +71,7 @@ def install(monkeypatch, tmp_path):
     [
         ("check", "check", "Others", "the extension 'check' has the name of a command of the harness"),
         ("other", "check", "Others", "the extension 'other' calls its command 'check': the names must be equal"),
+        ("other", "--help", "Others", "the extension 'other' cannot be imported: ValueError: '--help' is no name"),
         ("other", "other", "Mine", "the extension 'other' cannot be imported: ValueError: 'Mine' is not a valid Panel"),
     ],
 )
