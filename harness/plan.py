@@ -13,6 +13,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
 from harness.formats.checkpoint.converted import read_quantised_source
+from harness.formats.checkpoint.locate import foreign_reader_note
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.images import keep_inputs
 from harness.oracle.requests import Prompt
@@ -143,7 +144,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     checkpoint = Checkpoint(resolve(case.model, local_files_only=local_files_only, hf=case.hf))
     check_device(case.device)
     prompts = _prompts(case, checkpoint)
-    source = read_quantised_source(checkpoint.folder)
+    source, foreign = read_quantised_source(checkpoint.folder), foreign_reader_note(case.model)
     schedules, skipped = _schedules(case.schedules, [len(prompt.token_ids) for prompt in prompts])
     return Plan(
         case=case.model_copy(update={"dtype": resolve_dtype(case.dtype, checkpoint)}),
@@ -152,6 +153,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         schedules=tuple(schedules),
         notes=(
             *(() if source is None else (str(source),)),
+            *(() if foreign is None else (foreign,)),
             *(_left_out(item, len(prompts)) for item in skipped),
             *_doubled_begin(case, checkpoint, prompts),
         ),

@@ -3,7 +3,7 @@
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 from harness.errors import Code, HarnessError
 
@@ -45,25 +45,42 @@ def load(group: str, name: str) -> Any:
     """Import the object of an entry point.
 
     Raises:
-        HarnessError: EXTENSION_FAILED: it cannot be imported; whatever HarnessError the import raises.
+        HarnessError: EXTENSION_FAILED: no package brings it, or it cannot be imported; whatever HarnessError the import
+            raises.
     """
-    entry = entries(group)[name]
+    if name not in entries(group):
+        what, hint = f"no package brings the extension {name!r}", "install the harness again"
+        raise HarnessError(Code.EXTENSION_FAILED, what, where=f"entry points of the group {group!r}", hint=hint)
     try:
-        return entry.load()
+        return entries(group)[name].load()
     except HarnessError:
         raise
     except Exception as error:
-        raise HarnessError(
-            Code.EXTENSION_FAILED,
-            f"the extension {name!r} cannot be imported: {type(error).__name__}: {error}",
-            where=f"{entry.value}, an entry point of the group {group!r}",
-            hint="repair or uninstall the package that brings it",
-        ) from error
+        refuse(group, name, f"cannot be imported: {type(error).__name__}: {error}", error)
 
 
-def load_all(group: str) -> list[Any]:
-    """Import the objects of all entry points of a group, in the order of their names."""
-    return [load(group, name) for name in entries(group)]
+def load_all(group: str) -> dict[str, Any]:
+    """Import the objects of all entry points of a group, by their names, in the order of the names."""
+    return {name: load(group, name) for name in entries(group)}
+
+
+def is_ours(group: str, name: str) -> bool:
+    """Return whether the harness itself brings an extension: what goes wrong in it is a bug of the harness."""
+    return entries(group)[name].value.startswith("harness.")
+
+
+def refuse(group: str, name: str, problem: str, cause: Exception | None = None) -> NoReturn:
+    """Refuse an extension; `problem` continues "the extension X".
+
+    Raises:
+        HarnessError: EXTENSION_FAILED.
+    """
+    raise HarnessError(
+        Code.EXTENSION_FAILED,
+        f"the extension {name!r} {problem}",
+        where=f"{entries(group)[name].value}, an entry point of the group {group!r}",
+        hint="repair or uninstall the package that brings it",
+    ) from cause
 
 
 def require_hypothesis(what: str, where: str) -> None:

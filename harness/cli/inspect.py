@@ -76,7 +76,7 @@ def inspect(
         what, hint = "--before is about the weights of two checkpoints", "harness inspect A --against B --before OLD"
         raise HarnessError(Code.BAD_OPTION, what, where="--before", hint=hint)
     if tensor is not None:
-        if path is None or fields:
+        if path is None or fields or against is not None or map:
             what, hint = "a tensor lies in a file or folder", "harness inspect PATH --tensor NAME"
             raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
         from harness.formats.values import inspect_values, parse_row

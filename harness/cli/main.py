@@ -195,10 +195,22 @@ def error_json(error: HarnessError) -> dict[str, Any]:
 
 
 def commands() -> dict[str, CommandEntry]:
-    """Return all commands in the order of the help: of each panel the core's, then those of the extensions."""
-    known = [*_COMMANDS, *plugins.load_all(plugins.COMMANDS)]
+    """Return all commands in the order of the help: of each panel the core's, then those of the extensions.
+
+    Raises:
+        HarnessError: EXTENSION_FAILED.
+    """
+    known = {command.name: command for command in _COMMANDS}
+    for name, command in plugins.load_all(plugins.COMMANDS).items():
+        if not isinstance(command, CommandEntry):
+            plugins.refuse(plugins.COMMANDS, name, f"names no CommandEntry, but {type(command).__name__}")
+        if command.name != name:
+            plugins.refuse(plugins.COMMANDS, name, f"calls its command {command.name!r}: the names must be equal")
+        if name in known:
+            plugins.refuse(plugins.COMMANDS, name, "has the name of a command of the harness")
+        known[name] = command
     panels = list(Panel)
-    return {command.name: command for command in sorted(known, key=lambda command: panels.index(command.panel))}
+    return {item.name: item for item in sorted(known.values(), key=lambda item: panels.index(item.panel))}
 
 
 class _Commands(typer.core.TyperGroup):
@@ -224,7 +236,12 @@ class _Commands(typer.core.TyperGroup):
 
 def _imported(command: CommandEntry) -> Any:
     module, _, name = command.target.partition(":")
-    target = getattr(import_module(module), name)
+    try:
+        target = getattr(import_module(module), name)
+    except Exception as error:
+        if isinstance(error, HarnessError) or command.target.startswith("harness."):
+            raise
+        plugins.refuse(plugins.COMMANDS, command.name, f"cannot be imported: {type(error).__name__}: {error}", error)
     if isinstance(target, typer.Typer):
         group = typer.main.get_group(target)
         group.name = command.name

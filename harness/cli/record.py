@@ -85,7 +85,7 @@ def _planned(
 
     if golden is None:
         return plan_request(**fields, local_files_only=local_files_only), [], None
-    if not fields.keys() <= {"model", "device", "schedules", "lora", *opt.ENGINE}:
+    if not fields.keys() <= {"model", "device", "schedules", "lora", "isolate", *opt.ENGINE}:
         names = "--dtype, --truth, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"

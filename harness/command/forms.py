@@ -76,7 +76,6 @@ _DOCUMENT = f"{__name__}:document"
 _REPORT = "harness.report"
 DOCUMENT = f"{_REPORT}.document:document"
 """Makes a document of any result."""
-_FAULTS = "harness.extensions.faults.tables"
 
 CHECKS = Forms(
     human=f"{_REPORT}.check.dtypes:checks_text",

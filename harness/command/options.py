@@ -111,7 +111,12 @@ class CaseOptions:
         if "continuation" in said and "max_new_tokens" in said:
             what = "a continuation says how many tokens follow"
             raise HarnessError(Code.BAD_OPTION, what, where="--max-new-tokens", hint="leave --max-new-tokens out")
-        return fields | ({"case": load_case(said["case"])} if "case" in said else {})
+        if "case" in said:
+            fields["case"] = load_case(said["case"])
+            if "engine_timeout_s" in said:  # it says both, as the case does with `isolate`
+                both = {"isolate": None, "engine_timeout_s": None}
+                fields["case"] = fields["case"].model_copy(update=both)
+        return fields
 
 
 EVERY_OPTION = CaseOptions(
@@ -146,7 +151,7 @@ def _requests(
     following = [_parse_ids(text, "--continuation") for text in continuation]
     if len(following) != len(requests):
         what, expected = "each request needs its continuation", f"{len(requests)}, one for each prompt given"
-        hint = "give --prompt, --chat or --token-ids, and as many --continuation"
+        hint = "give --prompt, --prompt-file or --token-ids, and as many --continuation"
         raise HarnessError(
             Code.BAD_OPTION, what, where="--continuation", expected=expected, actual=len(following), hint=hint
         )
@@ -160,7 +165,7 @@ def read_request(path: Path, option: str) -> RequestSpec:
     Raises:
         HarnessError: EMPTY_PROMPT, or BAD_OPTION: it cannot be read.
     """
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         return _read_chat(path, option)
     return _text_request(_read_text(path, option), f"{option} {path}")
 

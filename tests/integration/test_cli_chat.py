@@ -83,6 +83,13 @@ def test_a_file_that_holds_no_chat(harness, chatting, chat, content, words):
     assert words in ran.err
 
 
+def test_the_case_of_a_suffix_is_no_matter(harness, chatting, chat, tmp_path):
+    upper = chat(MESSAGES).rename(tmp_path / "CHAT.JSON")
+    assert tokens(harness, chatting, tmp_path, "--prompt-file", upper) == tokens(
+        harness, chatting, tmp_path, "--prompt-file", chat(MESSAGES)
+    )
+
+
 def test_a_file_that_is_not_there(harness, chatting, tmp_path):
     ran = harness("check", "--model", chatting, "--prompt-file", tmp_path / "nowhere.json")
     assert (ran.status, ran.err[:4]) == (2, Code.BAD_OPTION)

@@ -89,6 +89,11 @@ def test_run_records_what_a_golden_says(harness, golden, tmp_path):
         assert (ours.manifest.schedule, ours.manifest.producer.name) == ("batched", "harness.engines.hf")
 
 
+def test_a_golden_says_nothing_of_the_process_of_the_engine(harness, golden, tmp_path):
+    ran = harness("record", "--golden", golden, "--engine-timeout", "0", "--out", tmp_path / "r")
+    assert ran.status == 0, ran.err
+
+
 def test_run_without_a_golden_finds_the_tokens_itself(harness, golden, llama, workload, tmp_path):
     options = ["--schedule", "chunked:4", "--engine-option", "block_size=2", "--format", "json"]
     ran = harness("record", "--model", llama, *workload, *options, "--out", tmp_path / "r")

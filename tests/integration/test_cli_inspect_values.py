@@ -94,6 +94,8 @@ def test_for_people(harness, recorded):
             "tensors of different shapes",
         ),
         (["--engine", "hf", "--model", "llama-tiny", "--tensor", WEIGHT], "a tensor lies in a file or folder"),
+        (["llama-tiny", "--tensor", WEIGHT, "--against", "qwen2-tiny"], "a tensor lies in a file or folder"),
+        (["llama-tiny", "--tensor", WEIGHT, "--map"], "a tensor lies in a file or folder"),
     ],
 )
 def test_what_cannot_be_shown(harness, arguments, words):

@@ -9,6 +9,8 @@ import pytest
 from harness import __version__
 from harness.cli.main import wants_json
 from harness.command import forms
+from harness.command.options import EVERY_OPTION
+from harness.plan import plan_request
 
 from .command_tree import leaves, parameters, with_an_empty_value
 
@@ -159,3 +161,20 @@ def test_json_is_recognised_only_as_the_format():
     assert wants_json(["check", "--format", "json"])
     assert wants_json(["check", "--format=json", "--nope"])
     assert not wants_json(["check", "--format", "human", "--prompt", "json"])
+
+
+@pytest.mark.parametrize(
+    ("in_case", "option", "expected"),
+    [
+        ("engine_timeout_s = 5.0", 0.0, (False, None)),
+        ("isolate = false", 7.0, (None, 7.0)),
+        ("isolate = true", 0.0, (False, None)),
+        ("engine_timeout_s = 5.0", 7.0, (None, 7.0)),
+    ],
+)
+def test_a_time_limit_overrides_what_a_case_says_of_the_engines_process(tmp_path, in_case, option, expected):
+    case = tmp_path / "case.toml"
+    case.write_text(f'schema_version = 1\nmodel = "qwen3-tiny"\n{in_case}\n[[requests]]\ntoken_ids = [1, 2]\n')
+    fields = EVERY_OPTION.gather({"case": case, "engine_timeout_s": option})
+    planned = plan_request(**fields).case
+    assert (planned.isolate, planned.engine_timeout_s) == expected

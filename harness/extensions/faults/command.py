@@ -39,7 +39,11 @@ def faults(
     Benign variants of the engine are checked as well: none of them may alarm.
     """
     if check is not None:
-        return _checked(check, out, format)
+        refused = {"--only": only, "--category": category, "--seeds": seeds}
+        for option in (name for name, value in refused.items() if value is not None):
+            what, hint = "one check is shown, and nothing is scored", f"leave {option} or --check out"
+            raise HarnessError(Code.BAD_OPTION, what, where=option, hint=hint)
+        return _checked(check, device, out, format)
     if out is not None:
         what, hint = "the score is written to standard output alone", "add --check ID, or leave --out out"
         raise HarnessError(Code.BAD_OPTION, what, where="--out", hint=hint)
@@ -57,7 +61,7 @@ def faults(
     return ExitStatus.MISMATCH if missed or score.false_alarms else ExitStatus.PASS
 
 
-def _checked(fault: str, out: Path | None, format: str) -> int:
+def _checked(fault: str, device: str, out: Path | None, format: str) -> int:
     """Check the reference engine with a fault in it, on the model, prompts and schedule that show the fault."""
     with progress_bar() as report:
         from harness.cli.check import checked, show_checks
@@ -66,6 +70,6 @@ def _checked(fault: str, out: Path | None, format: str) -> int:
 
         (chosen,) = choose([fault])
         with checkpoint(chosen.setting) as folder, chosen.inject():
-            plan = replace(plan_of(chosen.setting, folder), notes=(f"planted: {chosen.summary}",))
+            plan = replace(plan_of(chosen.setting, folder, device=device), notes=(f"planted: {chosen.summary}",))
             result = checked(plan, out, report)
     return show_checks([result], format)

@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 
 EngineFields = Annotated[opt.Fields, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "truth")]
+_SECONDS, _SEED = 60.0, 0
 Seconds = Annotated[float, typer.Option(metavar="N", help="How long to search.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the workloads.")]
 WorkloadSeconds = Annotated[float, typer.Option(metavar="N", help="How long the engine may take for one workload.")]
@@ -49,8 +50,8 @@ FaultId = Annotated[
 @grouped
 def run(
     fields: EngineFields,
-    seconds: Seconds = 60.0,
-    seed: Seed = 0,
+    seconds: Seconds = _SECONDS,
+    seed: Seed = _SEED,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first finding.")] = False,
     workload_seconds: WorkloadSeconds = 60.0,
     out: Annotated[
@@ -67,7 +68,8 @@ def run(
     caches that are too small. Each workload is judged as `harness check` judges; a failing one is minimized.
     """
     options = _options(seconds, seed, workload_seconds, first)
-    if replay is not None and (fields or fault is not None or out is not None):
+    searches = first or fault is not None or out is not None or (seconds, seed) != (_SECONDS, _SEED)
+    if replay is not None and (fields or searches):
         what = "a workload's file says what is to be run"
         raise HarnessError(Code.BAD_OPTION, what, where="--replay", hint="leave the other options out")
     with progress_bar() as report:
@@ -93,8 +95,8 @@ def run(
 @grouped
 def invariance(
     fields: EngineFields,
-    seconds: Seconds = 60.0,
-    seed: Seed = 0,
+    seconds: Seconds = _SECONDS,
+    seed: Seed = _SEED,
     workload_seconds: WorkloadSeconds = 60.0,
     fault: FaultId = None,
     local_files_only: opt.LocalFilesOnly = False,
@@ -115,8 +117,8 @@ def invariance(
 @grouped
 def poison(
     fields: EngineFields,
-    seconds: Seconds = 60.0,
-    seed: Seed = 0,
+    seconds: Seconds = _SECONDS,
+    seed: Seed = _SEED,
     workload_seconds: WorkloadSeconds = 60.0,
     fault: FaultId = None,
     local_files_only: opt.LocalFilesOnly = False,

@@ -3,6 +3,7 @@
 Extensions and other packages bring readers of checkpoints that are not in HuggingFace's layout.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,10 +49,76 @@ def reader_of(path: Path) -> Reader | None:
     """Return the reader of a path; None for HuggingFace's layout, and where no reader applies.
 
     Raises:
-        HarnessError: EXTENSION_FAILED.
+        HarnessError: EXTENSION_FAILED, also where a reader of another package is not the only one of a path.
     """
-    readers: list[Reader] = plugins.load_all(plugins.READERS)
-    return next((reader for reader in readers if reader.reads(path)), None)
+    ours: list[Reader] = []
+    foreign: list[_Foreign] = []
+    for name, reader in plugins.load_all(plugins.READERS).items():
+        if not isinstance(reader, Reader):
+            plugins.refuse(plugins.READERS, name, f"names no Reader, but {type(reader).__name__}")
+        if plugins.is_ours(plugins.READERS, name):
+            ours.append(reader)
+        else:
+            foreign.append(_Foreign(name, reader))
+    claims: list[Reader] = [reader for reader in foreign if reader.reads(path)]
+    claims += itertools.islice((reader for reader in ours if reader.reads(path)), 1)
+    if len(claims) > 1 and isinstance(claims[0], _Foreign):
+        plugins.refuse(plugins.READERS, claims[0].name, f"is not the only one that reads {path}")
+    return claims[0] if claims else None
+
+
+def foreign_reader_note(model: str) -> str | None:
+    """Say which package's reader converts a model; None for the harness's own, and where none does.
+
+    Raises:
+        HarnessError: as `reader_of`.
+    """
+    path = _local_path(model)
+    reader = None if path is None else reader_of(path)
+    if not isinstance(reader, _Foreign):
+        return None
+    return f"the weights are those that the reader {reader.name!r} of another package makes of {path}"
+
+
+class _Foreign(Reader):
+    """A reader of another package: whatever it raises is told as an error of that package."""
+
+    def __init__(self, name: str, reader: Reader) -> None:
+        self.name, self._reader = name, reader
+        self.takes_origin = reader.takes_origin
+
+    def reads(self, path: Path) -> bool:
+        """See `Reader.reads`."""
+        return bool(self._call(self._reader.reads, path))
+
+    def convert(self, path: Path, origin: Checkpoint | None = None) -> Path:
+        """See `Reader.convert`."""
+        folder = self._call(self._reader.convert, path, origin)
+        if not isinstance(folder, Path) or not (folder / CONFIG_NAME).is_file():
+            plugins.refuse(plugins.READERS, self.name, f"converts {path} to no folder with a {CONFIG_NAME}: {folder!r}")
+        return folder
+
+    def describe(self, path: Path) -> dict[str, Any] | None:
+        """See `Reader.describe`."""
+        described = self._call(self._reader.describe, path)
+        if not isinstance(described, dict | None):
+            plugins.refuse(plugins.READERS, self.name, f"describes {path} by no dictionary: {described!r}")
+        return described
+
+    def tensors(self, path: Path) -> "Mapping[str, Callable[[], torch.Tensor]] | None":
+        """See `Reader.tensors`."""
+        tensors = self._call(self._reader.tensors, path)
+        if not isinstance(tensors, Mapping | None):
+            plugins.refuse(plugins.READERS, self.name, f"reads {path} as no mapping: {tensors!r}")
+        return tensors
+
+    def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return method(*arguments)
+        except (HarnessError, OSError):  # what the operating system refuses has an error of its own
+            raise
+        except Exception as error:
+            plugins.refuse(plugins.READERS, self.name, f"failed: {type(error).__name__}: {error}", error)
 
 
 _DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]

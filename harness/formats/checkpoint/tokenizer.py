@@ -65,7 +65,7 @@ class HFTokenizer:
                 "the tokenizer has no chat template",
                 where=self.folder,
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                hint="leave --chat away: a base model continues plain text",
+                hint="give the prompt as text: a base model continues plain text",
             )
         try:
             token_ids = self.hf.apply_chat_template(

@@ -195,10 +195,24 @@ LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
 
 
 def stages_of(kind: Kind) -> list[Sequence[Explain]]:
-    """Return the stages of a kind: what the harness and the extensions know of it, then what says less."""
-    extensions = [module.EXPLANATIONS.get(kind, ()) for module in plugins.load_all(plugins.EXPLANATIONS)]
-    known = [*EXPLANATIONS[kind], *(explain for explanations in extensions for explain in explanations)]
+    """Return the stages of a kind: what the harness and the extensions know of it, then what says less.
+
+    Raises:
+        HarnessError: EXTENSION_FAILED.
+    """
+    known = list(EXPLANATIONS[kind])
+    for name, module in plugins.load_all(plugins.EXPLANATIONS).items():
+        table = getattr(module, "EXPLANATIONS", None)
+        if not isinstance(table, Mapping) or not all(map(_is_row, table.items())):
+            what = "has no EXPLANATIONS: a mapping from Kind to a list or tuple of functions"
+            plugins.refuse(plugins.EXPLANATIONS, name, what)
+        known += table.get(kind, ())
     return [known, *LATER_STAGES.get(kind, ())]
+
+
+def _is_row(row: tuple[object, object]) -> bool:
+    kind, explanations = row
+    return isinstance(kind, Kind) and isinstance(explanations, list | tuple) and all(map(callable, explanations))
 
 
 def causes_of(kind: Kind) -> list[Explain]:

@@ -35,3 +35,17 @@ def test_a_planted_fault_is_a_mismatch(capsys):
 def test_a_fault_that_is_not_there_is_refused(capsys):
     assert run(["faults", "--check", "nope"]) == 2
     assert "H013" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "where"),
+    [
+        (["--only", "wrong-block"], "--only"),
+        (["--category", "cache"], "--category"),
+        (["--seeds", "0"], "--seeds"),
+        (["--device", "cuda:99"], "--device"),
+    ],
+)
+def test_a_check_of_one_fault_ignores_no_option(capsys, option, where):
+    assert run(["faults", "--check", "wrong-block", *option]) == 2
+    assert f"where:    {where}\n" in capsys.readouterr().err

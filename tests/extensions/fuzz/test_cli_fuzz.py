@@ -71,6 +71,9 @@ def test_a_sound_engine_passes_and_what_it_did_is_printed(harness):
         (["--fault", "wrong-block", "--dtype", "float32"], "leave the other options out"),
         (["--replay", "nothing.toml"], "there is no such workload file"),
         (["--replay", "nothing.toml", "--engine", "hf"], "leave the other options out"),
+        (["--replay", "nothing.toml", "--first"], "leave the other options out"),
+        (["--replay", "nothing.toml", "--seconds", "5"], "leave the other options out"),
+        (["--replay", "nothing.toml", "--seed", "1"], "leave the other options out"),
         (["--engine-option", "blocks=3"], "no option 'blocks'"),
     ],
 )

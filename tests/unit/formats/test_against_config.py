@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
+from harness.base.files import json_digest
 from harness.formats.checkpoint import against_config as module
 from harness.formats.inspect import inspect_path
 
@@ -94,6 +95,9 @@ def test_a_reason_not_to_compare_is_kept_too(tmp_path, monkeypatch):
         pytest.param(lambda text: text.replace("[8, 16]", "[16, 16]"), id="another shape"),
         pytest.param(lambda text: "[1]", id="no table"),
         pytest.param(lambda text: '{"digest": 1}', id="no tensors"),
+        pytest.param(
+            lambda text: json.dumps({"digest": json_digest({}), "tensors": {}}), id="neither shapes nor reason"
+        ),
     ],
 )
 def test_a_damaged_file_of_the_cache_is_made_again(checkpoint, kept, damage):

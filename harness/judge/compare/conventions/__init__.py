@@ -24,8 +24,17 @@ _CORE: tuple[Convention, ...] = (
 
 @cache
 def all_conventions() -> tuple[Convention, ...]:
-    """Return the conventions of the core, then those of extensions."""
-    brought = (convention for module in plugins.load_all(plugins.CONVENTIONS) for convention in module.CONVENTIONS)
+    """Return the conventions of the core, then those of extensions.
+
+    Raises:
+        HarnessError: EXTENSION_FAILED.
+    """
+    brought: list[Convention] = []
+    for name, module in plugins.load_all(plugins.CONVENTIONS).items():
+        table = getattr(module, "CONVENTIONS", None)
+        if not isinstance(table, list | tuple) or not all(isinstance(entry, Convention) for entry in table):
+            plugins.refuse(plugins.CONVENTIONS, name, "has no CONVENTIONS: a list or tuple of Convention")
+        brought += table
     return (*_CORE, *brought)
 
 
