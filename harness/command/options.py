@@ -28,37 +28,41 @@ Dtypes = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="float32, bfloat16, float16, or auto: the checkpoint's own. Repeatable: the table then sets them side by "
-        "side. [default: auto]",
+        help="float32, bfloat16, float16, or auto: the dtype of the checkpoint. Repeatable: the table compares the "
+        "dtypes. [default: auto]",
     ),
 ]
 PromptText = Annotated[
-    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text of one request. Repeatable.")
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text prompt of one request. Repeatable.")
 ]
 PromptFiles = Annotated[
     list[Path] | None,
     typer.Option(
         "--prompt-file",
         metavar="FILE",
-        help="File with one request: its text or, in a .json file, a conversation for the checkpoint's chat template: "
-        "a list of messages, or messages and tools. Repeatable.",
+        help="File with the prompt of one request: text or, in a .json file, a conversation for the chat template: a "
+        "list of messages, or messages and tools. Repeatable.",
     ),
 ]
-TokenIds = Annotated[list[str] | None, typer.Option(metavar="IDS", help="Token ids of one request: 1,2,3. Repeatable.")]
+TokenIds = Annotated[
+    list[str] | None, typer.Option(metavar="IDS", help="Prompt of one request as token ids: 1,2,3. Repeatable.")
+]
 Continuations = Annotated[
     list[str] | None,
     typer.Option(
         "--continuation",
         metavar="IDS",
-        help="Token ids that follow a prompt in the place of HuggingFace's greedy ones: 1,2,3. Once for each request, "
-        "in their order.",
+        help="Token ids that follow a prompt, instead of HuggingFace's greedy tokens: 1,2,3. Give one for each "
+        "request, in the order of the requests.",
     ),
 ]
 CaseFile = Annotated[
     Path | None,
     typer.Option("--case", metavar="FILE", help="Case file (TOML); options override it."),
 ]
-LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
+LocalFilesOnly = Annotated[
+    bool, typer.Option("--local-files-only", help="Use only local files; do not contact the model hub.")
+]
 
 
 ENGINE = ("engine", "engine_options", "engine_timeout_s", "engine_python")
@@ -97,8 +101,8 @@ class CaseOptions:
         Raises:
             HarnessError: a value cannot be read.
         """
-        said = {name: value for name, value in arguments.items() if value not in (None, [])}
-        fields = {name: value for name, value in said.items() if name in Case.model_fields}
+        arguments = {name: value for name, value in arguments.items() if value not in (None, [])}
+        fields = {name: value for name, value in arguments.items() if name in Case.model_fields}
         if fields.get("engine_timeout_s") == 0:
             fields |= {"isolate": False}
             del fields["engine_timeout_s"]
@@ -106,12 +110,14 @@ class CaseOptions:
             fields |= {"lora": adapters[0]} | ({"other_loras": adapters[1:]} if adapters[1:] else {})
         if "engine_options" in fields:
             fields["engine_options"] = parse_engine_options(fields["engine_options"])
-        if requests := _requests(**{name: said[name] for name in (*_REQUESTS, "continuation") if name in said}):
+        if requests := _requests(
+            **{name: arguments[name] for name in (*_REQUESTS, "continuation") if name in arguments}
+        ):
             fields["requests"] = requests
-        if "continuation" in said and "max_new_tokens" in said:
-            what = "a continuation says how many tokens follow"
+        if "continuation" in arguments and "max_new_tokens" in arguments:
+            what = "the length of the continuation sets the number of new tokens"
             raise HarnessError(Code.BAD_OPTION, what, where="--max-new-tokens", hint="leave --max-new-tokens out")
-        return fields | ({"case": load_case(said["case"])} if "case" in said else {})
+        return fields | ({"case": load_case(arguments["case"])} if "case" in arguments else {})
 
 
 EVERY_OPTION = CaseOptions(
@@ -125,8 +131,8 @@ EVERY_OPTION.types["lora"] = Annotated[
     typer.Option(
         "--lora",
         metavar="FOLDER",
-        help="LoRA adapter in PEFT's format. Repeatable: the engine serves the further ones to other requests, and "
-        "rows that got one of them are told so.",
+        help="LoRA adapter in PEFT format. Repeatable: the engine serves the additional adapters to other requests, "
+        "and the report names rows that got one of them by mistake.",
     ),
 ]
 
@@ -146,7 +152,7 @@ def _requests(
     following = [_parse_ids(text, "--continuation") for text in continuation]
     if len(following) != len(requests):
         what, expected = "each request needs its continuation", f"{len(requests)}, one for each prompt given"
-        hint = "give --prompt, --chat or --token-ids, and as many --continuation"
+        hint = "give --prompt, --prompt-file or --token-ids, and as many --continuation"
         raise HarnessError(
             Code.BAD_OPTION, what, where="--continuation", expected=expected, actual=len(following), hint=hint
         )

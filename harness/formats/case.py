@@ -100,7 +100,7 @@ class Case(BaseModel):
         Field(min_length=1),
         Option(
             "--model PATH_OR_HUB_ID",
-            "Checkpoint: a folder, a .gguf file, an embedded one by its name, or a hub id. "
+            "Checkpoint: a folder, a .gguf file, the name of an embedded one, or a hub id. "
             "[default: qwen3-tiny, embedded]",
         ),
     ]
@@ -108,8 +108,8 @@ class Case(BaseModel):
         Annotated[str, Field(min_length=1)] | None,
         Option(
             "--hf FOLDER",
-            "HuggingFace checkpoint that a .gguf model, or an export of ONNX Runtime or OpenVINO, was made from: its "
-            "configuration and tokenizer are used, and every tensor of a .gguf file is compared with it.",
+            "Original HuggingFace checkpoint of a .gguf model, or of an ONNX Runtime or OpenVINO export. The harness "
+            "uses its configuration and tokenizer, and compares every tensor of a .gguf file with it.",
         ),
     ] = None
     engine: Annotated[str, Field(min_length=1), Option("--engine NAME", "Engine under test. [default: reference]")] = (
@@ -119,8 +119,8 @@ class Case(BaseModel):
         _Path | None,
         Option(
             "--tensors DIR",
-            "Folder of tensors (.npy, .safetensors, .pt) that an engine has dumped of one prefill, in its place: what "
-            "each of them is, is found by what it holds.",
+            "Folder of tensors (.npy, .safetensors, .pt) that an engine dumped during one prefill; replaces --engine. "
+            "Tensors are identified by their values, not by their names.",
             kind=Path,
             is_in_files=False,
         ),
@@ -137,7 +137,7 @@ class Case(BaseModel):
         bool | None,
         Option(
             "--isolate/--no-isolate",
-            "Run the engine in a process of its own, whose end is an error. "
+            "Run the engine in a separate process; a crash of that process is reported as an error. "
             "[default: for engines of other packages, and with a time limit]",
             kind=bool,
         ),
@@ -155,36 +155,37 @@ class Case(BaseModel):
         _Path | None,
         Option(
             "--engine-python PATH",
-            "Python of the environment that the engine is installed in; it needs numpy, and nothing else of ours. "
-            "[default: this one]",
+            "Python interpreter of the environment in which the engine is installed. It needs numpy, but not the "
+            "harness. [default: this interpreter]",
             kind=Path,
             is_in_files=False,
         ),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Option("--dtype DTYPE", "float32, bfloat16, float16, or auto: the checkpoint's own. [default: auto]"),
+        Option("--dtype DTYPE", "float32, bfloat16, float16, or auto: the dtype of the checkpoint. [default: auto]"),
     ] = "auto"
     device: Annotated[str, Option("--device DEVICE", "cpu, cuda, cuda:1, ... [default: cpu]")] = "cpu"
     truth: Annotated[
         Truth,
         Option(
             "--truth",
-            "Precision of the truth; auto: float64 for engines in float32, float32 for those in 16 bits. "
+            "Precision of the HuggingFace reference; auto: float64 for float32 engines, float32 for 16-bit engines. "
             "[default: auto]",
             kind=Truth,
         ),
     ] = "auto"
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
     max_new_tokens: Annotated[
-        _Count, Option("--max-new-tokens N", "Tokens to generate for each request. [default: 24]", kind=int)
+        _Count,
+        Option("--max-new-tokens N", "Maximum number of tokens to generate per request. [default: 24]", kind=int),
     ] = 24
     schedules: Annotated[
         list[str],
         Option(
             "--schedule NAME",
-            f"{schedules_help()}, where N is the tokens of a chunk or the number of ranks; comma list or "
-            "repeated. [default: plain, chunked and batched, as far as the prompts can reach them]",
+            f"{schedules_help()}, where N is a number of tokens or ranks; comma-separated. Repeatable. "
+            "[default: plain, chunked and batched, as far as the prompts can reach them]",
             kind=list[str],
         ),
     ] = []
@@ -194,8 +195,8 @@ class Case(BaseModel):
         TapPreset | None,
         Option(
             "--taps",
-            "Taps that must have been recorded: all that the engine does not declare lacking, its cache and "
-            "logits, its logits, or none, for its tokens alone. [default: all]",
+            "Taps that the recording must hold: all that the engine supports, its cache and logits, its logits, or "
+            "none (compare tokens only). [default: all]",
             kind=TapPreset,
         ),
     ] = None
@@ -205,7 +206,7 @@ class Case(BaseModel):
         _Path | None,
         Option(
             "--lora FOLDER",
-            "LoRA adapter in PEFT's format, beside the model's own weights.",
+            "LoRA adapter in PEFT format.",
             kind=Path,
             is_in_files=False,
         ),
@@ -214,7 +215,8 @@ class Case(BaseModel):
         list[_Path],
         Option(
             "--other-lora FOLDER",
-            "Adapter that the engine serves to other requests: rows that got it are told so. Repeatable.",
+            "LoRA adapter that the engine serves to other requests; the report names rows that got it by mistake. "
+            "Repeatable.",
             kind=list[Path],
             is_in_files=False,
         ),
@@ -223,8 +225,7 @@ class Case(BaseModel):
         bool,
         Option(
             "--mtp",
-            "Judge the layers that predict further tokens (MTP), too: the checkpoint has them, and the engine shows "
-            "them.",
+            "Also judge the multi-token prediction (MTP) layers of the checkpoint. The engine must show them.",
             kind=bool,
         ),
     ] = False
@@ -232,7 +233,7 @@ class Case(BaseModel):
         bool,
         Option(
             "--stop-early",
-            "End at the first operation that is wrong, without looking for its cause.",
+            "Stop at the first wrong operation, without looking for its cause.",
             kind=bool,
             is_in_files=False,
         ),
@@ -241,8 +242,8 @@ class Case(BaseModel):
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         Option(
             "--budget SECONDS",
-            "Begin no schedule after the first once this time is over; those that were left out are named, and the "
-            "check is then no pass. [default: no limit]",
+            "Time limit: start no further schedule after it. The first schedule always runs. Skipped schedules are "
+            "listed, and the check does not pass. [default: no limit]",
             kind=float,
             is_in_files=False,
         ),
@@ -251,14 +252,14 @@ class Case(BaseModel):
         _Count | None,
         Option(
             "--rows N",
-            "Judge products and attention at N positions of each request, drawn over its length, and where steps begin "
-            "and end or rows stand out; attention sees all of its history. For long prompts. [default: all]",
+            "For long prompts: judge products and attention only at N sampled positions of each request, at the first "
+            "and last row of each step, and at outliers. Attention still sees its whole history. [default: all]",
             kind=int,
         ),
     ] = None
     rows_seed: Annotated[
         Annotated[int, Field(ge=0, lt=2**31)],
-        Option("--rows-seed N", "Draws other positions for --rows. [default: 0]", kind=int),
+        Option("--rows-seed N", "Random seed of the positions for --rows. [default: 0]", kind=int),
     ] = 0
 
     @field_validator("schedules")
