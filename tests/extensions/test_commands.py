@@ -37,7 +37,6 @@ OPTIONS = {
     ),
     "suite diff": "old new --format",
     "suite history": "runs --out --format",
-    "suite bisect": "--case --good --bad --history --repo --build --import-from --time-limit --format",
     "server check": (
         "--endpoint --served-model --concurrency --request-timeout --model --hf --dtype --device --truth --prompt "
         "--prompt-file --token-ids --max-new-tokens --lora --other-lora --again --local-files-only --format"
@@ -83,7 +82,7 @@ def leaf(name):
 
 
 def test_the_help_has_at_most_17_commands_in_panels():
-    assert len(commands()) <= 19  # generate and serve go to the reference engine
+    assert len(commands()) <= 17
     panels = [command.panel for command in commands().values()]
     assert panels == sorted(panels, key=list(Panel).index)
 

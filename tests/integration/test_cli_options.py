@@ -41,11 +41,6 @@ OPTIONS = {
     "gate": (
         "profile baseline --accept --against --against-repo --against-package --blocks --seconds --tolerance --format"
     ),
-    "generate": (
-        "--prompt --model --engine --max-new-tokens --temperature --top-k --top-p --min-p --seed --device --dtype "
-        "--engine-option --lora --local-files-only --chat --stream --show-stats --format"
-    ),
-    "serve": "--model --host --port --name --device --dtype --engine-option --lora --local-files-only",
 }
 """Options and arguments of each command, in the order of its help."""
 FORMATS = {
@@ -54,7 +49,6 @@ FORMATS = {
     "record": ["human", "json"],
     "diff": ["human", "markdown", "json"],
     "inspect": ["human", "json"],
-    "generate": ["human", "json"],
     "profile": ["human", "json"],
 }
 
