@@ -1,18 +1,18 @@
-"""Options that several commands share, and how they become the arguments of a plan."""
+"""Options that several commands share, and their conversion into the arguments of `plan_request`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from harness.base.files import parse_json, read_text
 from harness.errors import Code, HarnessError
-from harness.formats.case import Case, RequestSpec, load_case
+from harness.formats.case import Case, RequestSpec, Truth, load_case
 
 
 def _option_of(field: str) -> Any:
-    """Return typer's option for a field of a case."""
+    """Return the typer option that sets a field of a case."""
     declared = Case.options()[field]
     return typer.Option(declared.name, metavar=declared.metavar, help=declared.help)
 
@@ -21,7 +21,10 @@ Model = Annotated[str | None, _option_of("model")]
 EngineOption = Annotated[list[str] | None, _option_of("engine_options")]
 Dtype = Annotated[str | None, _option_of("dtype")]
 Device = Annotated[str | None, _option_of("device")]
-TruthChoice = Annotated[str | None, _option_of("truth")]
+TruthChoice = Annotated[
+    str | None,
+    typer.Option("--truth", metavar="|".join(get_args(Truth)), help=Case.options()["truth"].help),
+]
 Lora = Annotated[Path | None, _option_of("lora")]
 Dtypes = Annotated[
     list[str] | None,
@@ -68,20 +71,20 @@ LocalFilesOnly = Annotated[
 ENGINE = ("engine", "engine_options", "engine_timeout_s", "engine_python")
 """Fields of a case about the engine under test."""
 WORKLOAD = ("device", "truth", "requests", "max_new_tokens")
-"""Fields of a case about what is run, and where; every command but `check` has `dtype` besides."""
+"""Fields of a case about the workload and the device. Every command except `check` also has `dtype`."""
 
 Fields = dict[str, Any]
-"""The fields of a case that were given, and `case` for the file: arguments of `plan_request`."""
+"""Arguments of `plan_request`: the fields of a case that the user set, and `case` for the case file."""
 
 _REQUESTS = {"prompt": PromptText, "prompt_file": PromptFiles, "token_ids": TokenIds}
 _OTHERS = {"continuation": Continuations, "case": CaseFile}
 
 
 class CaseOptions:
-    """Options of a command that are fields of a case: the command gets the arguments of `plan_request` that were given.
+    """The options of a command that set fields of a case.
 
-    Beside a case's fields a command may name `case`, a file to begin with, and `continuation`, which is part of
-    `requests`.
+    The command receives the fields that the user set, as arguments of `plan_request`. A command may also name `case`,
+    the case file that options override, and `continuation`, which becomes part of `requests`.
     """
 
     def __init__(self, *names: str) -> None:
@@ -96,10 +99,10 @@ class CaseOptions:
                 self.types |= _REQUESTS if name == "requests" else {name: _OTHERS[name]}
 
     def gather(self, arguments: Mapping[str, Any]) -> Fields:
-        """Return the fields of a case that were given.
+        """Return the fields of a case that the user set.
 
         Raises:
-            HarnessError: a value cannot be read.
+            HarnessError: a value cannot be parsed.
         """
         arguments = {name: value for name, value in arguments.items() if value not in (None, [])}
         fields = {name: value for name, value in arguments.items() if name in Case.model_fields}
@@ -124,8 +127,8 @@ EVERY_OPTION = CaseOptions(
     "model", "hf", "tensors", *ENGINE, "device", "requests", "max_new_tokens", "schedules", "only", "case", "lora",
     "mtp", "stops_early", "budget_s", "rows",
 )  # fmt: skip
-"""What `harness check` offers, beside the dtype, which can be repeated there. Case files and `harness.check` set the
-rest of a case."""
+"""Options of `harness check` except --dtype, which it declares itself because it may be repeated. The other fields of a
+case are set in case files or by `harness.check`."""
 EVERY_OPTION.types["lora"] = Annotated[
     list[Path] | None,
     typer.Option(
@@ -143,7 +146,7 @@ def _requests(
     token_ids: Sequence[str] = (),
     continuation: Sequence[str] = (),
 ) -> list[RequestSpec]:
-    """Return the requests that were given, in the order text, files, token ids; none if none were."""
+    """Return the requests of the options, in the order text, files, token ids."""
     requests = [_text_request(text, "--prompt") for text in prompt]
     requests += [read_request(path, "--prompt-file") for path in prompt_file]
     requests += [RequestSpec(token_ids=_parse_ids(text, "--token-ids")) for text in token_ids]
@@ -161,7 +164,7 @@ def _requests(
 
 
 def read_request(path: Path, option: str) -> RequestSpec:
-    """Return the request of a file: its text or, of a .json file, the conversation in it.
+    """Return the request of a file: its text or, for a .json file, its conversation.
 
     Raises:
         HarnessError: EMPTY_PROMPT, or BAD_OPTION: it cannot be read.
@@ -184,7 +187,7 @@ def _read_chat(path: Path, option: str) -> RequestSpec:
     try:
         content = parse_json(_read_text(path, option))
     except ValueError as error:
-        what = f"the conversation is no JSON: {error}"
+        what = f"the conversation is not valid JSON: {error}"
         raise HarnessError(Code.BAD_OPTION, what, where=option, expected=expected, actual=path) from error
     conversation = content if isinstance(content, dict) else {"messages": content}
     try:
@@ -219,7 +222,7 @@ def _parse_ids(text: str, option: str) -> list[int]:
 
 
 def parse_engine_options(options: list[str] | None) -> dict[str, str]:
-    """Parse NAME=VALUE options; of a name that is given twice the last counts."""
+    """Parse NAME=VALUE options. The last value of a repeated name counts."""
     parsed = {}
     for option in options or ():
         name, equals, value = option.partition("=")
