@@ -16,13 +16,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 _Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Path = Annotated[Path, Field(strict=False)]
-"""A suite sends its cases as JSON, where a path is a text."""
+"""A path, also given as a string: a suite sends its cases as JSON."""
 
 
 Truth = Literal["auto", "float64", "float32"]
-"""Precision in which HuggingFace's own forward says what is right; `auto`: what the engine's dtype needs."""
+"""Precision of the HuggingFace reference; `auto`: as the dtype of the engine requires."""
 TapPreset = Literal["all", "cache", "logits", "tokens"]
-"""Taps that must have been recorded; all: every tap that the engine does not declare as unsupported."""
+"""Taps that the recording must hold; all: every tap that the engine supports."""
 TAP_PRESETS: tuple[str, ...] = get_args(TapPreset)
 
 
@@ -30,14 +30,14 @@ class Option:
     """The option of the command line that sets a field of a case."""
 
     def __init__(self, names: str, help: str, *, kind: Any = str, is_in_files: bool = True) -> None:
-        """Take what the command line shows.
+        """Declare the option.
 
         Args:
-            names: of the option and of its value, `--hf FOLDER`, or of the option alone for a choice or a flag.
+            names: names of the option and its value, `--hf FOLDER`; only of the option for a choice or a flag.
             help: one sentence, with the default.
-            kind: type of the value; a list is an option that can be repeated.
-            is_in_files: whether the field is a key of case files. A file may come from anywhere, and what it says must
-                not start another program.
+            kind: type of the value; a list for a repeatable option.
+            is_in_files: whether case files may set the field. A case file may come from anywhere, so it must not be
+                able to start another program.
         """
         self.name, _, metavar = names.partition(" ")
         self.metavar, self.help, self.kind, self.is_in_files = metavar or None, help, kind, is_in_files
@@ -50,12 +50,12 @@ class RequestSpec(BaseModel):
 
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    """A conversation, which the checkpoint's chat template makes into a prompt."""
+    """A conversation, which the chat template of the checkpoint turns into a prompt."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of functions, for the chat template."""
     token_ids: list[int] | None = None
     inputs: _Path | None = None
-    """Safetensors file with all that the model is given beside the tokens, as HF's processor returns it for this
+    """Safetensors file with the model inputs besides the tokens, as the HF processor returns them for this
     request: `pixel_values`, `image_grid_thw`, `mm_token_type_ids`, ..."""
     max_new_tokens: _Count | None = None
     continuation: Annotated[list[int], Field(min_length=1)] | None = None
@@ -79,16 +79,16 @@ class ProfileSection(BaseModel):
     max_new_tokens: _Count = 32
     batch_size: _Count = 1
     phases: list[Literal["prefill", "decode", "mixed"]] = []
-    """Empty: all that the engine has."""
+    """Empty: all phases of the engine."""
     baseline: str | None = None
-    """File with the limits of the profile, relative to the case's file; None: there are no limits."""
+    """Baseline file with the limits of the profile, relative to the case file; None for no limits."""
 
 
 class Case(BaseModel):
-    """A check, as a file, the command line or Python describes it. Paths are relative to the case's file.
+    """A check, described by a file, the command line or Python. Paths are relative to the case file.
 
-    This is the one place where an option of a check is declared. A field is a key of case files, unless its `Option`
-    says otherwise; a field with an `Option` is an option of `harness check`.
+    All options of a check are declared here. A field is a key of case files unless its `Option` says otherwise. A field
+    with an `Option` is an option of the command line.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -201,7 +201,7 @@ class Case(BaseModel):
         ),
     ] = None
     profile: ProfileSection | None = None
-    """None: the engine is checked and not profiled."""
+    """None: the engine is not profiled."""
     lora: Annotated[
         _Path | None,
         Option(
@@ -270,16 +270,16 @@ class Case(BaseModel):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options of the command line, by the fields that they set."""
-        declared = ((name, item) for name, field in cls.model_fields.items() for item in field.metadata)
-        return {name: item for name, item in declared if isinstance(item, Option)}
+        """Return the command-line options by the fields that they set."""
+        declared = ((name, option) for name, field in cls.model_fields.items() for option in field.metadata)
+        return {name: option for name, option in declared if isinstance(option, Option)}
 
     def replaced(self, **changes: Any) -> "Case":
         """Return the case with some fields replaced.
 
-        None, or an empty sequence, keeps the case's value. Options of an engine are dropped with that engine. The
-        required triggers are dropped as soon as a change may decide which triggers are reached; dtype, device, truth
-        and process cannot.
+        None or an empty sequence keeps the value of the case. Another engine drops the engine options. The required
+        triggers are dropped if a change may affect which triggers are reached; dtype, device, truth and isolation
+        cannot.
 
         Raises:
             TypeError: there is no such field.
@@ -304,7 +304,7 @@ class Case(BaseModel):
 
 
 def _with_length(request: RequestSpec, max_new_tokens: int | None) -> RequestSpec:
-    """Drop the request's own number of new tokens where one was given for all."""
+    """Drop the number of new tokens of the request if one was set for all requests."""
     return request if max_new_tokens is None else request.model_copy(update={"max_new_tokens": None})
 
 
@@ -312,13 +312,13 @@ def load_case(path: Path) -> Case:
     """Read a case file.
 
     Raises:
-        HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
+        HarnessError: BAD_CASE: the file is missing, is not TOML, or violates the schema; the message names the field.
     """
     case = read_case_file(Case, path, "case")
     for name, option in Case.options().items():
         if name in case.model_fields_set and not option.is_in_files:
-            what = f"{name}: no case file says this"
-            raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and give {option.name}")
+            what = f"{name}: case files must not set this field"
+            raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and use {option.name}")
     model = path.parent / case.model
     requests = [
         request if request.inputs is None else request.model_copy(update={"inputs": path.parent / request.inputs})
