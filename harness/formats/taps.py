@@ -1,9 +1,9 @@
 """Intermediate tensors of a model: their names, what computes them, and how each kind of operation is judged.
 
 The oracle traces the forward of HF to build the graph (harness/oracle/graph.py). The graph is plain data: for every
-tap, the operation that computes it and the taps that this operation reads. So each operation can be judged separately, and
-its mistakes can be explained. To add a kind, or to judge one differently, change the table `KINDS`; its numbers were
-measured (docs/how-verdicts-work.md and reports/cpu/noise-floors.md).
+tap, the operation that computes it and the taps that this operation reads. So each operation can be judged separately,
+and its mistakes can be explained. To add a kind, or to judge one differently, change the table `KINDS`; its numbers
+were measured (docs/how-verdicts-work.md and reports/cpu/noise-floors.md).
 
 A tap is named by the path of the HF module whose output it is (`model.layers.3.self_attn.q_proj`), or by `PATH.input`
 for a value computed between modules. Some taps of a decoder layer have the same special names in every family:
@@ -140,8 +140,8 @@ class Operation:
     row. Empty for what is computed from the tokens alone."""
     source: str = ""
     """Where it appears in the run of HF: a module's dotted path for its output, `PATH:input` for its first input,
-    `PATH:query`, `:key`, `:value` and `:context` at the attention interface, `PATH:linear` and `PATH:topk` for functions
-    that a router calls, `PATH:1` for a second output. Empty for what only an engine has (a cache)."""
+    `PATH:query`, `:key`, `:value` and `:context` at the attention interface, `PATH:linear` and `PATH:topk` for
+    functions that a router calls, `PATH:1` for a second output. Empty for what only an engine has (a cache)."""
     shape: tuple[int, ...] = ()
     """Dimensions of a row; empty if they are not known."""
     token_dim: int = 1
