@@ -341,7 +341,7 @@ def check_engine(name: str, engine: object) -> None:
         )
     for part in ("schedules", "unsupported_taps", "sampled_only"):
         names = getattr(capabilities, part)
-        if not isinstance(names, tuple | list) or not all(isinstance(item, str) for item in names):
+        if not isinstance(names, tuple | list) or not all(isinstance(entry, str) for entry in names):
             raise _no_engine(name, f"the engine's capabilities have no list of {part}", "a tuple of names", repr(names))
 
 

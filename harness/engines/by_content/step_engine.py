@@ -210,9 +210,9 @@ class _Run:
 
     def step(self, work: list[list[Part]]) -> None:
         """Compute and record some positions of some requests, each with those of its rejected draft."""
-        parts = [part for item in work for part in item]
+        parts = [part for request_parts in work for part in request_parts]
         rows = [(request, at) for request, positions in parts for at in positions]
-        lengths = [sum(len(positions) for _, positions in item) for item in work]
+        lengths = [sum(len(positions) for _, positions in request_parts) for request_parts in work]
         last = [end - 1 for end in accumulate(lengths)]
         sampled = [row for row, (request, at) in enumerate(rows) if at >= request.prompt_length - 1]
         verifies = not set(sampled) <= set(last)  # each row of a draft chooses a token
@@ -229,11 +229,14 @@ class _Run:
         if self._poison is not None:
             victim = None if self._poison.victim is None else self._number_of.get(self._poison.victim)
             self._poison.before_step(self._stepper, victim)
-        for item, length in zip(work, lengths, strict=True):
-            self._num_computed[self._number(item[0][0])] += length
-        engine_work = [(self._number(item[0][0]), _tokens(item), item[0][1].start) for item in work]
+        for request_parts, length in zip(work, lengths, strict=True):
+            self._num_computed[self._number(request_parts[0][0])] += length
+        engine_work = [
+            (self._number(request_parts[0][0]), _tokens(request_parts), request_parts[0][1].start)
+            for request_parts in work
+        ]
         spans = [range(start, start + len(tokens)) for _, tokens, start in engine_work]
-        following = [item[-1][0].token_ids[item[-1][1].stop :] for item in work]
+        following = [request_parts[-1][0].token_ids[request_parts[-1][1].stop :] for request_parts in work]
         shown, logits, num_computed = self._watched(engine_work, sampled if verifies else None, spans, following)
         num_sampled = num_computed, len(logits)  # the logits themselves are fewer where the engine returned more
         for tap, value in self._map.read(shown, spans=spans, num_sampled=num_sampled).items():
@@ -244,8 +247,8 @@ class _Run:
                 is_few = self._map.taps[tap].is_sampled_only and len(tap_rows) < len(rows)
                 self._writer.tap(tap, tap_rows[chosen if is_few else sampled])
         self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
-        for item in work:
-            self._write_states(*item[-1])
+        for request_parts in work:
+            self._write_states(*request_parts[-1])
 
     def _write_states(self, request: RequestInfo, positions: range) -> None:
         """Record the recurrent states of a request, if the engine shows them."""

@@ -285,7 +285,7 @@ def first_divergence(
     """Describe the first wrong operation: one with wrong values, or with a shape that cannot be judged."""
     order = {operation.tap: at for at, operation in enumerate(graph)}
     shape = min((tap for tap in misshapen if tap in order), key=order.__getitem__, default=None)
-    wrong = _state_before(next((item for item in judged if item.is_wrong), None), judged)
+    wrong = _state_before(next((judgement for judgement in judged if judgement.is_wrong), None), judged)
     if shape is not None and (wrong is None or order[shape] < order.get(wrong.operation.tap, len(order))):
         return _of_shape(shape, actual) or (None if wrong is None else _of_values(wrong, actual))
     return None if wrong is None else _of_values(wrong, actual)
@@ -297,9 +297,11 @@ def _state_before(wrong: TapJudgement | None, judged: Sequence[TapJudgement]) ->
         return wrong
     first = int(wrong.rows.step[wrong.bad].min())
     states = (
-        item
-        for item in judged
-        if item.operation.kind is Kind.STATE and item.operation.layer == wrong.operation.layer and item.is_bad
+        judgement
+        for judgement in judged
+        if judgement.operation.kind is Kind.STATE
+        and judgement.operation.layer == wrong.operation.layer
+        and judgement.is_bad
     )
     return next((state for state in states if int(state.rows.step[state.bad].min()) < first), wrong)
 

@@ -255,7 +255,7 @@ class RowJudge:
 
     def _linear_sensitivity(self, rows: TapRows) -> Sensitivity:
         weight = getattr(self._hf.module(rows.operation.module), "weight", None)
-        (x,) = (item.flatten(1) for item in rows.inputs())
+        (x,) = (tensor.flatten(1) for tensor in rows.inputs())
         if not isinstance(weight, torch.Tensor) or x.shape[1] not in weight.shape:
             return Sensitivity()
         norms = self._column_norms.get(rows.operation.tap)

@@ -209,7 +209,7 @@ def _judge(
         errors |= states.errors
     judged = judge(graph, errors, propagation)
     if local.is_partial:  # the other taps may be wrong, or may have wrong inputs
-        judged = [item for item in judged if item.errors is not None]
+        judged = [judgement for judgement in judged if judgement.errors is not None]
     return _Judgements(local=local, errors=errors, states=states, runs=runs, propagation=propagation, judged=judged)
 
 
@@ -252,15 +252,17 @@ def _tokens_and_coverage(
 def _findings(sides: _Sides, judgements: _Judgements) -> list[Finding]:
     """Return the findings on operations, the oracle, and the cache and its slots."""
     not_finite = oracle_finding(judgements.propagation)
-    findings = [bad_finding(item) for item in judgements.judged if item.is_bad] + ([not_finite] if not_finite else [])
-    findings += [systematic_finding(item) for item in judgements.judged if item.effect is not None]
-    judged = {item.operation.tap for item in judgements.judged}
+    findings = [bad_finding(judgement) for judgement in judgements.judged if judgement.is_bad] + (
+        [not_finite] if not_finite else []
+    )
+    findings += [systematic_finding(judgement) for judgement in judgements.judged if judgement.effect is not None]
+    judged = {judgement.operation.tap for judgement in judgements.judged}
     findings += [
         choice_finding(*choice) for choice in judgements.propagation.other_choices.items() if choice[0] not in judged
     ]
     if _runs_as_the_golden(judgements.local):
         findings += check_caches(
-            sides.ours, sides.graph, sides.usable, [item.operation.tap for item in judgements.judged]
+            sides.ours, sides.graph, sides.usable, [judgement.operation.tap for judgement in judgements.judged]
         )
     return findings + slot_conflicts(sides.actual)
 
@@ -270,9 +272,11 @@ def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other
 
     This requires that no operation is wrong, and that the logits were judged separately.
     """
-    is_sound = not any(item.is_wrong for item in judged)
-    by_itself = {item.operation.tap for item in judged if item.errors and not item.operation.is_kept}
-    has_conventions = any(item.errors is not None and item.errors.convention for item in judged)
+    is_sound = not any(judgement.is_wrong for judgement in judged)
+    by_itself = {
+        judgement.operation.tap for judgement in judged if judgement.errors and not judgement.operation.is_kept
+    }
+    has_conventions = any(judgement.errors is not None and judgement.errors.convention for judgement in judged)
     return is_sound and logits in by_itself and (has_conventions or has_other_choices)
 
 
@@ -287,7 +291,7 @@ def _with_what_was_judged(
     coverage: Coverage, sides: _Sides, judged: Sequence[TapJudgement], hf: HFModel | None
 ) -> Coverage:
     """Add the taps that were not judged, and the judged share of the compute of the model."""
-    taps = {item.operation.tap for item in judged if item.is_in_graph and len(item.rows)}
+    taps = {judgement.operation.tap for judgement in judged if judgement.is_in_graph and len(judgement.rows)}
     only_through, not_judged = unjudged(sides.graph, taps)
     share = None
     if hf is not None and taps:
@@ -301,6 +305,6 @@ def _outcome(
 ) -> Outcome:
     if findings:
         return Outcome.MISMATCH
-    compared = any(len(item.rows) for item in judged if item.is_in_graph)
+    compared = any(len(judgement.rows) for judgement in judged if judgement.is_in_graph)
     is_enough = coverage.judged_compute is None or coverage.judged_compute >= least
     return Outcome.PASS if num_tokens or (compared and is_enough) else Outcome.NOTHING

@@ -177,7 +177,7 @@ class _Explainer:
     def _layer_not_run(self, cache: Operation) -> Explanation | None:
         """Return the cause of a later operation, if the cause is that the layer of the cache did not run."""
         for tap, errors in self.comparison.errors.items():
-            if any(layer_of(item) == cache.layer for item in errors.unrecorded):
+            if any(layer_of(unrecorded) == cache.layer for unrecorded in errors.unrecorded):
                 explanation = self._explain(self.hf.graph[tap])
                 return explanation if explanation is not None and explanation.is_cause else None
         return None

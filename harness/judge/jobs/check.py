@@ -301,6 +301,6 @@ def _options(case: Case, names: Sequence[str]) -> Iterator[str]:
         if value is True:
             yield option
             continue
-        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else [value]
-        for item in values:
-            yield from (option, str(item))
+        values = [f"{key}={entry}" for key, entry in value.items()] if isinstance(value, dict) else [value]
+        for single in values:
+            yield from (option, str(single))
