@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import reference_engine.cli
 from harness.cli.main import run
 from harness.oracle.golden import INFO_FILE, GoldenInfo
 
@@ -71,6 +72,19 @@ def harness(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         status = run([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         assert "Traceback" not in out + err
+        return Ran(status=status, out=out, err=err)
+
+    return call
+
+
+@pytest.fixture
+def engine(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run a command of the reference engine."""
+
+    def call(*arguments: object) -> Ran:
+        capsys.readouterr()
+        status = reference_engine.cli.run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
         return Ran(status=status, out=out, err=err)
 
     return call
