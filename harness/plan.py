@@ -1,4 +1,4 @@
-"""A plan: a check with every name resolved, before any slow work."""
+"""Resolve the names in a case (model, prompts, schedules, dtype) into a plan, before any slow work."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,16 +24,16 @@ class Plan:
     """A check with every name resolved."""
 
     case: Case
-    """All options, with the name of the dtype for `auto`; its model is as the user named it."""
+    """All options. A dtype of `auto` is replaced by the resolved dtype; the model keeps the name that the user gave."""
     checkpoint: Checkpoint
     prompts: tuple[Prompt, ...]
     schedules: tuple[Schedule, ...]
     subject: Engine | None = None
-    """The engine object, if there is one; None: the installed engine of the case's name is opened."""
+    """The engine object to check; None to open the installed engine that the case names."""
     notes: tuple[str, ...] = ()
 
     def changed(self, **fields: Any) -> "Plan":
-        """Return the plan with other values in its case, which must not change what the names resolve to."""
+        """Return the plan with other values in its case. They must not change what the names resolve to."""
         return replace(self, case=self.case.model_copy(update=fields))
 
     @property
@@ -49,12 +49,12 @@ class Plan:
 
     @property
     def has_default_schedules(self) -> bool:
-        """Whether these are the default schedules: the plan then leaves out those that the engine cannot follow."""
+        """Whether these are the default schedules. Schedules that the engine cannot follow are then left out."""
         return not self.case.schedules
 
     @property
     def isolates_engine(self) -> bool:
-        """Whether the engine runs in a process of its own.
+        """Whether the engine runs in a separate process.
 
         Raises:
             HarnessError: UNKNOWN_ENGINE.
@@ -68,7 +68,7 @@ class Plan:
         return self.case.engine_timeout_s is not None or is_foreign(self.case.engine)
 
     def open_engine(self) -> Engine:
-        """Return the engine in this process.
+        """Open the engine in this process.
 
         Raises:
             HarnessError: as `harness.engines.open_engine`.
@@ -89,13 +89,13 @@ def plan_request(
     """Resolve a case, or the embedded default, with changes.
 
     Args:
-        case: None for the embedded default, or for a case made of `model` and `requests`.
-        subject: the engine object, if there is one; `engine` is then its name.
-        local_files_only: never ask the hub.
-        changes: fields of a case; None, or an empty sequence, leaves the case's.
+        case: the case to start from; None for the embedded default, or for a new case of `model` and `requests`.
+        subject: the engine object to check; `engine` is then its name.
+        local_files_only: do not contact the model hub.
+        changes: fields of a case that replace those of `case`; None or an empty sequence keeps the field.
 
     Raises:
-        HarnessError: an option makes no sense, or a name in it cannot be resolved.
+        HarnessError: an option is invalid, or a name cannot be resolved.
     """
     base = _default_case(changes) if case is None else case
     chosen = base.replaced(**changes)
@@ -103,15 +103,15 @@ def plan_request(
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
     if not dropped:
         return plan
-    note = f"the case's own requirements are left out, since options change what it runs: {', '.join(dropped)}"
+    note = f"requirements of the case are dropped, because options change what it runs: {', '.join(dropped)}"
     return replace(plan, notes=(*plan.notes, note))
 
 
 def plan_engine(**changes: Any) -> Plan:
-    """Resolve an engine and its checkpoint without requests, which a profile or a search brings.
+    """Resolve an engine and its checkpoint without requests, for a command that makes the requests itself.
 
     Args:
-        changes: as for `plan_request`; one request of one token stands for the workload.
+        changes: as for `plan_request`. The plan has one placeholder request of one token.
 
     Raises:
         HarnessError: as `plan_request`.
@@ -120,15 +120,15 @@ def plan_engine(**changes: Any) -> Plan:
 
 
 def _default_case(changes: Mapping[str, Any]) -> Case:
-    """Return the embedded default, or a case of the user's own model or prompts."""
+    """Return the embedded default case, or a new case for the model and prompts of the user."""
     model, engine, requests = changes.get("model"), changes.get("engine"), changes.get("requests")
     default = load_case(embedded_cases() / "default.toml")
-    if requests:  # a new workload, not a change to the default's
+    if requests:  # a new workload, not a change of the default one
         return Case(schema_version=1, model=model or default.model, requests=list(requests))
     if model is not None:
         what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
         raise HarnessError(Code.EMPTY_PROMPT, what, where="--model", actual="no prompt", hint=hint)
-    # Another engine may follow other schedules than those that the default names for its own.
+    # The schedules of the default case are for its own engine; another engine may follow different ones.
     return default if engine in (None, default.engine) else default.model_copy(update={"schedules": []})
 
 
@@ -136,7 +136,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
     """Resolve a case into a plan: the model to a folder, texts to token ids, schedules to their definitions.
 
     Raises:
-        HarnessError: any of it cannot be resolved.
+        HarnessError: something cannot be resolved.
     """
     _refuse_contradictions(case)
     if case.tensors is not None:
@@ -161,7 +161,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
 
 
 def _refuse_contradictions(case: Case) -> None:
-    """Refuse options that make no sense, alone or together."""
+    """Refuse options that are invalid or contradict each other."""
 
     def refuse(where: str, what: str, **details: Any) -> NoReturn:
         raise HarnessError(Code.BAD_OPTION, what, where=where, **details)
@@ -183,7 +183,7 @@ def _refuse_contradictions(case: Case) -> None:
     if case.rows_seed < 0:
         refuse("--rows-seed", "the seed must not be negative", expected="at least 0", actual=case.rows_seed)
     if case.isolate is False and case.engine_python is not None:
-        what = "an engine in another environment has a process of its own"
+        what = "an engine in another environment runs in a separate process"
         refuse("--engine-python", what, hint="leave out --engine-timeout 0")
     if case.isolate is False and limit_s is not None:
         what, hint = "an engine in the harness's own process cannot be ended", "leave out isolate=False, or the limit"
@@ -219,7 +219,7 @@ def _left_out(schedule: Schedule, num_prompts: int) -> str:
 
 
 def _doubled_begin(case: Case, checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a note for each text that begins with a begin-of-text token before which the tokenizer has put another."""
+    """Yield a note for each text that starts with a begin-of-text token to which the tokenizer added another."""
     for index, (request, prompt) in enumerate(zip(case.requests, prompts, strict=True)):
         begin = None if request.prompt is None else checkpoint.tokenizer.hf.bos_token_id
         if begin is not None and prompt.token_ids[:2] == (begin, begin):
@@ -247,7 +247,7 @@ def resolve_dtype(dtype: str, checkpoint: Checkpoint) -> str:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
+    """Refuse a device that does not exist."""
     try:
         kind, index = torch.device(device).type, torch.device(device).index or 0
     except RuntimeError:
@@ -271,9 +271,9 @@ def check_device(device: str) -> None:
 
 
 def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[Prompt, ...]:
-    """Return the requests of a case in token ids; the tokenizer is loaded only if a request is a text."""
+    """Return the requests of a case as token ids. The tokenizer is loaded only if a request is text."""
 
-    def prompt(index: int, request: RequestSpec) -> Prompt:
+    def resolved(index: int, request: RequestSpec) -> Prompt:
         token_ids = prompt_tokens(request, checkpoint, where=f"request {index}")
         inputs = None if request.inputs is None else keep_inputs(request.inputs)
         if request.continuation is not None:
@@ -282,7 +282,7 @@ def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[Prompt, ...]:
         num_new = request.max_new_tokens or case.max_new_tokens
         return Prompt(token_ids=token_ids, max_new_tokens=num_new, inputs=inputs)
 
-    return tuple(prompt(index, request) for index, request in enumerate(case.requests))
+    return tuple(resolved(index, request) for index, request in enumerate(case.requests))
 
 
 def prompt_tokens(request: RequestSpec, checkpoint: Checkpoint, *, where: str) -> tuple[int, ...]:
@@ -296,7 +296,7 @@ def prompt_tokens(request: RequestSpec, checkpoint: Checkpoint, *, where: str) -
 
 
 def tokenize(text: str, checkpoint: Checkpoint, *, where: str) -> list[int]:
-    """Return the token ids of a text under a checkpoint's own tokenizer."""
+    """Return the token ids of a text, by the tokenizer of the checkpoint."""
     if not text.strip():
         raise HarnessError(
             Code.EMPTY_PROMPT, "the prompt is empty", where=where, actual=repr(text), hint="give some text"

@@ -1,7 +1,7 @@
-"""`reference-engine generate` and `reference-engine serve`: the engine at work, from a shell.
+"""`reference-engine generate` and `reference-engine serve`.
 
-Standard output has the result alone; statistics and errors go to standard error. The exit status is 0, 2 for an error
-of the input, or 128 and the number of the signal that ended it.
+Only the result goes to standard output; statistics and errors go to standard error. The exit status is 0, 2 for bad
+input, or 128 plus the number of the signal that ended the command.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ API_KEY = "HARNESS_API_KEY"
 BAD_INPUT = 2
 _FORMATS = ("human", "json")
 _EMPTY_ALLOWED = ("--prompt",)
-"""Options whose empty value has an error of its own."""
+"""Options that report an empty value with a different error."""
 
-# typer brings click along under a private name, older versions depend on click itself: this is the base of either.
+# Newer versions of typer bundle click under a private name, older ones depend on click. This base class fits both.
 _ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
-    name="reference-engine", help="Run the reference engine.", add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode=None, no_args_is_help=True,
+    name="reference-engine", help="Generate text or serve a model with the reference engine.", add_completion=False,
+    pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True,
 )  # fmt: skip
 
 Model = Annotated[
@@ -50,18 +50,21 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="Folder of a checkpoint, name of an embedded one, or hub id. [default: the embedded qwen3-tiny]",
+        help="Checkpoint: a folder, the name of an embedded one, or a hub id. [default: qwen3-tiny, embedded]",
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, or auto: the checkpoint's own.")
+    str,
+    typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16, float16, or auto: the dtype of the checkpoint."),
 ]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.")]
 EngineOption = Annotated[
     list[str] | None,
     typer.Option("--engine-option", metavar="NAME=VALUE", help="Field of EngineConfig. Repeatable."),
 ]
-LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
+LocalFilesOnly = Annotated[
+    bool, typer.Option("--local-files-only", help="Use only local files; do not contact the model hub.")
+]
 
 
 @app.command()
@@ -72,34 +75,38 @@ def generate(
         typer.Option(
             "--chat",
             metavar="FILE",
-            help="JSON file with a conversation in the prompt's place: a list of messages, or messages and tools. The "
-            "checkpoint's chat template makes the prompt.",
+            help="JSON file with a conversation, instead of --prompt: a list of messages, or messages and tools. The "
+            "chat template of the checkpoint turns it into a prompt.",
         ),
     ] = None,
     model: Model = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Draw among K tokens; 0: among all.")] = 0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Draw among the likeliest tokens of this mass.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Sample from the K most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Sample from the most likely tokens whose probabilities add up to P.")
+    ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(metavar="P", help="Draw among tokens of this share of the likeliest one's probability.")
+        float,
+        typer.Option(metavar="P", help="Minimum probability of a token, relative to that of the most likely one."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds draw equal tokens.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     engine_option: EngineOption = None,
-    lora: Annotated[
-        Path | None, typer.Option("--lora", metavar="FOLDER", help="LoRA adapter in PEFT's format.")
-    ] = None,
+    lora: Annotated[Path | None, typer.Option("--lora", metavar="FOLDER", help="LoRA adapter in PEFT format.")] = None,
     local_files_only: LocalFilesOnly = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
-    show_stats: Annotated[bool, typer.Option("--show-stats", help="Print counts and times on standard error.")] = False,
-    format: Annotated[str, typer.Option("--format", metavar="|".join(_FORMATS), help="Form of the result.")] = "human",
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text while it is generated.")] = False,
+    show_stats: Annotated[
+        bool, typer.Option("--show-stats", help="Print token counts and times to standard error.")
+    ] = False,
+    format: Annotated[
+        str, typer.Option("--format", metavar="|".join(_FORMATS), help="How to print the result.")
+    ] = "human",
 ) -> None:
     """Continue a prompt or a conversation.
 
-    Standard output has the continuation alone. It ends at the model's own end-of-sequence token, or after
-    --max-new-tokens.
+    Standard output gets only the continuation. It ends at an end-of-sequence token, or after --max-new-tokens.
     """
     _refuse_form(format, stream)
     request = _Request.of(prompt, chat)
@@ -128,10 +135,10 @@ def generate(
 @app.command()
 def serve(
     model: Model = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0: any free port.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name that the model is served under. [default: --model]")
+        str | None, typer.Option(metavar="NAME", help="Name of the served model. [default: --model]")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -141,15 +148,15 @@ def serve(
         typer.Option(
             "--lora",
             metavar="NAME=FOLDER",
-            help="LoRA adapter in PEFT's format, served as a model of this name. Repeatable.",
+            help="LoRA adapter in PEFT format, served as a model of this name. Repeatable.",
         ),
     ] = None,
     local_files_only: LocalFilesOnly = False,
 ) -> None:
-    """Serve a model behind the completions and chat interface of OpenAI.
+    """Serve a model with an OpenAI-compatible API.
 
-    Standard output gets one line, the address, when requests are taken. Ctrl-C ends it. If the environment has
-    HARNESS_API_KEY, clients must send it as their bearer token.
+    Prints the address as one line when the server is ready. Ctrl-C stops it. If the environment variable
+    HARNESS_API_KEY is set, clients must send it as a bearer token.
     """
     with _listen(host, port) as listener:  # first: what fails here fails before anything costs time
         _refuse_without_packages()

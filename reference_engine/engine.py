@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time."""
+"""The engine: takes requests and generates their tokens, one step at a time."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ _Choice: TypeAlias = "tuple[int, TokenLogprobs | None]"
 class LLMEngine(RequestControl):
     """Runs one model for many requests. As a context manager, it frees its memory at the end of the block.
 
-    `observer` may be set at any time between steps; None, the default, costs nothing. `hash_function` is what the
-    prefix cache finds blocks by; a bad one costs hits, never correctness. `ranks` are the processes that share the
-    model, of which this is the first (`parallel.worker.parallel_engine`); None is one process. `adapters` are folders
-    of LoRA adapters in PEFT's format, by the names that requests ask for them (`SamplingParams.adapter`).
+    `observer` may be set at any time between steps; None, the default, costs nothing. The prefix cache finds blocks by
+    `hash_function`; a bad function causes fewer hits, but no errors. `ranks` are the tensor-parallel processes, of
+    which this is the first (`parallel.worker.parallel_engine`); None for a single process. `adapters` maps names of
+    LoRA adapters (`SamplingParams.adapter`) to their folders in PEFT format.
 
     Raises:
-        ConfigError: config.json or `config` holds an impossible value; or the draft model has another vocabulary.
-        UnsupportedModelError: the model asks for what this engine does not have.
-        CheckpointError: the weights are absent, damaged, or contradict config.json.
-        DeviceError: the device is not there.
+        ConfigError: config.json or `config` has an invalid value; or the draft model has a different vocabulary.
+        UnsupportedModelError: the engine does not support the model.
+        CheckpointError: the weights are missing or damaged, or contradict config.json.
+        DeviceError: the device does not exist.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LLMEngine(RequestControl):
             open_tokenizer=lambda: self.tokenizer,
         )
         self.drafter: Drafter | None = open_drafter(config, self.vocab_size, backend.has_blocks, LLMEngine)
-        """Guesses tokens for each step to verify; may be set at any time between steps."""
+        """Proposes draft tokens, which each step verifies; may be set at any time between steps."""
         self.speculation = Speculation(config.max_num_batched_tokens)
 
     def __enter__(self) -> Self:
@@ -101,7 +101,7 @@ class LLMEngine(RequestControl):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
+        """Close the engine."""
         self.close()
 
     def close(self) -> None:
@@ -118,21 +118,21 @@ class LLMEngine(RequestControl):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """Number of tokens in the vocabulary of the model."""
         return self.model_config.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and continuation together."""
+        """Maximum number of tokens of prompt and continuation together."""
         return self.runner.max_model_len
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer, read when it is first asked for."""
+        """The tokenizer of the checkpoint, loaded on first use."""
         return Tokenizer(self._model_dir)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the tensors of the model and its adapters by their paths, as they are in memory."""
+        """Return the tensors of the model and its adapters by path, as they are in memory."""
         return self.runner.weights()
 
     def has_unfinished(self) -> bool:
@@ -140,7 +140,7 @@ class LLMEngine(RequestControl):
         return self.scheduler.has_unfinished
 
     def step(self) -> list[TokenOutput]:
-        """Compute one batch and return its new tokens: one for each request that has caught up, and accepted drafts."""
+        """Compute one batch and return its new tokens: accepted drafts, and one token per request without a backlog."""
         try:
             chunks, sampled = self._compute()
         except BaseException:
@@ -161,13 +161,13 @@ class LLMEngine(RequestControl):
     def generate(
         self, prompts: Iterable[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Continue all prompts, with the same parameters or one set each, and return them in the prompts' order.
+        """Continue all prompts, with the same parameters or one set each; return the outputs in order of the prompts.
 
-        Prompts that are text are continued in text too.
+        Outputs of text prompts also have text.
 
         Raises:
-            RequestError: as `add_request`; or other requests are unfinished; or there is not one set for each prompt.
-            CapacityError, ConfigError: as `add_request`. Whatever is raised, no prompt has been queued.
+            RequestError: as `add_request`; or other requests are unfinished; or the numbers of prompts and sets differ.
+            CapacityError, ConfigError: as `add_request`. After any error, no prompt is queued.
         """
         if self.has_unfinished():
             raise RequestError(
@@ -201,12 +201,12 @@ class LLMEngine(RequestControl):
 
     @staticmethod
     def _by_chunk(chunks: Seq[ScheduledChunk], sampled: Sampled) -> list[tuple[ScheduledChunk, list[_Choice]]]:
-        """Return the engine's own choices at the rows of each chunk that has caught up."""
+        """Return each chunk that has caught up with the tokens that the engine chose at its sampled rows."""
         choices = zip(sampled.token_ids, sampled.logprobs, strict=True)
         return [(chunk, [*islice(choices, chunk.num_sampled)]) for chunk in chunks if chunk.samples]
 
     def _verified(self, chunk: ScheduledChunk, choices: list[_Choice]) -> tuple[Sequence, list[_Choice], bool]:
-        """Return the choices up to the first that is not its draft, and whether a draft was rejected."""
+        """Return the choices up to the first that differs from its draft, and whether a draft was rejected."""
         num_drafts = chunk.sequence.num_drafts
         if not num_drafts:
             return chunk.sequence, choices, False
@@ -214,7 +214,7 @@ class LLMEngine(RequestControl):
         return chunk.sequence, choices[: num_accepted + 1], num_accepted < num_drafts
 
     def _commit(self, sequence: Sequence, choices: Seq[_Choice]) -> Iterator[TokenOutput]:
-        """Append accepted drafts one by one, then the token after them: the request may end at any."""
+        """Append accepted drafts one by one, then the token after them; the request may end at any of them."""
         del sequence.token_ids[sequence.num_tokens - len(choices) + 1 :]
         for sampled_token_id, logprobs in choices:
             token_id = sequence.append(sampled_token_id)

@@ -1,8 +1,8 @@
-"""The scheduler: it chooses the tokens that the next step computes.
+"""The scheduler: chooses the tokens that the next step computes.
 
-One token budget and no phases: a request is behind by some tokens (its whole prompt at first, one token while it
-generates), and each step lets requests catch up, those that are one token behind first. When the blocks run out, the
-youngest request gives its own back and starts again later, before all that arrived after it.
+There is one token budget, without separate phases. A request is some tokens behind: its whole prompt at first, one
+token in decode. Each step lets requests catch up; those that are one token behind come first. If there are no free
+blocks, the scheduler preempts the youngest request, which later starts again before all that arrived after it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """First come, first served, within a budget of tokens, a number of requests and a pool of blocks.
+    """First-come-first-served scheduler with limits on tokens per step, running requests and KV blocks.
 
-    `before_release` is called with a sequence before its blocks go back to the pool.
+    `before_release` is called with a sequence before its blocks return to the pool.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """Choose the next step's chunks, single tokens first, and give each the blocks that it needs."""
+        """Choose the chunks of the next step, single tokens first, and allocate their blocks."""
         chunks, budget, has_preempted = self._schedule_running()
         if self.waiting and not has_preempted:
             budget = self._admit_waiting(chunks, budget)
@@ -56,21 +56,21 @@ class Scheduler:
         return chunks
 
     def advance(self, chunks: list[ScheduledChunk]) -> None:
-        """Record that chunks are computed, and let others find the blocks that have become full."""
+        """Record that chunks are computed, and publish full blocks to the prefix cache."""
         for chunk in chunks:
             chunk.sequence.num_computed_tokens = chunk.stop
         self._blocks.publish(chunks)
 
     def take_back(self, sequence: Sequence) -> None:
-        """Free the blocks of a request behind what it has computed, which has become less than it was."""
+        """Free the blocks after the computed tokens of a request, whose number has decreased."""
         if sequence.block_table:
             self._blocks.trim(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Queue a copy of `parent` right after it.
 
-        Where both can run, they share their blocks until one of them writes. Where not, the child waits for its turn
-        and is computed from its tokens.
+        If both can run, they share their blocks until one of them writes. Otherwise the child waits, and is computed
+        from its tokens.
         """
         if parent in self.waiting:
             self.waiting.insert(self.waiting.index(parent) + 1, child)
@@ -81,28 +81,28 @@ class Scheduler:
             self.running.insert(self.running.index(parent) + 1, child)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a running request out and free its blocks."""
+        """Remove a running request and free its blocks."""
         self.running.remove(sequence)
         self._release(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Take a request out, running or waiting."""
+        """Remove a running or waiting request."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
             self.finish(sequence)
 
     def _schedule_running(self) -> tuple[list[ScheduledChunk], int, bool]:
-        """Return the chunks, what is left of the budget, and whether a request was preempted.
+        """Return the chunks, the remaining budget, and whether a request was preempted.
 
-        This is the loop that every step of every request goes through: a request with room in its blocks costs a few
-        comparisons. A prompt takes all of the budget that is left, so only the youngest running request, with its
-        forks, can be amid its prompt: the order of arrival already puts the single tokens of the others first.
+        This loop runs for every request in every step, so a request with room in its blocks costs only a few
+        comparisons. A prompt takes all of the remaining budget, so only the youngest running request (and its forks)
+        can be in the middle of its prompt. In order of arrival, the single tokens of the others therefore come first.
         """
         chunks: list[ScheduledChunk] = []
         budget = self._max_num_batched_tokens
         num_running = len(self.running)
-        for sequence in self.running:  # the loop ends early when its tail is preempted
+        for sequence in self.running:  # preemption shortens the list, so the loop ends early
             if budget == 0:
                 break
             start, stop = sequence.num_computed_tokens, len(sequence.token_ids)
@@ -116,7 +116,7 @@ class Scheduler:
         return chunks, budget, len(self.running) < num_running
 
     def _admit_waiting(self, chunks: list[ScheduledChunk], budget: int) -> int:
-        """Add chunks of requests that start to run, and return what is left of the budget."""
+        """Add chunks of requests that start to run, and return the remaining budget."""
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
             start = self._blocks.take_prefix(sequence)

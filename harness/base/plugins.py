@@ -1,4 +1,4 @@
-"""What other packages and the extensions add to the core, named by entry points; and packages that may be missing."""
+"""Entry points by which other packages and the extensions add to the core; and checks for optional packages."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -14,26 +14,26 @@ COMMANDS = "inference_harness.commands"
 READERS = "inference_harness.readers"
 """Readers of checkpoints that are not in HuggingFace's layout (`harness.formats.checkpoint.locate.Reader`)."""
 CONVENTIONS = "inference_harness.conventions"
-"""Modules with `CONVENTIONS`: legitimate orders of rounding (`harness.judge.compare.conventions`)."""
+"""Modules with `CONVENTIONS`: correct alternatives in the order of rounding (`harness.judge.compare.conventions`)."""
 EXPLANATIONS = "inference_harness.explanations"
-"""Modules with `EXPLANATIONS`, ways to get an operation wrong by its kind (`harness.judge.explain`)."""
+"""Modules with `EXPLANATIONS`: possible mistakes by kind of operation (`harness.judge.explain`)."""
 FUNCTIONS = "inference_harness.functions"
-"""Attributes of the package `harness`: `harness.rollout`."""
+"""Functions that become attributes of the package `harness`, for example `harness.rollout`."""
 
 
 @cache
 def entries(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by their names, in the order of the names.
+    """Return the entry points of a group by name, sorted.
 
     Raises:
-        HarnessError: EXTENSION_FAILED: two packages use one name.
+        HarnessError: EXTENSION_FAILED: two packages use the same name.
     """
     by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         if entry.value != by_name.setdefault(entry.name, entry).value:
             raise HarnessError(
                 Code.EXTENSION_FAILED,
-                f"several packages bring {entry.name!r}",
+                f"several packages define {entry.name!r}",
                 where=f"entry points of the group {group!r}",
                 actual=f"{by_name[entry.name].value}, {entry.value}",
                 hint="uninstall one of the packages",
@@ -84,7 +84,7 @@ def refuse(group: str, name: str, problem: str, cause: Exception | None = None) 
 
 
 def require_hypothesis(what: str, where: str) -> None:
-    """Refuse to go on without Hypothesis; `what` needs it, at `where`.
+    """Check that Hypothesis is installed, which `what` needs at `where`.
 
     Raises:
         HarnessError: NO_HYPOTHESIS.

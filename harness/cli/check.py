@@ -1,4 +1,4 @@
-"""`harness check`: the main job."""
+"""`harness check`: check an engine against HuggingFace."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,29 +26,29 @@ def check(
     dtype: opt.Dtypes = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="New folder for report.html and the engine's recordings."),
+        typer.Option(metavar="DIR", help="New folder for report.html and the recordings of the engine."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Dry run: estimate time, disk and memory; check nothing.")
+        bool, typer.Option("--dry-run", help="Only estimate the time, disk space and memory of the check.")
     ] = False,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.CHECKS.option()] = "human",
 ) -> int:
     """Check an engine against HuggingFace.
 
-    Every operation is compared row by row under every schedule. Without arguments: the reference engine on the
-    embedded qwen3-tiny in float32, under the schedules plain, chunked and batched.
+    Compares every operation row by row under every schedule. By default, checks the reference engine with the embedded
+    qwen3-tiny in float32, under the schedules plain, chunked and batched.
     """
     if dtype:
         fields["dtype"] = dtype[0]
     if dry_run:
-        refused = {"--out": out, "a second --dtype": (dtype or [])[1:]}
-        return _estimated(fields, [name for name, value in refused.items() if value], local_files_only, format)
+        options = {"--out": out, "a second --dtype": (dtype or [])[1:]}
+        return _estimated(fields, [name for name, value in options.items() if value], local_files_only, format)
     with progress_bar() as report:
         from harness.plan import plan_request  # seconds to import
 
         plan = plan_request(**fields, local_files_only=local_files_only)
-        results = [checked(item, folder, report) for item, folder in _by_dtype(plan, dtype or [], out)]
+        results = [checked(dtype_plan, folder, report) for dtype_plan, folder in _by_dtype(plan, dtype or [], out)]
     return show_checks(results, format)
 
 
@@ -61,11 +61,11 @@ def show_checks(results: "Sequence[CheckResult]", format: str) -> int:
     return STATUS[checks.outcome]
 
 
-def _estimated(fields: opt.Fields, others: Sequence[str], local_files_only: bool, format: str) -> int:
-    """Show what a check of one dtype would cost; no status but that of nothing checked is right for it."""
-    if others:
-        what = "a dry run is of one check, and writes nothing"
-        raise HarnessError(Code.BAD_OPTION, what, where=others[0], hint=f"leave {others[0]} or --dry-run out")
+def _estimated(fields: opt.Fields, refused: Sequence[str], local_files_only: bool, format: str) -> int:
+    """Show the estimated cost of a check of one dtype; the exit status is that of nothing checked."""
+    if refused:
+        what = "a dry run estimates one check, and writes nothing"
+        raise HarnessError(Code.BAD_OPTION, what, where=refused[0], hint=f"leave {refused[0]} or --dry-run out")
     with progress_bar() as report:
         from harness.judge.jobs.estimate import run_estimate
         from harness.plan import plan_request
@@ -76,7 +76,7 @@ def _estimated(fields: opt.Fields, others: Sequence[str], local_files_only: bool
 
 
 def _by_dtype(plan: "Plan", dtypes: Sequence[str], out: Path | None) -> "Iterator[tuple[Plan, Path | None]]":
-    """Yield the plan for each dtype, and the folder of its results: of several dtypes each has one of its own."""
+    """Yield the plan for each dtype and the folder of its results; with several dtypes, each has a separate folder."""
     from harness.plan import resolve_dtype
 
     names = list(dict.fromkeys(resolve_dtype(name, plan.checkpoint) for name in dtypes))

@@ -13,41 +13,45 @@ from harness.formats.schedule import TRIGGERS
 
 
 def diff(
-    expected: Annotated[Path, typer.Argument(metavar="EXPECTED", help="A golden, or another engine's recording.")],
-    actual: Annotated[Path, typer.Argument(metavar="ACTUAL", help="The recording under test.")],
+    expected: Annotated[Path, typer.Argument(metavar="EXPECTED", help="Golden, or recording of another engine.")],
+    actual: Annotated[Path, typer.Argument(metavar="ACTUAL", help="Recording under test.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint, to judge every operation by replay as well."),
+        typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint; with it, every operation is also judged by replay."),
     ] = None,
     lora: opt.Lora = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to replay: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Device for the replay: cpu, cuda, cuda:1, ...")
+    ] = "cpu",
     truth: opt.TruthChoice = None,
     taps: Annotated[
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Taps that must have been recorded: all, cache, logits or tokens, as `harness check` has them, or a "
-            "glob of names. Repeatable. [default: all]",
+            help="Taps that the recording must hold: all, cache, logits or tokens, as in `harness check`, or a glob of "
+            "names. Repeatable. [default: all]",
         ),
     ] = None,
     lacking: Annotated[
         list[str] | None,
-        typer.Option(metavar="SITE", help="What the engine of ACTUAL cannot record: k_cache, mlp.act, ... Repeatable."),
+        typer.Option(
+            metavar="SITE", help="Site that the engine of ACTUAL cannot record: k_cache, mlp.act, ... Repeatable."
+        ),
     ] = None,
     require: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TRIGGER",
-            help=f"What the recording must have reached: {', '.join(TRIGGERS)}. Repeatable. [default: decode]",
+            help=f"Trigger that the recording must have reached: {', '.join(TRIGGERS)}. Repeatable. [default: decode]",
         ),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.CHECKS.option()] = "human",
 ) -> int:
-    """Compare two recordings row by row.
+    """Compare two recordings, or two folders of tensors.
 
-    Without --model the rows are judged by their distance from the golden, as a ratio to the golden's own noise. With it
-    every operation is judged by itself as well, by replaying it on the inputs that were recorded.
+    Without --model, rows are judged by their distance from the golden, relative to the rounding error of HuggingFace.
+    With --model, every operation is also judged separately: it is replayed on the recorded inputs.
     """
     with progress_bar() as report:
         from harness.judge.jobs.diff import run_diff

@@ -1,4 +1,4 @@
-"""`harness gate`: what a profile needs beyond its baseline, and whether it takes longer than another version."""
+"""`harness gate`: compare a profile with a baseline, and time the engine against another version."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,24 +24,29 @@ class TimingOptions:
         str | None,
         typer.Option(
             metavar="VERSION",
-            help="Also time the engine in turn with another version: a git revision, a wheel, a folder.",
+            help="Also time the engine against another version, in turns: a git revision, a wheel or a folder.",
         ),
     ] = None
     against_repo: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Repository of the revision. [default: the engine's own checkout]"),
+        typer.Option(metavar="DIR", help="Repository of the revision. [default: the checkout of the engine]"),
     ] = None
     against_package: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Package that changed. Repeatable. [default: those of the adapter]"),
+        typer.Option(metavar="NAME", help="Package that changed. Repeatable. [default: the packages of the adapter]"),
     ] = None
-    blocks: Annotated[int, typer.Option(metavar="N", min=5, help="Most blocks old, new, new, old to be timed.")] = 400
+    blocks: Annotated[
+        int, typer.Option(metavar="N", min=5, help="Maximum number of timed blocks; a block runs old, new, new, old.")
+    ] = 400
     seconds: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Most time for them; less where the ratio is sure before.")
+        float,
+        typer.Option(
+            metavar="S", min=1, help="Time limit for timing in seconds; it ends earlier once the ratio is certain."
+        ),
     ] = 240
-    tolerance: Annotated[float, typer.Option(metavar="SHARE", min=0.001, help="Slowdown that is worth an alarm.")] = (
-        0.03
-    )
+    tolerance: Annotated[
+        float, typer.Option(metavar="SHARE", min=0.001, help="Smallest slowdown that is reported, as a fraction.")
+    ] = 0.03
 
     def check(self) -> None:
         """Refuse options about another version if none is named.
@@ -75,19 +80,19 @@ class TimingOptions:
 
 @grouped
 def gate(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Folder that `harness profile` has filled.")],
-    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="File with what a profile may need.")],
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Folder written by `harness profile`.")],
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Baseline file with the limits of a profile.")],
     *,
-    accept: Annotated[bool, typer.Option("--accept", help="Make the profile the baseline, and show what changes.")] = (
-        False
-    ),
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Make the profile the new baseline, and show the changes.")
+    ] = (False),
     timing: TimingOptions,
     format: Annotated[str, forms.GATE.option()] = "human",
 ) -> int:
-    """Hold a profile against a baseline.
+    """Compare a profile with a baseline.
 
-    Counts must be equal; FLOPs, bytes and the peak may move by 0.5 %. Exit status 4 if anything needs more, or if a
-    phase takes longer than in the version that --against names.
+    Counts must be equal; FLOPs, bytes and peak memory may differ by 0.5 %. The exit status is 4 if the profile needs
+    more than the baseline, or if a phase takes longer than in the version of --against.
     """
     from harness.base.environment import refuse_update
     from harness.profiling.gate.baseline import run_gate

@@ -1,4 +1,4 @@
-"""`harness golden`: dump what HuggingFace computes."""
+"""`harness golden`: record the reference values of HuggingFace."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,15 +19,15 @@ def golden(
         opt.Fields, opt.CaseOptions("model", "hf", "dtype", *opt.WORKLOAD, "continuation", "case", "lora", "mtp")
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder to write the golden to. [default: in the cache]")
+        Path | None, typer.Option(metavar="DIR", help="New folder for the golden. [default: in the cache]")
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.GOLDEN.option()] = "human",
 ) -> int:
-    """Dump what HuggingFace computes.
+    """Record the reference values of HuggingFace.
 
-    Every tap of the model in high precision, along a greedy continuation or the tokens that are given, and the noise of
-    HuggingFace in the engine's dtype.
+    A golden holds every tap of the model in high precision, for the prompts and a greedy continuation (or the tokens of
+    --continuation). It also holds the rounding error that HuggingFace has in the engine's dtype.
     """
     with progress_bar() as report:
         import torch

@@ -19,58 +19,62 @@ def inspect(
         Path | None,
         typer.Argument(
             metavar="PATH",
-            help="A .safetensors or .gguf file, a checkpoint or an embedded one's name, a recording, golden or dump, a "
-            "trace (.json, .json.gz) or a memory snapshot (.pickle).",
+            help="A .safetensors or .gguf file, a checkpoint (or the name of an embedded one), a recording, golden or "
+            "dump, a trace (.json, .json.gz) or a memory snapshot (.pickle).",
         ),
     ] = None,
     beside: Annotated[
-        Path | None, typer.Argument(metavar="BESIDE", help="With --tensor: another place, for the same tensor.")
+        Path | None, typer.Argument(metavar="BESIDE", help="With --tensor: a second path that holds the same tensor.")
     ] = None,
     *,
     tensor: Annotated[
         str | None,
         typer.Option(
-            "--tensor", "--tap", metavar="NAME", help="One tensor or tap: statistics, histogram, first values."
+            "--tensor",
+            "--tap",
+            metavar="NAME",
+            help="Show statistics, a histogram and the first values of one tensor or tap.",
         ),
     ] = None,
     row: Annotated[
-        str | None, typer.Option(metavar="REQUEST:POSITION", help="The row of a tap, in a recording or golden.")
+        str | None, typer.Option(metavar="REQUEST:POSITION", help="Row of the tap, in a recording or golden.")
     ] = None,
-    slice: Annotated[str | None, typer.Option(metavar="PART", help="Part of the tensor: 0:4,:8,3.")] = None,
+    slice: Annotated[str | None, typer.Option(metavar="PART", help="Slice of the tensor: 0:4,:8,3.")] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH", help="Checkpoint whose weights are compared with PATH's; with --map, a map that was kept."
+            metavar="PATH", help="Checkpoint whose weights are compared with those of PATH; with --map, a saved map."
         ),
     ] = None,
     before: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="With --against: PATH's weights before an update. How much of it arrived?"),
+        typer.Option(
+            metavar="PATH",
+            help="With --against: weights of PATH before an update; shows how much of the update arrived.",
+        ),
     ] = None,
-    map: Annotated[
-        bool, typer.Option("--map", help="With --engine: show which tensor of the engine is which tap.")
-    ] = False,
+    map: Annotated[bool, typer.Option("--map", help="With --engine: show the tensor of each tap.")] = False,
     fields: Annotated[opt.Fields, opt.CaseOptions("model", "hf", *opt.ENGINE, "dtype", "device", "mtp")],
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.INSPECTED.option()] = "human",
 ) -> int:
-    """Show what is in a file or folder.
+    """Show files, checkpoints and weights, or the settings and taps of an engine.
 
-    Header, tensors, dtypes, shapes, offsets and shards; for a checkpoint also what is missing for its config: the exit
-    status is 1 where a tensor is missing or has another shape. Of a recording or golden its requests, steps and taps.
-    Traces and memory snapshots are summed up as by `harness trace summary` and `harness trace memory`.
+    With PATH: show the header, tensors, dtypes, shapes, offsets and shards of a file or checkpoint. The exit status is
+    1 if a tensor that the config needs is missing or has another shape. For a recording or golden, show its requests,
+    steps and taps. For a trace or memory snapshot, show the same as `harness trace summary` or `harness trace memory`.
 
-    With --tensor NAME: one tensor in figures, of a checkpoint, a file, a golden, a recording or a dump; with BESIDE how
-    far that of another place is from it.
+    With --tensor NAME: show statistics of one tensor of a checkpoint, file, golden, recording or dump. With BESIDE,
+    compare it with the same tensor of another path.
 
-    With --against B: compare the weights of two checkpoints, tensor by tensor. Renamed, fused and sharded tensors
-    are found by what they hold. Of one dtype, values must be equal; of two, equal within the coarser one's
-    rounding.
+    With --against B: compare the weights of two checkpoints, tensor by tensor. Renamed, fused and sharded tensors are
+    matched by their values. Values of the same dtype must be equal; otherwise they must be equal within the rounding of
+    the coarser dtype.
 
-    With --engine NAME in the place of PATH: the settings that the engine has made of --model (theta, rotary
-    frequencies, eps, windows, head sizes, experts, ...) beside HuggingFace's. Nothing is run. The exit status is 1 if
-    one differs, and 5 if the engine shows none. With --map: which tensor of the engine is which tap. The exit status is
-    1 if a tap moved from the map that --against names.
+    With --engine NAME instead of PATH: compare the settings of the engine for --model (theta, rotary frequencies, eps,
+    windows, head sizes, experts, ...) with those of HuggingFace, without running it. The exit status is 1 if a setting
+    differs, and 5 if the engine shows none. With --map: show the tensor of each tap. The exit status is 1 if a tap
+    differs from the map in --against.
     """
     if before is not None and (against is None or path is None):
         what, hint = "--before is about the weights of two checkpoints", "harness inspect A --against B --before OLD"

@@ -1,4 +1,4 @@
-"""Entry point: runs a command and turns every way it can end into an exit status."""
+"""Entry point of the command line: runs a command and turns its result or error into an exit status."""
 
 import errno
 import os
@@ -27,9 +27,9 @@ _REFUSALS = {
     errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE,
     errno.ENODEV, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
 }  # fmt: skip
-"""What a machine lacks, and no bug of the harness: disk space, a folder for temporary files, a permission."""
+"""Errors of the system, not bugs of the harness: no disk space, no folder for temporary files, no permission."""
 
-# typer brings click along under a private name, older versions depend on click itself: this is the base of either.
+# Newer versions of typer bundle click under a private name, older ones depend on click. This base class fits both.
 _ClickError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 _STANDARD_ERROR = 2
@@ -37,16 +37,16 @@ _HELP = "Check an LLM inference engine against HuggingFace, row by row, operatio
 _ENVIRONMENT = """\b
 Exit status:
   0  pass
-  1  mismatch, or something expected was not recorded
-  2  usage or bad input; docs/errors has a page for each code
-  3  internal error, a bug of the harness
-  4  performance regression, and nothing else
+  1  mismatch, or an expected tap was not recorded
+  2  usage error or bad input; docs/errors has a page for each code
+  3  internal error (a bug in the harness)
+  4  performance regression only
   5  nothing was checked
 
 \b
 Environment:
-  HARNESS_CACHE      folder of goldens and hashes [default: ~/.cache/inference-harness]
-  HARNESS_TRACEBACK  set to 1 to see the traceback of an error
+  HARNESS_CACHE      cache folder for goldens and hashes [default: ~/.cache/inference-harness]
+  HARNESS_TRACEBACK  set to 1 to print the traceback of an error
 """
 
 
@@ -60,19 +60,19 @@ def _core(
 
 _COMMANDS = (
     _core("check", Panel.CHECK, "Check an engine against HuggingFace.", has_engines=True),
-    _core("golden", Panel.CHECK, "Dump what HuggingFace computes."),
-    _core("record", Panel.CHECK, "Record an engine, for `harness diff`.", has_engines=True),
+    _core("golden", Panel.CHECK, "Record the reference values of HuggingFace."),
+    _core("record", Panel.CHECK, "Record an engine for `harness diff`.", has_engines=True),
     _core("diff", Panel.CHECK, "Compare two recordings, or two folders of tensors."),
-    _core("inspect", Panel.CHECK, "Show files, checkpoints, weights, and settings and taps of an engine."),
+    _core("inspect", Panel.CHECK, "Show files, checkpoints and weights, or the settings and taps of an engine."),
     _core("new-adapter", Panel.CHECK, "Write the files of a new adapter."),
     _core("profile", Panel.PROFILE, "Profile prefill and decode of an engine.", has_engines=True),
     _core("gate", Panel.PROFILE, "Compare a profile with a baseline."),
 )
-"""Commands of the core, in the order of the help; those of extensions follow in their panels."""
+"""Commands of the core, in the order of the help. Commands of extensions follow in their panels."""
 
 
 def main() -> None:
-    """Run the command line and exit the process; a signal ends it as Ctrl-C does, with nothing left behind."""
+    """Run the command line and exit the process. A signal ends it as Ctrl-C does, and temporary files are removed."""
     arguments = sys.argv[1:]
     try:
         _refuse_closed_streams()
@@ -83,13 +83,16 @@ def main() -> None:
 
 
 def _listening(arguments: Sequence[str]) -> int:
-    """Run a command that signals end, whose result reaches standard output whatever an engine does to that."""
+    """Run a command that signals can end; its result reaches standard output even if an engine redirects that."""
     with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as results, results_on(results):
         return Interrupts().listen(lambda: run(arguments))
 
 
 def _refuse_closed_streams() -> None:
-    """Refuse to run where nobody could see a result; no file that is opened may take another stream's place."""
+    """Refuse to run if standard output is closed; open the null device where a standard stream is closed.
+
+    Otherwise the next file that is opened would get the descriptor of that stream.
+    """
     is_closed = sys.stdout is None
     while (opened := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         pass
@@ -102,10 +105,10 @@ def _refuse_closed_streams() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status; nothing but its output is left behind."""
+    """Run one command and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # the tables use a few characters that not every locale has
+            stream.reconfigure(errors="replace")  # tables use characters that some locales cannot encode
     try:
         _refuse_missing_docstrings()
         command = typer.main.get_command(build_app())
@@ -125,7 +128,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _is_of_interrupt(error: BaseException | None) -> bool:
-    """Whether an error was made of an interrupt: Python does so where a class is made (`__set_name__`)."""
+    """Whether an interrupt caused an error: Python wraps one that it gets in `__set_name__`."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -135,15 +138,15 @@ def _refuse_missing_docstrings() -> None:
     if sys.flags.optimize > 1:
         raise HarnessError(
             Code.BAD_OPTION,
-            "transformers cannot work without docstrings, which Python was told to leave out",
+            "transformers needs docstrings, but Python was started without them",
             where="python -OO, or PYTHONOPTIMIZE",
             expected="at most -O",
-            hint="unset PYTHONOPTIMIZE, and leave -OO out",
+            hint="unset PYTHONOPTIMIZE, and do not use -OO",
         )
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Return whether the arguments ask for JSON, also where they cannot be parsed."""
+    """Return whether the arguments ask for JSON, even if they cannot be parsed."""
     return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
 
 
@@ -157,17 +160,17 @@ def _as_harness_error(error: BaseException) -> HarnessError:
     if not isinstance(error, Exception):
         return HarnessError(
             Code.NO_VERDICT,
-            f"the command was ended by {type(error).__name__}: {error}",
+            f"{type(error).__name__} ended the command: {error}",
             where="harness",
             expected="a result on standard output",
-            hint="an engine that runs in this process has raised it, or a library has",
+            hint="an engine in this process, or a library, raised it",
         )
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return HarnessError(
             Code.SYSTEM_REFUSED,
             f"the operating system refuses: {error.strerror}",
             where=error.filename,
-            hint="HARNESS_TRACEBACK=1 shows what it was needed for",
+            hint="HARNESS_TRACEBACK=1 shows which call failed",
         )
     return HarnessError(
         Code.INTERNAL,
@@ -214,7 +217,7 @@ def commands() -> dict[str, CommandEntry]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands, whose modules are imported only when a command runs or shows its help."""
+    """The group of all commands. A command's module is imported only when the command runs or shows its help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names, in the order of the help."""
@@ -254,7 +257,7 @@ def _imported(command: CommandEntry) -> Any:
 
 
 def build_app() -> typer.Typer:
-    """Put the commands together."""
+    """Return the typer app with all commands."""
     app = typer.Typer(
         name="harness",
         cls=_Commands,
@@ -280,7 +283,7 @@ def _options(
         "--version",
         callback=_version,
         is_eager=True,
-        help="Print the version, and the commit where it is known.",
+        help="Print the version and, if known, the commit.",
     ),
 ) -> None:
     pass

@@ -15,12 +15,18 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def new_adapter(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the engine: lower case, digits, hyphens.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the engine: lower-case letters, digits and hyphens.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write. [default: harness-NAME]", show_default=False)
+        Path | None,
+        typer.Option(metavar="DIR", help="New folder for the package. [default: harness-NAME]", show_default=False),
     ] = None,
 ) -> int:
-    """Write a package with an adapter that runs, and a test of it; docs/write-an-adapter.md explains each part."""
+    """Write the files of a new adapter.
+
+    The package contains an adapter that runs, and its test. docs/write-an-adapter.md explains each part.
+    """
     _check_name(name)
     folder = Path(f"harness-{name}") if out is None else out
     if folder.exists():

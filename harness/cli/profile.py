@@ -28,13 +28,16 @@ _DEFAULT = ProfileSection()
 class CaptureOptions:
     """Options about how much is timed and traced."""
 
-    wait: Annotated[int, typer.Option(metavar="N", help="Units left alone before a capture: decode steps, runs.")] = 1
-    warmup: Annotated[int, typer.Option(metavar="N", help="Units with the profiler on that are thrown away.")] = 1
-    active: Annotated[int, typer.Option(metavar="N", help="Most steps of a phase that are captured.")] = 8
-    repeat: Annotated[int, typer.Option(metavar="N", help="Traces of each phase.")] = 1
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs without a profiler, for the latencies.")] = 5
+    wait: Annotated[int, typer.Option(metavar="N", help="Units (decode steps or runs) before the profiler starts.")] = 1
+    warmup: Annotated[int, typer.Option(metavar="N", help="Units that run with the profiler, but are discarded.")] = 1
+    active: Annotated[int, typer.Option(metavar="N", help="Maximum number of steps to capture per phase.")] = 8
+    repeat: Annotated[int, typer.Option(metavar="N", help="Number of traces per phase.")] = 1
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs without a profiler, to measure latencies.")] = 5
     quick: Annotated[
-        bool, typer.Option("--quick", help="As --runs 2 --wait 0 --warmup 0 --active 2: about a third of the time.")
+        bool,
+        typer.Option(
+            "--quick", help="Same as --runs 2 --wait 0 --warmup 0 --active 2; takes about a third of the time."
+        ),
     ] = False
 
     @property
@@ -59,22 +62,25 @@ class SizeOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON lines, as `harness server load` does: prompt, prompt_token_ids or prompt_tokens; max_tokens.",
+            help="JSON lines file of requests, as in `harness server load`: prompt, prompt_token_ids or prompt_tokens; "
+            "max_tokens.",
         ),
     ] = None
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help=f"Tokens of each prompt; they are random. [default: {_DEFAULT.prompt_tokens}]"),
+        typer.Option(metavar="N", help=f"Number of random tokens per prompt. [default: {_DEFAULT.prompt_tokens}]"),
     ] = None
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help=f"Tokens to generate for each request. [default: {_DEFAULT.max_new_tokens}, the case's or the file's]",
+            help="Maximum number of tokens to generate per request. "
+            f"[default: {_DEFAULT.max_new_tokens}, or as in the case or file]",
         ),
     ] = None
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Requests that arrive together. [default: {_DEFAULT.batch_size}]")
+        int | None,
+        typer.Option(metavar="N", help=f"Number of requests that arrive together. [default: {_DEFAULT.batch_size}]"),
     ] = None
 
     def workload(self, plan: "Plan", *, has_prompts: bool) -> "ProfileWorkload":
@@ -144,16 +150,16 @@ def profile(
     sizes: SizeOptions,
     phase: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="prefill, decode or mixed. Repeatable. [default: all the engine has]"),
+        typer.Option(metavar="NAME", help="prefill, decode or mixed. Repeatable. [default: all phases of the engine]"),
     ] = None,
     capture: CaptureOptions,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.PROFILE.option()] = "human",
 ) -> int:
-    """Profile an engine, prefill and decode by themselves.
+    """Profile prefill and decode of an engine.
 
-    Four passes over the same steps: times without a profiler, a trace, memory, and exact counts. Requests are random
-    tokens, or of your own, and all arrive at once. Without --model, the embedded qwen3-tiny.
+    Runs the same steps four times: for latencies without a profiler, for a trace, for memory, and for exact counts. All
+    requests arrive at once. Without prompts, the requests are random tokens.
     """
     with progress_bar() as report:
         from harness.judge.jobs.opened import new_output_dir

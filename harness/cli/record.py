@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 @grouped
 def record(
     *,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder to write the recording to.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the recording.")],
     golden: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Golden that says what to feed: model, dtype and tokens. [default: none]"),
+        typer.Option(metavar="DIR", help="Golden that sets the model, dtype and tokens. [default: none]"),
     ] = None,
     fields: Annotated[opt.Fields, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "lora", "mtp", "case")],
-    schedule: Annotated[str, typer.Option(metavar="NAME", help="One schedule of `harness check`.")] = "plain",
+    schedule: Annotated[str, typer.Option(metavar="NAME", help="Schedule, as in `harness check`.")] = "plain",
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.RECORDING.option()] = "human",
 ) -> int:
-    """Record an engine, for `harness diff`.
+    """Record an engine for `harness diff`.
 
-    The engine is fed the tokens of a golden: the one that --golden names, or that of the same model and prompts as
-    `harness golden` with the same options makes.
+    The engine computes the tokens of a golden: the one in --golden, or the one that `harness golden` makes with the
+    same options.
     """
     with progress_bar() as report:
         from harness.judge.jobs.opened import match_taps, new_output_dir, open_planned, record_run, run_golden

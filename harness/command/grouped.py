@@ -1,4 +1,4 @@
-"""Options that several commands share, as one object: typer sees each of them, the command gets the object."""
+"""Groups of options that several commands share: typer sees the single options, the command gets one object."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from harness.command.options import CaseOptions
 
 
 def grouped(command: Callable[..., int]) -> Callable[..., int]:
-    """Replace each parameter of a command that stands for several options by those.
+    """Replace each parameter of a command that stands for a group of options by these options.
 
-    That is a parameter whose type is a dataclass, with an option for each field, and one with `CaseOptions`.
+    A group is a parameter whose type is a dataclass (one option per field) or is annotated with `CaseOptions`.
     """
     groups: dict[str, tuple[Callable[[Mapping[str, Any]], Any], list[str]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -22,7 +22,7 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         gather, members = group_parts
-        groups[parameter.name] = (gather, [item.name for item in members])
+        groups[parameter.name] = (gather, [member.name for member in members])
         parameters += members
 
     @wraps(command)
@@ -36,7 +36,7 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _group(annotation: Any) -> tuple[Callable[[Mapping[str, Any]], Any], list[inspect.Parameter]] | None:
-    """Return what makes the object of a group, and the group's parameters; None for another type."""
+    """Return the function that makes the object of a group, and its parameters; None for any other type."""
     if is_dataclass(annotation):
         members = [_parameter(field.name, field.default, field.type) for field in fields(annotation)]
         return lambda arguments: annotation(**arguments), members  # type: ignore[operator]

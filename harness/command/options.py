@@ -1,18 +1,18 @@
-"""Options that several commands share, and how they become the arguments of a plan."""
+"""Options that several commands share, and their conversion into the arguments of `plan_request`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from harness.base.files import parse_json, read_text
 from harness.errors import Code, HarnessError
-from harness.formats.case import Case, RequestSpec, load_case
+from harness.formats.case import Case, RequestSpec, Truth, load_case
 
 
 def _option_of(field: str) -> Any:
-    """Return typer's option for a field of a case."""
+    """Return the typer option that sets a field of a case."""
     declared = Case.options()[field]
     return typer.Option(declared.name, metavar=declared.metavar, help=declared.help)
 
@@ -21,63 +21,70 @@ Model = Annotated[str | None, _option_of("model")]
 EngineOption = Annotated[list[str] | None, _option_of("engine_options")]
 Dtype = Annotated[str | None, _option_of("dtype")]
 Device = Annotated[str | None, _option_of("device")]
-TruthChoice = Annotated[str | None, _option_of("truth")]
+TruthChoice = Annotated[
+    str | None,
+    typer.Option("--truth", metavar="|".join(get_args(Truth)), help=Case.options()["truth"].help),
+]
 Lora = Annotated[Path | None, _option_of("lora")]
 Dtypes = Annotated[
     list[str] | None,
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="float32, bfloat16, float16, or auto: the checkpoint's own. Repeatable: the table then sets them side by "
-        "side. [default: auto]",
+        help="float32, bfloat16, float16, or auto: the dtype of the checkpoint. Repeatable: the table compares the "
+        "dtypes. [default: auto]",
     ),
 ]
 PromptText = Annotated[
-    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text of one request. Repeatable.")
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text prompt of one request. Repeatable.")
 ]
 PromptFiles = Annotated[
     list[Path] | None,
     typer.Option(
         "--prompt-file",
         metavar="FILE",
-        help="File with one request: its text or, in a .json file, a conversation for the checkpoint's chat template: "
-        "a list of messages, or messages and tools. Repeatable.",
+        help="File with the prompt of one request: text or, in a .json file, a conversation for the chat template: a "
+        "list of messages, or messages and tools. Repeatable.",
     ),
 ]
-TokenIds = Annotated[list[str] | None, typer.Option(metavar="IDS", help="Token ids of one request: 1,2,3. Repeatable.")]
+TokenIds = Annotated[
+    list[str] | None, typer.Option(metavar="IDS", help="Prompt of one request as token ids: 1,2,3. Repeatable.")
+]
 Continuations = Annotated[
     list[str] | None,
     typer.Option(
         "--continuation",
         metavar="IDS",
-        help="Token ids that follow a prompt in the place of HuggingFace's greedy ones: 1,2,3. Once for each request, "
-        "in their order.",
+        help="Token ids that follow a prompt, instead of HuggingFace's greedy tokens: 1,2,3. Give one for each "
+        "request, in the order of the requests.",
     ),
 ]
 CaseFile = Annotated[
     Path | None,
     typer.Option("--case", metavar="FILE", help="Case file (TOML); options override it."),
 ]
-LocalFilesOnly = Annotated[bool, typer.Option("--local-files-only", help="Never ask the model hub.")]
+LocalFilesOnly = Annotated[
+    bool, typer.Option("--local-files-only", help="Use only local files; do not contact the model hub.")
+]
 
 
 ENGINE = ("engine", "engine_options", "engine_timeout_s", "engine_python")
 """Fields of a case about the engine under test."""
 WORKLOAD = ("device", "truth", "requests", "max_new_tokens")
-"""Fields of a case about what is run, and where; every command but `check` has `dtype` besides."""
+"""Fields of a case about the workload and the device. Every command except `check` also has `dtype`."""
 
 Fields = dict[str, Any]
-"""The fields of a case that were given, and `case` for the file: arguments of `plan_request`."""
+"""Arguments of `plan_request`: the fields of a case that the user set, and `case` for the case file."""
 
 _REQUESTS = {"prompt": PromptText, "prompt_file": PromptFiles, "token_ids": TokenIds}
 _OTHERS = {"continuation": Continuations, "case": CaseFile}
 
 
 class CaseOptions:
-    """Options of a command that are fields of a case: the command gets the arguments of `plan_request` that were given.
+    """The options of a command that set fields of a case.
 
-    Beside a case's fields a command may name `case`, a file to begin with, and `continuation`, which is part of
-    `requests`.
+    The command receives the fields that the user set, as arguments of `plan_request`. A command may also name `case`,
+    the case file that options override, and `continuation`, which becomes part of `requests`.
     """
 
     def __init__(self, *names: str) -> None:
@@ -92,13 +99,13 @@ class CaseOptions:
                 self.types |= _REQUESTS if name == "requests" else {name: _OTHERS[name]}
 
     def gather(self, arguments: Mapping[str, Any]) -> Fields:
-        """Return the fields of a case that were given.
+        """Return the fields of a case that the user set.
 
         Raises:
-            HarnessError: a value cannot be read.
+            HarnessError: a value cannot be parsed.
         """
-        said = {name: value for name, value in arguments.items() if value not in (None, [])}
-        fields = {name: value for name, value in said.items() if name in Case.model_fields}
+        arguments = {name: value for name, value in arguments.items() if value not in (None, [])}
+        fields = {name: value for name, value in arguments.items() if name in Case.model_fields}
         if fields.get("engine_timeout_s") == 0:
             fields |= {"isolate": False}
             del fields["engine_timeout_s"]
@@ -106,14 +113,16 @@ class CaseOptions:
             fields |= {"lora": adapters[0]} | ({"other_loras": adapters[1:]} if adapters[1:] else {})
         if "engine_options" in fields:
             fields["engine_options"] = parse_engine_options(fields["engine_options"])
-        if requests := _requests(**{name: said[name] for name in (*_REQUESTS, "continuation") if name in said}):
+        if requests := _requests(
+            **{name: arguments[name] for name in (*_REQUESTS, "continuation") if name in arguments}
+        ):
             fields["requests"] = requests
-        if "continuation" in said and "max_new_tokens" in said:
-            what = "a continuation says how many tokens follow"
+        if "continuation" in arguments and "max_new_tokens" in arguments:
+            what = "the length of the continuation sets the number of new tokens"
             raise HarnessError(Code.BAD_OPTION, what, where="--max-new-tokens", hint="leave --max-new-tokens out")
-        if "case" in said:
-            fields["case"] = load_case(said["case"])
-            if "engine_timeout_s" in said:  # it says both, as the case does with `isolate`
+        if "case" in arguments:
+            fields["case"] = load_case(arguments["case"])
+            if "engine_timeout_s" in arguments:  # it says both, as the case does with `isolate`
                 both = {"isolate": None, "engine_timeout_s": None}
                 fields["case"] = fields["case"].model_copy(update=both)
         return fields
@@ -123,15 +132,15 @@ EVERY_OPTION = CaseOptions(
     "model", "hf", "tensors", *ENGINE, "device", "requests", "max_new_tokens", "schedules", "only", "case", "lora",
     "mtp", "stops_early", "budget_s", "rows",
 )  # fmt: skip
-"""What `harness check` offers, beside the dtype, which can be repeated there. Case files and `harness.check` set the
-rest of a case."""
+"""Options of `harness check` except --dtype, which it declares itself because it may be repeated. The other fields of a
+case are set in case files or by `harness.check`."""
 EVERY_OPTION.types["lora"] = Annotated[
     list[Path] | None,
     typer.Option(
         "--lora",
         metavar="FOLDER",
-        help="LoRA adapter in PEFT's format. Repeatable: the engine serves the further ones to other requests, and "
-        "rows that got one of them are told so.",
+        help="LoRA adapter in PEFT format. Repeatable: the engine serves the additional adapters to other requests, "
+        "and the report names rows that got one of them by mistake.",
     ),
 ]
 
@@ -142,7 +151,7 @@ def _requests(
     token_ids: Sequence[str] = (),
     continuation: Sequence[str] = (),
 ) -> list[RequestSpec]:
-    """Return the requests that were given, in the order text, files, token ids; none if none were."""
+    """Return the requests of the options, in the order text, files, token ids."""
     requests = [_text_request(text, "--prompt") for text in prompt]
     requests += [read_request(path, "--prompt-file") for path in prompt_file]
     requests += [RequestSpec(token_ids=_parse_ids(text, "--token-ids")) for text in token_ids]
@@ -160,7 +169,7 @@ def _requests(
 
 
 def read_request(path: Path, option: str) -> RequestSpec:
-    """Return the request of a file: its text or, of a .json file, the conversation in it.
+    """Return the request of a file: its text or, for a .json file, its conversation.
 
     Raises:
         HarnessError: EMPTY_PROMPT, or BAD_OPTION: it cannot be read.
@@ -183,7 +192,7 @@ def _read_chat(path: Path, option: str) -> RequestSpec:
     try:
         content = parse_json(_read_text(path, option))
     except ValueError as error:
-        what = f"the conversation is no JSON: {error}"
+        what = f"the conversation is not valid JSON: {error}"
         raise HarnessError(Code.BAD_OPTION, what, where=option, expected=expected, actual=path) from error
     conversation = content if isinstance(content, dict) else {"messages": content}
     try:
@@ -218,7 +227,7 @@ def _parse_ids(text: str, option: str) -> list[int]:
 
 
 def parse_engine_options(options: list[str] | None) -> dict[str, str]:
-    """Parse NAME=VALUE options; of a name that is given twice the last counts."""
+    """Parse NAME=VALUE options. The last value of a repeated name counts."""
     parsed = {}
     for option in options or ():
         name, equals, value = option.partition("=")

@@ -1,8 +1,8 @@
-"""The interface of an engine under test, and how the harness finds one by its name and opens it.
+"""The interface of an engine under test, and functions that find an engine by name and open it.
 
-An engine of another package joins by an entry point in the group `inference_harness.engines` that names a function
-with the signature of `OpenEngine`. docs/write-an-adapter.md shows a complete one. Nothing here imports torch, so that
-the command line can name the installed engines at once.
+Another package adds an engine by an entry point in the group `inference_harness.engines` that names a function with
+the signature of `OpenEngine`. docs/write-an-adapter.md shows a complete example. This module does not import torch, so
+that the command line can list the installed engines quickly.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 GROUP = "inference_harness.engines"
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks", "enable_prefix_caching")
-"""Tokens of a step, requests that run at once, tokens of a KV block, KV blocks with those that no request can have, and
-whether requests find the beginnings of others in the cache."""
+"""Limits of a scheduler: tokens per step, concurrent requests, tokens per KV block, number of KV blocks (including
+reserved ones), and whether prefix caching is on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """When requests come and go, and under which limits, where a workload says more than a schedule can."""
+    """Arrivals, aborts, forks and limits of a workload that no schedule can express."""
 
     limits: Mapping[str, int | bool] = field(default_factory=dict)
-    """By names of `Control.limits`; what is absent is the engine's own choice."""
+    """Values by names in `Control.limits`; the engine chooses those that are absent."""
     arrivals: Mapping[int, int] = field(default_factory=dict)
-    """Steps that the engine has run when a request is added, by the request's id; 0 if it is absent. An engine that
-    has nothing left to do is given the next one at once."""
+    """Number of steps after which a request is added, by its id; 0 if absent. An idle engine gets the next request
+    at once."""
     aborted: frozenset[int] = frozenset()
-    """Requests that ask for one token more than they need, and are aborted as soon as the last row is computed."""
+    """Requests that ask for one token more than they need, and are aborted when their last row is computed."""
     forks: Mapping[int, int] = field(default_factory=dict)
-    """By a request's id, the one that it is forked from as soon as that has made its first token."""
+    """Parent of each forked request, by the id of the fork. It forks when the parent has made its first token."""
 
 
 Part: TypeAlias = "tuple[RequestInfo, range]"
@@ -58,18 +58,18 @@ class Workload:
     """The work that an engine is asked to do."""
 
     requests: Sequence[RequestInfo]
-    """The tokens to be fed; those after the prompt are *forced*, so that all rows align with the golden's."""
+    """Requests with all their tokens. Tokens after the prompt are *forced*, so that all rows align with the golden."""
     schedule: Schedule
     copies: Sequence[RequestInfo] = ()
-    """Under a repeated schedule, the same requests in the same order, to be sent again (`prefix-hit`: when all have
-    ended) or forked from the first ones (`forked`: as soon as these have made a token). Under a schedule with drafts,
-    the drafts of the requests (`RequestInfo.draft_of`)."""
+    """Under a repeated schedule, the same requests in the same order: sent again when all have ended (`prefix-hit`), or
+    forked from the first ones when these have made a token (`forked`). Under a schedule with drafts, the drafts of the
+    requests (`RequestInfo.draft_of`)."""
     timeline: Timeline | None = None
-    """If given, it replaces the schedule; only engines with `Capabilities.control` are given one."""
+    """If set, it replaces the schedule. Only engines with `Capabilities.control` get one."""
     taps: str = "all"
-    """What is asked for, a preset of `--taps`. Where it is less than `all`, an engine may run as it does unobserved."""
+    """Preset of `--taps`. If it is not `all`, an engine may run as it does without observation."""
     poison: Poison | None = None
-    """What to fill before each step, of memory that no live row may depend on; an engine that cannot leaves it."""
+    """Unused memory to fill before each step; an engine that cannot do this ignores it."""
 
     @property
     def all_requests(self) -> list[RequestInfo]:
@@ -78,20 +78,20 @@ class Workload:
 
     @property
     def batches(self) -> list[list[RequestInfo]]:
-        """All requests in groups that run together, one group after the other; drafts run with what they are of."""
+        """Groups of requests that run together, one group after the other. Drafts run with their request."""
         requests = list(self.requests) if self.schedule.has_drafts else self.all_requests
         return [requests] if self.schedule.is_batched else [[request] for request in requests]
 
     def drafts(self, request: RequestInfo) -> list[RequestInfo]:
-        """Return what a request computes and gives up again, in the order in which it does."""
+        """Return the drafts of a request that are rejected, in order."""
         drafts = [copy for copy in self.copies if getattr(copy, "draft_of", None) == request.id]
         return sorted(drafts, key=lambda draft: draft.prompt_length)
 
     def steps(self, request: RequestInfo) -> Iterator[list[Part]]:
-        """Yield what each step computes of a request: its own rows, then those of the draft that it then gives up.
+        """Yield the rows of a request that each step computes, then those of the draft that it rejects.
 
-        A step whose first position is not after the last one of the step before goes back: what the cache holds from
-        that position on is to be forgotten.
+        A step that begins at or before the last position of the previous step rewinds: the engine must discard the
+        cache from that position on.
         """
         drafts, end = self.drafts(request), len(request.token_ids)
         if self.schedule.num_drafts:
@@ -100,15 +100,17 @@ class Workload:
         pieces = self.schedule.pieces(request.prompt_length, end)
         for positions in pieces:
             yield [(request, positions)]
-            for draft in [item for item in drafts if item.prompt_length == positions.stop]:
+            for draft in (draft for draft in drafts if draft.prompt_length == positions.stop):
                 for position in range(draft.prompt_length, len(draft.token_ids)):
                     yield [(draft, range(position, position + 1))]
-                yield [(request, range(positions.stop - 1, positions.stop))]  # its logits choose the next token
+                yield [
+                    (request, range(positions.stop - 1, positions.stop))
+                ]  # recomputed, since its logits choose the next token
 
     def num_blocks(self, block_size: int) -> int:
-        """Return how many KV blocks the schedule leaves to the requests: enough for all of them at once.
+        """Return the number of KV blocks for the schedule: enough for all requests at once.
 
-        Under `preempted` all prompts fit, and the longest request, but not all that follows the prompts.
+        Under `preempted`, the prompts and the longest request fit, but not all tokens that follow the prompts.
         """
 
         def blocks(num_tokens: int) -> int:
@@ -121,12 +123,12 @@ class Workload:
 
 
 def _verifying(request: RequestInfo, drafts: Sequence[RequestInfo], num_drafts: int) -> Iterator[list[Part]]:
-    """Yield the prompt, then steps of one token and so many drafts; those before a rejected one are accepted."""
+    """Yield the prompt, then steps of one token and `num_drafts` drafts; drafts before a rejected one are accepted."""
     yield [(request, range(request.prompt_length))]
     position, end = request.prompt_length, len(request.token_ids)
     while position < end:
         stop = min(end, position + 1 + num_drafts)
-        draft = next((item for item in drafts if position < item.prompt_length < stop), None)
+        draft = next((draft for draft in drafts if position < draft.prompt_length < stop), None)
         if draft is None:
             yield [(request, range(position, stop))]
             position = stop
@@ -138,10 +140,10 @@ def _verifying(request: RequestInfo, drafts: Sequence[RequestInfo], num_drafts: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """The parts of its scheduling that an engine leaves to a workload: `harness fuzz` searches them."""
+    """Parts of the scheduling that a workload may control; `harness fuzz` searches them."""
 
     limits: tuple[str, ...] = ()
-    """Of `LIMITS`, those that it lets a workload set."""
+    """The limits in `LIMITS` that a workload may set."""
     aborts: bool = False
     """Whether a running request can be aborted."""
     forks: bool = False
@@ -150,31 +152,30 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities of an engine. The harness runs every check that they allow, and says which it could not."""
+    """The capabilities of an engine. The harness runs every check that they allow, and lists the others."""
 
     schedules: tuple[str, ...]
     """Names of the schedules it can follow."""
     keeps_cache: bool = True
     """Whether its KV cache can be read back."""
     keeps_states: bool = False
-    """Whether the states of its recurrences and convolutions can be read back after a step."""
+    """Whether its recurrent and convolution states can be read back after a step."""
     unsupported_taps: tuple[str, ...] = ()
-    """Sites (`self_attn.q_norm`, `mlp.act`) whose taps it cannot record; or single taps by their full name."""
+    """Sites (`self_attn.q_norm`, `mlp.act`) that it cannot record, or single taps by their full name."""
     sampled_only: tuple[str, ...] = ()
-    """Taps that it computes only for the rows it samples from: the others are not missing."""
+    """Taps that it computes only for sampled rows; other rows do not count as missing."""
     control: Control | None = None
-    """What a `Timeline` may say to it: requests arrive at any step, and what is named here; None: it follows schedules
-    by name only."""
+    """What a `Timeline` may control besides arrivals; None if the engine only follows named schedules."""
     numerics: Numerics | None = None
-    """Set if its arithmetic is not all in its dtype: chooses the conventions that it is judged by."""
+    """Arithmetic that is not in the dtype of the engine; selects the conventions for judging it."""
     notes: tuple[str, ...] = ()
-    """What its adapter has set in it, for the report."""
+    """Notes of the adapter for the report."""
     sources: Mapping[str, TapSource] = field(default_factory=dict)
-    """Where its taps are in it, as far as that is known."""
+    """Tensor and code of each tap in the engine, if known."""
     takes_images: bool = False
     """Whether it takes requests with images (`RequestInfo.inputs`)."""
     has_decode: bool = True
-    """Whether it computes tokens after a prompt; a check of one that does not requires no decode step, and says so."""
+    """Whether it computes tokens after the prompt. If not, a check requires no decode step, and the report says so."""
 
     def all_unsupported_taps(self) -> tuple[str, ...]:
         """Return all sites and taps it cannot record."""
@@ -200,12 +201,11 @@ class Engine(Protocol):
     capabilities: Capabilities
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
-        """Feed every request's tokens under the schedule and write each step's taps to `writer`.
+        """Compute the tokens of every request under the schedule, and write the taps of each step to `writer`.
 
-        Every position of every request is computed (a copy's where it cannot share the first one's), and the logits of
-        the last prompt token and of every token after it; `writer.end_step` receives the engine's own greedy choice for
-        each of those. What the cache holds at the end of a request is written as a step of phase `readback`. Nothing is
-        left over from one run to the next.
+        The engine computes every position of every request (a copy may share those of its original), and the logits of
+        the last prompt token and every token after it. Pass its greedy choice for each of these to `writer.end_step`.
+        Write the cache at the end of a request as a step of phase `readback`. No state may remain after a run.
         """
 
 
@@ -214,10 +214,10 @@ class TapMatcher(Protocol):
     """An engine whose taps depend on the model; optional, beside `Engine`."""
 
     def match_taps(self, graph: Graph) -> None:
-        """Find the taps of a model's graph and set `capabilities`. Called before the first run.
+        """Find the taps of the graph in the engine, and set `capabilities`. Called before the first run.
 
         Raises:
-            HarnessError: what the engine was told of its taps does not fit the graph.
+            HarnessError: the declared taps of the engine do not match the graph.
         """
 
 
@@ -226,10 +226,10 @@ class SettingsShower(Protocol):
     """An engine that shows the settings that it computes with; optional, beside `Engine`."""
 
     def resolved_settings(self) -> ModelSettings:
-        """Return what the engine has made of the checkpoint's config, as far as it can show it.
+        """Return the settings with which the engine computes.
 
-        Only what it computes with: a value read from config.json a second time proves nothing. What is not known is
-        left out. Called before the first run, and before `match_taps`.
+        Include only values in use: a value that is read from config.json again proves nothing. Omit unknown settings.
+        Called before the first run, and before `match_taps`.
         """
 
 
@@ -260,17 +260,17 @@ _LIBRARIES = {
     "openvino": "openvino",
     "vllm": "vllm",
 }
-"""What our own adapters of other engines import."""
+"""Library that each adapter of the harness for another engine imports."""
 
 
 def installed_engine_names() -> list[str]:
-    """Return the names of the engines that are here: of our own adapters, those whose library is installed."""
+    """Return the names of usable engines: adapters of the harness count only if their library is installed."""
     missing = {name for name, library in _LIBRARIES.items() if own_adapter(name) and find_spec(library) is None}
     return [name for name in engine_names() if name not in missing]
 
 
 def own_adapter(name: str) -> str | None:
-    """Return where the harness's own adapter of that name is (`module:function`); None for another package's."""
+    """Return the `module:function` of the adapter of the harness with this name; None for another package."""
     ours = (entry.value for entry in entry_points(group=GROUP) if entry.name == name)
     return next((value for value in ours if value.startswith("harness.")), None)
 
@@ -287,16 +287,16 @@ def open_engine(
     """Open the engine of that name on a checkpoint.
 
     Args:
-        name: of the engine.
-        folder: of the checkpoint.
-        dtype: of the engine.
-        device: of the engine.
-        options: of the engine.
-        adapter: where the function is that opens it, in an environment whose entry points do not know it.
+        name: name of the engine.
+        folder: folder of the checkpoint.
+        dtype: dtype of the engine.
+        device: device of the engine.
+        options: options of the engine.
+        adapter: `module:function` that opens it, for an environment without its entry point.
 
     Raises:
-        HarnessError: UNKNOWN_ENGINE, with the names there are; ENGINE_FAILED where it cannot be imported or opened;
-            or what the engine's own opening raises.
+        HarnessError: UNKNOWN_ENGINE, with the installed names; ENGINE_FAILED: it cannot be imported or opened; or any
+            HarnessError that the engine raises for bad input.
     """
     opener = _load(_entry(name) if adapter is None else EntryPoint(name, adapter, GROUP))
     with engine_errors(name):
@@ -309,7 +309,7 @@ _OURS = ("harness.engines.reference:", "harness.engines.hf:")
 
 
 def is_foreign(name: str) -> bool:
-    """Return whether the engine of that name is another package's code, no matter which package its adapter is in.
+    """Return whether the engine itself is code of another package, wherever its adapter is.
 
     Raises:
         HarnessError: UNKNOWN_ENGINE.
@@ -327,7 +327,7 @@ def engine_module(name: str) -> str:
 
 
 def check_engine(name: str, engine: object) -> None:
-    """Refuse an object that is no engine, or whose declarations cannot be read.
+    """Refuse an object that is not an engine, or whose capabilities are invalid.
 
     Raises:
         HarnessError: ENGINE_FAILED.
@@ -341,12 +341,12 @@ def check_engine(name: str, engine: object) -> None:
         )
     for part in ("schedules", "unsupported_taps", "sampled_only"):
         names = getattr(capabilities, part)
-        if not isinstance(names, tuple | list) or not all(isinstance(item, str) for item in names):
+        if not isinstance(names, tuple | list) or not all(isinstance(entry, str) for entry in names):
             raise _no_engine(name, f"the engine's capabilities have no list of {part}", "a tuple of names", repr(names))
 
 
 def shown_settings(name: str, engine: object) -> ModelSettings:
-    """Return the settings that an engine shows; none where it shows none.
+    """Return the settings that an engine shows; empty if it shows none.
 
     Raises:
         HarnessError: ENGINE_FAILED.
@@ -374,9 +374,9 @@ def _no_engine(name: str, what: str, expected: str, actual: type | str) -> Harne
 
 @contextmanager
 def engine_errors(engine: str) -> Iterator[None]:
-    """Turn any exception of an engine, an attempt to end the process included, into an error that names it.
+    """Turn any exception of an engine, including SystemExit, into a HarnessError that names the engine.
 
-    An error of the harness passes if it says that the input cannot be served: no engine ends a command in another way.
+    A HarnessError for bad input is raised unchanged.
     """
     try:
         yield
@@ -395,9 +395,9 @@ def engine_errors(engine: str) -> Iterator[None]:
 
 @contextmanager
 def engine_refusals(engine: str, where: Path | str) -> Iterator[None]:
-    """Turn what an engine raises into an error that says, in the engine's words, that it cannot serve the model.
+    """Turn an exception of an engine into an error that says that it cannot serve the model, with its message.
 
-    For engines that have no error of their own for it, and raise ValueError, RuntimeError, OSError, ...
+    For engines that raise a general exception for this: ValueError, RuntimeError, OSError, ...
 
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE.
@@ -416,7 +416,7 @@ def engine_refusals(engine: str, where: Path | str) -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    """Return what an error says; a ValidationError of pydantic says it among much else."""
+    """Return the message of an error; for a ValidationError of pydantic, only the first message."""
     details = error.errors() if hasattr(error, "errors") else None
     return details[0]["msg"] if details else str(error) or type(error).__name__
 
@@ -487,7 +487,7 @@ def parse_flag(name: str, text: str) -> bool:
 
 
 def parse_value(text: str) -> Any:
-    """Return what a text says as JSON, or as Python's True, False or None; the text itself if it says neither."""
+    """Parse a text as JSON, or as True, False or None of Python; return the text itself if it is neither."""
     if text in _PYTHON:
         return _PYTHON[text]
     try:

@@ -16,13 +16,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 _Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Path = Annotated[Path, Field(strict=False)]
-"""A suite sends its cases as JSON, where a path is a text."""
+"""A path, also given as a string: a suite sends its cases as JSON."""
 
 
 Truth = Literal["auto", "float64", "float32"]
-"""Precision in which HuggingFace's own forward says what is right; `auto`: what the engine's dtype needs."""
+"""Precision of the HuggingFace reference; `auto`: as the dtype of the engine requires."""
 TapPreset = Literal["all", "cache", "logits", "tokens"]
-"""Taps that must have been recorded; all: every tap that the engine does not declare as unsupported."""
+"""Taps that the recording must hold; all: every tap that the engine supports."""
 TAP_PRESETS: tuple[str, ...] = get_args(TapPreset)
 
 
@@ -30,14 +30,14 @@ class Option:
     """The option of the command line that sets a field of a case."""
 
     def __init__(self, names: str, help: str, *, kind: Any = str, is_in_files: bool = True) -> None:
-        """Take what the command line shows.
+        """Declare the option.
 
         Args:
-            names: of the option and of its value, `--hf FOLDER`, or of the option alone for a choice or a flag.
+            names: names of the option and its value, `--hf FOLDER`; only of the option for a choice or a flag.
             help: one sentence, with the default.
-            kind: type of the value; a list is an option that can be repeated.
-            is_in_files: whether the field is a key of case files. A file may come from anywhere, and what it says must
-                not start another program.
+            kind: type of the value; a list for a repeatable option.
+            is_in_files: whether case files may set the field. A case file may come from anywhere, so it must not be
+                able to start another program.
         """
         self.name, _, metavar = names.partition(" ")
         self.metavar, self.help, self.kind, self.is_in_files = metavar or None, help, kind, is_in_files
@@ -50,12 +50,12 @@ class RequestSpec(BaseModel):
 
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    """A conversation, which the checkpoint's chat template makes into a prompt."""
+    """A conversation, which the chat template of the checkpoint turns into a prompt."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of functions, for the chat template."""
     token_ids: list[int] | None = None
     inputs: _Path | None = None
-    """Safetensors file with all that the model is given beside the tokens, as HF's processor returns it for this
+    """Safetensors file with the model inputs besides the tokens, as the HF processor returns them for this
     request: `pixel_values`, `image_grid_thw`, `mm_token_type_ids`, ..."""
     max_new_tokens: _Count | None = None
     continuation: Annotated[list[int], Field(min_length=1)] | None = None
@@ -79,16 +79,16 @@ class ProfileSection(BaseModel):
     max_new_tokens: _Count = 32
     batch_size: _Count = 1
     phases: list[Literal["prefill", "decode", "mixed"]] = []
-    """Empty: all that the engine has."""
+    """Empty: all phases of the engine."""
     baseline: str | None = None
-    """File with the limits of the profile, relative to the case's file; None: there are no limits."""
+    """Baseline file with the limits of the profile, relative to the case file; None for no limits."""
 
 
 class Case(BaseModel):
-    """A check, as a file, the command line or Python describes it. Paths are relative to the case's file.
+    """A check, described by a file, the command line or Python. Paths are relative to the case file.
 
-    This is the one place where an option of a check is declared. A field is a key of case files, unless its `Option`
-    says otherwise; a field with an `Option` is an option of `harness check`.
+    All options of a check are declared here. A field is a key of case files unless its `Option` says otherwise. A field
+    with an `Option` is an option of the command line.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -100,7 +100,7 @@ class Case(BaseModel):
         Field(min_length=1),
         Option(
             "--model PATH_OR_HUB_ID",
-            "Checkpoint: a folder, a .gguf file, an embedded one by its name, or a hub id. "
+            "Checkpoint: a folder, a .gguf file, the name of an embedded one, or a hub id. "
             "[default: qwen3-tiny, embedded]",
         ),
     ]
@@ -108,8 +108,8 @@ class Case(BaseModel):
         Annotated[str, Field(min_length=1)] | None,
         Option(
             "--hf FOLDER",
-            "HuggingFace checkpoint that a .gguf model, or an export of ONNX Runtime or OpenVINO, was made from: its "
-            "configuration and tokenizer are used, and every tensor of a .gguf file is compared with it.",
+            "Original HuggingFace checkpoint of a .gguf model, or of an ONNX Runtime or OpenVINO export. The harness "
+            "uses its configuration and tokenizer, and compares every tensor of a .gguf file with it.",
         ),
     ] = None
     engine: Annotated[str, Field(min_length=1), Option("--engine NAME", "Engine under test. [default: reference]")] = (
@@ -119,8 +119,8 @@ class Case(BaseModel):
         _Path | None,
         Option(
             "--tensors DIR",
-            "Folder of tensors (.npy, .safetensors, .pt) that an engine has dumped of one prefill, in its place: what "
-            "each of them is, is found by what it holds.",
+            "Folder of tensors (.npy, .safetensors, .pt) that an engine dumped during one prefill; replaces --engine. "
+            "Tensors are identified by their values, not by their names.",
             kind=Path,
             is_in_files=False,
         ),
@@ -137,7 +137,7 @@ class Case(BaseModel):
         bool | None,
         Option(
             "--isolate/--no-isolate",
-            "Run the engine in a process of its own, whose end is an error. "
+            "Run the engine in a separate process; a crash of that process is reported as an error. "
             "[default: for engines of other packages, and with a time limit]",
             kind=bool,
         ),
@@ -155,36 +155,37 @@ class Case(BaseModel):
         _Path | None,
         Option(
             "--engine-python PATH",
-            "Python of the environment that the engine is installed in; it needs numpy, and nothing else of ours. "
-            "[default: this one]",
+            "Python interpreter of the environment in which the engine is installed. It needs numpy, but not the "
+            "harness. [default: this interpreter]",
             kind=Path,
             is_in_files=False,
         ),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Option("--dtype DTYPE", "float32, bfloat16, float16, or auto: the checkpoint's own. [default: auto]"),
+        Option("--dtype DTYPE", "float32, bfloat16, float16, or auto: the dtype of the checkpoint. [default: auto]"),
     ] = "auto"
     device: Annotated[str, Option("--device DEVICE", "cpu, cuda, cuda:1, ... [default: cpu]")] = "cpu"
     truth: Annotated[
         Truth,
         Option(
             "--truth",
-            "Precision of the truth; auto: float64 for engines in float32, float32 for those in 16 bits. "
+            "Precision of the HuggingFace reference; auto: float64 for float32 engines, float32 for 16-bit engines. "
             "[default: auto]",
             kind=Truth,
         ),
     ] = "auto"
     requests: Annotated[list[RequestSpec], Field(min_length=1)]
     max_new_tokens: Annotated[
-        _Count, Option("--max-new-tokens N", "Tokens to generate for each request. [default: 24]", kind=int)
+        _Count,
+        Option("--max-new-tokens N", "Maximum number of tokens to generate per request. [default: 24]", kind=int),
     ] = 24
     schedules: Annotated[
         list[str],
         Option(
             "--schedule NAME",
-            f"{schedules_help()}, where N is the tokens of a chunk or the number of ranks; comma list or "
-            "repeated. [default: plain, chunked and batched, as far as the prompts can reach them]",
+            f"{schedules_help()}, where N is a number of tokens or ranks; comma-separated. Repeatable. "
+            "[default: plain, chunked and batched, as far as the prompts can reach them]",
             kind=list[str],
         ),
     ] = []
@@ -194,18 +195,18 @@ class Case(BaseModel):
         TapPreset | None,
         Option(
             "--taps",
-            "Taps that must have been recorded: all that the engine does not declare lacking, its cache and "
-            "logits, its logits, or none, for its tokens alone. [default: all]",
+            "Taps that the recording must hold: all that the engine supports, its cache and logits, its logits, or "
+            "none (compare tokens only). [default: all]",
             kind=TapPreset,
         ),
     ] = None
     profile: ProfileSection | None = None
-    """None: the engine is checked and not profiled."""
+    """None: the engine is not profiled."""
     lora: Annotated[
         _Path | None,
         Option(
             "--lora FOLDER",
-            "LoRA adapter in PEFT's format, beside the model's own weights.",
+            "LoRA adapter in PEFT format.",
             kind=Path,
             is_in_files=False,
         ),
@@ -214,7 +215,8 @@ class Case(BaseModel):
         list[_Path],
         Option(
             "--other-lora FOLDER",
-            "Adapter that the engine serves to other requests: rows that got it are told so. Repeatable.",
+            "LoRA adapter that the engine serves to other requests; the report names rows that got it by mistake. "
+            "Repeatable.",
             kind=list[Path],
             is_in_files=False,
         ),
@@ -223,8 +225,7 @@ class Case(BaseModel):
         bool,
         Option(
             "--mtp",
-            "Judge the layers that predict further tokens (MTP), too: the checkpoint has them, and the engine shows "
-            "them.",
+            "Also judge the multi-token prediction (MTP) layers of the checkpoint. The engine must show them.",
             kind=bool,
         ),
     ] = False
@@ -232,7 +233,7 @@ class Case(BaseModel):
         bool,
         Option(
             "--stop-early",
-            "End at the first operation that is wrong, without looking for its cause.",
+            "Stop at the first wrong operation, without looking for its cause.",
             kind=bool,
             is_in_files=False,
         ),
@@ -241,8 +242,8 @@ class Case(BaseModel):
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         Option(
             "--budget SECONDS",
-            "Begin no schedule after the first once this time is over; those that were left out are named, and the "
-            "check is then no pass. [default: no limit]",
+            "Time limit: start no further schedule after it. The first schedule always runs. Skipped schedules are "
+            "listed, and the check does not pass. [default: no limit]",
             kind=float,
             is_in_files=False,
         ),
@@ -251,14 +252,14 @@ class Case(BaseModel):
         _Count | None,
         Option(
             "--rows N",
-            "Judge products and attention at N positions of each request, drawn over its length, and where steps begin "
-            "and end or rows stand out; attention sees all of its history. For long prompts. [default: all]",
+            "For long prompts: judge products and attention only at N sampled positions of each request, at the first "
+            "and last row of each step, and at outliers. Attention still sees its whole history. [default: all]",
             kind=int,
         ),
     ] = None
     rows_seed: Annotated[
         Annotated[int, Field(ge=0, lt=2**31)],
-        Option("--rows-seed N", "Draws other positions for --rows. [default: 0]", kind=int),
+        Option("--rows-seed N", "Random seed of the positions for --rows. [default: 0]", kind=int),
     ] = 0
 
     @field_validator("schedules")
@@ -269,16 +270,16 @@ class Case(BaseModel):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Return the options of the command line, by the fields that they set."""
-        declared = ((name, item) for name, field in cls.model_fields.items() for item in field.metadata)
-        return {name: item for name, item in declared if isinstance(item, Option)}
+        """Return the command-line options by the fields that they set."""
+        declared = ((name, option) for name, field in cls.model_fields.items() for option in field.metadata)
+        return {name: option for name, option in declared if isinstance(option, Option)}
 
     def replaced(self, **changes: Any) -> "Case":
         """Return the case with some fields replaced.
 
-        None, or an empty sequence, keeps the case's value. Options of an engine are dropped with that engine. The
-        required triggers are dropped as soon as a change may decide which triggers are reached; dtype, device, truth
-        and process cannot.
+        None or an empty sequence keeps the value of the case. Another engine drops the engine options. The required
+        triggers are dropped if a change may affect which triggers are reached; dtype, device, truth and isolation
+        cannot.
 
         Raises:
             TypeError: there is no such field.
@@ -303,7 +304,7 @@ class Case(BaseModel):
 
 
 def _with_length(request: RequestSpec, max_new_tokens: int | None) -> RequestSpec:
-    """Drop the request's own number of new tokens where one was given for all."""
+    """Drop the number of new tokens of the request if one was set for all requests."""
     return request if max_new_tokens is None else request.model_copy(update={"max_new_tokens": None})
 
 
@@ -311,13 +312,13 @@ def load_case(path: Path) -> Case:
     """Read a case file.
 
     Raises:
-        HarnessError: BAD_CASE: it is absent, is not TOML, or breaks the schema; the message names the field.
+        HarnessError: BAD_CASE: the file is missing, is not TOML, or violates the schema; the message names the field.
     """
     case = read_case_file(Case, path, "case")
     for name, option in Case.options().items():
         if name in case.model_fields_set and not option.is_in_files:
-            what = f"{name}: no case file says this"
-            raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and give {option.name}")
+            what = f"{name}: case files must not set this field"
+            raise HarnessError(Code.BAD_CASE, what, where=path, hint=f"leave it out, and use {option.name}")
     model = path.parent / case.model
     requests = [
         request if request.inputs is None else request.model_copy(update={"inputs": path.parent / request.inputs})

@@ -1,14 +1,12 @@
 """Intermediate tensors of a model: their names, what computes them, and how each kind of operation is judged.
 
-No graph is written by hand: the oracle traces HF's own forward (harness/oracle/graph.py). What it finds is plain data
-here: for every tap what computes it and which taps it is computed from, so that one operation can be judged by itself
-and its causes can be looked for. `KINDS` is the one table to change when a kind is added or judged otherwise; its
-numbers were measured (docs/how-verdicts-work.md and reports/cpu/noise-floors.md).
+The oracle traces the forward of HF to build the graph (harness/oracle/graph.py). The graph is plain data: for every
+tap, the operation that computes it and the taps that this operation reads. So each operation can be judged separately,
+and its mistakes can be explained. To add a kind, or to judge one differently, change the table `KINDS`; its numbers
+were measured (docs/how-verdicts-work.md and reports/cpu/noise-floors.md).
 
-Names of taps are HF's dotted module paths, and the shorter names of schema 1 for what has no module of its own.
-
-A tap is named by the path of the module whose output it is (`model.layers.3.self_attn.q_proj`), or by `PATH.input` for
-what is computed between modules. Under a decoder layer some have a name of their own, in every family where they occur:
+A tap is named by the path of the HF module whose output it is (`model.layers.3.self_attn.q_proj`), or by `PATH.input`
+for a value computed between modules. Some taps of a decoder layer have the same special names in every family:
 `.q_rope`, `.k_rope`, `.attention` (the context before the output projection), `.attn_residual`, `.mlp.act`
 (act(gate) * up), `.output`, and the cache read back, `.k_cache` and `.v_cache`. The head is always `lm_head`.
 """
@@ -24,7 +22,7 @@ EMBEDDING = "model.embed_tokens"
 FINAL_NORM = "model.norm"
 LOGITS = "lm_head"
 FINAL_LOGITS = "logits"
-"""The head's output after a soft cap or a scale, if the model has one."""
+"""Output of the head after a soft cap or a scale, if the model has one."""
 
 _IN_LAYER = re.compile(r"(?P<prefix>[A-Za-z_][\w.]*?\.(?P<layer>\d{1,4})\.)(?P<site>.+)", re.DOTALL | re.ASCII)
 
@@ -48,22 +46,22 @@ def prefix_of(tap: str) -> str:
 
 
 def layer_prefix(layer: int) -> str:
-    """Return the prefix of the taps of a decoder layer in most of HF's families, with its final dot."""
+    """Return the prefix of the taps of a decoder layer in most model families of HF, with its final dot."""
     return f"model.layers.{layer}."
 
 
 class Kind(StrEnum):
-    """The kind of an operation, as far as the operators that HF's code ran tell it."""
+    """The kind of an operation, determined from the torch operators that HF runs."""
 
     EMBEDDING = "embedding"
     COPY = "copy"
-    """Part of another tap, or all of it, moved and not computed with."""
+    """All or part of another tap, moved without computation."""
     NORM = "norm"
     LINEAR = "linear"
     ROTARY = "rotary"
     CACHE = "cache"
     STATE = "state"
-    """What a recurrence or a convolution goes on from, as a cache holds it after a position."""
+    """State of a recurrence or convolution, as the cache holds it after a position."""
     ATTENTION = "attention"
     ADD = "add"
     ACTIVATION = "activation"
@@ -78,7 +76,7 @@ class ErrorModel:
     """The roundings in an operation of one kind (harness/judge/compare/bounds.py)."""
 
     roundings: float
-    """Roundings of the whole row to the engine's dtype, the worst case adding up."""
+    """Number of roundings of the whole row to the engine's dtype, added up as in the worst case."""
     accumulation: float = 0.0
     """Errors of a float32 sum, in roundings of the accumulator."""
     products: float = 0.0
@@ -92,13 +90,13 @@ class KindTraits:
     """The properties of one kind."""
 
     error_model: ErrorModel | None
-    """Its derived bound; None if the control alone says what rounding may do."""
+    """Error model for a derived bound; None if only the control bounds the error."""
     least_effect: float = 0.05
-    """Smallest gain or trend, in roundings to a 16-bit dtype, that counts as a mistake of an engine."""
+    """Smallest gain or trend, in roundings to a 16-bit dtype, that counts as a mistake."""
     has_heads: bool = False
-    """Whether a row is made of heads, each of which may be off by itself."""
+    """Whether a row consists of heads, and a single head may be wrong."""
     repeats_by_position: bool = False
-    """Whether errors repeat for rows of one position, rather than for rows of one content."""
+    """Whether errors repeat at equal positions, rather than for equal content."""
 
 
 KINDS: Mapping[Kind, KindTraits] = {
@@ -122,7 +120,7 @@ KINDS: Mapping[Kind, KindTraits] = {
     Kind.CACHE: KindTraits(error_model=ErrorModel(roundings=0)),
     Kind.STATE: KindTraits(error_model=None),
     Kind.CHOICE: KindTraits(error_model=None),
-    # A linear layer with an adapter is one; the experts of a layer are, and scans.
+    # For example: a linear layer with an adapter, the experts of a layer, a scan.
     Kind.OTHER: KindTraits(error_model=None),
 }
 
@@ -138,31 +136,31 @@ class Operation:
     """Full name of the tap it produces."""
     kind: Kind
     inputs: tuple[str, ...] = ()
-    """Taps it is computed from, in the order in which they are used; attention also reads its inputs after the first at
-    every earlier row. Empty for what is computed from the tokens alone."""
+    """Taps it is computed from, in the order of use; attention also reads its inputs after the first at every earlier
+    row. Empty for what is computed from the tokens alone."""
     source: str = ""
-    """Where HF's run shows it: a module's dotted path for its output, `PATH:input` for its first input, `PATH:query`,
-    `:key`, `:value` and `:context` at the attention interface, `PATH:linear` and `PATH:topk` for what a router calls
-    itself, `PATH:1` for a second output. Empty for what only an engine has (a cache)."""
+    """Where it appears in the run of HF: a module's dotted path for its output, `PATH:input` for its first input,
+    `PATH:query`, `:key`, `:value` and `:context` at the attention interface, `PATH:linear` and `PATH:topk` for
+    functions that a router calls, `PATH:1` for a second output. Empty for what only an engine has (a cache)."""
     shape: tuple[int, ...] = ()
     """Dimensions of a row; empty if they are not known."""
     token_dim: int = 1
-    """Dimension of HF's tensor that counts the tokens: 1 in [batch, tokens, ...], 2 in [batch, heads, tokens, ...], 0
-    where batch and tokens are one."""
+    """Token dimension of the tensor in HF: 1 in [batch, tokens, ...], 2 in [batch, heads, tokens, ...], 0
+    where batch and tokens are flattened."""
     sampled_only: bool = False
     """Whether an engine may compute it only for the rows it samples from."""
     is_head: bool = False
     """Whether HF computes it only for the positions whose logits it is asked for."""
     among_tokens: bool = False
-    """Whether it is a choice among the tokens so far, by their positions; -1 stands where there are too few."""
+    """Whether it is a choice among the previous tokens, by position; -1 pads where there are too few."""
     window: int | None = None
-    """Of attention: latest tokens that a query sees; None for all of them."""
+    """Sliding window of attention: number of latest tokens that a query sees; None for all."""
     tokens_ahead: int = 0
-    """How many tokens after its own a row is computed from: of layers that predict further tokens (MTP)."""
+    """For MTP layers: number of tokens after its own from which a row is computed."""
 
     @property
     def positions_ahead(self) -> int:
-        """How many positions after its row's own rotary turns for: those of the tokens that the row sees."""
+        """Offset of the rotary position from the position of the row, in MTP layers."""
         return self.tokens_ahead if self.kind is Kind.ROTARY else 0
 
     @property
@@ -177,7 +175,7 @@ class Operation:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is what a cache holds, and no value of a forward."""
+        """Whether it is content of a cache, not a value of a forward."""
         return self.kind in (Kind.CACHE, Kind.STATE)
 
     @property
@@ -192,15 +190,15 @@ class Graph:
 
     operations: tuple[Operation, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of taps: what HF shows twice, and what schema 1 calls otherwise."""
+    """Alternative names of taps: values that HF computes twice, and names of schema 1."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the graph as what JSON can hold, for another process."""
+        """Return the graph as JSON-able data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the graph of `to_json`."""
+        """Return the graph from the data of `to_json`."""
         parts = {"kind": Kind, "inputs": tuple, "shape": tuple}
         operations = (
             Operation(**{name: parts.get(name, lambda value: value)(value) for name, value in operation.items()})
@@ -227,7 +225,7 @@ class Graph:
 
     @cached_property
     def by_source(self) -> Mapping[str, Operation]:
-        """The operations by where HF's run shows them."""
+        """The operations by their `source`."""
         return {operation.source: operation for operation in self.operations if operation.source}
 
     @cached_property
@@ -237,7 +235,7 @@ class Graph:
         return {(op.layer, op.source.partition(":")[2]): op.tap for op in kept}
 
     def canonical(self, name: str) -> str:
-        """Return the name under which a tap stands in the graph; a name that is not known is returned as it is."""
+        """Return the name of a tap in the graph; an unknown name is returned unchanged."""
         return self.aliases.get(name, name)
 
     def of_layer(self, layer: int | None) -> tuple[Operation, ...]:
@@ -245,14 +243,14 @@ class Graph:
         return tuple(operation for operation in self.operations if operation.layer == layer)
 
     def attention_of(self, layer: int | None) -> Operation | None:
-        """Return the attention of a layer if it has one that HF's interface shows."""
+        """Return the attention of a layer; None if it has none that uses the attention interface of HF."""
         return next((op for op in self.of_layer(layer) if op.kind is Kind.ATTENTION), None)
 
     @cached_property
     def prunable(self) -> frozenset[str]:
-        """Taps that an engine may compute for those rows alone that choose a token: no later row reads them.
+        """Taps that an engine may compute only for sampled rows, because no later row reads them.
 
-        They are the last layer's attention and what follows it: of a layer in which HF shows none, all of it.
+        These are the attention of the last layer and all operations after it; the whole layer if it has no attention.
         """
         last = [at for at, op in enumerate(self.operations) if self.layers and op.layer == self.layers[-1]]
         reading = [at for at in last if self.operations[at].kind in (Kind.ATTENTION, Kind.CACHE, Kind.STATE)]
@@ -263,12 +261,12 @@ class Graph:
 
     @cached_property
     def drafted_from(self) -> Mapping[int, str]:
-        """Taps that further tokens are predicted from, by how many tokens ahead their rows look; empty without MTP."""
+        """Taps from which MTP layers predict further tokens, by the number of tokens ahead; empty without MTP."""
         return {op.tokens_ahead: op.tap for op in self.operations if op.tokens_ahead and not op.is_kept}
 
     @property
     def has_mtp(self) -> bool:
-        """Whether layers are in it that predict further tokens."""
+        """Whether the graph has MTP layers."""
         return bool(self.drafted_from)
 
     @cached_property
@@ -278,24 +276,24 @@ class Graph:
 
     @cached_property
     def head(self) -> frozenset[str]:
-        """Taps that HF, and the oracle, compute only for the rows that a token is chosen from."""
+        """Taps that HF and the oracle compute only for sampled rows."""
         return frozenset(op.tap for op in self.operations if op.is_head)
 
     def not_shown(self, shown: Collection[str], *, caches: bool = False) -> tuple[str, ...]:
-        """Return what an engine that shows some taps does not: sites; or taps where another layer has the site."""
+        """Return the taps that are not in `shown`: as sites, or as single taps if another layer shows the site."""
         sites = {op.site for op in self.operations if op.tap in shown}
         lost = (op for op in self.operations if op.is_kept is caches and op.tap not in shown)
         return tuple(dict.fromkeys(op.tap if op.site in sites else op.site for op in lost))
 
     @cached_property
     def logits(self) -> str:
-        """Name of the tap that tokens are chosen from: the head's, or what the model makes of it (a soft cap)."""
+        """Name of the tap from which tokens are chosen: the head, or the logits after a soft cap or scale."""
         last = self.canonical(FINAL_LOGITS)
         return last if last in self else LOGITS
 
 
 def graph_of_taps(names: Iterable[str]) -> Graph:
-    """Return the graph as far as names of taps tell it, in their order: for recordings without a model."""
+    """Return the graph that can be derived from names of taps, for recordings without a model."""
     operations = [_unknown(name) for name in names]
     known = {operation.tap for operation in operations}
     return Graph(tuple(op for op in operations if op.kind is not Kind.CACHE or set(op.inputs) <= known))

@@ -1,9 +1,9 @@
-"""Goldens on disk: what HF says every row of a set of requests should be, and how far HF itself is from it.
+"""Goldens on disk: the expected value of every row of a set of requests, and the rounding error of HF.
 
-A golden is a recording of the high-precision forward (docs/recording-format.md) with two files more.
-`noise.safetensors` has the relative L2 error that HF itself makes in the engine's dtype, for every tap and row;
-`golden.json` has what it was made from, the graph of the model, and digests of the noise, of the manifest (which has
-those of the steps) and of itself. One golden serves every schedule.
+A golden is a recording of the high-precision forward (docs/recording-format.md) with two additional files.
+`noise.safetensors` holds the relative L2 error of HF in the engine's dtype, for every tap and row. `golden.json` holds
+what the golden was made from, the graph of the model, and digests of the noise, of the manifest (which holds those of
+the steps) and of itself. One golden serves every schedule.
 """
 
 import hashlib
@@ -33,14 +33,15 @@ NOISE_FILE = "noise.safetensors"
 LOGIT_NOISE = "logits.max_abs"
 """Entry of the noise file: the largest absolute error of HF's logits per sampled row, which decides ties."""
 _MOST_NOISE = 500
-"""Most noise of a tap in roundings, for each root of an operation before it. Median over the rows, tiny models of 136
-families, float32 and 16 bits: at most 14 with five exceptions, the largest 75 (Doge in float16, whose router tips)."""
+"""Largest plausible noise of a tap in roundings, times the square root of its depth in the graph. Measured medians over
+the rows, for tiny models of 136 families in float32 and 16 bits: at most 14, with five exceptions, the largest 75 (Doge
+in float16, whose router chooses other experts)."""
 _LOGIT_NOISE_1 = f"{LOGITS}.max_abs"
-"""Its name in goldens of the first version."""
+"""Name of this entry in goldens of the first version."""
 
 
 class _OperationEntry(BaseModel):
-    """One operation of the graph, as golden.json has it."""
+    """One operation of the graph, as in golden.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -64,14 +65,14 @@ class GoldenInfo(BaseModel):
 
     schema_version: Literal[1] = 1
     key: dict[str, Any]
-    """All that the numbers depend on: weights, config, prompts, dtypes, versions."""
+    """Everything that the values depend on: weights, config, prompts, dtypes, versions."""
     noise_sha256: str
     manifest_sha256: str
-    """Digest of the recording's manifest, whose steps the noise and the graph belong to."""
+    """Digest of the manifest of the recording, to whose steps the noise and the graph belong."""
     operations: tuple[_OperationEntry, ...]
     aliases: dict[str, str]
     sketched: dict[str, tuple[int, ...]] = {}
-    """Shapes of the rows of taps that are kept as sketches (oracle/sketch_rows.py); empty where all values are."""
+    """Row shapes of taps that are stored as sketches (oracle/sketch_rows.py); empty if all values are stored."""
     sha256: str = ""
     """Digest of all other fields."""
 
@@ -99,7 +100,7 @@ class GoldenInfo(BaseModel):
         return info.model_copy(update={"sha256": info.digest()})
 
     def digest(self) -> str:
-        """Return the digest of all fields but its own, and but for later fields where they say nothing."""
+        """Return the digest of all fields except `sha256`, and except newer fields that have their default."""
         others: dict[str, Any] = {"sha256": True}
         if not self.sketched:
             others["sketched"] = True
@@ -116,34 +117,34 @@ class Golden:
     """A golden on disk: the truth and the noise of HF in the engine's dtype.
 
     Raises:
-        HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is no noise; BAD_MANIFEST: golden.json is
-            damaged, or is another golden's.
+        HarnessError: DAMAGED_SAFETENSORS: its noise cannot be read, or is implausible; BAD_MANIFEST: golden.json is
+            damaged, or belongs to another golden.
     """
 
     def __init__(self, recording: Recording, *, is_pool: bool = False) -> None:
         self.recording = recording
         self.notes: tuple[str, ...] = ()
-        """Remarks for the reader of a comparison with it."""
+        """Notes for the report of a comparison with this golden."""
         self.is_pool = is_pool
-        """Whether an engine may be fed any of the requests, or their beginnings, under ids of its own."""
+        """Whether an engine may compute any of the requests, or prefixes of them, under different ids."""
         self.info = _read_info(recording)
-        """None for another engine's recording, and for a golden of the first version."""
+        """None for the recording of another engine, and for a golden of the first version."""
         self.noise = _read_noise(recording, self.graph, self.info)
         """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty if unknown."""
 
     @property
     def requests(self) -> Sequence[RequestInfo]:
-        """The requests with the tokens to be fed: prompt and continuation without its last token."""
+        """The requests with their tokens: prompt, and continuation without its last token."""
         return self.recording.manifest.requests
 
     @property
     def sketched(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the rows of taps that are sketches; see `GoldenInfo.sketched`."""
+        """Row shapes of taps that are stored as sketches; see `GoldenInfo.sketched`."""
         return {} if self.info is None else self.info.sketched
 
     @cached_property
     def graph(self) -> Graph:
-        """Operations of the model; without golden.json, as far as the names of the taps tell."""
+        """Graph of the model; without golden.json, the graph that can be derived from the names of the taps."""
         if self.info is not None:
             return self.info.graph()
         return graph_of_taps(entry.name for entry in self.recording.manifest.taps)
@@ -161,7 +162,7 @@ def write_golden_files(
     noise: Mapping[str, torch.Tensor],
     sketched: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Write the noise and what the golden was made from beside a recording.
+    """Write the noise and golden.json beside a recording.
 
     Raises:
         HarnessError: CANNOT_WRITE.
@@ -224,18 +225,18 @@ def _read_noise(recording: Recording, graph: Graph, info: GoldenInfo | None) -> 
 
 
 def _refuse_implausible(path: Path, recording: Recording, graph: Graph, noise: Mapping[str, torch.Tensor]) -> None:
-    """Refuse noise that rounding cannot have made: whatever an engine computes would be within it."""
+    """Refuse noise that is too large to be rounding, since any result of an engine would be within it."""
     dtype = getattr(torch, recording.manifest.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        return  # a comparison refuses it by itself
+        return  # a comparison refuses such a dtype
     depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
     for tap, values in noise.items():
         limit = min(1.0, _MOST_NOISE * rounding_unit(dtype) * math.sqrt(depths.get(tap, len(graph) + 1)))
         if tap != LOGIT_NOISE and len(values) and float(values.median()) > limit:
-            what = f"noise of {tap} is more than {recording.manifest.dtype} can make"
+            what = f"noise of {tap} is too large for {recording.manifest.dtype}"
             raise _damaged(path, what, expected=f"a median of at most {limit:.2g}", actual=float(values.median()))
     if LOGIT_NOISE in noise and graph.logits in noise:
-        # No element of an error is larger than the error of its row.
+        # No element of an error vector exceeds the norm of the vector.
         norms = [
             step.tap(graph.logits).to(torch.float64).norm(dim=-1) for step in recording.steps if step.has(graph.logits)
         ]
@@ -265,5 +266,5 @@ def _damaged(path: Path, what: str, *, expected: object = None, actual: object =
 
 
 def key_name(key: Mapping[str, Any]) -> str:
-    """Return the name under which a golden is cached: a digest of all that its numbers depend on."""
+    """Return the name under which a golden is cached: a digest of everything that its values depend on."""
     return json_digest(dict(key))[:32]

@@ -72,7 +72,7 @@ def widened_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Te
 
 
 def copy_for_rows(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """Return a second copy of a weight, packed, beside `few_rows`; None if it brings nothing."""
+    """Return a packed copy of a weight for products of many rows; None if it is not faster."""
     return _reordered(weight_OI) if _is_copied(weight_OI) else None
 
 

@@ -189,5 +189,5 @@ def test_a_case_file_names_no_tensors(harness, tmp_path, qwen2):
     case.write_text('schema_version = 1\nmodel = "model"\ntensors = "dump"\n[[requests]]\ntoken_ids = [1, 2, 3, 4]\n')
     ran = harness("check", "--case", case)
     assert ran.status == 2
-    assert "tensors: no case file says this" in ran.err
+    assert "tensors: case files must not set this field" in ran.err
     assert json.loads('"--tensors"') in ran.err

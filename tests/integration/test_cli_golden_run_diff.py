@@ -68,7 +68,10 @@ def test_a_golden_along_given_tokens(harness, llama, tmp_path):
     ("options", "said"),
     [
         (["--continuation", "1", "--continuation", "2"], "each request needs its continuation"),
-        (["--continuation", "1", "--max-new-tokens", 3], "a continuation says how many tokens follow"),
+        (
+            ["--continuation", "1", "--max-new-tokens", 3],
+            "the length of the continuation sets the number of new tokens",
+        ),
         (["--continuation", ""], "--continuation is given empty"),
         (["--continuation", "x"], "token ids must be integers"),
         (["--continuation", "99999"], "token id 99999 is outside the vocabulary"),

@@ -1,4 +1,4 @@
-"""A live torch engine as an engine under test, without a table of its tensors."""
+"""Adapter for a live torch engine that finds the tensor of each tap by its values."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,26 +38,29 @@ _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 _WITH_DRAFTS = ("rewound", "speculative")
 _WITH_PREFIXES = "prefix-hit"
 _NUM_KEPT = 3
-"""Tokens of a request whose cache is looked at."""
+"""Tokens of the request with which the adapter tests whether the engine shows its cache."""
 
 
 class StepEngine:
-    """Runs any object with `step(work)`; which of its tensors are which taps is found by what they hold.
+    """Runs any object with a method `step(work)`; the tensor of each tap is found by its values.
 
-    `work` is a list of (request, token ids, position of the first of them). `step` computes these tokens, keeps what
-    later ones need of them, and returns the logits of each request's last token, [requests, vocabulary]. Where the
-    object has a method `finish(request)`, it is called when a request has ended. Before it `cached(request)` is called
-    where there is one: it returns the keys and values that are kept, {layer: ([positions, KV heads, head size] twice)}.
-    `states(request)`, called after a step, returns the states that are kept, {layer: {"conv_state": tensor,
-    "recurrent_state": tensor}}, as HF's cache has them of one request; or {layer: [tensor, ...]} in any order and
-    layout, of which each is found by what it holds.
-    `begin(request, token_ids)` is called before a request's first step under `prefix-hit`, with its prompt: it makes
-    what is cached of its first tokens the request's own, and returns their number, which is less than the prompt's.
-    Where it has an attribute `rewinds` that is true, a first position that it has computed before tells it to forget
-    what it holds from there on. One that runs layers that predict further tokens (`--mtp`) has an attribute
-    `tokens_ahead`, the number of these layers: each entry of `work` then ends with a list of the tokens that follow in
-    the request, as many as there are layers and tokens. `fill_unused` and `fill_states` let `harness fuzz poison`
-    into its memory: see `harness.engines.poison`.
+    `work` is a list of (request, token ids, position of the first token). `step` computes these tokens, keeps what
+    later tokens need, and returns the logits of the last token of each request, [requests, vocabulary].
+
+    Optional methods and attributes of the object:
+
+    - `finish(request)` is called when a request has ended.
+    - `cached(request)` is called before `finish`. It returns the cached keys and values, {layer: ([positions, KV heads,
+      head size] twice)}.
+    - `states(request)` is called after a step. It returns the recurrent states, {layer: {"conv_state": tensor,
+      "recurrent_state": tensor}} as in the cache of HF for one request; or {layer: [tensor, ...]} in any order and
+      layout, which are then identified by their values.
+    - `begin(request, token_ids)` is called under `prefix-hit`, with the prompt, before the first step of a request. It
+      assigns the cached prefix to the request, and returns its number of tokens, which is less than that of the prompt.
+    - `rewinds`: if true, a step at a position that was computed before discards the cache from that position on.
+    - `tokens_ahead`: number of MTP layers that it runs (`--mtp`). Each entry of `work` then ends with a list of the
+      next tokens of the request, as many as there are layers and tokens.
+    - `fill_unused` and `fill_states` give `harness fuzz poison` access to its memory: see `harness.engines.poison`.
     """
 
     def __init__(
@@ -70,16 +73,15 @@ class StepEngine:
         numerics: Numerics | None = None,
         open_first: Callable[[], Stepper] | None = None,
     ) -> None:
-        """Take what opens the engine.
+        """Prepare the adapter; nothing is opened yet.
 
         Args:
-            open_stepper: called before each run; may return the same object every time.
-            name: of the engine, for reports.
+            open_stepper: opens the engine; called before each run, and may return the same object every time.
+            name: name of the engine, for reports.
             folder: checkpoint of the model that it runs.
-            dtype: of the engine.
-            numerics: what is not in its dtype.
-            open_first: opens the engine that the map is learned from, in place of the checked one: the same engine
-                with weights that HF multiplies as they are.
+            dtype: dtype of the engine.
+            numerics: arithmetic that is not in this dtype.
+            open_first: opens a different engine to learn the map from: the same engine with unquantised weights.
         """
         self._open_first = open_first or open_stepper
         self._numerics = numerics
@@ -93,14 +95,14 @@ class StepEngine:
 
     @cached_property
     def _first(self) -> Stepper:
-        """The engine before its first run: its settings and its map are of one."""
+        """The engine before its first run, which shows its settings and from which the map is learned."""
         return self._open_first()
 
     def match_taps(self, graph: Graph) -> None:
         """Learn the map; see `TapMatcher.match_taps`.
 
         Raises:
-            HarnessError: ENGINE_CANNOT_SERVE: nothing of the engine is what HF computes.
+            HarnessError: ENGINE_CANNOT_SERVE: no tensor of the engine has values of HF.
         """
         stepper, self._graph = self._first, graph
         hf = load_model(self._folder, dtype=torch.float32, stays=True, mtp=graph.has_mtp)
@@ -122,12 +124,12 @@ class StepEngine:
             numerics=self._numerics,
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             sampled_only=tuple(
-                tap for tap, item in learned.taps.items() if item.is_sampled_only and tap not in graph.head
+                tap for tap, mapped in learned.taps.items() if mapped.is_sampled_only and tap not in graph.head
             ),
             notes=(*_notes(learned), *getattr(stepper, "notes", ())),
             sources=_sources(learned, stepper),
         )
-        del self._first  # the runs have their own
+        del self._first  # runs open the engine again
 
     def _kept(self, stepper: Stepper, graph: Graph, learned: TapMap) -> set[str]:
         """Return the taps of the cache that the engine shows after a step."""
@@ -139,7 +141,7 @@ class StepEngine:
         return set(cache.read(number, _NUM_KEPT))
 
     def resolved_settings(self) -> ModelSettings:
-        """See `SettingsShower`: those that the engine shows itself, or else what its torch modules show."""
+        """Return the settings that the engine shows, or else those of its torch modules; see `SettingsShower`."""
         stepper = self._first
         show_settings: Callable[[], ModelSettings] | None = getattr(stepper, "resolved_settings", None)
         if show_settings is not None:
@@ -148,7 +150,7 @@ class StepEngine:
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """See `Engine.run`."""
-        assert self.map is not None, "match_taps comes first"
+        assert self.map is not None, "call match_taps first"
         assert self._graph is not None
         run = _Run(self._open(), self.map, self._places, self._graph, writer, self._numbers, workload.poison)
         for batch in workload.batches:
@@ -174,20 +176,22 @@ class _Run:
         self._poison = poison
         embeddings = (tap_map.taps[op.tap] for op in graph if op.kind is Kind.EMBEDDING and op.tap in tap_map.taps)
         self._embedding = next((mapped.sources for mapped in embeddings), ())
-        self._lasting = {tap for tap, item in tap_map.taps.items() if item.is_sampled_only or tap in graph.head}
+        self._sampled_only = {
+            tap for tap, mapped in tap_map.taps.items() if mapped.is_sampled_only or tap in graph.head
+        }
         self._sites = tap_map.sites
-        self._numbers, self._own = numbers, dict[int, int]()
+        self._numbers, self._number_of = numbers, dict[int, int]()
         self._cache, self._states = KeptCache(stepper, graph, tap_map), KeptStates(stepper, places)
         self._num_computed = Counter[int]()
-        """Rows of each request, by its number in the engine, with those that it has given up or may have taken over."""
+        """Rows of each request, by its number in the engine; includes rejected rows and a prefix that it may reuse."""
         self._longest = 0
-        """Tokens of the longest request that has ended: a wrong hit may leave as many in the cache."""
+        """Length of the longest request that has ended: a wrong prefix hit may leave as many tokens in the cache."""
 
     def begin(self, request: RequestInfo) -> int:
-        """Return how many of a prompt's tokens the engine has cached, which it then does not compute.
+        """Return the number of prompt tokens that the engine has cached and does not compute.
 
         Raises:
-            HarnessError: ENGINE_CANNOT_SERVE: the engine says no such number.
+            HarnessError: ENGINE_CANNOT_SERVE: the engine returns no valid number.
         """
         number = self._number(request)
         begin: Callable[[int, list[int]], int] | None = getattr(self._stepper, "begin", None)
@@ -205,10 +209,10 @@ class _Run:
         return cached
 
     def step(self, work: list[list[Part]]) -> None:
-        """Compute some positions of some requests, each with those of the draft that it gives up, and record them."""
-        parts = [part for item in work for part in item]
+        """Compute and record some positions of some requests, each with those of its rejected draft."""
+        parts = [part for request_parts in work for part in request_parts]
         rows = [(request, at) for request, positions in parts for at in positions]
-        lengths = [sum(len(positions) for _, positions in item) for item in work]
+        lengths = [sum(len(positions) for _, positions in request_parts) for request_parts in work]
         last = [end - 1 for end in accumulate(lengths)]
         sampled = [row for row, (request, at) in enumerate(rows) if at >= request.prompt_length - 1]
         verifies = not set(sampled) <= set(last)  # each row of a draft chooses a token
@@ -220,39 +224,42 @@ class _Run:
             request=[request.id for request, _ in rows],
             position=[at for _, at in rows],
             sampled_rows=sampled,
-            partial_rows=dict.fromkeys(self._lasting, sampled) if sampled else None,
+            partial_rows=dict.fromkeys(self._sampled_only, sampled) if sampled else None,
         )
         if self._poison is not None:
-            victim = None if self._poison.victim is None else self._own.get(self._poison.victim)
+            victim = None if self._poison.victim is None else self._number_of.get(self._poison.victim)
             self._poison.before_step(self._stepper, victim)
-        for item, length in zip(work, lengths, strict=True):
-            self._num_computed[self._number(item[0][0])] += length
-        engine_work = [(self._number(item[0][0]), _tokens(item), item[0][1].start) for item in work]
+        for request_parts, length in zip(work, lengths, strict=True):
+            self._num_computed[self._number(request_parts[0][0])] += length
+        engine_work = [
+            (self._number(request_parts[0][0]), _tokens(request_parts), request_parts[0][1].start)
+            for request_parts in work
+        ]
         spans = [range(start, start + len(tokens)) for _, tokens, start in engine_work]
-        following = [item[-1][0].token_ids[item[-1][1].stop :] for item in work]
+        following = [request_parts[-1][0].token_ids[request_parts[-1][1].stop :] for request_parts in work]
         shown, logits, num_computed = self._watched(engine_work, sampled if verifies else None, spans, following)
         num_sampled = num_computed, len(logits)  # the logits themselves are fewer where the engine returned more
         for tap, value in self._map.read(shown, spans=spans, num_sampled=num_sampled).items():
             tap_rows = value.reshape(-1, *self._graph[tap].shape)
-            if tap not in self._lasting:
+            if tap not in self._sampled_only:
                 self._writer.tap(tap, tap_rows)
             elif sampled:
                 is_few = self._map.taps[tap].is_sampled_only and len(tap_rows) < len(rows)
                 self._writer.tap(tap, tap_rows[chosen if is_few else sampled])
         self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
-        for item in work:
-            self._write_states(*item[-1])
+        for request_parts in work:
+            self._write_states(*request_parts[-1])
 
     def _write_states(self, request: RequestInfo, positions: range) -> None:
-        """Write what the engine keeps of states, where it shows them."""
+        """Record the recurrent states of a request, if the engine shows them."""
         states = {key: state[None] for key, state in self._states.read(self._number(request)).items()}
         write_states(self._writer, self._graph, states, [(0, request.id, positions.stop - 1)])
 
     def finish(self, requests: list[RequestInfo]) -> None:
-        """Let the engine free what it keeps of requests."""
+        """Record the cache of the requests, and let the engine free it."""
         free = getattr(self._stepper, "finish", None)
         for request in requests:
-            number = self._own.pop(request.id)
+            number = self._number_of.pop(request.id)
             held = self._cache.read(number, len(request.token_ids), self._num_computed.pop(number))
             write_read_back(self._writer, request, held)
             self._longest = max(self._longest, len(request.token_ids))
@@ -271,8 +278,8 @@ class _Run:
         return shown, *watched_run(self._stepper, work, see, only=self._sites, rows=rows, following=following)
 
     def _fill_padding(self, site: Site, tensor: torch.Tensor, spans: Sequence[range]) -> None:
-        """Fill rows of padding in the embedding: those after the rows of the tokens."""
-        if self._poison is None or hasattr(self._stepper, "watching"):  # its own way shows copies
+        """Fill padding rows of the embedding, which follow the rows of the tokens."""
+        if self._poison is None or hasattr(self._stepper, "watching"):  # an engine with `watching` shows copies
             return
         for source in self._embedding:
             if source.site == site:
@@ -281,27 +288,27 @@ class _Run:
                 self._poison.fill_rows(rows, is_live)
 
     def _number(self, request: RequestInfo) -> int:
-        """Return the request's number in the engine, which has never seen it; a draft has that of its request."""
+        """Return the number of the request in the engine, new in each run; a draft has that of its request."""
         request_id = request.id if request.draft_of is None else request.draft_of
-        if request_id not in self._own:
-            self._own[request_id] = next(self._numbers)
-        return self._own[request_id]
+        if request_id not in self._number_of:
+            self._number_of[request_id] = next(self._numbers)
+        return self._number_of[request_id]
 
 
 def _schedules(order: RowOrder | None, stepper: Stepper, *, has_mtp: bool = False) -> Iterator[str]:
-    """Yield the schedules of an engine: in a padded batch there are no chunks beside decode.
+    """Yield the schedules that an engine can follow. A padded batch cannot mix chunks with decode.
 
     Args:
-        order: of the rows of several requests.
+        order: order of the rows of several requests in a tensor.
         stepper: the engine.
-        has_mtp: whether MTP layers are judged: they are given the next token, and a draft would be another one.
+        has_mtp: whether MTP layers are judged. They read the next token, which would be wrong for a draft.
     """
-    is_again = recomputes(stepper)  # each step computes all earlier tokens of its request
+    recomputes_all = recomputes(stepper)  # each step computes all earlier tokens of its request
     if order is RowOrder.PACKED:
         yield from _SCHEDULES
     else:
         yield "plain"
-        if not is_again:
+        if not recomputes_all:
             yield "chunked"
             if order is not None:
                 yield "batched"
@@ -312,16 +319,19 @@ def _schedules(order: RowOrder | None, stepper: Stepper, *, has_mtp: bool = Fals
 
 
 def _steps(requests: list[RequestInfo], workload: Workload, cached: Mapping[int, int]) -> Iterator[list[list[Part]]]:
-    """Yield the work of each step: prompts, whole or in chunks, then one token of each request, or what it verifies.
+    """Yield the work of each step: prompts, whole or in chunks, then one token (or the drafts) of each request.
 
-    Of a prompt, what is not cached: the first `cached` tokens of a request, by its id.
+    The first `cached` tokens of a prompt, by the id of its request, are left out.
     """
     ahead = {
-        item.id: [
-            [(request, range(max(at.start, cached.get(item.id, 0)), at.stop)) for request, at in parts]
-            for parts in workload.steps(item)
+        request.id: [
+            [
+                (part, range(max(positions.start, cached.get(request.id, 0)), positions.stop))
+                for part, positions in parts
+            ]
+            for parts in workload.steps(request)
         ]
-        for item in requests
+        for request in requests
     }
     while any(ahead.values()):
         ready = [request for request in requests if ahead[request.id]]
@@ -329,15 +339,15 @@ def _steps(requests: list[RequestInfo], workload: Workload, cached: Mapping[int,
 
 
 def _tokens(parts: list[Part]) -> list[int]:
-    return [token for request, at in parts for token in request.token_ids[at.start : at.stop]]
+    return [token for request, positions in parts for token in request.token_ids[positions.start : positions.stop]]
 
 
 def _notes(learned: TapMap) -> Iterator[str]:
-    """Yield what a reader of the verdict should know of the map."""
+    """Yield notes on the map for the report."""
     yield f"{len(learned.taps)} taps were found by content among {learned.num_tensors} tensors"
     if learned.refusal is not None:
         yield f"each step has one request, since one of two raised {learned.refusal}"
-    guessed = [tap.tap for tap in learned.taps.values() if tap.evidence not in ("content", "definition")]
+    guessed = [mapped.tap for mapped in learned.taps.values() if mapped.evidence not in ("content", "definition")]
     if guessed:
         yield f"found by what is around them, since their own value is another: {', '.join(guessed[:4])}"
     if learned.uncertain:
@@ -346,7 +356,7 @@ def _notes(learned: TapMap) -> Iterator[str]:
 
 
 def _sources(learned: TapMap, stepper: Stepper) -> dict[str, TapSource]:
-    """Return where each tap is, with the line of code: of a module's result, that of its forward."""
+    """Return the tensor of each tap, with its line of code; for the output of a module, the line of its forward."""
     modules = {path: module for module, path in module_paths(stepper).items()}
     sources = {}
     for tap, mapped in learned.taps.items():

@@ -5,6 +5,6 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="bench",
     panel=Panel.OTHERS,
-    help="Time an engine against its peers.",
+    help="Compare the speed of an engine with other engines.",
     target="harness.extensions.bench.command:app",
 )

@@ -17,12 +17,14 @@ BENCH = Forms(
     human="harness.extensions.bench.report:bench_text", json="harness.extensions.bench.report:BenchResult.json"
 )
 
-app = typer.Typer(name="bench", no_args_is_help=True, help="Time an engine against its peers.")
+app = typer.Typer(
+    name="bench", no_args_is_help=True, rich_markup_mode=None, help="Compare the speed of an engine with other engines."
+)
 
 
 @app.callback()
 def bench() -> None:
-    """Time an engine against its peers."""
+    """Compare the speed of an engine with other engines."""
 
 
 @app.command("engine", cls=StrictCommand)
@@ -31,31 +33,40 @@ def bench_engine(
         str, typer.Option(metavar="NAME", help="tiny, 142m, qwen3-0.6b or qwen3-8b, with random weights.")
     ] = "142m",
     model: Annotated[
-        str | None, typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint of your own, in place of a shape.")
+        str | None, typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint to use instead of a shape.")
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...")] = "cpu",
-    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Times that everything is timed, in turn.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of times that each measurement is repeated.")
+    ] = 3,
     requests: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Requests of uneven lengths. [default: the shape's own]")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Number of requests of different lengths. [default: as set by the shape]"
+        ),
     ] = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help="Engine to time.")] = "reference",
     peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="hf-generate, hf-continuous, llamacpp or an engine. Repeatable. [default: all but other engines]",
+            help="Engine to compare with: hf-generate, hf-continuous, llamacpp or an installed engine. Repeatable. "
+            "[default: the first three]",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the weights and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the weights and prompts.")] = 0,
     engine_option: opt.EngineOption = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write the JSON to as well.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the result to this file as JSON.")
+    ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, BENCH.option()] = "human",
 ) -> int:
-    """Time prefill, decode and continuous batching of an engine, HuggingFace and llama.cpp.
+    """Compare the speed of an engine with others.
 
-    All get the same weights and prompts, in the same run, and must generate the same tokens first.
+    Times prefill, decode and continuous batching of the engine, HuggingFace and llama.cpp. All engines run the same
+    weights and prompts. Before timing, the command checks that they generate the same tokens.
     """
     if out is not None and out.exists():
         raise HarnessError(Code.OUTPUT_EXISTS, "the file is there already", where=out, hint="choose another --out")

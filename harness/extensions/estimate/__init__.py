@@ -5,6 +5,6 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="estimate",
     panel=Panel.OTHERS,
-    help="Estimate what a model needs on a GPU, from its config.",
+    help="Estimate memory, FLOPs and the best possible speed of a model on GPUs.",
     target="harness.extensions.estimate.command:estimate",
 )

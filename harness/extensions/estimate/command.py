@@ -30,25 +30,28 @@ def _dtype(name: str) -> str:
 def estimate(
     model: Annotated[
         str,
-        typer.Option(metavar="MODEL", help="Folder, config.json, embedded checkpoint or hub id; no weights are read."),
+        typer.Option(metavar="MODEL", help="Folder, config.json, embedded checkpoint or hub id. No weights are read."),
     ],
     gpu: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="GPU to hold it against, such as H100. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="GPU to estimate for, such as H100. Repeatable."),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the weights; float8 too.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of the weights, including float8.")] = "bfloat16",
     cache_dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of keys and values. [default: that of the weights]")
+        str | None, typer.Option(metavar="DTYPE", help="Dtype of the KV cache. [default: dtype of the weights]")
     ] = None,
-    requests: Annotated[int, typer.Option(metavar="N", min=1, help="Requests that decode together.")] = 1,
-    context: Annotated[int, typer.Option(metavar="L", min=1, help="Tokens of each request.")] = 4096,
-    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a block of the cache.")] = 16,
+    requests: Annotated[int, typer.Option(metavar="N", min=1, help="Number of requests that decode together.")] = 1,
+    context: Annotated[int, typer.Option(metavar="L", min=1, help="Context length of each request in tokens.")] = 4096,
+    block_size: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per KV cache block.")] = 16,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Profile whose times are put beside what the GPUs could do in its steps."),
+        typer.Option(
+            metavar="DIR", help="Profile to compare with: shows its times beside the estimate for the same steps."
+        ),
     ] = None,
     format: Annotated[str, ESTIMATE.option()] = "human",
 ) -> int:
-    """Estimate memory, arithmetic and the best possible speed of a model on GPUs, by their data sheets."""
+    """Estimate memory, FLOPs and the best possible speed of a model on GPUs, from their data sheets."""
     from harness.base.progress import quiet_transformers
     from harness.extensions.estimate.run import estimate as estimated
 

@@ -5,6 +5,6 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="faults",
     panel=Panel.OTHERS,
-    help="Put known bugs into the reference engine and show what is found.",
+    help="Put known bugs into the reference engine, and show which ones the check detects.",
     target="harness.extensions.faults.command:faults",
 )

@@ -18,25 +18,29 @@ FAULTS = Forms(
 
 
 def faults(
-    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Try this fault alone. Repeatable.")] = None,
-    category: Annotated[list[str] | None, typer.Option(metavar="C", help="Try the faults of this category.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Run only this fault. Repeatable.")] = None,
+    category: Annotated[
+        list[str] | None, typer.Option(metavar="C", help="Run only the faults of this category. Repeatable.")
+    ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=0, help="Sets of prompts for each benign variant. [default: 3, and 0 with a selection]"),
+        typer.Option(
+            metavar="N", min=0, help="Sets of prompts per benign variant. [default: 3; 0 with --only or --category]"
+        ),
     ] = None,
     check: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Show the whole check of the engine with this fault, and score nothing."),
+        typer.Option(metavar="ID", help="Show the complete check of the engine with this fault, without a score."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="With --check: new folder for report.html and the recordings.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the engine runs: cpu, cuda, ...")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the engine: cpu, cuda, ...")] = "cpu",
     format: Annotated[str, FAULTS.option()] = "human",
 ) -> int:
-    """Put known bugs into the reference engine, one at a time, and show what the check says of each.
+    """Put known bugs into the reference engine, and show which ones the check detects.
 
-    Benign variants of the engine are checked as well: none of them may alarm.
+    Also checks benign variants of the engine, which must pass.
     """
     if check is not None:
         refused = {"--only": only, "--category": category, "--seeds": seeds}

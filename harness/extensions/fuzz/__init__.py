@@ -5,6 +5,6 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="fuzz",
     panel=Panel.SEARCH,
-    help="Search workloads that an engine gets wrong.",
+    help="Search for workloads that an engine computes wrong.",
     target="harness.extensions.fuzz.command:app",
 )

@@ -32,17 +32,17 @@ POISON = Forms(human="harness.extensions.fuzz.report:poison_text", json=DOCUMENT
 
 
 app = typer.Typer(
-    name="fuzz", no_args_is_help=True, rich_markup_mode=None, help="Search workloads that an engine gets wrong."
+    name="fuzz", no_args_is_help=True, rich_markup_mode=None, help="Search for workloads that an engine computes wrong."
 )
 
 EngineFields = Annotated[opt.Fields, opt.CaseOptions("model", "engine", "engine_options", "dtype", "device", "truth")]
 _SECONDS, _SEED = 60.0, 0
-Seconds = Annotated[float, typer.Option(metavar="N", help="How long to search.")]
+Seconds = Annotated[float, typer.Option(metavar="N", help="Time limit of the search in seconds.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the workloads.")]
-WorkloadSeconds = Annotated[float, typer.Option(metavar="N", help="How long the engine may take for one workload.")]
+WorkloadSeconds = Annotated[float, typer.Option(metavar="N", help="Time limit of one workload in seconds.")]
 FaultId = Annotated[
     str | None,
-    typer.Option(metavar="ID", help="Search with a known bug in the reference engine; `harness faults` lists all."),
+    typer.Option(metavar="ID", help="Put this known bug into the reference engine; `harness faults` lists the bugs."),
 ]
 
 
@@ -52,20 +52,20 @@ def run(
     fields: EngineFields,
     seconds: Seconds = _SECONDS,
     seed: Seed = _SEED,
-    first: Annotated[bool, typer.Option("--first", help="Stop at the first finding.")] = False,
+    first: Annotated[bool, typer.Option("--first", help="Stop after the first finding.")] = False,
     workload_seconds: WorkloadSeconds = 60.0,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder for files that reproduce the findings.")
+        Path | None, typer.Option(metavar="DIR", help="New folder for workload files that reproduce the findings.")
     ] = None,
     replay: Annotated[Path | None, typer.Option(metavar="FILE", help="Run the workload of such a file again.")] = None,
     fault: FaultId = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, FUZZ.option()] = "human",
 ) -> int:
-    """Search workloads that an engine gets wrong.
+    """Search for workloads that an engine computes wrong.
 
-    Prompts whose lengths are near the boundaries of blocks and chunks, shared prefixes, arrivals, aborts, forks, and
-    caches that are too small. Each workload is judged as `harness check` judges; a failing one is minimized.
+    Workloads vary prompt lengths near block and chunk boundaries, shared prefixes, arrivals, aborts, forks, and the
+    size of the cache. Each workload is judged as in `harness check`. Failing workloads are minimized.
     """
     options = _options(seconds, seed, workload_seconds, first)
     searches = first or fault is not None or out is not None or (seconds, seed) != (_SECONDS, _SEED)
@@ -102,7 +102,10 @@ def invariance(
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, INVARIANCE.option()] = "human",
 ) -> int:
-    """Find which changes of the schedule alone change bits, and in which operation."""
+    """Find operations that depend on the schedule.
+
+    Changes one property of the schedule at a time, and compares the results bit by bit.
+    """
     options = _options(seconds, seed, workload_seconds)
     with progress_bar() as report:
         from harness.extensions.fuzz.run import compare_schedules
@@ -124,9 +127,10 @@ def poison(
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, POISON.option()] = "human",
 ) -> int:
-    """Fill memory that no live row may depend on, and find the operations that read it.
+    """Find operations that read unused memory.
 
-    Padding, free blocks, uninitialized memory and the memory of other requests.
+    Fills memory that no live row may depend on, and compares the results. That memory is padding, free blocks,
+    uninitialized memory and the memory of other requests.
     """
     options = _options(seconds, seed, workload_seconds)
     with progress_bar() as report:

@@ -5,6 +5,6 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="quant",
     panel=Panel.OTHERS,
-    help="Measure what quantised formats cost a model.",
+    help="Measure the quality that quantised formats of a model lose.",
     target="harness.extensions.quant.command:quant",
 )

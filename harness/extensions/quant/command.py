@@ -27,64 +27,72 @@ PAGE_NAME, TABLE_NAME = "quant.html", "quant.md"
 
 
 def quant(
-    model: opt.Model = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH_OR_HUB_ID", help=f"Original checkpoint. [default: {DEFAULT_MODEL}, embedded]"),
+    ] = None,
     types: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Types to make: of GGUF, by llama.cpp's quantiser, and torchao-int8, ...; comma list. "
-            f"[default: {DEFAULT_TYPES}; none where there is a --file, --caches or --engine]",
+            help="Types to quantise to, comma-separated: GGUF types (by llama.cpp), torchao-int8, ... "
+            f"[default: {DEFAULT_TYPES}; none with --file, --caches or --engine]",
         ),
     ] = None,
     file: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="GGUF file, or folder with a quantised or other checkpoint, of the same model. Repeatable.",
+            help="GGUF file, or folder of a checkpoint of the same model, quantised or not. Repeatable.",
         ),
     ] = None,
     caches: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Formats of the KV cache, each a row: float8_e4m3fn, int8:head, nvfp4, Q8_0, ...; comma list.",
+            help="KV cache formats to measure, comma-separated: float8_e4m3fn, int8:head, nvfp4, Q8_0, ...",
         ),
     ] = "",
     engine: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Engine whose KV cache, with its options, is measured as a row, by phase."),
+        typer.Option(
+            metavar="NAME", help="Engine whose KV cache is also measured, with its options, for prefill and decode."
+        ),
     ] = None,
     engine_option: opt.EngineOption = None,
     dtype: opt.Dtype = None,
     text_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text to measure on. [default: what the model itself says, see --seed]"),
+        typer.Option(metavar="FILE", help="Text to measure on. [default: text that the model generates, see --seed]"),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a sequence, at most.")] = 256,
-    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences that the model says.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Of what the model says.")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Maximum number of tokens per sequence.")] = 256,
+    sequences: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of sequences that the model generates.")
+    ] = 4,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the generated text.")] = 0,
     pad: Annotated[
-        bool, typer.Option("--pad", help="Fill a small model up with zeros, exactly, so that it has rows of 256.")
+        bool,
+        typer.Option("--pad", help="Pad a small model with zeros to rows of 256; its results stay exactly the same."),
     ] = False,
     parts: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Also what each part costs alone, one forward a part: layers, kinds (q_proj of all layers, ...), "
-            "weights; comma list.",
+            help="Also measure the cost of each part alone, comma-separated: layers, kinds (q_proj of all layers, "
+            "...), weights. Needs one forward per part.",
         ),
     ] = "",
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for quant.md and a page with plots, quant.html.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for quant.md and quant.html, a page with plots.")
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, QUANT.option()] = "human",
 ) -> int:
-    """Measure what quantisation costs.
+    """Measure the quality that quantised formats of a model lose.
 
-    For each type: perplexity, and KL to HuggingFace's original, split into what the format costs (the dequantised
-    weights) and what the engine's arithmetic costs besides: llama.cpp's, or HuggingFace's for the forms of torchao
-    and compressed-tensors.
+    Shows the perplexity of each type, and its KL divergence from the original in HuggingFace. The divergence is split
+    into the cost of the format (the dequantised weights) and of the arithmetic of the engine: llama.cpp, or HuggingFace
+    for the formats of torchao and compressed-tensors.
     """
     with progress_bar() as report:
         import torch

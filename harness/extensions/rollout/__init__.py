@@ -5,7 +5,7 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="rollout",
     panel=Panel.OTHERS,
-    help="Split the gap between a trainer's and an engine's log probabilities.",
+    help="Split the gap between the log probabilities of a trainer and an engine.",
     target="harness.extensions.rollout.command:rollout",
     has_engines=True,
 )

@@ -23,51 +23,63 @@ _OF_HISTORY = ("history", "out", "format")
 def rollout(
     rollouts: Annotated[
         Path | None,
-        typer.Argument(metavar="ROLLOUTS", help="JSON lines or Parquet, as verl, TRL, OpenRLHF or slime log it."),
+        typer.Argument(
+            metavar="ROLLOUTS", help="Rollouts as JSON lines or Parquet, as logged by verl, TRL, OpenRLHF or slime."
+        ),
     ] = None,
     model: opt.Model = None,
     trainer: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Checkpoint of the trainer, run by HuggingFace. [default: the log alone]"),
+        typer.Option(
+            metavar="PATH", help="Checkpoint of the trainer; HuggingFace runs it. [default: use only the log]"
+        ),
     ] = None,
     layout: Annotated[
-        str, typer.Option(metavar="alone|right|left|packed", help="How the trainer gets its rows.")
+        str,
+        typer.Option(
+            metavar="alone|right|left|packed",
+            help="Layout of the rows in the batches of the trainer: padding, or packing.",
+        ),
     ] = "right",
     engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Engine to run over the rows. [default: the log alone]")
+        str | None, typer.Option(metavar="NAME", help="Engine to run on the rows. [default: use only the log]")
     ] = None,
     engine_option: opt.EngineOption = None,
     previous: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Earlier weights, parts of which may be in use still.")
+        str | None, typer.Option(metavar="PATH", help="Earlier weights, of which the engine may still use parts.")
     ] = None,
     engine_weights: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The engine's weights, where they are other than --model.")
+        str | None, typer.Option(metavar="PATH", help="Weights of the engine. [default: those of --model]")
     ] = None,
     head: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Dtype that both sides mean to compute their head in.")
+        str | None, typer.Option(metavar="DTYPE", help="Intended dtype of the head in trainer and engine.")
     ] = None,
     weight_version: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Version of the weights whose rows are compared.")
+        str | None, typer.Option(metavar="NAME", help="Compare only rows of this version of the weights.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most rows to compare. [default: all]")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Maximum number of rows to compare. [default: all]")
+    ] = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
     truth: opt.TruthChoice = None,
     local_files_only: opt.LocalFilesOnly = False,
     history: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Show what RolloutMonitor kept of a run, step by step, and compare nothing."),
+        typer.Option(
+            metavar="FILE", help="Show the history that RolloutMonitor recorded, step by step, without a comparison."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="HTML", help="New file for a page with the terms of --history over the steps."),
+        typer.Option(metavar="HTML", help="New HTML file that plots the terms of --history over the steps."),
     ] = None,
     format: Annotated[str, ROLLOUT.option()] = "human",
 ) -> int:
-    """Split the gap between a trainer's and an engine's log probabilities in terms that add up.
+    """Split the gap between the log probabilities of a trainer and an engine into terms that add up.
 
-    Each term is measured against the model in high precision: tokens, positions, weights, routing, cache, head, the
-    distribution that is meant, operations. What rounding explains is called rounding.
+    The terms are tokens, positions, weights, routing, cache, head, the intended distribution, operations, and rounding.
+    Each is measured against the model in high precision.
     """
     arguments: dict[str, Any] = dict(locals())
     if history is not None:

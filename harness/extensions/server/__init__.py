@@ -9,6 +9,6 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="server",
     panel=Panel.SERVERS,
-    help="Check a server: its tokens, sampler, chats, weights, and answers under load.",
+    help="Check an OpenAI-compatible server: tokens, sampler, chat, weights, and answers under load.",
     target="harness.extensions.server.command:app",
 )

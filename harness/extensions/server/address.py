@@ -68,12 +68,17 @@ class AddressOptions:
 
     endpoint: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Address of the server; the environment's HARNESS_API_KEY is its key."),
+        typer.Option(
+            metavar="URL", help="URL of the server; its API key is read from the environment variable HARNESS_API_KEY."
+        ),
     ] = None
     served_model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the model at the server. [default: the first it lists]")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the model on the server. [default: the first that it lists]"),
     ] = None
-    concurrency: Annotated[int | None, typer.Option(metavar="N", help="Most requests at a time. [default: 8]")] = None
+    concurrency: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum number of concurrent requests. [default: 8]")
+    ] = None
     request_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Read timeout in seconds. [default: 60]")
     ] = None

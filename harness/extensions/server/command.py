@@ -13,7 +13,7 @@ app = typer.Typer(
     name="server",
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Check a server that speaks OpenAI's interface.",
+    help="Check an OpenAI-compatible server: tokens, sampler, chat, weights, and answers under load.",
 )
 for _command in (check, sampler, chat, audit, load):
     app.command(cls=StrictCommand)(_command)

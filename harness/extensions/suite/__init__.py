@@ -5,6 +5,6 @@ from harness.command.entry import CommandEntry, Panel
 COMMAND = CommandEntry(
     name="suite",
     panel=Panel.SEARCH,
-    help="Run many checks as one, here or on a Ray cluster.",
+    help="Run many checks, on this machine or on a Ray cluster.",
     target="harness.extensions.suite.command:app",
 )

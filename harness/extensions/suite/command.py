@@ -51,45 +51,51 @@ RAY_LOG_NAME = "ray.log"
 
 def run(
     cases: Annotated[
-        list[Path] | None, typer.Argument(metavar="CASES...", help="Case files (TOML), and folders of them.")
+        list[Path] | None, typer.Argument(metavar="CASES...", help="Case files (TOML), or folders of case files.")
     ] = None,
     matrix: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Models, engines, dtypes, schedules and prompts to multiply the cases by."),
+        typer.Option(
+            metavar="FILE",
+            help="Matrix file: models, engines, dtypes, schedules and prompts; every case runs with each combination.",
+        ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes on this machine. [default: one a CPU]")
+        int | None, typer.Option(metavar="N", min=1, help="Number of processes on this machine. [default: one per CPU]")
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT, or auto for the one here.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT, or auto for a running local one."),
     ] = None,
     store: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Folder or fsspec URL (s3://, gs://) that nodes share goldens through. [default: in --out]",
+            help="Folder or fsspec URL (s3://, gs://) where nodes share goldens. [default: in --out]",
         ),
     ] = None,
     store_patience: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long the store may fail before a case is given up.")
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Time in seconds to retry a failing store before a case is lost."),
     ] = 60.0,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder for the journal, suite.json, suite.html, junit.xml.")
+        Path | None,
+        typer.Option(metavar="DIR", help="New folder for the journal, suite.json, suite.html and junit.xml."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the suite in --out: what has ended does not run again.")
+        bool, typer.Option("--resume", help="Continue the suite in --out; finished cases do not run again.")
     ] = False,
     label: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What is tested, for `harness suite history`: a commit."),
+        typer.Option(metavar="TEXT", help="Label of this run in `harness suite history`, for example a commit."),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, SUITE.option()] = "human",
 ) -> int:
-    """Run every case, in processes of this machine or on the nodes of a cluster.
+    """Run all cases, here or on a Ray cluster.
 
-    Goldens are made once, first. A case ends as pass, mismatch, error (it could not be checked), or lost (a worker, a
-    node or the store failed three times).
+    Goldens are made first, once for all cases. The verdict on a case is pass, mismatch, error (the case could not be
+    checked), or lost (a worker, a node or the store failed three times).
     """
     _refuse_contradictions(cases, matrix, jobs, ray, store, out, resume)
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -246,21 +252,21 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run many checks as one, here or on a Ray cluster: `harness suite CASES...` (docs/scale.md).",
+    help="Run many checks, on this machine or on a Ray cluster: `harness suite CASES...` (docs/scale.md).",
 )
 app.command(_RUN, cls=StrictCommand)(run)
 
 
 @app.command(cls=StrictCommand)
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="suite.json of before, or its folder.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="suite.json of now, or its folder.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="suite.json of the earlier run, or its folder.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="suite.json of the later run, or its folder.")],
     format: Annotated[str, SUITE_DIFF.option()] = "human",
 ) -> int:
-    """Say what changed from one run of a suite to another.
+    """Compare two runs of a suite.
 
-    New failures, new passes, figures that moved beyond their noise, and slower cases. The exit status is 1 where a case
-    fails that passed before or was not there, and 4 where cases have become slower and nothing else.
+    Shows new failures, new passes, metrics that changed by more than their noise, and slower cases. The exit status is
+    1 if a case fails that passed before or is new, and 4 if cases became slower and nothing else changed.
     """
     from harness.extensions.suite.history import diff_suites
     from harness.extensions.suite.report import load_suite
@@ -276,14 +282,17 @@ def diff(
 def history(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUNS...", help="Folders of `harness suite --out`, or folders of such folders."),
+        typer.Argument(
+            metavar="RUNS...", help="Output folders of `harness suite --out`, or folders that contain them."
+        ),
     ],
-    out: Annotated[Path | None, typer.Option(metavar="HTML", help="New file for a page.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="HTML", help="New HTML file.")] = None,
     format: Annotated[str, SUITE_HISTORY.option()] = "human",
 ) -> int:
-    """Show since when cases fail, in which runs the engine's numbers changed, and what each check cost.
+    """Show the history of a suite.
 
-    The exit status is 1 where a case of the newest run does not pass.
+    Shows when cases began to fail, the runs in which the results of the engine changed, and the cost of each check. The
+    exit status is 1 if a case of the latest run does not pass.
     """
     from harness.base.files import write_text
     from harness.extensions.suite.history import read_history

@@ -16,16 +16,17 @@ app = typer.Typer(
     name="trace", help="Read Chrome traces and memory snapshots of torch.", no_args_is_help=True, rich_markup_mode=None
 )
 
-_METAVAR = "a .json or .json.gz written by torch.profiler, of this harness or another program."
+_METAVAR = "a .json or .json.gz file written by torch.profiler, by this harness or another program."
 _SNAPSHOT = (
-    "a pickle of torch.cuda.memory._dump_snapshot or of `harness profile`, nothing in which is run; or a trace of "
+    "a pickle of torch.cuda.memory._dump_snapshot or of `harness profile` (no code in it is run), or a trace of "
     "torch.profiler with profile_memory=True."
 )
 
 PhasePattern = Annotated[
     str | None,
     typer.Option(
-        metavar="REGEX", help="Events that are steps, by name; the first group is the phase. [default: annotations]"
+        metavar="REGEX",
+        help="Regular expression for the names of step events; its first group is the phase. [default: annotations]",
     ),
 ]
 
@@ -40,17 +41,21 @@ def _compiled(pattern: str | None, option: str = "--phase-pattern") -> re.Patter
 
 @app.command(cls=StrictCommand)
 def summary(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} For a folder, all traces in it.")
+    ],
     phase_pattern: PhasePattern = None,
     peak_tflops: Annotated[
         float | None,
-        typer.Option(metavar="N", min=0.001, help="Peak of the device: products show their share."),
+        typer.Option(
+            metavar="N", min=0.001, help="Peak TFLOP/s of the device; shows the share that matrix products reach."
+        ),
     ] = None,
     format: Annotated[str, forms.TRACES.option()] = "human",
 ) -> int:
-    """Sum up traces by phase and operator.
+    """Summarize traces by phase and operator.
 
-    A phase is what the annotations of the steps say, such as `decode[bs=1 toks=1 kv=128]`.
+    The annotations of the steps name the phases, for example `decode[bs=1 toks=1 kv=128]`.
     """
     from harness.profiling.trace.file import trace_files
     from harness.profiling.trace.summary import summarize
@@ -68,7 +73,10 @@ def diff(
     phase_pattern: PhasePattern = None,
     format: Annotated[str, forms.TRACE_DIFF.option()] = "human",
 ) -> int:
-    """Show what runs more or less often in B than in A, and what takes another time."""
+    """Compare the operators of two traces.
+
+    Shows operators that run more or less often in B than in A, or whose time differs.
+    """
     from harness.profiling.trace.summary import diff_traces, summarize
 
     pattern = _compiled(phase_pattern)
@@ -79,15 +87,24 @@ def diff(
 
 @app.command("critical-path", cls=StrictCommand)
 def critical_path(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} Of a folder, all in it.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help=f"Traces: {_METAVAR} For a folder, all traces in it.")
+    ],
     within: Annotated[
         str | None,
-        typer.Option(metavar="REGEX", help="A step, by the name of its event. [default: the whole trace]"),
+        typer.Option(
+            metavar="REGEX", help="Regular expression for the name of a step event. [default: the whole trace]"
+        ),
     ] = None,
-    instance: Annotated[int, typer.Option(metavar="N", help="Which of the steps that match; -1 is the last one.")] = 0,
+    instance: Annotated[
+        int, typer.Option(metavar="N", help="Index of the step among those that match; -1 is the last one.")
+    ] = 0,
     format: Annotated[str, forms.CRITICAL_PATHS.option()] = "human",
 ) -> int:
-    """Show what a duration is made of: the chain of operators, launches and kernels that its end has waited for."""
+    """Show the critical path of a trace or step.
+
+    The critical path is the chain of operators, launches and kernels that determines the duration.
+    """
     from harness.base.memory import collecting_no_garbage
     from harness.profiling.trace.critical_path import critical_path
     from harness.profiling.trace.file import read_trace, trace_files
@@ -104,9 +121,12 @@ def critical_path(
 @app.command(cls=StrictCommand)
 def flame(
     file: Annotated[Path, typer.Argument(metavar="FILE", help=f"Trace: {_METAVAR}")],
-    out: Annotated[Path, typer.Option(metavar="HTML", help="New file for the page.")],
+    out: Annotated[Path, typer.Option(metavar="HTML", help="New HTML file.")],
 ) -> int:
-    """Write a flame graph of the CPU's stacks as one page for a browser; stacks are deep with `with_stack=True`."""
+    """Write a flame graph of the CPU stacks.
+
+    Record the trace with `with_stack=True` to see Python functions.
+    """
     from harness.profiling.trace.nesting import flame
     from harness.report.trace import flame_html
 
@@ -120,11 +140,14 @@ def flame(
 def memory(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=f"Snapshots: {_SNAPSHOT}")],
     out: Annotated[
-        Path | None, typer.Option(metavar="HTML", help="New file for a page with the timeline of each history.")
+        Path | None, typer.Option(metavar="HTML", help="New HTML file with the timeline of each allocation history.")
     ] = None,
     format: Annotated[str, forms.MEMORY.option()] = "human",
 ) -> int:
-    """Show what is in use, what was at the peak, what was allocated and kept, and what did not fit."""
+    """Summarize memory snapshots.
+
+    Shows the memory in use, the peak, allocations that were not freed, and out-of-memory errors.
+    """
     from harness.profiling.memory.summary import summarize_memory, summarize_with_timelines
 
     if out is None:
@@ -145,7 +168,10 @@ def memory_diff(
     after: Annotated[Path, typer.Argument(metavar="B", help="Snapshot after.")],
     format: Annotated[str, forms.MEMORY_DIFF.option()] = "human",
 ) -> int:
-    """Show which places in the code hold more or less in B than in A, now and at the peak."""
+    """Compare two memory snapshots.
+
+    Shows the places in the code that hold more or less memory in B than in A, at the end and at the peak.
+    """
     from harness.profiling.memory.summary import diff_memory
 
     forms.MEMORY_DIFF.show(diff_memory(before, after), format)

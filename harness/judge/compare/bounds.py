@@ -1,16 +1,16 @@
 """The largest local error that rounding can explain, row by row.
 
-Of known kinds of operation the bound is derived (docs/how-verdicts-work.md), in units of one rounding:
+For known kinds of operation, the bound is derived (docs/how-verdicts-work.md), in units of one rounding:
 
     bound = roundings * largest + accumulation * (1 + amplification) * fine + scores * score_sensitivity * fine
             + products * amplification + underflow
 
 `largest` (about 2.3) is the largest relative error of one rounding over its RMS. A row that one channel dominates
-reaches it. `fine` is the rounding of the accumulator (float32, whatever the engine's dtype) in units of the engine's
-dtype: 1 in float32, 1.5e-5 in bfloat16. The amplifications are measured per row, so a row whose terms cancel gets the
-room it needs and no other row does. The constants are measured: reports/cpu/noise-floors.md.
+can reach it. `fine` is the rounding of the accumulator (float32, whatever the engine's dtype) in units of the engine's
+dtype: 1 in float32, 1.5e-5 in bfloat16. The amplifications are measured per row, so only a row whose terms cancel gets
+a larger bound. The constants are measured: reports/cpu/noise-floors.md.
 
-Everything else is bounded by its *control*: what HF's own module loses in the engine's dtype on the same inputs.
+Any other operation is bounded by its *control*: the error of the HF module in the engine's dtype on the same inputs.
 """
 
 import math
@@ -22,18 +22,18 @@ from harness.base.metrics import largest_rounding, rounding_unit
 from harness.formats.taps import ErrorModel
 
 CONTROL_FACTOR = 4.0
-"""The largest ratio of a row's error to its control's, in one operation (reports/cpu/families.md has those seen)."""
+"""Largest allowed ratio of the error of a row to that of its control, for one operation (reports/cpu/families.md)."""
 UNRECORDED_FACTOR = 10.0
-"""The same where taps between were not recorded: errors of several operations, which add up in other ways."""
+"""The same ratio across taps that were not recorded, where the errors of several operations add up."""
 _ONE_OPERATION = ErrorModel(roundings=1, accumulation=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """By how much rounding inside an operation is amplified, row by row: float64 [rows] each, None for not at all."""
+    """Amplification of rounding inside an operation, per row: float64 [rows]; None for no amplification."""
 
     amplification: torch.Tensor | None = None
-    """By how much the relative error of a row exceeds that of the products summed in it, when they cancel. Linear:
+    """Ratio of the relative error of a row to that of the products summed in it, which is large if they cancel. Linear:
     sqrt(sum_jk w_jk^2 x_k^2) / ||y||. Attention: see `attention_sensitivity`."""
     score_sensitivity: torch.Tensor | None = None
     """Attention only: relative change of the row per relative rounding of the scores."""
@@ -46,9 +46,9 @@ def derived_bound(
 
     Args:
         model: how often and where the operation rounds.
-        dtype: the engine's.
-        sensitivity: of the rows.
-        expected: [rows, ...] what they should be.
+        dtype: dtype of the engine.
+        sensitivity: sensitivity of the rows.
+        expected: [rows, ...] expected values.
     """
     fine = rounding_unit(torch.float32) / rounding_unit(dtype)
     bound = torch.full((len(expected),), model.roundings * largest_rounding(dtype), dtype=torch.float64)
@@ -66,7 +66,7 @@ def derived_bound(
 
 
 def _underflow(dtype: torch.dtype, expected: torch.Tensor) -> torch.Tensor:
-    """Room for values below the smallest normal number: their rounding is absolute, a subnormal step each."""
+    """Return the bound for subnormal values, whose rounding is absolute: one subnormal step per value."""
     norm = torch.linalg.vector_norm(expected.flatten(1), dim=1).to("cpu", torch.float64)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     absolute = math.sqrt(max(1, expected[0].numel() if len(expected) else 1)) * smallest
@@ -76,18 +76,18 @@ def _underflow(dtype: torch.dtype, expected: torch.Tensor) -> torch.Tensor:
 def control_bound(
     control: torch.Tensor, dtype: torch.dtype, *, factor: float, model: ErrorModel | None = None
 ) -> torch.Tensor:
-    """Return the largest local error that each row may show where the control says what rounding does.
+    """Return the largest local error that each row may show, from the error of its control.
 
     Args:
-        control: [rows] float64, the control's own errors in roundings.
-        dtype: the engine's.
-        factor: how many times its control's error a row may be off.
-        model: of the operation itself, where it has one: its floor.
+        control: [rows] float64, errors of the control in roundings.
+        dtype: dtype of the engine.
+        factor: largest allowed ratio of the error to that of the control.
+        model: error model of the operation, which gives the least bound; None for that of one rounding.
     """
     fine = rounding_unit(torch.float32) / rounding_unit(dtype)
     floor_model = model or _ONE_OPERATION
     floor = floor_model.roundings * largest_rounding(dtype) + floor_model.accumulation * fine
     known = control[control.isfinite()]
-    # A row where HF happened to be exact says nothing of what rounding may do: the median is the least.
+    # HF may be exact in a row by chance, so the median over the rows is the least error assumed.
     typical = float(known.median()) if len(known) else 0.0
     return floor + factor * control.nan_to_num(nan=typical, posinf=typical).clamp(min=typical)

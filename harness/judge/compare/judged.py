@@ -1,4 +1,4 @@
-"""One tap with every judgement on it, and what a report says of it: figures, findings, and the first divergence."""
+"""The judgement on one tap, and its form in a result: metrics, findings, and the first divergence."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -23,28 +23,28 @@ class TapJudgement:
 
     operation: Operation
     errors: LocalErrors | None
-    """Replayed on the engine's own inputs, or read back from its cache; where it exists, it decides."""
+    """Errors by replay on the inputs of the engine, or of a cache read back. If present, they decide the verdict."""
     propagated: PropagatedErrors | None
-    """Against the golden."""
+    """Errors relative to the golden."""
     is_in_graph: bool
-    """Whether propagation may judge it; a tap that is not in the graph is only measured."""
+    """Whether the tap is in the graph; otherwise its errors are measured, but not judged."""
 
     @property
     def rows(self) -> Rows:
-        """Identity of the rows judged."""
+        """The rows that were judged."""
         source = self.errors or self.propagated
         assert source is not None
         return source.rows
 
     @cached_property
     def bad(self) -> torch.Tensor:
-        """[rows] bool: out of bounds by the judgement that decides."""
+        """[rows] bool: out of bounds by the errors that decide the verdict."""
         if self.errors is not None:
             return self.errors.bad
         assert self.propagated is not None
         if not self.is_in_graph:
             return torch.zeros(len(self.rows), dtype=torch.bool)
-        # Where the expected side is not finite, finite rows have no reference; that is another finding.
+        # If the expected side is not finite, there is no reference; that is a separate finding.
         return self.propagated.is_far | ~self.propagated.metrics.is_finite
 
     @property
@@ -54,12 +54,12 @@ class TapJudgement:
 
     @cached_property
     def effect(self) -> Effect | None:
-        """The direction that the errors of all rows have together, if no single row is out of bounds."""
+        """The systematic effect over all rows, if no single row is out of bounds."""
         return None if self.is_bad or self.errors is None else self.errors.effect
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a row is out of bounds, or all of them together are."""
+        """Whether a row is out of bounds, or the rows have a systematic effect."""
         return self.is_bad or self.effect is not None
 
     @cached_property
@@ -69,7 +69,7 @@ class TapJudgement:
 
     @property
     def code(self) -> Code:
-        """The code of the first bad row, or of all rows together."""
+        """The error code of the first bad row, or of the systematic effect."""
         if self.effect is not None:
             return Code.SYSTEMATIC_ERROR
         at, errors = self.first_bad, self.errors
@@ -98,7 +98,7 @@ class TapJudgement:
         return Verdict.CONVENTION if self.errors.convention else Verdict.NOISE
 
     def ratio_at(self, at: int) -> float | None:
-        """Return the ratio of a judged row's propagated error to HF's own; None if the golden does not have the row."""
+        """Return the ratio of the propagated error of a row to that of HF; None if the golden does not have the row."""
         if self.propagated is None:
             return None
         request, position = self.rows.request[at], self.rows.position[at]
@@ -107,7 +107,7 @@ class TapJudgement:
 
 
 def judge(graph: Graph, errors: Mapping[str, LocalErrors], propagation: Propagation) -> list[TapJudgement]:
-    """Join the judgements of each tap, in the order of the graph; taps outside of the graph come last, unjudged."""
+    """Combine the errors of each tap into judgements, in the order of the graph; taps outside of it come last."""
     known = graph.by_tap
     others = [Operation(tap=tap, kind=Kind.OTHER) for tap in propagation.errors if tap not in known]
     return [
@@ -167,7 +167,7 @@ def _distance(judged: TapJudgement) -> str:
 
 
 def choice_finding(tap: str, rows: Rows) -> Finding:
-    """Say where a router that no replay judged chose otherwise: without the truth's scores, no tie is known."""
+    """Return the finding on a router that chose other indices and was not replayed; ties are unknown without scores."""
     at = rows.first(torch.ones(len(rows), dtype=torch.bool))
     request, position = int(rows.request[at]), int(rows.position[at])
     message = (
@@ -178,7 +178,7 @@ def choice_finding(tap: str, rows: Rows) -> Finding:
 
 
 def systematic_finding(judged: TapJudgement) -> Finding:
-    """Return the finding on a tap whose rows are all within their bounds and have a direction together."""
+    """Return the finding on a tap whose rows are within their bounds, but have a systematic effect."""
     effect, tap = judged.effect, judged.operation.tap
     assert effect is not None
     what = f"{effect.kind} {effect.which}".strip()
@@ -203,7 +203,7 @@ def oracle_finding(propagation: Propagation) -> Finding | None:
 
 
 def tap_result(judged: TapJudgement) -> TapResult:
-    """Return the figures of one tap for the report, over all its rows."""
+    """Return the metrics of one tap over all its rows."""
     errors, propagated = judged.errors, judged.propagated
     judged_by = "propagated" if judged.is_in_graph else "none"
     if errors is not None:
@@ -232,7 +232,7 @@ def tap_result(judged: TapJudgement) -> TapResult:
 
 
 def _row_id(judged: TapJudgement, at: int) -> RowId:
-    """Return the identity of a row, and of the element in it with the largest error if that was measured."""
+    """Return the row, and the index of its element with the largest error if that was measured."""
     request, position = int(judged.rows.request[at]), int(judged.rows.position[at])
     index = -1
     if judged.propagated is not None:
@@ -282,10 +282,10 @@ def _propagated_figures(propagated: PropagatedErrors) -> dict[str, float | int]:
 def first_divergence(
     judged: Sequence[TapJudgement], misshapen: Collection[str], graph: Graph, actual: Recording
 ) -> Divergence | None:
-    """Describe the first operation that is wrong: by its values, or by a shape that cannot be judged."""
+    """Describe the first wrong operation: one with wrong values, or with a shape that cannot be judged."""
     order = {operation.tap: at for at, operation in enumerate(graph)}
     shape = min((tap for tap in misshapen if tap in order), key=order.__getitem__, default=None)
-    wrong = _state_before(next((item for item in judged if item.is_wrong), None), judged)
+    wrong = _state_before(next((judgement for judgement in judged if judgement.is_wrong), None), judged)
     if shape is not None and (wrong is None or order[shape] < order.get(wrong.operation.tap, len(order))):
         return _of_shape(shape, actual) or (None if wrong is None else _of_values(wrong, actual))
     return None if wrong is None else _of_values(wrong, actual)
@@ -297,9 +297,11 @@ def _state_before(wrong: TapJudgement | None, judged: Sequence[TapJudgement]) ->
         return wrong
     first = int(wrong.rows.step[wrong.bad].min())
     states = (
-        item
-        for item in judged
-        if item.operation.kind is Kind.STATE and item.operation.layer == wrong.operation.layer and item.is_bad
+        judgement
+        for judgement in judged
+        if judgement.operation.kind is Kind.STATE
+        and judgement.operation.layer == wrong.operation.layer
+        and judgement.is_bad
     )
     return next((state for state in states if int(state.rows.step[state.bad].min()) < first), wrong)
 

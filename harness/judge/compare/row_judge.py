@@ -1,8 +1,8 @@
-"""Judge rows of one operation: their errors, their bounds, and the convention that the engine follows in them.
+"""Judge rows of one operation: measure their errors, bound them, and find the convention that the engine follows.
 
-Choices of a router are judged as tokens are. A row may choose other experts than the truth does on the same input if
-the truth's own scores are as near as rounding makes them: a tie. What the experts then compute is judged on the
-engine's choice.
+Choices of a router are judged like tokens. A row may choose other experts than the high-precision model does on the
+same input if their scores are equal within rounding (a tie). The output of the experts is then judged for the choice of
+the engine.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,10 @@ from harness.results.check import Effect
 def choice_errors(rows: TapRows) -> torch.Tensor:
     """Return the distance of each row's choice from the truth's, as a multiple of what rounding allows: [rows] float64.
 
-    With s the truth's scores, the distance is the highest score that the truth chose and the engine did not, less the
-    lowest score that the engine chose and the truth did not. It is infinite where an index does not exist or comes
-    twice. Scores of -inf are masked: where there are too few finite scores, any masked one may be chosen. Rounding
-    allows twice the largest error that HF's own scores have in the engine's dtype, in that row or in the median of all
-    rows, and at least one rounding of the scores.
+    The distance is the highest score that only the truth chose, minus the lowest score that only the engine chose, both
+    by the scores of the truth. It is infinite if an index does not exist or occurs twice. Scores of -inf are masked; if
+    there are too few finite scores, any masked one may be chosen. Rounding allows twice the largest error that the
+    scores of HF have in the engine's dtype, in that row or in the median row, and at least one rounding of the scores.
     """
     scores = rows.value.scores
     assert scores is not None
@@ -48,7 +47,7 @@ def choice_errors(rows: TapRows) -> torch.Tensor:
 
 
 def _distances(s: torch.Tensor, chosen: torch.Tensor, meant: torch.Tensor) -> torch.Tensor:
-    """[rows] float64, of scores [rows, n], the engine's indices [rows, k] and the truth's [rows, k or fewer]."""
+    """Return [rows] float64 for scores [rows, n], the indices of the engine [rows, k] and of the truth [rows, <= k]."""
     is_seen = s > -torch.inf
     ours, theirs = _members(chosen, s.shape[1]), _members(meant, s.shape[1]) & is_seen
     missed = s.masked_fill(~(theirs & ~ours), -torch.inf).amax(dim=1)
@@ -60,64 +59,63 @@ def _distances(s: torch.Tensor, chosen: torch.Tensor, meant: torch.Tensor) -> to
 
 
 def _members(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """[rows, count] bool: the scores that the indices [rows, k] name; indices that do not exist name none."""
+    """Return [rows, count] bool: the scores that the indices [rows, k] select; invalid indices select none."""
     inside = (indices >= 0) & (indices < count)
     named = torch.zeros(len(indices), count + 1, dtype=torch.bool, device=indices.device)
     return named.scatter(1, indices.where(inside, count), True)[:, :count]
 
 
 def _noise(s: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
-    """[rows] float64: the largest error of HF's own scores, and at least one rounding."""
+    """Return [rows] float64: the largest error of the scores of HF, and at least one rounding."""
     is_seen = s.isfinite() & control.isfinite()
     error = (control.to(torch.float64) - s).abs().where(is_seen, 0).amax(dim=1)
     return error.clamp(min=rounding_unit(control.dtype) * s.abs().where(is_seen, 0).amax(dim=1))
 
 
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements of a weight that are squared at a time, so that they stay in the second-level cache."""
+"""Number of weight elements that are squared at a time; they fit into the L2 cache."""
 _OPEN_OF_ATTENTION = 0.5
-"""Share of the bound without sensitivities from which on those of attention are measured. They decide above 1. Below
-1 a report would show shares of a bound that is far too small, as sensitivities are most of the bound in float32."""
+"""Share of the bound without sensitivities above which the sensitivities of attention are measured. The verdict needs
+them only above 1. In float32 they are most of the bound, so a report would otherwise show shares that are too large."""
 _MAJORITY = 0.5
-"""Share of the rows from which the finer dtype is the operation's."""
+"""Share of rows that must fit the finer dtype for it to be the dtype of the operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalErrors:
-    """Errors of rows of one operation that was judged by itself; tensors [rows] in the order of `rows`."""
+    """Errors of the rows of one operation that was judged separately; tensors [rows] in the order of `rows`."""
 
     rows: Rows
     roundings: torch.Tensor
-    """float64; infinite where the engine's row is not finite though it should be, NaN where it cannot be judged because
-    its inputs are not finite."""
+    """float64 errors; infinite if the row is not finite but should be, NaN if its inputs are not finite, so that it
+    cannot be judged."""
     bound: torch.Tensor
-    """float64: the largest error that rounding explains."""
+    """float64: the largest error that rounding can explain."""
     dtype: torch.dtype | None = None
-    """The unit: what the operation's tensors are rounded to; None if nothing was measured in roundings."""
+    """Dtype to which the tensors are rounded, which defines one rounding; None if no error is in roundings."""
     expected: torch.Tensor | None = None
-    """[rows, W] what the rows were judged against: the truth's, or what the convention gives. It is kept only while the
-    rows of one batch are judged."""
+    """[rows, W] expected values: those of the truth, or of the convention. Kept only while one batch is judged."""
     control: torch.Tensor | None = None
-    """float64: what HF's own module loses in the engine's dtype on the same inputs; None if it was not run."""
+    """float64: error of the HF module in the engine's dtype on the same inputs; None if it was not run."""
     is_bounded_by_control: bool = False
     convention: str | None = None
     allowance: float = 0.0
-    """The most roundings that the convention adds to the bound of a row. An effect over all rows may be as large."""
+    """Most roundings that the convention adds to the bound of a row; a systematic effect may be as large."""
     effect: Effect | None = None
-    """A direction that the errors have over all rows, and that neither truth nor control has."""
+    """Systematic effect of the errors over all rows, which the control does not have."""
     unrecorded: tuple[str, ...] = ()
-    """Taps that HF computed because they were not recorded; empty if the operation was judged by itself."""
+    """Taps that HF recomputed because they were not recorded; empty if all inputs were recorded."""
     failures: tuple[str, ...] = ()
-    """Conventions that raised, so that the operation was not judged under them."""
+    """Conventions that raised an error and so could not be tried."""
 
     @property
     def bad(self) -> torch.Tensor:
-        """bool: out of bounds."""
+        """[rows] bool: out of bounds."""
         return self.roundings > self.bound
 
     @property
     def num_bad(self) -> int:
-        """Rows that are out of bounds."""
+        """Number of rows that are out of bounds."""
         return int(self.bad.sum())
 
     @property
@@ -149,28 +147,28 @@ class LocalErrors:
 
 
 class RowJudge:
-    """Judges rows of a model's operations, of one engine."""
+    """Judges rows of the operations of one engine."""
 
     def __init__(self, hf: HFModel, dtype: torch.dtype, usable: set[str], declared: Numerics) -> None:
         """Prepare to judge.
 
         Args:
             hf: the model.
-            dtype: the engine's; the control is in it.
-            usable: recorded taps whose shape and dtype fit.
-            declared: what the engine says of its arithmetic.
+            dtype: dtype of the engine and of the control.
+            usable: recorded taps whose shape and dtype match.
+            declared: arithmetic that the engine declares.
         """
         self._hf, self._dtype, self._usable, self._declared = hf, dtype, usable, declared
         self._column_norms: dict[str, torch.Tensor] = {}
         self.failures: dict[str, list[str]] = {}
-        """By tap: conventions that raised, and where."""
+        """By tap: conventions that raised an error, and where."""
 
     def judge(self, rows: TapRows, *, dtype: torch.dtype | None = None) -> LocalErrors:
-        """Judge rows in the dtype of their operation's tensors.
+        """Judge rows in the dtype of the tensors of their operation.
 
         Args:
-            rows: of one operation.
-            dtype: in which earlier rows of the operation were judged; None for the first rows.
+            rows: rows of one operation.
+            dtype: dtype in which earlier rows of the operation were judged; None for the first rows.
         """
         if dtype is None and self._may_be_finer(rows):
             finer = self._judge_in(rows, torch.float32)
@@ -179,7 +177,7 @@ class RowJudge:
         return self._judge_in(rows, dtype or self._dtype)
 
     def _may_be_finer(self, rows: TapRows) -> bool:
-        """Whether the tensors may be finer than the engine's dtype, and the truth is finer than they are."""
+        """Whether the tensors may have a finer dtype than the engine, and the truth an even finer one."""
         is_derived = not rows.unrecorded and KINDS[rows.operation.kind].error_model is not None
         if not is_derived or self._dtype not in HALF or rows.actual.dtype != torch.float32:
             return False
@@ -221,12 +219,12 @@ class RowJudge:
                 return control_bound(roundings.new_zeros(len(roundings)), dtype, factor=factor, model=model), True
             more = _is_rounded(rows.actual, dtype) & ~_is_rounded(rows.control, dtype)
             bound = control_bound(control, dtype, factor=factor, model=model)
-            # The control runs as a prompt. There HF may round once less than in decode.
+            # The control runs as prefill, where HF may round once less than in decode.
             return bound + largest_rounding(dtype) * more, True
         bound = self._derived_bound(model, rows, roundings, control, dtype)
         if control is None or not bool((control > bound).any()):
             return bound, False
-        # HF's own module rounds more than the error model of its kind says, so the model does not hold for it.
+        # The HF module rounds more than the error model assumes, so the model does not apply.
         return torch.maximum(bound, control_bound(control, dtype, factor=CONTROL_FACTOR, model=model)), True
 
     def _derived_bound(
@@ -237,7 +235,7 @@ class RowJudge:
         control: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return the bound of each row; sensitivities, which only add to it, are measured where they may decide."""
+        """Return the bound of each row. Sensitivities only increase it, and are measured only where they can matter."""
         bound = derived_bound(model, dtype, Sensitivity(), rows.expected)
         share = _OPEN_OF_ATTENTION if rows.operation.kind is Kind.ATTENTION else 1.0
         is_open = roundings > share * bound
@@ -257,7 +255,7 @@ class RowJudge:
 
     def _linear_sensitivity(self, rows: TapRows) -> Sensitivity:
         weight = getattr(self._hf.module(rows.operation.module), "weight", None)
-        (x,) = (item.flatten(1) for item in rows.inputs())
+        (x,) = (tensor.flatten(1) for tensor in rows.inputs())
         if not isinstance(weight, torch.Tensor) or x.shape[1] not in weight.shape:
             return Sensitivity()
         norms = self._column_norms.get(rows.operation.tap)
@@ -270,7 +268,7 @@ class RowJudge:
     def under_best_convention(self, rows: TapRows, errors: LocalErrors) -> LocalErrors | None:
         """Judge rows under each convention that applies; return the errors with the fewest bad rows, then the smallest.
 
-        None if no convention applies.
+        Return None if no convention applies.
         """
         assert errors.dtype is not None
         subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
@@ -311,7 +309,7 @@ def _recorded(rows: TapRows, tap: str) -> torch.Tensor | None:
 
 
 def _under(rounding: Rounding, rows: TapRows, errors: LocalErrors, sensitivity: Sensitivity) -> LocalErrors:
-    """Judge rows by a convention."""
+    """Judge rows under one convention."""
     expected = rounding.expected().to(rows.expected.device)
     assert errors.dtype is not None
     roundings = _roundings(rows.actual, expected, errors.dtype)

@@ -1,4 +1,4 @@
-"""Compare one recording with one golden: make every judgement, and join them into a result."""
+"""Compare one recording with one golden: judge every tap, and combine the judgements into a result."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -55,11 +55,11 @@ class Comparison:
 
     result: RunResult
     errors: Mapping[str, LocalErrors]
-    """By tap: operations judged by themselves, and the cache read back, states included."""
+    """By tap: errors of operations that were judged separately, and of the caches and states read back."""
     evidence: Mapping[str, Evidence]
-    """By tap: wrong rows of operations that were judged by themselves, and of states."""
+    """By tap: wrong rows of operations that were judged separately, and of states."""
     states: StateRuns | None = None
-    """Runs the truth over any of the recorded rows, and returns the states that it leaves."""
+    """Runs the high-precision model over recorded rows, and returns the resulting states."""
 
 
 def compare_run(
@@ -73,20 +73,20 @@ def compare_run(
     sample: RowSample | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare an engine's recording with a golden, or with another engine's recording.
+    """Compare the recording of an engine with a golden, or with the recording of another engine.
 
     Args:
         actual: what the engine recorded.
         expected: the golden, or another recording without noise.
-        hf: the model that judges every operation by itself; without it the rows are only compared.
+        hf: the model that replays every operation separately; without it, rows are only compared.
         requirements: what `actual` must hold to pass; by default the taps of `expected`, and a decode step.
-        truth: precision in which operations are judged, `float64`, `float32` or `auto`.
-        stops_early: end at the first operation that is wrong.
-        sample: of the positions at which products and attention are judged; None for all.
-        progress: told what is being done.
+        truth: precision in which operations are replayed: `float64`, `float32` or `auto`.
+        stops_early: stop at the first wrong operation.
+        sample: sample of the positions at which products and attention are judged; None for all.
+        progress: called with the current stage.
 
     Raises:
-        HarnessError: the recordings hold different prompts or are of different dtypes, or one of them is damaged.
+        HarnessError: the recordings have different prompts or dtypes, or one of them is damaged.
     """
     begin, sides, required = time.perf_counter(), _sides(actual, expected, hf), requirements or Requirements()
     judgements = _judge(sides, hf, truth=truth, stops_early=stops_early, sample=sample, progress=progress)
@@ -100,7 +100,7 @@ def compare_run(
         schedule=actual.manifest.schedule or "recorded",
         outcome=_outcome(judgements.judged, coverage, num_tokens, findings, required.least_compute),
         num_rows=sum(step.entry.num_rows for step in actual.steps if step.phase != "readback"),
-        taps=tuple(tap_result(item) for item in judgements.judged),
+        taps=tuple(tap_result(judgement) for judgement in judgements.judged),
         findings=tuple(findings),
         first_divergence=first_divergence(judgements.judged, misshapen, sides.graph, actual),
         tokens=tokens,
@@ -123,23 +123,23 @@ def compare_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sides:
-    """Two recordings of the same requests, their taps named as in the graph."""
+    """Two recordings of the same requests, with taps named as in the graph."""
 
     actual: Recording
     graph: Graph
     usable: set[str]
-    """Recorded taps whose shape and dtype fit."""
+    """Recorded taps whose shape and dtype match."""
     findings: Sequence[Finding]
-    """Taps whose shape or dtype does not fit."""
+    """Findings on taps whose shape or dtype does not match."""
     ours: Locator
     theirs: Locator
     noise: Mapping[str, torch.Tensor]
     sketched: Collection[str]
-    """Taps of which the golden holds sketches."""
+    """Taps for which the golden holds only sketches."""
 
 
 def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
-    """Bring both recordings to the same requests and names."""
+    """Match the requests of both recordings, and use the same names of taps."""
     for recording in (expected.recording, actual):
         refuse_part(recording)
     refuse_other_dtype(expected.recording, actual)
@@ -168,7 +168,7 @@ class _Judgements:
 
     local: LocalJudgement
     errors: Mapping[str, LocalErrors]
-    """Of operations judged by themselves, and of caches and states that were read back."""
+    """Errors of operations that were judged separately, and of caches and states read back."""
     states: StateJudgement
     runs: StateRuns | None
     propagation: Propagation
@@ -184,14 +184,14 @@ def _judge(
     sample: RowSample | None,
     progress: Progress | None,
 ) -> _Judgements:
-    """Judge operations by themselves, the cache, and how errors propagate."""
+    """Judge each operation separately, the caches and states, and the propagated errors."""
     actual, graph, usable = sides.actual, sides.graph, sides.usable
     local, done = LocalJudgement(errors={}, evidence={}), list[Propagation]()
     with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
         beside.submit(
             lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
         )
-        if sample is not None:  # the sample holds the rows that stand out
+        if sample is not None:  # the sample includes outliers, so propagation is needed first
             done = list(beside.finished())
             sample = replace(sample, standing_out=rows_standing_out(done[0]))
         if hf is not None:
@@ -201,23 +201,22 @@ def _judge(
         (propagation,) = done or beside.finished()
     theirs = sides.theirs if _runs_as_the_golden(local) else None
     caches = cache_errors(sides.ours, graph, usable, theirs, sides.noise, sketched=sides.sketched)
-    errors = {**local.errors, **{op.tap: item for op, item in caches}}
+    errors = {**local.errors, **{op.tap: cache for op, cache in caches}}
     states, runs = StateJudgement(), None
     if hf is not None and not local.is_partial:
         runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))
         states = judge_states(runs, graph, usable)
         errors |= states.errors
     judged = judge(graph, errors, propagation)
-    if local.is_partial:  # the other taps may be wrong, or may come from wrong inputs
-        judged = [item for item in judged if item.errors is not None]
+    if local.is_partial:  # the other taps may be wrong, or may have wrong inputs
+        judged = [judgement for judgement in judged if judgement.errors is not None]
     return _Judgements(local=local, errors=errors, states=states, runs=runs, propagation=propagation, judged=judged)
 
 
 def _runs_as_the_golden(local: LocalJudgement) -> bool:
-    """Whether only rounding separates what the engine computes from the golden.
+    """Whether only rounding separates the engine from the golden.
 
-    It does not where inputs of products are quantised: then the expected content of a cache is known from the recording
-    alone.
+    Not if the inputs of products are quantised. The expected content of a cache is then known only from the recording.
     """
     quantised = QUANTISED_INPUTS.partition("{")[0]
     return not any((errors.convention or "").startswith(quantised) for errors in local.errors.values())
@@ -226,7 +225,7 @@ def _runs_as_the_golden(local: LocalJudgement) -> bool:
 def _tokens_and_coverage(
     sides: _Sides, expected: Golden, hf: HFModel | None, judgements: _Judgements, required: Requirements
 ) -> tuple[TokenResult, Coverage, list[Finding]]:
-    """Compare the tokens, and count what was recorded; return what differs or is missing as findings."""
+    """Compare the tokens and measure the coverage; return differences and gaps as findings."""
     graph, ours, noise = sides.graph, sides.ours, sides.noise.get(LOGIT_NOISE)
     is_other = bool(judgements.propagation.other_choices)
     sound = ours if _own_logits_decide(judgements.judged, graph.logits, has_other_choices=is_other) else None
@@ -251,34 +250,38 @@ def _tokens_and_coverage(
 
 
 def _findings(sides: _Sides, judgements: _Judgements) -> list[Finding]:
-    """Return what is wrong with operations, with the oracle, and with the cache and its slots."""
+    """Return the findings on operations, the oracle, and the cache and its slots."""
     not_finite = oracle_finding(judgements.propagation)
-    findings = [bad_finding(item) for item in judgements.judged if item.is_bad] + ([not_finite] if not_finite else [])
-    findings += [systematic_finding(item) for item in judgements.judged if item.effect is not None]
-    judged = {item.operation.tap for item in judgements.judged}
+    findings = [bad_finding(judgement) for judgement in judgements.judged if judgement.is_bad] + (
+        [not_finite] if not_finite else []
+    )
+    findings += [systematic_finding(judgement) for judgement in judgements.judged if judgement.effect is not None]
+    judged = {judgement.operation.tap for judgement in judgements.judged}
     findings += [
         choice_finding(*choice) for choice in judgements.propagation.other_choices.items() if choice[0] not in judged
     ]
     if _runs_as_the_golden(judgements.local):
         findings += check_caches(
-            sides.ours, sides.graph, sides.usable, [item.operation.tap for item in judgements.judged]
+            sides.ours, sides.graph, sides.usable, [judgement.operation.tap for judgement in judgements.judged]
         )
     return findings + slot_conflicts(sides.actual)
 
 
 def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other_choices: bool = False) -> bool:
-    """Whether the engine's own logits decide its tokens: it follows a convention, or its routers chose other experts.
+    """Whether tokens are compared with the logits of the engine: it follows a convention, or routes to other experts.
 
-    This holds if no operation is wrong and the logits were judged by themselves.
+    This requires that no operation is wrong, and that the logits were judged separately.
     """
-    is_sound = not any(item.is_wrong for item in judged)
-    by_itself = {item.operation.tap for item in judged if item.errors and not item.operation.is_kept}
-    has_conventions = any(item.errors is not None and item.errors.convention for item in judged)
+    is_sound = not any(judgement.is_wrong for judgement in judged)
+    by_itself = {
+        judgement.operation.tap for judgement in judged if judgement.errors and not judgement.operation.is_kept
+    }
+    has_conventions = any(judgement.errors is not None and judgement.errors.convention for judgement in judged)
     return is_sound and logits in by_itself and (has_conventions or has_other_choices)
 
 
 def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, ...]:
-    """Return the trigger of a near-tie if two best logits of the truth were nearer than two errors of HF's own."""
+    """Return the trigger `near_tie` if the two best logits were ever closer than twice the error of HF."""
     if logits is None or noise is None or not len(noise):
         return ()
     return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()
@@ -287,8 +290,8 @@ def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, 
 def _with_what_was_judged(
     coverage: Coverage, sides: _Sides, judged: Sequence[TapJudgement], hf: HFModel | None
 ) -> Coverage:
-    """Add what the judgement left out, and the share of the model's compute that it covers."""
-    taps = {item.operation.tap for item in judged if item.is_in_graph and len(item.rows)}
+    """Add the taps that were not judged, and the judged share of the compute of the model."""
+    taps = {judgement.operation.tap for judgement in judged if judgement.is_in_graph and len(judgement.rows)}
     only_through, not_judged = unjudged(sides.graph, taps)
     share = None
     if hf is not None and taps:
@@ -302,6 +305,6 @@ def _outcome(
 ) -> Outcome:
     if findings:
         return Outcome.MISMATCH
-    compared = any(len(item.rows) for item in judged if item.is_in_graph)
+    compared = any(len(judgement.rows) for judgement in judged if judgement.is_in_graph)
     is_enough = coverage.judged_compute is None or coverage.judged_compute >= least
     return Outcome.PASS if num_tokens or (compared and is_enough) else Outcome.NOTHING

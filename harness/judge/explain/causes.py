@@ -1,6 +1,6 @@
-"""All explanations by the kind of operation that they are tried for, the likelier first.
+"""All explanations by kind of operation, the most likely first.
 
-Of two that fit a row equally well, the earlier one is named.
+If two explanations fit equally well, the earlier one is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -133,7 +133,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         router.choice_by_other_scores,
         router.choice_of_another_row,
     ),
-    # A linear layer with an adapter is one; the experts of a layer are, and scans.
+    # For example: a linear layer with an adapter, the experts of a layer, a scan.
     Kind.OTHER: (
         lora.adapter_left_out,
         lora.adapter_scaled,
@@ -165,7 +165,7 @@ OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
     softmax.other_cap,
     softmax.other_sinks,
 )
-"""Tried on attention that was not recorded: the parameters of attention, not its kernel."""
+"""Explanations for attention that was not recorded: its parameters, not its kernel."""
 _WIRING: Sequence[Explain] = (wiring.other_sum, wiring.other_input)
 _SETTINGS: Sequence[Explain] = (settings.other_settings,)
 _GENERIC: Sequence[Explain] = (
@@ -191,7 +191,7 @@ LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.ATTENTION: (_SETTINGS, _GENERIC),
     Kind.OTHER: (_WIRING, _SETTINGS, _GENERIC),
 }
-"""Tried one after the other, each only where no earlier explanation fits every row; what fits any operation is last."""
+"""Stages of explanations. Each is tried only if no earlier one fits every row; the most general stage is last."""
 
 
 def stages_of(kind: Kind) -> list[Sequence[Explain]]:

@@ -1,4 +1,4 @@
-"""The cause of every operation that a comparison found wrong."""
+"""Find the cause of every wrong operation of a comparison."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -41,7 +41,7 @@ _MAX_ROWS = 192
 
 
 def explain_run(comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
-    """Return the result with an explanation for each finding that is about wrong numbers of one operation."""
+    """Return the result with an explanation for each finding on wrong values of one operation."""
     run = comparison.result
     if not any(finding.tap for finding in run.findings):
         return run
@@ -56,7 +56,7 @@ def explain_run(comparison: Comparison, recording: Recording, expected: Golden, 
 
 
 def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation:
-    """Return what stands in for an explanation where too much on the way to a tap was not recorded."""
+    """Return a placeholder for an explanation if too many taps before this one were not recorded."""
     return Explanation(
         cause="no cause was looked for: too much on the way to this tap was not recorded",
         scope=where,
@@ -68,7 +68,7 @@ def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation
 
 
 def _explained(wrong: WrongOperation, where: str) -> Explanation:
-    """Return what fits the rows as they are, or under the conventions that the engine declares."""
+    """Return the best explanation of the rows as they are, or under the conventions that the engine declares."""
     explanation = rank_hypotheses(wrong, where)
     if explanation.is_cause:
         return explanation
@@ -87,7 +87,7 @@ class _Explainer:
     def __init__(
         self, comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel, stack: ExitStack
     ) -> None:
-        self.found, self.recording, self.golden, self.hf = comparison, recording, expected, hf
+        self.comparison, self.recording, self.golden, self.hf = comparison, recording, expected, hf
         self._stack = stack
         self.locator, self.slot_history = Locator(recording), SlotHistory(recording)
         self.dtype = engine_dtype(recording)
@@ -115,11 +115,11 @@ class _Explainer:
         return self.explain(self.hf.graph[tap]) if finding.code in _EXPLAINED and tap in self.hf.graph else None
 
     def explain(self, operation: Operation) -> Explanation | None:
-        """Explain one operation, and say where it begins to be wrong; None if no row of it is."""
+        """Explain one operation, and add where it begins to be wrong; None if no row of it is wrong."""
         explanation = self._explain(operation)
         if (explanation is None or not explanation.is_cause) and (state := self._state_behind(operation)) is not None:
             return state
-        errors = self.found.errors.get(operation.tap)
+        errors = self.comparison.errors.get(operation.tap)
         if errors is None or not bool(errors.bad.any()):
             return explanation
         size = self.slot_history.block_size
@@ -132,13 +132,13 @@ class _Explainer:
         return replace(explanation, detail="; ".join(text for text in (explanation.detail, where) if text))
 
     def _explain(self, operation: Operation) -> Explanation | None:
-        """Explain one operation, once; None if nothing was kept of its rows."""
+        """Explain one operation, and cache the result; None if there is no evidence on its rows."""
         if operation.tap not in self._known:
-            self._known[operation.tap] = self._looked_for(operation)
+            self._known[operation.tap] = self._search(operation)
         return self._known[operation.tap]
 
-    def _looked_for(self, operation: Operation) -> Explanation | None:
-        errors, evidence = self.found.errors.get(operation.tap), self.found.evidence.get(operation.tap)
+    def _search(self, operation: Operation) -> Explanation | None:
+        errors, evidence = self.comparison.errors.get(operation.tap), self.comparison.evidence.get(operation.tap)
         if errors is None or not (bool(errors.bad.any()) or errors.effect):
             return None
         if operation.kind is Kind.CACHE:
@@ -162,7 +162,7 @@ class _Explainer:
             return None if wrong is None else _explained(wrong, where)
 
     def _state_behind(self, operation: Operation) -> Explanation | None:
-        """Return the cause of a wrong state that an operation goes on from, if there is one."""
+        """Return the cause of a wrong state from which the operation continues, if there is one."""
         for op in self.hf.graph.of_layer(operation.layer):
             is_behind = op.kind is Kind.STATE and f"{operation.module}.".startswith(f"{op.module}.")
             if (
@@ -175,9 +175,9 @@ class _Explainer:
         return None
 
     def _layer_not_run(self, cache: Operation) -> Explanation | None:
-        """Return the cause of a later operation, if it is that the layer of the cache did not run."""
-        for tap, errors in self.found.errors.items():
-            if any(layer_of(item) == cache.layer for item in errors.unrecorded):
+        """Return the cause of a later operation, if the cause is that the layer of the cache did not run."""
+        for tap, errors in self.comparison.errors.items():
+            if any(layer_of(unrecorded) == cache.layer for unrecorded in errors.unrecorded):
                 explanation = self._explain(self.hf.graph[tap])
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
@@ -209,14 +209,14 @@ class _Explainer:
             dtype=evidence.dtype,
             views=evidence.histories,
             slot_history=self.slot_history,
-            states=self.found.states,
+            states=self.comparison.states,
             sound=self.sound,
             unrecorded=evidence.unrecorded,
             rerun=rerun,
         )
 
     def _cache_evidence(self, operation: Operation, errors: LocalErrors) -> Evidence | None:
-        """Return the wrong rows of a cache with what should have come back."""
+        """Return the wrong rows of a cache with their expected content."""
         order = torch.argsort(errors.rows.request * (1 << 32) + errors.rows.position, stable=True)
         chosen = torch.tensor(spread(order[errors.bad[order]].tolist(), MAX_ROWS))
         rows = errors.rows.select(chosen)
@@ -234,7 +234,7 @@ class _Explainer:
         )
 
     def _written(self, tap: str, rows: Rows) -> torch.Tensor | None:
-        """Return what a cache was to hold: the row itself, that of whoever has the same tokens, or the golden's."""
+        """Return the expected content of a cache: from the recorded row, a row with the same tokens, or the golden."""
         places = self.locator.find(tap, rows)
         prefixes = Prefixes(self.recording.manifest.requests)
         others = sorted(request.id for request in self.recording.manifest.requests)
@@ -261,7 +261,7 @@ class _Explainer:
 
     @cached_property
     def _golden_of_caches(self) -> Locator:
-        """The golden with all that caches keep; made again where it has sketches of that, until the stack is closed."""
+        """The golden with full values of all cached taps; made again in a scratch folder if it holds only sketches."""
         golden, kept = self.golden, {tap for op in self.hf.graph if op.kind is Kind.CACHE for tap in op.inputs}
         aliases = match_requests(golden.recording, self.recording, is_pool=golden.is_pool)
         if golden.info is not None and kept & golden.sketched.keys():
@@ -281,9 +281,9 @@ class _Explainer:
 
 
 def layers_that_did_not_run(
-    operation: Operation, errors: LocalErrors, hf: HFModel, locator: Locator, dtype: torch.dtype, scope: str
+    operation: Operation, errors: LocalErrors, hf: HFModel, locator: Locator, dtype: torch.dtype, where: str
 ) -> Explanation | None:
-    """Explain an operation that stands after layers of which nothing was recorded; None if it stands elsewhere."""
+    """Explain an operation after layers of which nothing was recorded; None if there are no such layers."""
     computed = {op.tap for op in hf.graph if not op.is_kept} & set(locator.taps())
     silent = [layer for layer in hf.graph.layers if not any(op.tap in computed for op in hf.graph.of_layer(layer))]
     layers = sorted({layer for layer in silent for op in hf.graph.of_layer(layer) if op.tap in errors.unrecorded})
@@ -303,7 +303,7 @@ def layers_that_did_not_run(
     nothing = f"nothing of {names} was recorded"
     return Explanation(
         cause=f"{names} did not run: {nothing}, and this fits {before}" if did_not_run else nothing,
-        scope=scope,
+        scope=where,
         residual_before=float(roundings.median()),
         residual_after=float(residual[holds].median()) if did_not_run else None,
         num_rows=len(rows),

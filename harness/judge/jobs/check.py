@@ -1,6 +1,6 @@
-"""The main job: an engine's rows under every schedule against one golden, every operation by itself.
+"""The check: run an engine under every schedule, and judge its rows and operations against one golden.
 
-A check that failed names the next place to look, for programs: the operation, its cause, and a narrower command.
+The result of a failed check names the next place to look: the operation, its cause, and a narrower command.
 """
 
 import math
@@ -51,8 +51,8 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
     Args:
         plan: what to check.
-        out: folder, new or empty, that keeps the recordings of the engine, one folder a schedule; None keeps nothing.
-        progress: told what is being done.
+        out: new or empty folder for the recordings of the engine, one subfolder per schedule; None keeps nothing.
+        progress: called with the current stage.
 
     Raises:
         HarnessError: the input cannot be used. Findings are results, not errors.
@@ -63,7 +63,7 @@ def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None 
 
 def _run_plan(plan: Plan, out: Path | None, report: Progress) -> CheckResult:
     deadline = math.inf if plan.case.budget_s is None else time.perf_counter() + plan.case.budget_s
-    with open_planned(plan) as engine:  # before the golden, which may take long: the engine may refuse the plan
+    with open_planned(plan) as engine:  # before the golden, which may take long, because the engine may refuse the plan
         return _check_engine(plan, engine, out, report, deadline)
 
 
@@ -77,7 +77,7 @@ def _check_engine(
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
         if cached is not None:
-            hf.graph = cached.graph  # it need not be traced again
+            hf.graph = cached.graph  # saves tracing the model again
         settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
@@ -130,7 +130,7 @@ def _run_schedule(
         begin = time.perf_counter()
         record_run(plan, engine, schedule, golden.requests[: len(plan.prompts)], folder, copies=copies)
         engine_s = time.perf_counter() - begin
-        with Recording.open(folder, verify=False) as actual:  # written a moment ago by ourselves
+        with Recording.open(folder, verify=False) as actual:  # this process just wrote it
             lacking = set() if engine.capabilities.has_decode else {"decode"}
             require = sorted({*schedule.requires, *plan.case.require} - lacking)
             comparison = compare_planned(
@@ -150,7 +150,7 @@ def compare_planned(
     require: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare the recording of the plan's engine with a golden: the taps that the engine has and the plan wants."""
+    """Compare a recording of the engine with a golden, for the taps that the engine supports and the plan requires."""
     return compare_run(
         actual,
         golden,
@@ -171,7 +171,7 @@ def compare_planned(
 
 
 def planned_sample(plan: Plan) -> RowSample | None:
-    """Return the sample of rows in which products and attention are judged; None for all."""
+    """Return the sample of rows at which products and attention are judged; None for all rows."""
     return None if plan.case.rows is None else RowSample(num_rows=plan.case.rows, seed=plan.case.rows_seed)
 
 
@@ -189,7 +189,7 @@ def preset_taps(preset: str, graph: Graph) -> list[str]:
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
-    """Yield notes on what was not judged, which a reader of `pass` would not expect."""
+    """Yield notes on what was not judged, so that nobody reads too much into a pass."""
     judged = {tap.name for run in runs for tap in run.taps if tap.judged_by != "none"}
     if plan.case.stops_early and any(run.outcome is Outcome.MISMATCH for run in runs):
         yield "stopped at the first operation that is wrong, as asked: what is after it was not judged"
@@ -231,10 +231,10 @@ _REPEATED = (
     "model", "hf", "engine", "tensors", "engine_options", "engine_timeout_s", "engine_python", "dtype", "device",
     "only", "mtp", "rows",
 )  # fmt: skip
-"""Fields of a case that the narrower check repeats, each by its option. It has prompts and a schedule of its own, and
-leaves out what ends a check early. The command line cannot set the truth and the seed of the rows."""
+"""Fields of a case that the narrower check repeats as options. Its prompts and schedule differ, and it omits options
+that end a check early. The command line cannot set the truth and the seed of the rows."""
 _INSPECTED = ("model", "hf", "engine_options", "engine_python", "dtype", "device")
-"""Fields of a case that an inspection of the engine's settings repeats, beside the engine."""
+"""Fields of a case that the command to inspect the settings repeats, besides the engine."""
 
 
 def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapSource]) -> NextPlace | None:
@@ -245,7 +245,7 @@ def next_place(plan: Plan, runs: Sequence[RunResult], sources: Mapping[str, TapS
     divergence: Divergence | Finding = run.first_divergence or run.findings[0]
     explanation = divergence.explanation
     is_setting = divergence.code is Code.SETTING_DIFFERS and isinstance(divergence, Finding)
-    command = _inspection(plan) if is_setting else _check(plan, run, divergence.request)
+    command = _inspection(plan) if is_setting else _narrower_check(plan, run, divergence.request)
     cause = explanation.cause if explanation is not None and explanation.is_cause else None
     source = None if divergence.tap is None else sources.get(divergence.tap)
     file, _, line = ("" if source is None else source.code or "").rpartition(":")
@@ -262,10 +262,10 @@ def _inspection(plan: Plan) -> list[str]:
     return ["inspect", "--engine", plan.case.engine, *_options(plan.case, _INSPECTED)]
 
 
-def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
-    """Return the check of one schedule, and of one request where its rows do not depend on others.
+def _narrower_check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
+    """Return the command that checks one schedule, and one request if its rows do not depend on others.
 
-    None where the command line cannot state the tokens.
+    None if the command line cannot express the tokens.
     """
     schedule, prompts = parse_schedule(run.schedule), list(plan.prompts)
     if any(prompt.prompt_length is not None for prompt in prompts):
@@ -277,7 +277,7 @@ def _check(plan: Plan, run: RunResult, request: int | None) -> list[str] | None:
 
 
 def _repeated(case: Case) -> Iterator[str]:
-    """Yield the options of a check that are not about its prompts and schedules."""
+    """Yield the options of a check except its prompts and schedules."""
     yield from _options(case, _REPEATED)
     if case.isolate is False:
         yield from ("--engine-timeout", "0")
@@ -292,7 +292,7 @@ def _fed(prompts: Sequence[Prompt]) -> Iterator[str]:
 
 
 def _options(case: Case, names: Sequence[str]) -> Iterator[str]:
-    """Yield the options that give fields of a case other values than their defaults."""
+    """Yield the options of fields whose value is not the default."""
     for name in names:
         value: Any = getattr(case, name)
         option = Case.options()[name].name
@@ -301,6 +301,6 @@ def _options(case: Case, names: Sequence[str]) -> Iterator[str]:
         if value is True:
             yield option
             continue
-        values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else [value]
-        for item in values:
-            yield from (option, str(item))
+        values = [f"{key}={entry}" for key, entry in value.items()] if isinstance(value, dict) else [value]
+        for single in values:
+            yield from (option, str(single))

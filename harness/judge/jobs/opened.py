@@ -1,4 +1,4 @@
-"""What a job opens: the engine and the HF model of its plan, a golden, and the folder that keeps recordings."""
+"""Open what a job needs: the engine and HF model of its plan, a golden, and the folder for recordings."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,10 @@ from harness.results.check import CheckResult
 
 
 def match_taps(plan: Plan, engine: Engine | IsolatedEngine, graph: Graph) -> None:
-    """Let an engine whose taps depend on the model find them.
+    """Let the engine find its taps, if they depend on the model.
 
     Raises:
-        HarnessError: ENGINE_CANNOT_SERVE: layers that predict further tokens have to be judged, and their outputs were
-            not found.
+        HarnessError: ENGINE_CANNOT_SERVE: --mtp is set, and the outputs of the MTP layers were not found.
     """
     if isinstance(engine, TapMatcher):
         with engine_errors(plan.case.engine):
@@ -56,7 +55,7 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
     """Return the plan without the default schedules that the engine cannot follow.
 
     Raises:
-        HarnessError: ENGINE_CANNOT_SERVE: it cannot follow one that was asked for.
+        HarnessError: ENGINE_CANNOT_SERVE: it cannot follow a schedule that the user named.
     """
     if any(prompt.inputs for prompt in plan.prompts) and not engine.capabilities.takes_images:
         raise HarnessError(
@@ -85,10 +84,10 @@ def followed_schedules(plan: Plan, engine: Engine | IsolatedEngine) -> Plan:
 def with_duplicate_requests(
     plan: Plan, golden: Golden, schedule: Schedule, hf: HFModel
 ) -> tuple[Golden, Sequence[RequestInfo] | None]:
-    """Return the golden for the schedule, and the copies of its requests; None: `describe_run` makes them.
+    """Return the golden for the schedule, and copies of its requests; None if `describe_run` should make them.
 
-    Forks continue with other tokens than their originals: otherwise a fork that overwrites its original would not show.
-    So their rows are in a larger golden.
+    Forks continue with other tokens than their originals; otherwise a fork that overwrites its original would go
+    unnoticed. So a larger golden holds their rows as well.
     """
     if schedule.trigger != "forked":
         return golden, None
@@ -98,10 +97,10 @@ def with_duplicate_requests(
 
 @contextmanager
 def open_planned(plan: Plan) -> Iterator[Engine | IsolatedEngine]:
-    """Open the plan's engine for the block, and refuse it if it cannot follow a schedule that was asked for.
+    """Open the engine of the plan; refuse it if it cannot follow a schedule that the user named.
 
     Raises:
-        HarnessError: ENGINE_CANNOT_SERVE; CHECKPOINT_CHANGED, if it was written again by the end of the block; as
+        HarnessError: ENGINE_CANNOT_SERVE; CHECKPOINT_CHANGED, if the checkpoint was rewritten within the block; as
             `open_engine` and `isolated_engine`.
     """
     with plan.checkpoint.unchanged(), _opened(plan) as engine:
@@ -132,9 +131,9 @@ def describe_run(
     *,
     copies: Sequence[RequestInfo] | None = None,
 ) -> RunDescription:
-    """Describe a run of the plan's engine, which is recorded into `folder`.
+    """Describe a run of the engine that is recorded into `folder`.
 
-    A repeated schedule's `copies` are by default the same requests once more, those of one with drafts these.
+    By default, `copies` are the same requests again for a repeated schedule, and the drafts for a schedule with drafts.
     """
     if copies is None:
         copies = duplicate_requests(requests) if schedule.is_repeated else ()
@@ -175,7 +174,7 @@ def record_run(
 
 
 def planned_model(plan: Plan) -> HFModel:
-    """Load the HF model that judges: in the plan's dtype, on its device, with its adapter.
+    """Load the HF model that judges the engine, with the dtype, device and adapter of the plan.
 
     Raises:
         HarnessError: as `load_adapted`.
@@ -194,13 +193,13 @@ def planned_model(plan: Plan) -> HFModel:
 
 
 def keep_page(result: CheckResult, folder: Path) -> None:
-    """Write a check's page beside its recordings; raises HarnessError (CANNOT_WRITE)."""
+    """Write the HTML report of a check beside its recordings; raises HarnessError (CANNOT_WRITE)."""
     write_text(folder / REPORT_NAME, report_html(result))
 
 
 @contextmanager
 def recording_folder(out: Path | None, name: str) -> Iterator[Path]:
-    """Yield the folder of one recording: in `out`, or a scratch folder if that is None."""
+    """Yield the folder of one recording: a subfolder of `out`, or a scratch folder if `out` is None."""
     if out is not None:
         yield out / name
         return
@@ -210,10 +209,10 @@ def recording_folder(out: Path | None, name: str) -> Iterator[Path]:
 
 @contextmanager
 def new_output_dir(out: Path) -> Iterator[None]:
-    """Make an output folder before the work that fills it; remove it again if the work fails and leaves it empty.
+    """Make an output folder; remove it again if the block fails and leaves it empty.
 
     Raises:
-        HarnessError: OUTPUT_EXISTS: no file is overwritten; CANNOT_WRITE.
+        HarnessError: OUTPUT_EXISTS: the folder is not empty; CANNOT_WRITE.
     """
     try:
         is_new = not out.exists()
@@ -232,7 +231,7 @@ def new_output_dir(out: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # it is not empty: it holds a finished recording
+        with suppress(OSError):  # not empty: it holds a finished recording
             if is_new:
                 out.rmdir()
         raise
@@ -245,9 +244,9 @@ def run_golden(
 
     Args:
         plan: model, prompts, dtype, device and truth.
-        out: folder, new or empty, for the golden; None for the cache, which may hold it already.
-        progress: told what is being done.
-        keeps_values: whether the golden has to hold all values; otherwise a cached one may hold sketches of them.
+        out: new or empty folder for the golden; None for the cache, which may already hold it.
+        progress: called with the current stage.
+        keeps_values: whether the golden must hold all values; otherwise a cached golden may hold sketches of them.
 
     Raises:
         HarnessError: the input cannot be used, or `out` cannot be written.

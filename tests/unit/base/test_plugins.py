@@ -42,7 +42,7 @@ def test_what_cannot_be_imported_is_said(install, value):
 
 def test_two_packages_that_bring_one_name_are_refused(install):
     install(one="math:pi", one_="math:tau")
-    with pytest.raises(HarnessError, match="several packages bring 'one'") as caught:
+    with pytest.raises(HarnessError, match="several packages define 'one'") as caught:
         plugins.load_all(GROUP)
     assert caught.value.code is Code.EXTENSION_FAILED
 

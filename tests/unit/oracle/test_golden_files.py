@@ -176,7 +176,7 @@ def test_noise_may_be_as_large_as_roundings_so_far_can_make_it(tmp_path, tap, nu
         recorded(tmp_path / name)
         values[: num_rows // 2 + (num_rows % 2 == 0)] = limit(depth) * share
         write_golden_files(tmp_path / name, {}, GRAPH, noise_of(**{tap: values, LOGIT_NOISE: torch.zeros(3)}))
-        error = refused(tmp_path / name, Code.DAMAGED_SAFETENSORS, f"noise of {tap} is more than bfloat16 can make")
+        error = refused(tmp_path / name, Code.DAMAGED_SAFETENSORS, f"noise of {tap} is too large for bfloat16")
         assert error.expected == f"a median of at most {limit(depth):.2g}"
 
 

@@ -23,24 +23,26 @@ def audit(
         str,
         typer.Option(
             metavar="NAMES",
-            help="What the server may serve, its claim first; comma list: dtypes, fp8, q4, types of `harness "
-            "quant`, folders, each with +lora=FOLDER, +kv=fp8, +template=FILE, "
-            "+temperature=0.7, ...",
+            help="What the server may serve, as a comma-separated list, its claim first: dtypes, fp8, q4, types of "
+            "`harness quant`, folders; each with +lora=FOLDER, +kv=fp8, +template=FILE, +temperature=0.7, ...",
         ),
     ],
     dtype: opt.Dtype = None,
-    tokens: Annotated[int, typer.Option(min=10, metavar="N", help="Tokens to ask for, at least.")] = 600,
+    tokens: Annotated[int, typer.Option(min=10, metavar="N", help="Minimum number of tokens to request.")] = 600,
     ask: Annotated[
-        str, typer.Option(metavar="SETTINGS", help="Parameters of the sampler to ask for: temperature=0.7,top_p=0.9.")
+        str,
+        typer.Option(
+            metavar="SETTINGS", help="Sampling parameters to request: temperature=0.7,top_p=0.9. [default: none]"
+        ),
     ] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts and of the requests.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of the prompts and requests.")] = 0,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, AUDIT.option()] = "human",
 ) -> int:
-    """Find out what a server serves, from its answers alone.
+    """Find out what a server serves, from its answers.
 
-    The server's tokens and log probabilities exclude named hypotheses. Lists the hypotheses left; claims one only if it
-    is the last. --dtype is the server's.
+    Tests named hypotheses against the tokens and log probabilities of the server, and lists the hypotheses left. Claims
+    a hypothesis only if it is the last one. --dtype is the dtype of the server.
     """
     address = server.address()
     with progress_bar() as report:

@@ -19,15 +19,16 @@ def chat(
     server: AddressOptions,
     *,
     model: opt.Model = None,
-    conversations: Annotated[int, typer.Option(min=1, metavar="N", help="Conversations to generate.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="Of the conversations.")] = 0,
+    conversations: Annotated[int, typer.Option(min=1, metavar="N", help="Number of conversations to generate.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of the conversations.")] = 0,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, TOKENS.option()] = "human",
 ) -> int:
-    """Check the tokens that a server makes of conversations.
+    """Check how a server turns conversations into tokens.
 
-    Generated conversations (system message, history, tools, reasoning, hard text) are rendered by the chat template of
-    the checkpoint, and compared with what the server shows. A difference is named, at the shortest conversation.
+    Generates conversations (system message, history, tools, reasoning, unusual text), renders them with the chat
+    template of the checkpoint, and compares the tokens with those of the server. Reports each difference with the
+    shortest conversation that shows it.
     """
     address = server.address()
     with progress_bar() as report:

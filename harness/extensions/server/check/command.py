@@ -29,14 +29,17 @@ def check(
     *,
     again: Annotated[
         int,
-        typer.Option(metavar="N", min=0, help="Prompts to send again: alone, repeated, reversed, continued."),
+        typer.Option(
+            metavar="N", min=0, help="Number of prompts to send again: alone, repeated, reversed and continued."
+        ),
     ] = 4,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, ENDPOINT.option()] = "human",
 ) -> int:
-    """Check a server by the tokens and log probabilities that it returns.
+    """Check the tokens and log probabilities of a server.
 
-    HuggingFace runs over the server's own tokens. --dtype is the server's.
+    HuggingFace computes the log probabilities of the tokens that the server returns. --dtype is the dtype of the
+    server.
     """
     address = server.address()  # first: it says which package the client lacks
     with progress_bar() as report:

@@ -25,38 +25,53 @@ def load(
     arguments: Annotated[opt.Fields, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
-    num_requests: Annotated[int, typer.Option(min=1, max=1_000_000, metavar="N", help="Requests to draw.")] = 64,
+    num_requests: Annotated[
+        int, typer.Option(min=1, max=1_000_000, metavar="N", help="Number of random requests.")
+    ] = 64,
     prompt_tokens: Annotated[
-        str, typer.Option(metavar="DIST", help="Tokens of a prompt: 128, 64..512 (all alike), exp:256.")
+        str, typer.Option(metavar="DIST", help="Distribution of prompt lengths: 128, 64..512 (uniform) or exp:256.")
     ] = "16..64",
-    new_tokens: Annotated[str, typer.Option(metavar="DIST", help="Tokens of an answer, at most.")] = "16",
+    new_tokens: Annotated[
+        str, typer.Option(metavar="DIST", help="Distribution of the maximum number of new tokens.")
+    ] = "16",
     requests: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="JSON lines in their place: prompt, prompt_token_ids or prompt_tokens; max_tokens; at."
+            metavar="FILE",
+            help="JSON lines file of requests, instead of random ones: prompt, prompt_token_ids or prompt_tokens; "
+            "max_tokens; at.",
         ),
     ] = None,
     rate: Annotated[
-        float, typer.Option(metavar="R", help="Requests a second on average, as a Poisson process; inf: all at once.")
+        float, typer.Option(metavar="R", help="Mean requests per second of a Poisson process; inf: all at once.")
     ] = 8.0,
-    burst: Annotated[int, typer.Option(min=1, metavar="N", help="Requests that come together.")] = 1,
+    burst: Annotated[int, typer.Option(min=1, metavar="N", help="Number of requests that arrive together.")] = 1,
     limit: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=MS", help="Limit for goodput: ttft=200, tpot=50, e2e=2000. Repeatable."),
+        typer.Option(
+            metavar="NAME=MS", help="Latency limit for goodput in ms: ttft=200, tpot=50, e2e=2000. Repeatable."
+        ),
     ] = None,
     at_least: Annotated[
         float | None,
-        typer.Option(min=0, max=1, metavar="SHARE", help="Share of good requests below which the status is 4."),
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="Minimum fraction of requests within all limits; below it the exit status is 4.",
+        ),
     ] = None,
-    judged: Annotated[int | None, typer.Option(min=1, metavar="N", help="Answers to check. [default: all]")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and arrivals.")] = 0,
+    judged: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of answers to check. [default: all]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of prompts, lengths and arrivals.")] = 0,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, LOAD.option()] = "human",
 ) -> int:
     """Put a load on a server, and check every answer.
 
-    The client sends requests when they are due, whether earlier ones are answered or not. Answers are greedy and
-    streamed. After the load HuggingFace runs over the tokens of each answer. --dtype is the server's.
+    The client sends each request at its time of arrival, without waiting for earlier answers. Answers are greedy and
+    streamed. After the load, HuggingFace checks the tokens of each answer. --dtype is the dtype of the server.
     """
     limits = dict(_limit(item) for item in limit or ())
     address = server.address()

@@ -20,13 +20,14 @@ def sampler(
     arguments: Annotated[opt.Fields, opt.CaseOptions("model", "device", "truth")],
     *,
     dtype: opt.Dtype = None,
-    draws: Annotated[int, typer.Option(min=10, metavar="N", help="Draws of each setting, at least.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts and of the requests.")] = 0,
+    draws: Annotated[int, typer.Option(min=10, metavar="N", help="Minimum number of draws per setting.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of the prompts and requests.")] = 0,
     order: Annotated[
         str,
         typer.Option(
             metavar="NAME_OR_STEPS",
-            help="Order that the server claims: transformers, vllm, llamacpp, or steps with commas between them.",
+            help="Order of the sampling steps that the server claims: transformers, vllm, llamacpp, or comma-separated "
+            "steps.",
         ),
     ] = "transformers",
     only: Annotated[
@@ -35,10 +36,11 @@ def sampler(
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, SAMPLER.option()] = "human",
 ) -> int:
-    """Check how a server draws its tokens.
+    """Check how a server samples its tokens.
 
     Compares single draws with the exact distribution of each row, for temperature, top-k, top-p, min-p, typical-p,
-    penalties and logit_bias. Checks seeds, and finds what the log probabilities are of. --dtype is the server's.
+    penalties and logit_bias. Also checks seeds, and finds which distribution the returned log probabilities belong to.
+    --dtype is the dtype of the server.
     """
     address = server.address()
     with progress_bar() as report:
