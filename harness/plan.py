@@ -181,7 +181,7 @@ def _refuse_contradictions(case: Case) -> None:
     if case.rows is not None and case.rows < 1:
         refuse("--rows", "the number of rows must be positive", expected="at least 1", actual=case.rows)
     if case.rows_seed < 0:
-        refuse("--rows-seed", "the seed must not be negative", expected="at least 0", actual=case.rows_seed)
+        refuse("rows_seed", "the seed must not be negative", expected="at least 0", actual=case.rows_seed)
     if case.isolate is False and case.engine_python is not None:
         what = "an engine in another environment runs in a separate process"
         refuse("--engine-python", what, hint="leave out --engine-timeout 0")

@@ -136,7 +136,7 @@ class Case(BaseModel):
     isolate: Annotated[
         bool | None,
         Option(
-            "--isolate/--no-isolate",
+            "--engine-timeout 0",  # the command line has one option for this and the time limit
             "Run the engine in a separate process; a crash of that process is reported as an error. "
             "[default: for engines of other packages, and with a time limit]",
             kind=bool,
