@@ -69,7 +69,7 @@ def test_a_checkpoint_without_a_template(harness, checkpoints, chat):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "the conversation is no JSON"),
+        ("{", "the conversation is not valid JSON"),
         ("[]", "the file holds no conversation"),
         ('"hello"', "the file holds no conversation"),
         ({"messages": MESSAGES, "temperature": 1}, "temperature: not understood"),

@@ -47,4 +47,4 @@ def test_the_disk_of_a_check_is_known_before_it_is_made(check, tmp_path):
 def test_what_a_dry_run_does_not_go_with(check, options):
     ran = check("--dry-run", *options)
     assert ran.status == 2
-    assert "a dry run is of one check" in ran.err
+    assert "a dry run estimates one check" in ran.err
