@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from harness.base.files import parse_json
 from harness.base.numerics import Numerics
+from harness.base.plugins import ENGINES
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from harness.formats.recording import RecordingWriter, RequestInfo
 
 
-GROUP = "inference_harness.engines"
 LIMITS = ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks", "enable_prefix_caching")
 """Limits of a scheduler: tokens per step, concurrent requests, tokens per KV block, number of KV blocks (including
 reserved ones), and whether prefix caching is on."""
@@ -250,7 +250,7 @@ class OpenEngine(Protocol):
 
 def engine_names() -> list[str]:
     """Return the names of all installed engines."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return sorted({entry.name for entry in entry_points(group=ENGINES)})
 
 
 _LIBRARIES = {
@@ -271,7 +271,7 @@ def installed_engine_names() -> list[str]:
 
 def own_adapter(name: str) -> str | None:
     """Return the `module:function` of the adapter of the harness with this name; None for another package."""
-    ours = (entry.value for entry in entry_points(group=GROUP) if entry.name == name)
+    ours = (entry.value for entry in entry_points(group=ENGINES) if entry.name == name)
     return next((value for value in ours if value.startswith("harness.")), None)
 
 
@@ -298,7 +298,7 @@ def open_engine(
         HarnessError: UNKNOWN_ENGINE, with the installed names; ENGINE_FAILED: it cannot be imported or opened; or any
             HarnessError that the engine raises for bad input.
     """
-    opener = _load(_entry(name) if adapter is None else EntryPoint(name, adapter, GROUP))
+    opener = _load(_entry(name) if adapter is None else EntryPoint(name, adapter, ENGINES))
     with engine_errors(name):
         engine = opener(folder, dtype=dtype, device=device, options=dict(options or {}))
         check_engine(name, engine)
@@ -435,12 +435,12 @@ def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequenc
 
 
 def _entry(name: str) -> EntryPoint:
-    entries = [entry for entry in entry_points(group=GROUP) if entry.name == name]
+    entries = [entry for entry in entry_points(group=ENGINES) if entry.name == name]
     if not entries:
         raise HarnessError(
             Code.UNKNOWN_ENGINE,
             f"no engine is called {name!r}",
-            where=f"entry points of the group {GROUP!r}",
+            where=f"entry points of the group {ENGINES!r}",
             expected=", ".join(engine_names()),
             actual=name,
             hint="install the package that provides it",
@@ -449,7 +449,7 @@ def _entry(name: str) -> EntryPoint:
         raise HarnessError(
             Code.UNKNOWN_ENGINE,
             f"several engines are called {name!r}",
-            where=f"entry points of the group {GROUP!r}",
+            where=f"entry points of the group {ENGINES!r}",
             actual=", ".join(sorted(entry.value for entry in entries)),
             hint="uninstall one of the packages",
         )
