@@ -34,8 +34,8 @@ def module(checkpoints):
 @pytest.mark.parametrize(
     ("engine", "code", "words"),
     [
-        (None, Code.UNKNOWN_ENGINE, "hf, llamacpp, mlx, onnxruntime, openvino, reference, vllm"),
-        ("refrence", Code.UNKNOWN_ENGINE, "hf, llamacpp, mlx, onnxruntime, openvino, reference, vllm"),
+        (None, Code.UNKNOWN_ENGINE, ", ".join(engine_names())),
+        ("refrence", Code.UNKNOWN_ENGINE, ", ".join(engine_names())),
         (OwnModel, Code.BAD_OPTION, "OwnModel is a class"),
         (lambda tokens: tokens, Code.BAD_OPTION, "nothing that can be checked"),
         (3, Code.BAD_OPTION, "actual:   3"),

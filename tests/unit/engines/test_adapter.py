@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from harness.engines import Capabilities, adapter, engine_names, open_engine
+from harness.engines import Capabilities, engine_names, open_engine
 from harness.engines.adapter import parse_flag, parse_value
 from harness.errors import Code, HarnessError
 
@@ -20,7 +20,8 @@ def test_an_unknown_engine_is_told_which_there_are(tmp_path):
     with pytest.raises(HarnessError) as caught:
         open_engine("refrence", tmp_path, dtype="float32", device="cpu")
     assert caught.value.code is Code.UNKNOWN_ENGINE
-    assert "hf, llamacpp, mlx, onnxruntime, openvino, reference, vllm" in str(caught.value)
+    assert {"hf", "reference"} <= set(engine_names())
+    assert ", ".join(engine_names()) in str(caught.value)
     assert "actual:   refrence" in str(caught.value)
 
 
@@ -43,13 +44,6 @@ def test_a_single_tap_may_be_lacking():
 def test_naming_the_engines_imports_no_torch():
     code = "import sys, harness.cli.main, harness.engines as e; e.engine_names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
-
-
-def test_an_engine_whose_library_is_missing_is_not_called_installed(monkeypatch):
-    asked = []
-    monkeypatch.setattr(adapter, "find_spec", lambda library: asked.append(library) or (library != "mlx_lm") or None)
-    assert set(engine_names()) - set(adapter.installed_engine_names()) == {"mlx"}
-    assert {"llama_cpp", "vllm"} <= set(asked)
 
 
 def test_a_flag_is_true_or_false():
