@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import harness
 from harness import Code
+from harness.engines import engine_names
 
 from ..own_model import NAMES, OwnModel, load
 
