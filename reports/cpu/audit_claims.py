@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.extensions.server.address import Address
 from harness.extensions.server.audit import run as audit
+from harness.extensions.server.audit.evidence import View
 from harness.extensions.server.audit.hypotheses import load_hypothesis, parse_hypotheses
 from harness.extensions.server.sampler.requests import TOKENS, SamplerSetting, ask_draws
 from harness.oracle.sampling import SamplingSettings
@@ -83,8 +84,8 @@ def written(name, plan, scratch):
 
 def sliced(view, rows):
     """Return a view of some draws alone, numbered again."""
-    part = audit.View(view.settings, len(rows), every=view.every)
-    part.most, part.own, part.noise = view.most[rows], view.own[rows], view.noise[rows]
+    part = View(view.settings, len(rows), every=view.every)
+    part.most, part.log_p, part.noise = view.most[rows], view.log_p[rows], view.noise[rows]
     part.tempered = view.tempered[:, rows]
     part.whole = {at: view.whole[row] for at, row in enumerate(rows) if row in view.whole}
     for name, values in view.readings.items():
@@ -134,10 +135,10 @@ def campaign(truth, names, plan, options, scratch):
     hf = answers.hf
     draws, failed = audit._draws(answers)
     assert not failed
-    values = [{} if options.without_logprobs else audit._given(answers, *draw) for draw in draws.values()]
+    values = [{} if options.without_logprobs else audit._logprobs(answers, *draw) for draw in draws.values()]
     hypotheses = parse_hypotheses(names, SamplingSettings())
     every = max(1, ceil(len(draws) / 3000))
-    views = audit._views(plan, hypotheses, draws, values, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None)
+    views = audit._views(plan, hypotheses, {None: draws}, values, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None)
     counts = {kind: {"right": 0, "none": 0, "wrong": {}} for kind in ("with", "without")}
     needed = []
     per_audit = options.tokens // TOKENS

@@ -1,12 +1,18 @@
-"""The scripts behind the reports import names that are there: no other test runs them, and mypy leaves them out."""
+"""The scripts behind the reports use names that are there: no other test runs them, and mypy leaves them out."""
 
 import ast
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-REPORTS = Path(__file__).parents[2] / "reports"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [
+    path
+    for folder in ("reports", "tests/benchmarks", "tests/calibrations")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 OURS = ("harness", "reference_engine", "tests")
 
 
@@ -27,9 +33,31 @@ def is_there(module, name):
     return True
 
 
-@pytest.mark.parametrize("path", sorted(REPORTS.rglob("*.py")), ids=lambda path: path.name)
-def test_what_a_script_imports_is_there(path):
-    missing = [f"{module}.{name}" for module, name in imported(path) if not is_there(module, name)]
+def used_of_modules(path):
+    """Yield module and name of what a script takes from the modules of the project that it imports whole."""
+    tree = ast.parse(path.read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in OURS:
+            for name in node.names:
+                if find_spec_of(f"{node.module}.{name.name}"):
+                    modules[name.asname or name.name] = f"{node.module}.{name.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield modules[node.value.id], node.attr
+
+
+def find_spec_of(name):
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent is no package: it is a name in a module
+        return False
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_takes_is_there(path):
+    names = [*imported(path), *used_of_modules(path)]
+    missing = [f"{module}.{name}" for module, name in names if not is_there(module, name)]
     assert not missing
 
 
