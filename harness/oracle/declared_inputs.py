@@ -23,7 +23,8 @@ def rounded_inputs(hf: HFModel, module: str, x: torch.Tensor, dtype: torch.dtype
     """Yield inputs [R, I] float64 of a module's product in each way that the checkpoint allows, the likeliest first."""
     source = hf.quantised_source
     if source is not None:
-        yield from source.open().rounded_inputs(module, x, dtype)
+        for way in source.open().input_ways(module, x.shape[1], dtype):
+            yield way(x.to(torch.float32))
 
 
 @contextmanager
@@ -32,17 +33,20 @@ def inputs_as_declared(hf: HFModel, dtype: torch.dtype) -> Iterator[None]:
 
     Hooks on a module are shown its inputs as they were.
     """
+    source = hf.quantised_source
+    if source is None:
+        yield
+        return
+    checkpoint = source.open()
     with ExitStack() as stack:
         for path, module in hf.model.named_modules():
-            if isinstance(module, nn.Linear) and has_declared_inputs(hf):
+            is_linear = isinstance(module, nn.Linear)
+            way = next(checkpoint.input_ways(path, module.in_features, dtype), None) if is_linear else None
+            if way is not None:
                 stack.callback(module.__dict__.pop, "forward", None)
-                module.forward = _quantising(hf, path, dtype, module.forward)  # type: ignore[method-assign]
+                module.forward = _quantising(way, module.forward)
         yield
 
 
-def _quantising(hf: HFModel, path: str, dtype: torch.dtype, forward: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        rounded = next(rounded_inputs(hf, path, x.flatten(0, -2), dtype), None)
-        return forward(x if rounded is None else rounded.view(x.shape).to(x.dtype))
-
-    return run
+def _quantising(way: Callable[[torch.Tensor], torch.Tensor], forward: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda x: forward(way(x.flatten(0, -2)).view(x.shape).to(x.dtype))

@@ -6,7 +6,7 @@ numbers, scales that are zero or not finite, is checked when a weight is read.
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -298,12 +298,13 @@ class QuantisedCheckpoint:
             return
         yield from ways_to_round(scheme, None if static is None else float(static), dtype)
 
-    def rounded_inputs(self, module: str, x: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def input_ways(
+        self, module: str, width: int, dtype: torch.dtype
+    ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """See `OpenedQuantised`."""
         weight = self.weights.get(f"{module}.weight")
         if weight is not None:
-            for way in self.input_roundings(weight, x.shape[1], dtype):
-                yield way.rounded(x.to(torch.float32))
+            yield from (way.rounded for way in self.input_roundings(weight, width, dtype))
 
 
 def check_disk(source: QuantisedCheckpoint, folder: Path) -> None:

@@ -129,10 +129,13 @@ class OpenedQuantised(Protocol):
     def has_declared_inputs(self) -> bool:
         """Whether inputs of products are declared to be quantised."""
 
-    def rounded_inputs(self, module: str, x: "torch.Tensor", dtype: "torch.dtype") -> "Iterator[torch.Tensor]":
-        """Yield inputs [R, I] of a module's product, float64, in each way to quantise them that the checkpoint allows.
+    def input_ways(
+        self, module: str, width: int, dtype: "torch.dtype"
+    ) -> "Iterator[Callable[[torch.Tensor], torch.Tensor]]":
+        """Yield functions that quantise the inputs of a module's product, in each way that the checkpoint allows.
 
-        The likeliest way is first; none for a product whose inputs stay as they are. `dtype` is the engine's.
+        They take inputs [R, I] and return them in float64; `width` is I, and `dtype` the engine's. The likeliest way is
+        first; none for a product whose inputs stay as they are.
         """
 
 
