@@ -51,15 +51,7 @@ def reader_of(path: Path) -> Reader | None:
     Raises:
         HarnessError: EXTENSION_FAILED, also where a reader of another package is not the only one of a path.
     """
-    ours: list[Reader] = []
-    foreign: list[_Foreign] = []
-    for name, reader in plugins.load_all(plugins.READERS).items():
-        if not isinstance(reader, Reader):
-            plugins.refuse(plugins.READERS, name, f"names no Reader, but {type(reader).__name__}")
-        if plugins.is_ours(plugins.READERS, name):
-            ours.append(reader)
-        else:
-            foreign.append(_Foreign(name, reader))
+    foreign, ours = _readers()
     claims: list[Reader] = [reader for reader in foreign if reader.reads(path)]
     claims += itertools.islice((reader for reader in ours if reader.reads(path)), 1)
     if len(claims) > 1 and isinstance(claims[0], _Foreign):
@@ -73,11 +65,26 @@ def foreign_reader_note(model: str) -> str | None:
     Raises:
         HarnessError: as `reader_of`.
     """
-    path = _local_path(model)
+    foreign, _ = _readers()
+    path = _local_path(model) if foreign else None
     reader = None if path is None else reader_of(path)
     if not isinstance(reader, _Foreign):
         return None
     return f"the weights are those that the reader {reader.name!r} of another package makes of {path}"
+
+
+def _readers() -> "tuple[list[_Foreign], list[Reader]]":
+    """Return the readers of other packages, and the harness's own."""
+    ours: list[Reader] = []
+    foreign: list[_Foreign] = []
+    for name, reader in plugins.load_all(plugins.READERS).items():
+        if not isinstance(reader, Reader):
+            plugins.refuse(plugins.READERS, name, f"names no Reader, but {type(reader).__name__}")
+        if plugins.is_ours(plugins.READERS, name):
+            ours.append(reader)
+        else:
+            foreign.append(_Foreign(name, reader))
+    return foreign, ours
 
 
 class _Foreign(Reader):
