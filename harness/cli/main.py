@@ -230,8 +230,9 @@ class _Commands(typer.core.TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands under the headings of their panels, without importing them."""
+        known = commands().values()
         for panel in Panel:
-            rows = [(command.name, command.help) for command in commands().values() if command.panel is panel]
+            rows = [(command.name, command.help) for command in known if command.panel is panel]
             if rows:
                 with formatter.section(panel):
                     formatter.write_dl(rows)
