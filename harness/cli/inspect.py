@@ -83,12 +83,7 @@ def inspect(
         if path is None or fields or against is not None or map:
             what, hint = "a tensor lies in a file or folder", "harness inspect PATH --tensor NAME"
             raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
-        from harness.formats.values import inspect_values, parse_row
-
-        paths = [path] if beside is None else [path, beside]
-        place = None if row is None else parse_row(row)
-        forms.VALUES.show(inspect_values(paths, tensor, row=place, part=slice), format)
-        return ExitStatus.PASS
+        return _show_tensor([path] if beside is None else [path, beside], tensor, row, slice, format)
     if beside is not None or row is not None or slice is not None:
         what, hint = "BESIDE, --row and --slice are about one tensor", "name it: --tensor NAME"
         raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
@@ -106,6 +101,18 @@ def inspect(
     if against is not None:
         what, hint = "an engine's settings are compared with HuggingFace's", "add --map, or leave --against out"
         raise HarnessError(Code.BAD_OPTION, what, where="--against", hint=hint)
+    return _show_settings(fields, local_files_only, format)
+
+
+def _show_tensor(paths: list[Path], tensor: str, row: str | None, part: str | None, format: str) -> int:
+    from harness.formats.values import inspect_values, parse_row
+
+    place = None if row is None else parse_row(row)
+    forms.VALUES.show(inspect_values(paths, tensor, row=place, part=part), format)
+    return ExitStatus.PASS
+
+
+def _show_settings(fields: opt.Fields, local_files_only: bool, format: str) -> int:
     from harness.judge.jobs.settings import run_settings
     from harness.plan import plan_engine
 
