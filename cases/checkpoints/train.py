@@ -259,31 +259,31 @@ def without_window(model: PreTrainedModel) -> PreTrainedModel:
 
 def with_the_worst_experts(model: PreTrainedModel) -> PreTrainedModel:
     """Send each token to the experts that its router likes least."""
-    other = copy.deepcopy(model)
-    for name, parameter in other.named_parameters():
+    changed = copy.deepcopy(model)
+    for name, parameter in changed.named_parameters():
         if name.endswith("mlp.gate.weight"):
             parameter.data.neg_()
-    return other
+    return changed
 
 
 @torch.no_grad()
 def without_states(model: PreTrainedModel) -> PreTrainedModel:
     """Let the recurrences forget everything before each token."""
-    other = copy.deepcopy(model)
-    for name, parameter in other.named_parameters():
+    changed = copy.deepcopy(model)
+    for name, parameter in changed.named_parameters():
         if name.endswith("A_log"):
             parameter.fill_(20.0)
-    return other
+    return changed
 
 
 @torch.no_grad()
 def without_convolutions(model: PreTrainedModel) -> PreTrainedModel:
     """Let the convolutions see each token alone."""
-    other = copy.deepcopy(model)
-    for name, parameter in other.named_parameters():
+    changed = copy.deepcopy(model)
+    for name, parameter in changed.named_parameters():
         if name.endswith("conv1d.weight"):
             parameter[..., :-1] = 0.0
-    return other
+    return changed
 
 
 def with_default_rope_theta(model: PreTrainedModel) -> PreTrainedModel:
@@ -294,28 +294,28 @@ def with_default_rope_theta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _same_weights(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    other = type(model)(config)
-    other.load_state_dict(model.state_dict())
-    return other.eval()
+    changed = type(model)(config)
+    changed.load_state_dict(model.state_dict())
+    return changed.eval()
 
 
 @torch.no_grad()
 def without_bias(model: PreTrainedModel) -> PreTrainedModel:
     """Set the biases of the query, key and value projections to zero."""
-    other = copy.deepcopy(model)
-    for name, parameter in other.named_parameters():
+    changed = copy.deepcopy(model)
+    for name, parameter in changed.named_parameters():
         if is_qkv(name) and name.endswith("bias"):
             parameter.zero_()
-    return other
+    return changed
 
 
 @torch.no_grad()
 def _with_unit_norms(model: PreTrainedModel, chosen: Callable[[str], bool]) -> PreTrainedModel:
-    other = copy.deepcopy(model)
-    for name, module in other.named_modules():
+    changed = copy.deepcopy(model)
+    for name, module in changed.named_modules():
         if is_norm(module) and chosen(name):
             module.weight.fill_(neutral_norm_weight(module))
-    return other
+    return changed
 
 
 def without_norm_weights(model: PreTrainedModel) -> PreTrainedModel:
