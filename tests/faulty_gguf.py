@@ -19,11 +19,11 @@ OTHERS, OTHERS_FROM = "model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj"
 SCALED, SCALED_ROW = "blk.1.ffn_down.weight", 0
 
 
-def write_typed(folder: Path, path: Path, type_name: str, **given: object) -> Path:
+def write_typed(folder: Path, path: Path, type_name: str, **options: object) -> Path:
     """Write a checkpoint in any type: K-quants by llama.cpp's own quantiser."""
     if type_name in PLAIN:
-        return write_gguf(folder, path, type_name, **given)  # type: ignore[arg-type]
-    source = write_gguf(folder, path.with_suffix(".source.gguf"), **given)  # type: ignore[arg-type]
+        return write_gguf(folder, path, type_name, **options)  # type: ignore[arg-type]
+    source = write_gguf(folder, path.with_suffix(".source.gguf"), **options)  # type: ignore[arg-type]
     quantise(source, path, type_name)
     source.unlink()
     return path
@@ -34,8 +34,10 @@ def write_faulty(folder: Path, path: Path, type_name: str, fault: str) -> Path:
     if fault == "rows not reordered":
         return write_typed(folder, path, type_name, change=_not_reordered(folder))
     if fault == "another layer's tensor":
-        other = load_file(folder / "model.safetensors")[f"{OTHERS_FROM}.weight"]
-        return write_typed(folder, path, type_name, change=lambda name, x: other if name == f"{OTHERS}.weight" else x)
+        replacement = load_file(folder / "model.safetensors")[f"{OTHERS_FROM}.weight"]
+        return write_typed(
+            folder, path, type_name, change=lambda name, x: replacement if name == f"{OTHERS}.weight" else x
+        )
     if fault == "rotary base doubled":
         return write_typed(
             folder, path, type_name, metadata={"rope.freq_base": 2.0 * _config(folder).rope_parameters["rope_theta"]}
@@ -75,9 +77,9 @@ def _shifted(row: bytearray, type_name: str, size: int) -> bytearray:
                    "Q4_K": (_read_6_bits, _write_6_bits)}.get(type_name, (_read_d, _write_d))  # fmt: skip
     scales = [scale for block in blocks for scale in read(block)]
     scales = scales[1:] + scales[-1:]
-    each = len(scales) // len(blocks)
+    num_scales = len(scales) // len(blocks)
     for at, block in enumerate(blocks):
-        write(block, scales[at * each : (at + 1) * each])
+        write(block, scales[at * num_scales : (at + 1) * num_scales])
     return bytearray(b"".join(blocks))
 
 

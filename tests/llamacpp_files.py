@@ -97,8 +97,8 @@ def write_glm4_moe(folder: Path, file: Path, change: Change = lambda _name, tens
         tensors[f"{prefix}.experts.{rest}"] = torch.stack(parts)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, num_layers)
     for name, tensor in tensors.items():
-        own = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        writer.add_tensor(names.get_name(own, (".weight", ".bias")), tensor.float().numpy())
+        hf_name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), tensor.float().numpy())
     _close(writer)
 
 
@@ -124,11 +124,11 @@ def write_gemma3(model: PreTrainedModel, file: Path, kind: str, change: Change =
     for name, value in model.state_dict().items():
         if name != "lm_head.weight":  # tied
             tensor = change(name, value).float().numpy()
-            own = names.get_name(name, (".weight", ".bias"))
+            gguf_name = names.get_name(name, (".weight", ".bias"))
             if name.endswith("norm.weight"):
-                writer.add_tensor(own, tensor + 1)
+                writer.add_tensor(gguf_name, tensor + 1)
             else:
-                writer.add_tensor(own, gguf.quants.quantize(tensor, quantised), raw_dtype=quantised)
+                writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, quantised), raw_dtype=quantised)
     _close(writer)
 
 

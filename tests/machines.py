@@ -238,22 +238,22 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the settings and run none")
     parser.add_argument("--out", type=Path, default=ROOT / "reports/runs/machines", help="where results are kept")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of pytest, after --")
-    given = parser.parse_args()
-    only = [setting_of_the_day(datetime.date.today()).name] if given.of_the_day else given.only or names
+    options = parser.parse_args()
+    only = [setting_of_the_day(datetime.date.today()).name] if options.of_the_day else options.only or names
     chosen = [setting for setting in SETTINGS if setting.name in only]
-    if given.list:
+    if options.list:
         print(*(setting.name for setting in chosen), sep="\n")
         return 0
-    given.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     results = []
     for setting in chosen:
         print(f"{setting.name} ...", flush=True)
-        results.append(run_suite(setting, given.arguments, given.out))
-        (given.out / f"{setting.name}.json").write_text(json.dumps(asdict(results[-1])), encoding="utf-8")
-        (given.out / "table.md").write_text(table(kept_results(given.out)) + "\n", encoding="utf-8")
+        results.append(run_suite(setting, options.arguments, options.out))
+        (options.out / f"{setting.name}.json").write_text(json.dumps(asdict(results[-1])), encoding="utf-8")
+        (options.out / "table.md").write_text(table(kept_results(options.out)) + "\n", encoding="utf-8")
         print(table(results[-1:]), flush=True)
         if not results[-1].is_green and not results[-1].lacks:
-            print(*(given.out / f"{setting.name}.log").read_text(errors="replace").splitlines()[-100:], sep="\n")
+            print(*(options.out / f"{setting.name}.log").read_text(errors="replace").splitlines()[-100:], sep="\n")
     ran = [result for result in results if not result.lacks]
     return 0 if ran and all(item.is_green for item in ran) else 1
 

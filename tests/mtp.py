@@ -50,8 +50,8 @@ def save(model_type: str, folder: Path, *, num_depths: int = 1, num_layers: int 
             parameter.data = centre * (parameter.dim() == 1) + spread * normal(parameter, generator)
         tensors = revert_weight_conversion(main, dict(_named(mtp, model_type, main.config.num_hidden_layers)))
     file = folder / "model.safetensors"
-    own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
+    added = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file({**load_file(file), **added}, file, metadata={"format": "pt"})
     return main
 
 
@@ -62,8 +62,8 @@ def _named(mtp: MtpModel, model_type: str, first: int) -> Any:
         if model_type == "mellum":
             yield (f"mtp.layers.{depth}.{inner}" if part == "mtp_block" else f"mtp.{_OF_MELLUM[part]}.{inner}"), tensor
         else:
-            own = inner if part == "mtp_block" else rest.replace("post_norm", "shared_head.norm")
-            yield f"model.layers.{first + int(depth)}.{own}", tensor
+            module = inner if part == "mtp_block" else rest.replace("post_norm", "shared_head.norm")
+            yield f"model.layers.{first + int(depth)}.{module}", tensor
 
 
 class _Norm(nn.Module):
@@ -99,17 +99,17 @@ class _Head(nn.Module):
             return tensors[f"mtp.{name}.weight"].to(dtype)
 
         eps = main.config.rms_norm_eps
-        for own, name in (
+        for attribute, name in (
             ("norm_of_token", "pre_fc_norm_embedding"), ("norm_of_hidden", "pre_fc_norm_hidden"), ("last", "norm"),
             ("before", "layers.0.input_layernorm"), ("between", "layers.0.post_attention_layernorm"),
             ("norm_of_q", "layers.0.self_attn.q_norm"), ("norm_of_k", "layers.0.self_attn.k_norm"),
         ):  # fmt: skip
-            self.add_module(own, _Norm(of(name), eps))
-        for own, name in (
+            self.add_module(attribute, _Norm(of(name), eps))
+        for attribute, name in (
             ("join", "fc"), ("q", "layers.0.self_attn.q_proj"), ("k", "layers.0.self_attn.k_proj"),
             ("v", "layers.0.self_attn.v_proj"), ("o", "layers.0.self_attn.o_proj"), ("router", "layers.0.mlp.gate"),
         ):  # fmt: skip
-            self.add_module(own, _Product(of(name)))
+            self.add_module(attribute, _Product(of(name)))
         self.experts = [
             [of(f"layers.0.mlp.experts.{at}.{part}_proj") for part in ("gate", "up", "down")]
             for at in range(main.config.num_experts)
@@ -136,10 +136,10 @@ class _Head(nn.Module):
 
     def _attention(self, x: torch.Tensor, positions: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
         size, num_heads, num_kv = self.config.head_dim, self.config.num_attention_heads, self.config.num_key_value_heads
-        own = positions - 1 if "own positions" in self.faults else positions
-        q = self._turned(self.norm_of_q(self.q(x).view(-1, num_heads, size)), own)
+        q_positions = positions - 1 if "own positions" in self.faults else positions
+        q = self._turned(self.norm_of_q(self.q(x).view(-1, num_heads, size)), q_positions)
         k = self.norm_of_k(self.k(x).view(-1, num_kv, size))
-        k = self._turned(k, own - 1 if "keys one position early" in self.faults else own)
+        k = self._turned(k, q_positions - 1 if "keys one position early" in self.faults else q_positions)
         new = {"k": k, "v": self.v(x).view(-1, num_kv, size)}
         for name, rows in new.items():
             is_kept = name in cache and "no cache" not in self.faults
@@ -154,8 +154,8 @@ class _Head(nn.Module):
 
     def _turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = (positions[:, None].float() * self.frequencies).repeat(1, 2)[:, None]
-        one, other = x.chunk(2, dim=-1)
-        return x * angles.cos().to(x.dtype) + torch.cat([-other, one], dim=-1) * angles.sin().to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(x.dtype)
 
     def _mixture(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(x).float().softmax(-1).topk(self.config.num_experts_per_tok, dim=-1)
@@ -186,13 +186,13 @@ class MtpEngine:
         if len(work) > 1:
             raise ValueError("one request a step")
         ((number, ids, start, following),) = work
-        past, own = self._caches.get(number, (None, {}))
+        past, head_cache = self._caches.get(number, (None, {}))
         self._before_norm.clear()
         output = self.main.model(input_ids=torch.tensor([ids]), cache=past, use_cache=True)
         hidden = output.last_hidden_state[0]
-        given = self._before_norm[0][0] if "hidden state before the norm" in self.faults else hidden
+        rows = self._before_norm[0][0] if "hidden state before the norm" in self.faults else hidden
         ahead = [*ids, *following][: len(ids)] if "own token" in self.faults else [*ids[1:], *(following or [0])]
         if "not run" not in self.faults:
-            self.head(torch.tensor(ahead), given, torch.arange(start, start + len(ids)) + 1, own)
-        self._caches[number] = output.cache, own
+            self.head(torch.tensor(ahead), rows, torch.arange(start, start + len(ids)) + 1, head_cache)
+        self._caches[number] = output.cache, head_cache
         return self.main.lm_head(hidden[-1:])

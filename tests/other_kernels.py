@@ -72,17 +72,17 @@ def dtype_of_result(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def replacement(name: str, overload: str) -> Callable[..., torch.Tensor]:
     """Return an operator that calls torch's own and moves what it gives."""
-    own = getattr(getattr(torch.ops.aten, name.partition(".")[0]), overload)
+    native = getattr(getattr(torch.ops.aten, name.partition(".")[0]), overload)
     short = name.partition(".")[0]
 
     def operator(*args: Any, **options: Any) -> torch.Tensor:
-        given = next(argument.dtype for argument in args if isinstance(argument, torch.Tensor))
-        made, key = options.get("dtype") or dtype_of_result(short, given), f"{name} {described(args)}"
+        dtype = next(argument.dtype for argument in args if isinstance(argument, torch.Tensor))
+        made, key = options.get("dtype") or dtype_of_result(short, dtype), f"{name} {described(args)}"
         if made in NARROW:
             wide = {**options, "dtype": torch.float32} if options.get("dtype") else options
-            result = own(*widened(args), **wide, out=torch.empty(0, dtype=torch.float32))
+            result = native(*widened(args), **wide, out=torch.empty(0, dtype=torch.float32))
             return moved(key, result, share=1.0, step=PART * torch.finfo(made).eps).to(made)
-        return moved(key, own(*args, **options, out=torch.empty(0, dtype=made)))
+        return moved(key, native(*args, **options, out=torch.empty(0, dtype=made)))
 
     return operator
 

@@ -120,8 +120,8 @@ def _with(
     def change(x: torch.Tensor, layer: int, part: int) -> torch.Tensor:
         if layer != 1 or part not in parts:
             return form.keep(x, layer, part)
-        other = scale(x, layer, part)
-        return (nearest(x.float() / other, form.name) * other).to(x.dtype)
+        wrong = scale(x, layer, part)
+        return (nearest(x.float() / wrong, form.name) * wrong).to(x.dtype)
 
     return change
 
@@ -159,9 +159,9 @@ def faults(form: Format) -> Iterator[tuple[str, Change, str, str]]:
         yield from _faults_of_blocks(form)
         return
     if form.share.startswith("token"):
-        other = replace(form, share="token-head" if form.share == "token" else "token")
+        swapped = replace(form, share="token-head" if form.share == "token" else "token")
         said = "one for each head of a token" if form.share == "token" else "one for each token"
-        yield "another share", _with(form, other.scale), keys, said
+        yield "another share", _with(form, swapped.scale), keys, said
         return
     dynamic = replace(form, share="token-head")
     yield "of the layer before", _with(form, lambda x, layer, part: form.still(layer - 1, part)), keys, "model.layers.0"
@@ -185,13 +185,13 @@ def _faults_of_blocks(form: Format) -> Iterator[tuple[str, Change, str, str]]:
 
     yield "next block", _with(form, next_block), keys, "in each block the scale of the next"
     if form.name == "mxfp4":
-        down = _with(form, lambda *given: form.scale(*given) / 2, (1,))
+        down = _with(form, lambda *arguments: form.scale(*arguments) / 2, (1,))
         yield "exponents rounded down, values", down, values, "exponents that are rounded down"
         return
 
-    def read(power: int, own: int) -> Change:
+    def read(power: int, faulty_part: int) -> Change:
         def change(x: torch.Tensor, layer: int, part: int) -> torch.Tensor:
-            factor = form.still(layer, part) ** power if (layer, part) == (1, own) else 1.0
+            factor = form.still(layer, part) ** power if (layer, part) == (1, faulty_part) else 1.0
             return (form.keep(x, layer, part).float() * factor).to(x.dtype)
 
         return change
@@ -225,8 +225,12 @@ def named(trial: FaultTrial, tap: str, cause: str) -> Mapping[str, Any]:
         finding for finding in trial.result.runs[0].findings if finding.tap and finding.code is not Code.TOKENS_DIFFER
     ]
     first = trial.result.runs[0].first_divergence
-    own = next((finding for finding in findings if first is not None and finding.tap == first.tap), None)
-    said = own.explanation.cause if own is not None and own.explanation is not None and own.explanation.is_cause else ""
+    at_first = next((finding for finding in findings if first is not None and finding.tap == first.tap), None)
+    said = (
+        at_first.explanation.cause
+        if at_first is not None and at_first.explanation is not None and at_first.explanation.is_cause
+        else ""
+    )
     return {
         "detected": trial.is_alarm,
         "localised": first is not None and first.tap == tap,
@@ -244,9 +248,9 @@ def main(names: list[str]) -> None:
             if names and not any(item in title for item in names):
                 continue
             for dtype in ("float32", "bfloat16"):
-                found = named(checked(form, change, dtype=dtype), tap, cause)
-                scores.append(found)
-                print(f"| {title} | {dtype} | " + " | ".join(str(item) for item in found.values()) + " |", flush=True)
+                row = named(checked(form, change, dtype=dtype), tap, cause)
+                scores.append(row)
+                print(f"| {title} | {dtype} | " + " | ".join(str(item) for item in row.values()) + " |", flush=True)
     told = ", ".join(f"{how}: {sum(score['named'] == how for score in scores)}" for how in ("yes", "no", "wrongly"))
     places = sum(score["localised"] for score in scores)
     print(f"{len(scores)} faults: {sum(score['detected'] for score in scores)} detected, {places} localised, {told}")

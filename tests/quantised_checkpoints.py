@@ -364,9 +364,9 @@ def write_quantised(
     for file in original.glob("*.json"):
         if not file.name.endswith(".index.json"):
             shutil.copy(file, folder)
-    own = {**KINDS[kind].config, **config}
+    declared = {**KINDS[kind].config, **config}
     whole = json.loads((original / "config.json").read_text())
-    whole["quantization_config"] = {name: value for name, value in own.items() if value is not Ellipsis}
+    whole["quantization_config"] = {name: value for name, value in declared.items() if value is not Ellipsis}
     (folder / "config.json").write_text(json.dumps(whole))
     return expected
 

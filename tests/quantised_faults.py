@@ -52,10 +52,10 @@ def _set(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
     return apply
 
 
-def _from(other: str, *suffixes: str) -> Callable[[Tensors, str], None]:
+def _from(source: str, *suffixes: str) -> Callable[[Tensors, str], None]:
     def apply(tensors: Tensors, module: str) -> None:
         for suffix in suffixes:
-            tensors[module + suffix] = tensors[other + suffix].clone()
+            tensors[module + suffix] = tensors[source + suffix].clone()
 
     return apply
 
@@ -247,8 +247,8 @@ def score(fault: Fault, report: Any) -> Score:
     ]
     taps = {finding.tap for finding in findings}
     head = {"lm_head": {"lm_head", "logits"}}.get(fault.module, {fault.module})
-    own = next((finding for finding in findings if finding.tap in head), None)
-    explanation = own.explanation if own is not None else None
+    at_fault = next((finding for finding in findings if finding.tap in head), None)
+    explanation = at_fault.explanation if at_fault is not None else None
     cause = explanation.cause if explanation is not None and explanation.is_cause else ""
     named = "no" if not cause else "yes" if fault.named and fault.named in cause else "wrongly"
     others = "; ".join(f"{finding.code} {finding.message}" for finding in findings if finding.tap not in head)
@@ -304,10 +304,10 @@ def main(names: list[str]) -> None:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             os.environ["HARNESS_CACHE"] = f"{scratch}/cache"
-            found = score(fault, check_fault(fault, Path(scratch), dtype, engine))
-        scores.append(found)
+            result = score(fault, check_fault(fault, Path(scratch), dtype, engine))
+        scores.append(result)
         print(
-            f"| {name} | {found.detected} | {found.localised} | {found.named} | {found.cause} | {found.others} |",
+            f"| {name} | {result.detected} | {result.localised} | {result.named} | {result.cause} | {result.others} |",
             flush=True,
         )
     print(f"{len(scores)} faults: {sum(item.detected for item in scores)} detected, "

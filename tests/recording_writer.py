@@ -36,7 +36,7 @@ def new_writer(
 
 def requests_of(tokens: dict[int, list[int]], *, prompt_length: int = 1) -> list[RequestInfo]:
     """Return requests by their ids and tokens."""
-    return [RequestInfo(id=id_, token_ids=own, prompt_length=prompt_length) for id_, own in tokens.items()]
+    return [RequestInfo(id=id_, token_ids=ids, prompt_length=prompt_length) for id_, ids in tokens.items()]
 
 
 def record(

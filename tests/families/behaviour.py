@@ -52,15 +52,15 @@ class Behaviour:
 
     def problems(self) -> set[str]:
         """Return what is not as it should be, by the names of HF_FAILS, or by a field's name."""
-        found = set(self.errors)
-        found |= {"logits_std"} if not 0.1 < self.logits_std < 30 else set()
-        found |= {"influence"} if self.influence < ROUNDING else set()
-        found |= {"leak"} if self.leak > ROUNDING else set()
+        problems = set(self.errors)
+        problems |= {"logits_std"} if not 0.1 < self.logits_std < 30 else set()
+        problems |= {"influence"} if self.influence < ROUNDING else set()
+        problems |= {"leak"} if self.leak > ROUNDING else set()
         # Weights from disk lie elsewhere in memory, and a kernel may take another way by that.
-        found |= {"reload"} if self.reload > ROUNDING else set()
+        problems |= {"reload"} if self.reload > ROUNDING else set()
         if is_off(self.decode):
-            return found | {"decode"}
-        return found | ({"bare decode"} if is_off(self.bare_decode) else set())
+            return problems | {"decode"}
+        return problems | ({"bare decode"} if is_off(self.bare_decode) else set())
 
 
 def is_off(decoded: float | str) -> bool:
@@ -133,9 +133,9 @@ def decode(model: PreTrainedModel, ids: torch.Tensor, *, bare: bool) -> torch.Te
     taken = inspect.signature(model.forward).parameters
     output = model(input_ids=ids[:, :NUM_PROMPT], use_cache=True)
     cache = cache_in(output)
-    own = next((name for name in CACHES[:2] if name in taken), None)
-    if not cache and not bare and own is not None:
-        cache = {own: DynamicCache(config=model.config)}
+    argument = next((name for name in CACHES[:2] if name in taken), None)
+    if not cache and not bare and argument is not None:
+        cache = {argument: DynamicCache(config=model.config)}
         output = model(input_ids=ids[:, :NUM_PROMPT], use_cache=True, **cache)
     if not cache:
         raise ValueError("the model returns no cache")
@@ -150,5 +150,5 @@ def decode(model: PreTrainedModel, ids: torch.Tensor, *, bare: bool) -> torch.Te
 
 def cache_in(output: Any) -> dict[str, Any]:
     """Return the cache in a model's output, under the name by which the model takes it back."""
-    given = dict(output.items())  # an output of transformers 5.24 answers to old names, too
-    return {name: given[name] for name in CACHES if given.get(name) is not None}
+    fields = dict(output.items())  # an output of transformers 5.24 answers to old names, too
+    return {name: fields[name] for name in CACHES if fields.get(name) is not None}

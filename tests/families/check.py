@@ -145,8 +145,8 @@ def tried(name: str, rows: int | None = None) -> list[Trial]:
         trials = []
         for fault in faults:
             first = opened.check(fault).first_divergence
-            found = first is not None and may_be_blamed(opened.oracle, first.tap, fault)
-            trials.append(Trial(fault=fault, divergence=first, is_found=found))
+            is_found = first is not None and may_be_blamed(opened.oracle, first.tap, fault)
+            trials.append(Trial(fault=fault, divergence=first, is_found=is_found))
     return trials
 
 
@@ -225,22 +225,25 @@ def sound_table(results: dict[str, dict[str, Checked]]) -> str:
 def fault_table(trials: dict[str, list[Trial]]) -> str:
     """Return one line a fault: in how many architectures it was planted, and found where it is."""
     planted: dict[str, list[Trial]] = {}
-    for item in (trial for found in trials.values() for trial in found):
+    for item in (trial for of_architecture in trials.values() for trial in of_architecture):
         planted.setdefault(item.fault.name, []).append(item)
-    rows = [[name, len(found), sum(trial.is_found for trial in found)] for name, found in sorted(planted.items())]
+    rows = [
+        [name, len(same_fault), sum(trial.is_found for trial in same_fault)]
+        for name, same_fault in sorted(planted.items())
+    ]
     return tabulate(rows, ["fault", "architectures", "found at the right tap"], tablefmt="github")
 
 
 def summary(results: dict[str, dict[str, Checked]], trials: dict[str, list[Trial]]) -> str:
     """Return the totals in words."""
     passed = [name for name, by_dtype in results.items() if all(item.word == "pass" for item in by_dtype.values())]
-    planted = [trial for found in trials.values() for trial in found]
-    found = sum(trial.is_found for trial in planted)
+    planted = [trial for of_architecture in trials.values() for trial in of_architecture]
+    num_found = sum(trial.is_found for trial in planted)
     enough = sum(len(item) >= 3 for item in trials.values())
     text = f"{len(passed)} of {len(results)} architectures pass in every dtype."
     if planted:
-        text += f" {found} of {len(planted)} faults in {len(trials)} architectures are found at the right tap"
-        text += f" ({100 * found / len(planted):.1f} %); {enough} architectures have three faults or more."
+        text += f" {num_found} of {len(planted)} faults in {len(trials)} architectures are found at the right tap"
+        text += f" ({100 * num_found / len(planted):.1f} %); {enough} architectures have three faults or more."
     runs = [item.run for by_dtype in results.values() for item in by_dtype.values() if item.word == "pass" and item.run]
     by_control = [tap.local_bound_share_max or 0.0 for run in runs for tap in run.taps if tap.is_bounded_by_control]
     if by_control:

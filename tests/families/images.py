@@ -115,18 +115,18 @@ def processed(config: Any, grids: Sequence[tuple[int, int]], *, seed: int, befor
         text = torch.randint(3, 240, (4,), generator=random).tolist()
         ids += [BEGIN, *[IMAGE] * num_parts, END, *text]
         kinds += [0, *[1] * num_parts, 0, *[0] * len(text)]
-    found = {"input_ids": torch.tensor([ids]), "pixel_values": torch.cat(pixels)}
+    inputs = {"input_ids": torch.tensor([ids]), "pixel_values": torch.cat(pixels)}
     if "qwen" in config.model_type:
         grid = torch.tensor([[1, height, width] for height, width in grids])
-        return {**found, "image_grid_thw": grid, "mm_token_type_ids": torch.tensor([kinds])}
-    return {**found, "token_type_ids": torch.tensor([kinds])} if config.model_type == "gemma3" else found
+        return {**inputs, "image_grid_thw": grid, "mm_token_type_ids": torch.tensor([kinds])}
+    return {**inputs, "token_type_ids": torch.tensor([kinds])} if config.model_type == "gemma3" else inputs
 
 
 def requests(config: Any) -> list[Any]:
     """Return three requests: of two images, of text, and of another image after the tokens of the first request."""
-    first, other = (processed(config, [(4, 6), (6, 4)], seed=1) for _ in range(2))
-    other["pixel_values"] = processed(config, [(4, 6), (6, 4)], seed=2)["pixel_values"]
-    return [first, list(range(20, 36)), other]
+    first, last = (processed(config, [(4, 6), (6, 4)], seed=1) for _ in range(2))
+    last["pixel_values"] = processed(config, [(4, 6), (6, 4)], seed=2)["pixel_values"]
+    return [first, list(range(20, 36)), last]
 
 
 Change = Callable[[DecoderInputs, RequestInfo], DecoderInputs]
@@ -165,8 +165,10 @@ def rows(change: Callable[[torch.Tensor, list[list[int]]], torch.Tensor]) -> Cha
     """Change the rows of the decoder's input [T, D]; `change` is given the places of each image, too."""
 
     def changed(inputs: DecoderInputs, request: RequestInfo) -> DecoderInputs:
-        own = inputs.by_token["inputs_embeds"]
-        return replace(inputs, by_token={**inputs.by_token, "inputs_embeds": change(own.clone(), images_of(request))})
+        embeddings = inputs.by_token["inputs_embeds"]
+        return replace(
+            inputs, by_token={**inputs.by_token, "inputs_embeds": change(embeddings.clone(), images_of(request))}
+        )
 
     return changed
 
@@ -177,26 +179,26 @@ def images_of(request: RequestInfo) -> list[list[int]]:
     return [list(places) for is_image, places in runs if is_image]
 
 
-def counted(own: torch.Tensor) -> torch.Tensor:
-    return torch.arange(own.shape[1]).expand_as(own)
+def counted(positions: torch.Tensor) -> torch.Tensor:
+    return torch.arange(positions.shape[1]).expand_as(positions)
 
 
-def starts(own: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+def starts(positions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """[3, T]: the position of the first part of each image; of text its own."""
-    for at in range(1, own.shape[1]):
+    for at in range(1, positions.shape[1]):
         if kinds[at] and kinds[at - 1]:
-            own[:, at] = own[:, at - 1]
-    return own
+            positions[:, at] = positions[:, at - 1]
+    return positions
 
 
 def shifted(by: int) -> Callable[[torch.Tensor, list[list[int]]], torch.Tensor]:
-    def change(own: torch.Tensor, images: list[list[int]]) -> torch.Tensor:
-        right, table = own.clone(), own
+    def change(embeddings: torch.Tensor, images: list[list[int]]) -> torch.Tensor:
+        right, table = embeddings.clone(), embeddings
         for places in images:
             for at in places:
                 table[at] = right[places[0] - 1] if at - by not in places else table[at]  # some other row of text
             for at in places:
-                if 0 <= at + by < len(own):
+                if 0 <= at + by < len(embeddings):
                     table[at + by] = right[at]
         return table
 
@@ -206,16 +208,16 @@ def shifted(by: int) -> Callable[[torch.Tensor, list[list[int]]], torch.Tensor]:
 def arranged(order: Callable[[list[list[int]]], list[int]]) -> Callable[[torch.Tensor, list[list[int]]], torch.Tensor]:
     """Give the parts of all images, in their order, the rows of others."""
 
-    def change(own: torch.Tensor, images: list[list[int]]) -> torch.Tensor:
-        own[[at for places in images for at in places]] = own[order(images)]
-        return own
+    def change(embeddings: torch.Tensor, images: list[list[int]]) -> torch.Tensor:
+        embeddings[[at for places in images for at in places]] = embeddings[order(images)]
+        return embeddings
 
     return change
 
 
-def scaled(own: torch.Tensor, images: list[list[int]]) -> torch.Tensor:
-    own[[at for places in images for at in places]] *= own.shape[1] ** 0.5
-    return own
+def scaled(embeddings: torch.Tensor, images: list[list[int]]) -> torch.Tensor:
+    embeddings[[at for places in images for at in places]] *= embeddings.shape[1] ** 0.5
+    return embeddings
 
 
 def columns(images: list[list[int]], height: int) -> list[int]:
@@ -225,7 +227,7 @@ def columns(images: list[list[int]], height: int) -> list[int]:
 def repositioned(change: Callable[[DecoderInputs, int, int], torch.Tensor]) -> Callable[[Any], Any]:
     """Change the positions of a step; `change` is given what is handed, the step's first token, and a token."""
 
-    def cut(own: Any) -> Any:
+    def cut(handing: Any) -> Any:
         def hand(hf: HFModel, cells: Any) -> Any:
             lines = []
             for line in cells:
@@ -237,7 +239,7 @@ def repositioned(change: Callable[[DecoderInputs, int, int], torch.Tensor]) -> C
                         inputs = replace(inputs, positions=table)
                     changed.append((inputs, at))
                 lines.append(changed)
-            return own(hf, lines)
+            return handing(hf, lines)
 
         return hand
 
@@ -283,20 +285,20 @@ def other_sections(model: Any) -> None:
         module.mrope_section = [3, 3, 2]
 
 
-def layout_of(other: type) -> Callable[[Any], None]:
+def layout_of(rotary_class: type) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         for module in rotary_modules(model):
-            module.recomposition_frequencies = partial(other.recomposition_frequencies, module)
+            module.recomposition_frequencies = partial(rotary_class.recomposition_frequencies, module)
 
     return change
 
 
-def numbered(own: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+def numbered(positions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """[3, T]: the parts of an image one after the other."""
-    for at in range(1, own.shape[1]):
+    for at in range(1, positions.shape[1]):
         if kinds[at] and kinds[at - 1]:
-            own[:, at] = own[:, at - 1] + 1
-    return own
+            positions[:, at] = positions[:, at - 1] + 1
+    return positions
 
 
 def without_images(inputs: DecoderInputs, _request: RequestInfo) -> DecoderInputs:
@@ -308,24 +310,25 @@ def of_the_first(inputs: DecoderInputs, request: RequestInfo) -> DecoderInputs:
     """Hand the rows of the first request to all others."""
     if request.id == 0:
         _kept["first"] = inputs.by_token["inputs_embeds"]
-    rows, own = inputs.by_token["inputs_embeds"].clone(), [at for item in images_of(request) for at in item]
-    rows[own] = _kept["first"][own]
+    rows, places = inputs.by_token["inputs_embeds"].clone(), [at for item in images_of(request) for at in item]
+    rows[places] = _kept["first"][places]
     return replace(inputs, by_token={**inputs.by_token, "inputs_embeds": rows})
 
 
 _kept: dict[str, torch.Tensor] = {}
 PARTS = {"sites": ("layers.0.input",)}
 FAULTS = (
-    Fault(name="height and width swapped", change=positions(lambda own, _: own[[0, 2, 1]]),
+    Fault(name="height and width swapped", change=positions(lambda table, _: table[[0, 2, 1]]),
           says=("height and width are swapped",)),
-    Fault(name="time and width swapped", change=positions(lambda own, _: own[[2, 1, 0]]),
+    Fault(name="time and width swapped", change=positions(lambda table, _: table[[2, 1, 0]]),
           says=("time and width are swapped",)),
-    Fault(name="one axis", change=positions(lambda own, _: counted(own)), says=("one axis",)),
-    Fault(name="text does not restart", change=positions(lambda own, kinds: own.where(kinds > 0, counted(own))),
+    Fault(name="one axis", change=positions(lambda table, _: counted(table)), says=("one axis",)),
+    Fault(name="text does not restart", change=positions(lambda table, kinds: table.where(kinds > 0, counted(table))),
           says=("do not restart after an image",)),
     Fault(name="an image at one position", change=positions(starts), says=("position of its first",)),
     Fault(name="text after an image one too far",
-          change=positions(lambda own, kinds: own + ((kinds == 0) & (kinds.cumsum(0) > 0))), says=("off by one (+1)",)),
+          change=positions(lambda table, kinds: table + ((kinds == 0) & (kinds.cumsum(0) > 0))),
+          says=("off by one (+1)",)),
     Fault(name="index in decode", cut=in_decode, says=("do not restart after an image",)),
     Fault(name="a chunk counts an image anew", schedule="chunked:3", cut=in_chunk, says=("begins inside of an image",)),
     Fault(name="a chunk begins at 0", schedule="chunked:7", cut=at_zero, says=("offset is forgotten",)),
@@ -375,7 +378,7 @@ class Subject:
 
     def check(self, schedule: str, fault: Fault | None = None) -> RunResult:
         """Run the engine under a schedule, with a fault in it if one is given, compare, and explain."""
-        (own,) = parse_schedules([schedule])
+        (parsed,) = parse_schedules([schedule])
         engine = HFEngine(load_model(self.plan.folder, dtype=self.dtype, stays=True), None)
         engine.match_taps(self.oracle.graph)
         self._num_runs += 1
@@ -384,12 +387,12 @@ class Subject:
             if fault is not None:
                 fault.model(engine._hf.model)
                 stack.enter_context(planted(fault))
-            golden, copies = with_duplicate_requests(self.plan, self.golden, own, self.oracle)
-            record_run(self.plan, engine, own, golden.requests[: len(self.plan.prompts)], out, copies=copies)
+            golden, copies = with_duplicate_requests(self.plan, self.golden, parsed, self.oracle)
+            record_run(self.plan, engine, parsed, golden.requests[: len(self.plan.prompts)], out, copies=copies)
         with Recording.open(out, verify=False) as actual:
-            required = Requirements(wanted=engine.capabilities.wanted(self.oracle.graph), require=own.requires)
-            found = compare_run(actual, golden, hf=self.oracle, requirements=required)
-            return explain_run(found, actual, golden, self.oracle)
+            required = Requirements(wanted=engine.capabilities.wanted(self.oracle.graph), require=parsed.requires)
+            comparison = compare_run(actual, golden, hf=self.oracle, requirements=required)
+            return explain_run(comparison, actual, golden, self.oracle)
 
 
 @contextmanager
@@ -402,8 +405,10 @@ def planted(fault: Fault) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(engine_room, "decoder_inputs", handed))
         if "prefix cache" in fault.name:
-            known, own = Keyless(), batch_room.Batch.run_on_prefix
-            stack.enter_context(patch.object(batch_room.Batch, "run_on_prefix", lambda self, _known: own(self, known)))
+            known, run_on_prefix = Keyless(), batch_room.Batch.run_on_prefix
+            stack.enter_context(
+                patch.object(batch_room.Batch, "run_on_prefix", lambda self, _known: run_on_prefix(self, known))
+            )
         if fault.cut is not None:
             stack.enter_context(patch.object(batch_room, "handing", fault.cut(handing)))
         yield
@@ -454,8 +459,8 @@ def fault_row(opened: Subject, family: str, dtype: str, fault: Fault) -> list[ob
     run = opened.check(fault.schedule, fault)
     first = run.first_divergence
     is_local = first is not None and any(first.tap.endswith(site) for site in fault.sites)
-    own = None if first is None else first.explanation
-    said = own.cause if own is not None and own.is_cause else ""
+    explanation = None if first is None else first.explanation
+    said = explanation.cause if explanation is not None and explanation.is_cause else ""
     is_right = any(word in said for word in fault.says)
     word = "named" if is_right else "wrong name" if said else "not named"
     is_found = run.outcome is Outcome.MISMATCH
@@ -485,23 +490,23 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     if options.text:
         heads = ["family", "result", "rows", "largest share of a bound", "not passed", "first wrong"]
-        found = [shown(text_row(family)) for family in options.families or TEXT]
-        sys.stdout.write(tabulate(found, heads, tablefmt="pipe", disable_numparse=True) + "\n")
+        results = [shown(text_row(family)) for family in options.families or TEXT]
+        sys.stdout.write(tabulate(results, heads, tablefmt="pipe", disable_numparse=True) + "\n")
         return
     if not options.no_sound:
         heads = ["family", "dtype", "schedule", "result", "rows", "largest share of a bound", "first wrong"]
-        found = [shown(row) for family in families for dtype in dtypes for row in sound_rows(family, dtype)]
-        sys.stdout.write(tabulate(found, heads, tablefmt="pipe", disable_numparse=True) + "\n\n")
+        results = [shown(row) for family in families for dtype in dtypes for row in sound_rows(family, dtype)]
+        sys.stdout.write(tabulate(results, heads, tablefmt="pipe", disable_numparse=True) + "\n\n")
     if not options.no_faults:
         heads = ["family", "dtype", "fault", "detected", "first at", "there", "first cause", "said"]
         wanted = [fault for fault in FAULTS if options.only in fault.name]
-        found = []
+        results = []
         for family in families:
             for dtype in dtypes:
                 with subject(family, dtype) as opened:
-                    own = [fault for fault in wanted if family in fault.families]
-                    found += [shown(fault_row(opened, family, dtype, fault)) for fault in own]
-        sys.stdout.write(tabulate(found, heads, tablefmt="pipe", disable_numparse=True) + "\n\n")
+                    applicable = [fault for fault in wanted if family in fault.families]
+                    results += [shown(fault_row(opened, family, dtype, fault)) for fault in applicable]
+        sys.stdout.write(tabulate(results, heads, tablefmt="pipe", disable_numparse=True) + "\n\n")
 
 
 def shown(row: list[object]) -> list[object]:

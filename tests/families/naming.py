@@ -60,8 +60,8 @@ def named(opened: Subject, fault: Fault) -> tuple[str, Explanation | None]:
         path = Path(folder) / "run"
         record_run(opened.plan, engine, opened.plan.schedules[0], opened.golden.requests, path)
         with Recording.open(path, verify=False) as actual:
-            found = compare_run(actual, opened.golden, hf=opened.oracle)
-            first = explain_run(found, actual, opened.golden, opened.oracle).first_divergence
+            comparison = compare_run(actual, opened.golden, hf=opened.oracle)
+            first = explain_run(comparison, actual, opened.golden, opened.oracle).first_divergence
     return (first.tap, first.explanation) if first else ("nowhere", None)
 
 
@@ -88,8 +88,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.families.naming")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--dtype", default="float32")
-    given = parser.parse_args()
-    counts = counted(trials, given.names or architectures(), given.dtype)
+    options = parser.parse_args()
+    counts = counted(trials, options.names or architectures(), options.dtype)
     table = [[fault, *(counts[fault, word] for word in ("named", "unnamed", "WRONG"))] for fault in TRUTHS]
     sys.stdout.write(tabulate(table, ["fault", "named", "unnamed", "named wrongly"], tablefmt="github") + "\n")
 

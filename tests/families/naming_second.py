@@ -79,7 +79,7 @@ def state(which: str, is_frozen: bool) -> Callable[[nn.Module], None]:
 
 def v_heads(model: nn.Module) -> None:
     """The heads of v are in the reverse order."""
-    module: Any = modules(model, lambda each: num_kv_heads(each) > 1)[0]
+    module: Any = modules(model, lambda module: num_kv_heads(module) > 1)[0]
     for name, parameter in list(module.v_proj.named_parameters()):
         set_parameter(module.v_proj, name, parameter.unflatten(0, (num_kv_heads(module), -1)).flip(0).flatten(0, 1))
 
@@ -92,14 +92,16 @@ def num_kv_heads(module: nn.Module) -> int:
 
 
 def row_zero(model: nn.Module) -> None:
-    module: Any = modules(model, lambda each: isinstance(each, nn.Linear) and each.in_features != each.out_features)[0]
+    module: Any = modules(
+        model, lambda module: isinstance(module, nn.Linear) and module.in_features != module.out_features
+    )[0]
     changed = module.weight.detach().clone()
     changed[5] = 0
     set_parameter(module, "weight", changed)
 
 
 def weights_louder(model: nn.Module) -> None:
-    module: Any = modules(model, lambda each: isinstance(each, nn.Linear))[0]
+    module: Any = modules(model, lambda module: isinstance(module, nn.Linear))[0]
     set_parameter(module, "weight", module.weight * 1.03)
 
 
@@ -138,14 +140,14 @@ SECOND = (
 
 def applicable(name: str) -> list[Second]:
     """Return the faults that have a place in an architecture."""
-    found = []
+    faults = []
     for fault in SECOND:
         try:
             fault.inject(build(name))
         except IndexError:  # it has no such module
             continue
-        found.append(fault)
-    return found
+        faults.append(fault)
+    return faults
 
 
 def trials(name: str, dtype: str) -> Iterator[list[str]]:
@@ -167,8 +169,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.families.naming_second")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--dtype", default="float32")
-    given = parser.parse_args()
-    counts = counted(trials, given.names, given.dtype)
+    options = parser.parse_args()
+    counts = counted(trials, options.names, options.dtype)
     words = ("named", "unnamed", "WRONG", "not detected")
     table = [[fault.name, *(counts[fault.name, word] for word in words)] for fault in SECOND]
     sys.stdout.write(tabulate(table, ["fault", *words], tablefmt="github") + "\n")

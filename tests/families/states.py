@@ -52,8 +52,8 @@ _Held = list[torch.Tensor]
 def held(decoder: HFDecoder, *names: str) -> _Held:
     """Return the states of the cache, of all layers: of `conv`, `recurrent`, or both."""
     layers = [layer for cache in decoder.cache.values() for layer in cache.layers]
-    found = [item for layer in layers for name in names or ("conv", "recurrent") for item in _of(layer, name)]
-    return [item for item in found if isinstance(item, torch.Tensor)]
+    states = [item for layer in layers for name in names or ("conv", "recurrent") for item in _of(layer, name)]
+    return [item for item in states if isinstance(item, torch.Tensor)]
 
 
 def _of(layer: Any, name: str) -> list[Any]:
@@ -125,11 +125,11 @@ class EarlierSnapshot(Faulty):
 
     def snapshot(self) -> Any:
         kept = super().snapshot()
-        with HFDecoder(self._hf) as other:
-            other.feed([row[:-1] for row in self.begin])
+        with HFDecoder(self._hf) as shorter:
+            shorter.feed([row[:-1] for row in self.begin])
         layers = [layer for cache in kept.cache.values() for layer in cache.layers]
         states = [item for layer in layers for name in ("conv", "recurrent") for item in _of(layer, name)]
-        _put([state for state in states if isinstance(state, torch.Tensor)], held(other))
+        _put([state for state in states if isinstance(state, torch.Tensor)], held(shorter))
         return kept
 
 
@@ -226,8 +226,8 @@ class NotCleared(Faulty):
 
     def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
         if not self.pieces and Faulty.left is not None and self.cache:
-            for cache, other in zip(self.cache.values(), Faulty.left.cache.values(), strict=True):
-                for layer, theirs in zip(cache.layers, other.layers, strict=True):
+            for cache, left_cache in zip(self.cache.values(), Faulty.left.cache.values(), strict=True):
+                for layer, theirs in zip(cache.layers, left_cache.layers, strict=True):
                     for name, value in vars(theirs).items():
                         if "conv" in name or "recurrent" in name or name in ("has_previous_state", "dtype", "device"):
                             setattr(layer, name, deepcopy(value))
@@ -242,12 +242,14 @@ class NotClearedAgain(Faulty):
     def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
         left = Faulty.left
         if not self.pieces and left is not None and self.cache and all(len(item) > 1 for item in held(left)):
-            for cache, other in zip(self.cache.values(), left.cache.values(), strict=True):
-                for layer, theirs in zip(cache.layers, other.layers, strict=True):
+            for cache, left_cache in zip(self.cache.values(), left.cache.values(), strict=True):
+                for layer, theirs in zip(cache.layers, left_cache.layers, strict=True):
                     for name, value in vars(theirs).items():
                         if name in ("conv_states", "recurrent_states"):
-                            own = {at: item[self.lane :][:1].clone() for at, item in value.items() if item is not None}
-                            setattr(layer, name, {**value, **own})
+                            left_states = {
+                                at: item[self.lane :][:1].clone() for at, item in value.items() if item is not None
+                            }
+                            setattr(layer, name, {**value, **left_states})
                         elif "conv" in name or "recurrent" in name or name in ("has_previous_state", "dtype", "device"):
                             setattr(layer, name, deepcopy(value))
         return super().feed(ids, **options)
@@ -310,12 +312,12 @@ class ForkedLate(Faulty):
 
     def after_piece(self, before: _Held) -> None:
         if self.num and len(self.pieces) == self.at + 1:
-            own = [item.clone() for item in held(self)]
+            early = [item.clone() for item in held(self)]
             again = deepcopy(self.cache)
             HFDecoder.feed(self, self.fed, **self.given)
             late = [item.clone() for item in held(self)]
             self.cache = again
-            for state, first, second in zip(held(self), own, late, strict=True):
+            for state, first, second in zip(held(self), early, late, strict=True):
                 state.copy_(torch.cat([first[: self.num], second[self.num :]]))
 
     def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
@@ -451,29 +453,29 @@ class Subject:
 
     def check(self, schedule: str, decoder: type[HFDecoder] = HFDecoder, *, explains: bool = True) -> RunResult:
         """Run the engine under a schedule and compare it with the golden."""
-        (own,) = [item for item in self.plan.schedules if item == Schedule.of(schedule)]
+        (parsed,) = [item for item in self.plan.schedules if item == Schedule.of(schedule)]
         engine = HFEngine(load_model(self.plan.folder, dtype=self.dtype, stays=True), None)
         engine.match_taps(self.oracle.graph)
         self._num_runs += 1
         out = self.folder / f"run-{self.plan.case.dtype}-{self._num_runs}"
-        golden, copies = with_duplicate_requests(self.plan, self.golden, own, self.oracle)
+        golden, copies = with_duplicate_requests(self.plan, self.golden, parsed, self.oracle)
         with decoding_with(decoder):
-            record_run(self.plan, engine, own, golden.requests[: len(self.plan.prompts)], out, copies=copies)
+            record_run(self.plan, engine, parsed, golden.requests[: len(self.plan.prompts)], out, copies=copies)
         with Recording.open(out, verify=False) as actual:
             wanted = engine.capabilities.wanted(self.oracle.graph)
-            required = Requirements(wanted=wanted, require=own.requires)
-            found = compare_run(actual, golden, hf=self.oracle, requirements=required)
+            required = Requirements(wanted=wanted, require=parsed.requires)
+            comparison = compare_run(actual, golden, hf=self.oracle, requirements=required)
             if not explains:
-                return found.result
-            return explain_run(_first_alone(found), actual, golden, self.oracle)
+                return comparison.result
+            return explain_run(_first_alone(comparison), actual, golden, self.oracle)
 
 
-def _first_alone(found: Comparison) -> Comparison:
+def _first_alone(comparison: Comparison) -> Comparison:
     """Leave out findings but the first operation's and those of states: explanations of scans take long."""
-    run = found.result
+    run = comparison.result
     first = None if run.first_divergence is None else run.first_divergence.tap
     kept = [finding for finding in run.findings if finding.tap and (finding.tap == first or "_state" in finding.tap)]
-    return replace(found, result=replace(run, findings=tuple(kept[:4])))
+    return replace(comparison, result=replace(run, findings=tuple(kept[:4])))
 
 
 @contextmanager
@@ -517,8 +519,8 @@ def fault_row(opened: Subject, family: str, dtype: str, fault: Fault) -> list[ob
         for finding in findings
         if finding.explanation is not None and finding.explanation.is_cause
     ]
-    own = first.explanation if first is not None else None
-    said = own.cause if own is not None and own.is_cause else ""
+    explanation = first.explanation if first is not None else None
+    said = explanation.cause if explanation is not None and explanation.is_cause else ""
     is_right = bool(fault.says) and any(word in said for word in fault.says)
     others = [cause for cause in causes if not any(word in cause for word in fault.says)]
     word = "named" if is_right else "wrong name" if said else "not named"
@@ -562,8 +564,8 @@ def main(arguments: Sequence[str]) -> None:
         for family in families:
             for dtype in dtypes:
                 with subject(family, dtype) as opened:
-                    own = [fault for fault in wanted if family in fault.families]
-                    rows += [_shown(fault_row(opened, family, dtype, fault)) for fault in own]
+                    applicable = [fault for fault in wanted if family in fault.families]
+                    rows += [_shown(fault_row(opened, family, dtype, fault)) for fault in applicable]
         sys.stdout.write(tabulate(rows, heads, tablefmt="pipe", disable_numparse=True) + "\n\n")
 
 

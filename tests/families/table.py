@@ -42,12 +42,12 @@ def where_shown(sound: list[Event], name: str, fault: Fault) -> Difference | Non
 
 def table_of_models(behaviours: dict[str, tuple[PreTrainedModel, Behaviour]], shown: Shown) -> str:
     rows = []
-    for name, (model, found) in behaviours.items():
+    for name, (model, observed) in behaviours.items():
         known = HF_FAILS.get(name, {})
-        decode = f"{found.decode:.0e}" if isinstance(found.decode, float) else "fails"
-        problems = "; ".join(f"{problem}: {known.get(problem, '?')}" for problem in sorted(found.problems()))
+        decode = f"{observed.decode:.0e}" if isinstance(observed.decode, float) else "fails"
+        problems = "; ".join(f"{problem}: {known.get(problem, '?')}" for problem in sorted(observed.problems()))
         thousands = model.num_parameters() / 1e3
-        rows.append([name, thousands, found.logits_std, found.influence, decode, len(shown[name]), problems])
+        rows.append([name, thousands, observed.logits_std, observed.influence, decode, len(shown[name]), problems])
     headers = ["architecture", "thousand parameters", "logits std", "influence", "decode", "faults", "HF fails at"]
     formats = ("", ".0f", ".2f", ".2f", "", "", "")
     return tabulate(rows, headers, tablefmt="github", floatfmt=formats)
@@ -56,8 +56,8 @@ def table_of_models(behaviours: dict[str, tuple[PreTrainedModel, Behaviour]], sh
 def table_of_faults(shown: Shown) -> str:
     sizes: dict[str, list[float]] = defaultdict(list)
     hits: dict[str, int] = defaultdict(int)
-    for found in shown.values():
-        for fault, difference in found:
+    for trials in shown.values():
+        for fault, difference in trials:
             sizes[fault.name].append(difference.size if difference else 0.0)
             hits[fault.name] += difference is not None and difference.path in fault.sites
     rows = [

@@ -34,9 +34,9 @@ def test_a_chunk_may_end_inside_of_an_image(qwen: Subject) -> None:
 def test_a_fault_around_an_image_is_named(qwen: Subject, name: str) -> None:
     (fault,) = [item for item in FAULTS if item.name == name]
 
-    *_, found, _, is_there, word, said = fault_row(qwen, "qwen2_5_vl", "float32", fault)
+    *_, detected, _, is_there, word, said = fault_row(qwen, "qwen2_5_vl", "float32", fault)
 
-    assert (found, is_there, word) == ("yes", "yes", "named"), said
+    assert (detected, is_there, word) == ("yes", "yes", "named"), said
 
 
 def test_text_after_another_request_with_an_image_has_its_own_positions(qwen: Subject) -> None:
@@ -51,11 +51,11 @@ def test_text_after_another_request_with_an_image_has_its_own_positions(qwen: Su
 
 def test_requests_of_other_images_are_other_requests(qwen: Subject) -> None:
     recording = qwen.golden.recording
-    first, text, other = recording.manifest.requests
-    assert first.inputs != other.inputs
-    assert first.token_ids[: first.prompt_length] == other.token_ids[: other.prompt_length]
+    first, text, last = recording.manifest.requests
+    assert first.inputs != last.inputs
+    assert first.token_ids[: first.prompt_length] == last.token_ids[: last.prompt_length]
     swapped = recording.manifest.model_copy(
-        update={"requests": [first.model_copy(update={"inputs": other.inputs}), text, other]}
+        update={"requests": [first.model_copy(update={"inputs": last.inputs}), text, last]}
     )
 
     class Actual:
@@ -76,10 +76,10 @@ def test_what_a_request_needs_beside_its_image_is_asked_for(qwen: Subject) -> No
     tokens = inputs["input_ids"][0].tolist()
 
     def request(**changes: torch.Tensor | None) -> RequestInfo:
-        given = {name: value for name, value in {**inputs, **changes}.items() if value is not None}
-        (spec,) = requests_of([given])
+        changed = {name: value for name, value in {**inputs, **changes}.items() if value is not None}
+        (spec,) = requests_of([changed])
         assert spec.inputs is not None
-        ids = given["input_ids"][0].tolist()
+        ids = changed["input_ids"][0].tolist()
         return RequestInfo(id=0, token_ids=ids, prompt_length=len(ids), inputs=keep_inputs(spec.inputs))
 
     check_inputs(qwen.oracle, request())
@@ -107,6 +107,6 @@ def test_every_fault_is_found_where_it_is_and_never_misnamed(family: str) -> Non
     with subject(family, "float32") as opened:
         for fault in FAULTS:
             if family in fault.families:
-                *_, found, _, is_there, word, said = fault_row(opened, family, "float32", fault)
-                assert (found, is_there) == ("yes", "yes"), fault.name
+                *_, detected, _, is_there, word, said = fault_row(opened, family, "float32", fault)
+                assert (detected, is_there) == ("yes", "yes"), fault.name
                 assert word == ("named" if fault.says else "not named"), (fault.name, said)

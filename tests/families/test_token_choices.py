@@ -44,9 +44,9 @@ def test_a_choice_among_tokens_is_a_tap_by_position(deepseek: Subject) -> None:
 def test_a_wrong_choice_is_found(deepseek: Subject, name: str) -> None:
     (fault,) = [item for item in FAULTS if item.name == name]
 
-    *_, found, tap, word, said = fault_row(deepseek, "deepseek_v32", "float32", fault)
+    *_, detected, tap, word, said = fault_row(deepseek, "deepseek_v32", "float32", fault)
 
-    assert (found, tap) == ("yes", f"model.layers.0.self_attn.{SITE}")
+    assert (detected, tap) == ("yes", f"model.layers.0.self_attn.{SITE}")
     assert word == ("named" if fault.says else "not named"), said
 
 
@@ -57,5 +57,5 @@ def test_sound_runs_pass_and_faults_are_never_misnamed(family: str) -> None:
         rows = list(sound_rows(opened, family, "float32"))
         assert {row[3] for row in rows} == {"pass"}, rows
         for fault in FAULTS:
-            *_, found, _, word, said = fault_row(opened, family, "float32", fault)
-            assert (found, word != "wrong name") == ("yes", True), (fault.name, said)
+            *_, detected, _, word, said = fault_row(opened, family, "float32", fault)
+            assert (detected, word != "wrong name") == ("yes", True), (fault.name, said)

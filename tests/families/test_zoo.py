@@ -73,10 +73,10 @@ def misplaced(name: str, faults: Iterable[Fault]) -> list[str]:
 
 
 def test_the_seed_decides_about_the_weights() -> None:
-    first, again, other = build("llama"), build("llama"), build("llama", seed=1)
+    first, again, reseeded = build("llama"), build("llama"), build("llama", seed=1)
 
     assert torch.equal(logits(first, tokens()), logits(again, tokens()))
-    assert not torch.equal(logits(first, tokens()), logits(other, tokens()))
+    assert not torch.equal(logits(first, tokens()), logits(reseeded, tokens()))
 
 
 def test_building_leaves_the_global_generator_alone() -> None:
@@ -120,15 +120,15 @@ def test_the_first_difference_is_whose_work_it_is() -> None:
     assert first_difference(events, trace(faulty, tokens())) is None
 
     set_parameter(faulty.model.layers[1].mlp.up_proj, "weight", faulty.model.layers[0].mlp.up_proj.weight)
-    found = first_difference(events, trace(faulty, tokens()))
-    assert found is not None
-    assert found.path == "model.layers.1.mlp.up_proj"
-    assert found.size > 0.1
+    difference = first_difference(events, trace(faulty, tokens()))
+    assert difference is not None
+    assert difference.path == "model.layers.1.mlp.up_proj"
+    assert difference.size > 0.1
 
     faulty.model.layers[0].self_attn.scaling *= 2  # earlier, and of no module inside of the attention
-    found = first_difference(events, trace(faulty, tokens()))
-    assert found is not None
-    assert found.path == "model.layers.0.self_attn"
+    difference = first_difference(events, trace(faulty, tokens()))
+    assert difference is not None
+    assert difference.path == "model.layers.0.self_attn"
 
 
 def test_what_is_wrong_by_itself_is_found_however_much_is_wrong_because_of_it() -> None:
@@ -191,13 +191,13 @@ def test_what_is_called_not_causal_is_not(name: str) -> None:
 
 @pytest.mark.slow
 def test_every_fault_shows_where_it_is_named(names: list[str], subtests: pytest.Subtests) -> None:
-    found = {}
+    plans = {}
     for name in names:
         with subtests.test(name):
-            found[name] = applicable(build(name))
-            assert misplaced(name, found[name]) == []
-    assert sum(len(faults) >= 3 for faults in found.values()) >= 40
-    assert {fault.name for faults in found.values() for fault in faults} == set(FAULTS)
+            plans[name] = applicable(build(name))
+            assert misplaced(name, plans[name]) == []
+    assert sum(len(faults) >= 3 for faults in plans.values()) >= 40
+    assert {fault.name for faults in plans.values() for fault in faults} == set(FAULTS)
 
 
 @pytest.mark.slow

@@ -154,8 +154,8 @@ def fault_row(opened: Subject, family: str, dtype: str, fault: Fault) -> list[ob
     """Plant a fault and say what was found of it."""
     run = opened.check(fault.schedule, decoder_with(fault))
     first = run.first_divergence
-    own = None if first is None else first.explanation
-    said = own.cause if own is not None and own.is_cause else ""
+    explanation = None if first is None else first.explanation
+    said = explanation.cause if explanation is not None and explanation.is_cause else ""
     is_right = any(word in said for word in fault.says)
     word = "named" if is_right else "wrong name" if said else "not named"
     tap = "" if first is None else first.tap

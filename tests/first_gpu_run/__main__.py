@@ -65,15 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
     parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help=f"{NAME} of an earlier call")
     parser.add_argument("--pretended", action="store_true", help="on the device that is not there, on small shapes")
-    given = parser.parse_args(arguments)
-    steps = PRETENDED_STEPS if given.pretended else STEPS
-    if unknown := set(given.only or ()) - {step.name for step in steps}:
+    options = parser.parse_args(arguments)
+    steps = PRETENDED_STEPS if options.pretended else STEPS
+    if unknown := set(options.only or ()) - {step.name for step in steps}:
         parser.error(f"unknown steps: {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in steps)}")
-    out = given.out.resolve()
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if given.resume is not None:
-        unpack(given.resume, out)
-    is_done = run_steps(steps, out, budget_s=given.budget, only=given.only or ())
+    if options.resume is not None:
+        unpack(options.resume, out)
+    is_done = run_steps(steps, out, budget_s=options.budget, only=options.only or ())
     print(f"{out / NAME} holds all results; {out / 'summary.md'} says what ran")
     return 0 if is_done else 1
 

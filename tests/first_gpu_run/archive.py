@@ -13,10 +13,10 @@ def pack(out: Path) -> None:
     part = out / f".{NAME}"
     with tarfile.open(part, "w:gz") as archive:
         for path in sorted(out.rglob("*")):
-            own = path.relative_to(out)
-            is_result = not own.parts[0].startswith(".") and own.name != NAME
+            member = path.relative_to(out)
+            is_result = not member.parts[0].startswith(".") and member.name != NAME
             if path.is_file() and is_result and path.stat().st_size <= _LARGEST:
-                archive.add(path, str(own))
+                archive.add(path, str(member))
     part.replace(out / NAME)
 
 

@@ -40,5 +40,8 @@ def _entry_points(site: Path) -> None:
     metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     (info / "METADATA").write_text(metadata, encoding="utf-8")
     groups = project.get("entry-points", {}).items()
-    lines = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in own.items()) for group, own in groups]
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entry_points.items())
+        for group, entry_points in groups
+    ]
     (info / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")

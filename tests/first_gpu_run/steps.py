@@ -46,8 +46,8 @@ STEPS = (
         ("nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,MEMORY"), (*PYTHON, "-m", "pip", "list"), ("lscpu",),
     )),
     Step(name="checks", usual_s=60, limit_s=190, is_timed=False, fills="checks.md", commands=tuple(
-        (*CHECK, "--dtype", dtype, "--schedule", SCHEDULES, "--engine-option", f"attention_backend={own}")
-        for dtype in DTYPES for own in ("paged", "triton")
+        (*CHECK, "--dtype", dtype, "--schedule", SCHEDULES, "--engine-option", f"attention_backend={backend}")
+        for dtype in DTYPES for backend in ("paged", "triton")
     )),
     Step(name="tests", usual_s=120, limit_s=190, is_timed=False, fills="checks.md", commands=(
         (*PYTEST, "-n", "6", "-m", "gpu and not slow", "tests/unit/reference_engine", "tests/integration"),
@@ -94,8 +94,9 @@ PRETENDED_STEPS = (
         (*PYTEST, *_PLUGIN, "tests/unit/reference_engine/test_engine.py"),
     )),
     Step(name="checks", usual_s=1, limit_s=400, commands=tuple(
-        (*_PRETENDED, "check", *GPU, *_SMALL, "--max-new-tokens", "2", "--engine-option", f"attention_backend={own}")
-        for own in ("paged", "triton")
+        (*_PRETENDED, "check", *GPU, *_SMALL, "--max-new-tokens", "2",
+         "--engine-option", f"attention_backend={backend}")
+        for backend in ("paged", "triton")
     )),
     Step(name="profile", usual_s=1, limit_s=400, commands=((
         *_PRETENDED, "profile", *GPU, "--model", "llama-tiny", "--prompt-tokens", "4", "--max-new-tokens", "2",

@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="damaged inputs in all [default: 100,000]")
     parser.add_argument("--seed", type=int, default=0, help="of the first input")
     parser.add_argument("names", nargs="*", metavar="TARGET", help="[default: all]")
-    given = parser.parse_args()
+    options = parser.parse_args()
     num_bad = 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, ExitStack() as stack:
         (Path(folder) / "template").mkdir()
@@ -29,17 +29,19 @@ def main() -> int:
             target.name: (partial(fuzz, target, templates.folder), target.seconds) for target in targets(templates)
         }
         messages = {message.name: (message.fuzz, message.seconds) for message in stack.enter_context(exchanges())}
-        chosen = {name: own for name, own in (files | messages).items() if not given.names or name in given.names}
+        chosen = {
+            name: target for name, target in (files | messages).items() if not options.names or name in options.names
+        }
         shares = {name: 1 / seconds for name, (_, seconds) in chosen.items()}
         for name, (handle, _) in chosen.items():
-            count, begin = max(1, round(given.inputs * shares[name] / sum(shares.values()))), time.monotonic()
-            handled = [handle(given.seed + index) for index in range(count)]
-            found = [what for item in handled for what in item.violations]
-            num_bad += len(found)
+            count, begin = max(1, round(options.inputs * shares[name] / sum(shares.values()))), time.monotonic()
+            handled = [handle(options.seed + index) for index in range(count)]
+            violations = [what for item in handled for what in item.violations]
+            num_bad += len(violations)
             endings = ", ".join(f"{ending} {n}" for ending, n in Counter(item.ending for item in handled).most_common())
             seconds = time.monotonic() - begin
-            print(f"{name}: {count} inputs, {len(found)} violations, {seconds:.0f} s ({endings})", flush=True)
-            print(*found[:10], sep="\n", end="\n" if found else "", flush=True)
+            print(f"{name}: {count} inputs, {len(violations)} violations, {seconds:.0f} s ({endings})", flush=True)
+            print(*violations[:10], sep="\n", end="\n" if violations else "", flush=True)
     return 1 if num_bad else 0
 
 

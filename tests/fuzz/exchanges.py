@@ -61,10 +61,10 @@ class Exchange:
         random = Random(f"{self.name} {seed}")
         content = random.choice(_MUTATIONS)(json.dumps(self.template).encode(), random)
         try:
-            ending, found = self.handle(content, random)
+            ending, violations = self.handle(content, random)
         except Exception:
-            ending, found = "raised", [traceback.format_exc()[-600:]]
-        return Handled(ending=ending, violations=[f"{self.name}, seed {seed}: {what}" for what in found])
+            ending, violations = "raised", [traceback.format_exc()[-600:]]
+        return Handled(ending=ending, violations=[f"{self.name}, seed {seed}: {what}" for what in violations])
 
 
 @contextmanager
@@ -118,13 +118,15 @@ def _answers() -> list[Exchange]:
     }
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(NEW)}
     names = TokenNames(Checkpoint(FOLDER), vocab_size=VOCABULARY)
-    found = []
+    exchanges = []
     for name, form in forms.items():
         body = {"choices": [{"text": "a b c", "finish_reason": "length", **form}], "usage": usage}
-        found.append(Exchange(name=f"answer, {name}", handle=_Judge(names).whole, template=body, seconds=0.002))
+        exchanges.append(Exchange(name=f"answer, {name}", handle=_Judge(names).whole, template=body, seconds=0.002))
         events = {"events": [body, {"choices": [], "usage": usage}]}
-        found.append(Exchange(name=f"stream, {name}", handle=_Judge(names).streamed, template=events, seconds=0.002))
-    return found
+        exchanges.append(
+            Exchange(name=f"stream, {name}", handle=_Judge(names).streamed, template=events, seconds=0.002)
+        )
+    return exchanges
 
 
 @dataclass(slots=True)
@@ -140,8 +142,8 @@ class _Judge:
     def streamed(self, content: bytes, random: Random) -> tuple[str, list[str]]:
         def events() -> Any:
             document = parse_json(content.decode("utf-8", errors="replace"))
-            given = document.get("events") if isinstance(document, dict) else None
-            return join_events(given if isinstance(given, list) else [document])
+            parts = document.get("events") if isinstance(document, dict) else None
+            return join_events(parts if isinstance(parts, list) else [document])
 
         return self._ending(events, random)
 
@@ -162,7 +164,7 @@ class _Judge:
         sent = Sent(request=0, prompt=prompt.token_ids, max_tokens=len(NEW), result=answer)
         walk = walk_of(prompt, [sent], eos=self.eos, num_top=2)
         assert walk is not None
-        assert all(0 <= token < VOCABULARY for own in walk.wanted.values() for token in own)
+        assert all(0 <= token < VOCABULARY for tokens in walk.wanted.values() for token in tokens)
         rows = {}
         for position, wanted in walk.wanted.items():
             logprobs = {token: -random.random() - 0.01 for token in {*wanted, 11, 12, 13}}

@@ -51,14 +51,14 @@ def fuzz(target: Target, template: Path, seed: int) -> Handled:
         _damage(target, folder, Random(f"{target.name} {seed}"))
         before = _stamps(folder)
         status, out, err = _run(target, folder)
-        found = list(_wrong_with(status, out, err))
+        violations = list(_wrong_with(status, out, err))
         after = _stamps(folder)
         lost = sorted(path for path, stamp in before.items() if after.get(path) != stamp)
-    found += [f"files lost or changed: {lost[:3]}"] if lost else []
+    violations += [f"files lost or changed: {lost[:3]}"] if lost else []
     code = re.search(r"^H\d{3}", err, re.MULTILINE) if status else None
     return Handled(
         ending=f"{status} {code.group()}" if code else str(status),
-        violations=[f"{target.name}, seed {seed}: {what}" for what in found],
+        violations=[f"{target.name}, seed {seed}: {what}" for what in violations],
     )
 
 
@@ -98,12 +98,12 @@ def _wrong_with(status: int, out: str, err: str) -> Iterator[str]:
 
 def _stamps(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return what changes with the content of every file but those of the cache, which may be made again."""
-    found = {}
+    stamps = {}
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).parts[0] != "cache":
             status = path.stat()
-            found[str(path.relative_to(folder))] = (status.st_ino, status.st_size, status.st_mtime_ns)
-    return found
+            stamps[str(path.relative_to(folder))] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return stamps
 
 
 @contextmanager

@@ -76,10 +76,10 @@ class Interruptions:
         os.kill(process, number)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         err = (place / "err").read_text()
-        found = [*_wrong_ending(status, number, err, ENDINGS.get(name, set())), *_wrong_files(place, status)]
+        violations = [*_wrong_ending(status, number, err, ENDINGS.get(name, set())), *_wrong_files(place, status)]
         if random.random() < 0.2:
-            found += self._again(name, place)
-        return [f"seed {seed}, {name}, {number.name}: {what}" for what in found]
+            violations += self._again(name, place)
+        return [f"seed {seed}, {name}, {number.name}: {what}" for what in violations]
 
     def _again(self, name: str, place: Path) -> Iterator[str]:
         """Give the same command another folder: neither the cache nor what is left may be in its way."""
@@ -191,11 +191,11 @@ def _not_whole(folder: Path) -> Iterator[str]:
 def interrupted(runs: int, seed: int, names: Sequence[str] = tuple(COMMANDS)) -> list[str]:
     """Interrupt so many runs; return what was wrong."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        trials, found = Interruptions(Path(name)), []
+        trials, violations = Interruptions(Path(name)), []
         for index in range(runs):
-            found += (new := trials.violations(seed + index, names))
+            violations += (new := trials.violations(seed + index, names))
             print(*new, sep="\n", end="\n" if new else "", flush=True)
-    return found
+    return violations
 
 
 if __name__ == "__main__":
@@ -203,7 +203,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("names", nargs="*", metavar="COMMAND", default=list(COMMANDS), help="[default: all]")
-    given = parser.parse_args()
-    violations = interrupted(given.runs, given.seed, given.names)
-    print(f"{given.runs} interrupted runs, {len(violations)} violations")
+    options = parser.parse_args()
+    violations = interrupted(options.runs, options.seed, options.names)
+    print(f"{options.runs} interrupted runs, {len(violations)} violations")
     sys.exit(1 if violations else 0)

@@ -66,7 +66,7 @@ class Templates:
 def targets(templates: Templates) -> list[Target]:
     """Return all targets."""
     text, header = [damaged, damaged_json, damaged_json], [damaged, damaged_header, damaged_header]
-    found = [
+    fixed = [
         Target(name="index", file="model/model.safetensors.index.json", mutations=text, command=_inspect),
         Target(name="config", file="model/config.json", mutations=text, command=_inspect),
         Target(name="weights", file="model/model-00001-of-00002.safetensors", mutations=header, command=_inspect),
@@ -85,14 +85,14 @@ def targets(templates: Templates) -> list[Target]:
     ]  # fmt: skip
     for side in ("recording", "golden"):
         step = f"{side}/step-00000.safetensors"
-        found.append(Target(name=f"{side}'s step", file=step, mutations=header, command=_diff, repair=_sign))
-    found += [
+        fixed.append(Target(name=f"{side}'s step", file=step, mutations=header, command=_diff, repair=_sign))
+    fixed += [
         Target(name="memory trace", file="memory.json", mutations=text, command=lambda at: (
             "trace", "summary", at / "memory.json")),
         Target(name="adapter's config", file="lora/adapter_config.json", mutations=text, seconds=1.0, command=_adapted),
         Target(name="adapter", file="lora/adapter_model.safetensors", mutations=header, seconds=1.0, command=_adapted),
     ]  # fmt: skip
-    return [*found, *user_targets(), *_of_a_golden(templates, text), *_in_the_cache(text, header)]
+    return [*fixed, *user_targets(), *_of_a_golden(templates, text), *_in_the_cache(text, header)]
 
 
 def _of_a_golden(templates: Templates, mutations: Sequence[Mutation]) -> Iterator[Target]:

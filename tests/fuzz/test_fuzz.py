@@ -61,7 +61,7 @@ def test_the_sound_messages_are_taken() -> None:
     sound = {"200", "0", "1"}
     refused = {"body of /v1/chat/completions"}  # the checkpoint has no template
     assert {name for name, (ending, _) in endings.items() if ending not in sound} == refused
-    assert not [found for _, found in endings.values() if found]
+    assert not [violations for _, violations in endings.values() if violations]
 
 
 @pytest.mark.parametrize("is_dear", PRICES)
@@ -89,8 +89,8 @@ def test_what_a_command_must_not_do_is_seen(templates, monkeypatch, does, words)
     exec(f"def command(arguments):\n    {does}", scope)
     monkeypatch.setattr(fuzzer, "run", scope["command"])
     (target,) = [target for target in targets(templates) if target.name == "trace"]
-    (found,) = fuzz(target, templates.folder, 0).violations
-    assert words in found
+    (violation,) = fuzz(target, templates.folder, 0).violations
+    assert words in violation
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def user_targets() -> list[Target]:
     """Return a target for each of the files."""
     text: Sequence[Mutation] = [damaged, damaged_json, damaged_json]
     header: Sequence[Mutation] = [damaged, damaged_header, damaged_header]
-    found = [
+    targets = [
         Target(name="rollouts", file="rollouts.jsonl", mutations=text, seconds=1.0, command=lambda at: (
             "rollout", at / "rollouts.jsonl", "--model", at / "model")),
         Target(name="monitor's history", file="monitor.jsonl", mutations=text, command=lambda at: (
@@ -81,12 +81,12 @@ def user_targets() -> list[Target]:
     ]  # fmt: skip
     for kind in ("gptq", "nvfp4"):
         command = _golden_of(kind)
-        found += [
+        targets += [
             Target(name=f"config of {kind}", file=f"{kind}/config.json", mutations=text, seconds=1.0, command=command),
             Target(name=f"weights in {kind}", file=f"{kind}/model.safetensors", mutations=header, seconds=1.0,
                    command=command),
         ]  # fmt: skip
-    return found
+    return targets
 
 
 def _talk(at: Path) -> Sequence[object]:
@@ -134,9 +134,9 @@ def _gguf() -> bytes:
 def _dump(model: Path, folder: Path) -> None:
     """Write what a forward of the model computes, in two files."""
     folder.mkdir()
-    own = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, dtype=torch.float32)
     with torch.no_grad():
-        made = own(torch.tensor([_TOKEN_IDS]), output_hidden_states=True)
+        made = loaded(torch.tensor([_TOKEN_IDS]), output_hidden_states=True)
     np.save(folder / "logits.npy", made.logits[0].numpy())
     torch.save({f"hidden.{at}": state[0] for at, state in enumerate(made.hidden_states)}, folder / "hidden.pt")
 

@@ -13,17 +13,32 @@ ACTION = yaml.safe_load((Path(__file__).parents[2] / "action.yml").read_text())
 
 @pytest.fixture
 def step(tmp_path):
-    (own,) = ACTION["runs"]["steps"]
+    (action_step,) = ACTION["runs"]["steps"]
 
     def run(engine, options):
         summary = tmp_path / "summary.md"
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        given = {"ENGINE": engine, "OPTIONS": options, "PACKAGE": "", "GITHUB_STEP_SUMMARY": str(summary), "PATH": path}
-        command = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", own["run"]]  # as GitHub runs it
-        ran = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, timeout=600)
+        variables = {
+            "ENGINE": engine,
+            "OPTIONS": options,
+            "PACKAGE": "",
+            "GITHUB_STEP_SUMMARY": str(summary),
+            "PATH": path,
+        }
+        command = [
+            "bash",
+            "--noprofile",
+            "--norc",
+            "-e",
+            "-o",
+            "pipefail",
+            "-c",
+            action_step["run"],
+        ]  # as GitHub runs it
+        ran = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
         return ran.returncode, summary.read_text() if summary.is_file() else "", ran.stderr
 
-    assert set(own["env"]) == {"ENGINE", "OPTIONS", "PACKAGE"}
+    assert set(action_step["env"]) == {"ENGINE", "OPTIONS", "PACKAGE"}
     return run
 
 

@@ -361,8 +361,8 @@ def test_a_damaged_step(refused, golden, recording, llama, tmp_path, side, with_
 
 
 def test_recordings_of_different_prompts(refused, golden, llama, tmp_path):
-    other = ["--token-ids", "1,4,5,6,7,9", "--token-ids", "1,9,10", "--max-new-tokens", "3"]
-    refused_nothing = ["record", "--model", llama, *other, "--out", tmp_path / "other"]
+    tokens = ["--token-ids", "1,4,5,6,7,9", "--token-ids", "1,9,10", "--max-new-tokens", "3"]
+    refused_nothing = ["record", "--model", llama, *tokens, "--out", tmp_path / "other"]
     assert cli_status(refused_nothing) == 0
     message = refused(Code.DIFFERENT_PROMPTS, "diff", golden, tmp_path / "other")
     assert "request 0 holds different tokens" in message
@@ -390,8 +390,8 @@ def test_what_is_not_finite_in_the_actual_is_a_mismatch(harness, golden, damaged
     rewrite(damaged, lambda tensors: tensors[TAP][2].fill_(value))
     ran = harness("diff", golden, damaged, *(["--model", llama] if with_model else []), "--format", "json")
     assert ran.status == 1, ran.err
-    found = [finding for finding in ran.json["findings"] if finding["code"] == Code.NOT_FINITE]
-    assert (found[0]["tap"], found[0]["request"], found[0]["position"]) == (TAP, 0, 2)
+    findings = [finding for finding in ran.json["findings"] if finding["code"] == Code.NOT_FINITE]
+    assert (findings[0]["tap"], findings[0]["request"], findings[0]["position"]) == (TAP, 0, 2)
     assert ran.json["first_divergence"]["tap"] == TAP
     (tap,) = [tap for tap in ran.json["taps"] if tap["name"] == TAP]
     assert tap["num_nan"] + tap["num_inf"] == 192
@@ -406,8 +406,8 @@ def test_what_is_not_finite_in_the_expected_is_a_mismatch(
     rewrite(folder, lambda tensors: tensors[TAP][2].fill_(value))
     ran = harness("diff", folder, recording, *(["--model", llama] if with_model else []), "--format", "json")
     assert ran.status == 1, ran.err
-    found = [finding for finding in ran.json["findings"] if finding["code"] == Code.ORACLE_NOT_FINITE]
-    assert (found[0]["tap"], found[0]["request"], found[0]["position"]) == (TAP, 0, 2)
+    findings = [finding for finding in ran.json["findings"] if finding["code"] == Code.ORACLE_NOT_FINITE]
+    assert (findings[0]["tap"], findings[0]["request"], findings[0]["position"]) == (TAP, 0, 2)
 
 
 def test_not_finite_in_both_is_no_agreement(harness, golden, damaged, tmp_path):
@@ -436,9 +436,9 @@ def test_a_tap_of_another_shape_or_dtype_is_a_mismatch(harness, golden, damaged,
             rewrite(damaged, change, step=step)
     ran = harness("diff", golden, damaged, *(["--model", llama] if with_model else []), "--format", "json")
     assert ran.status == 1, ran.err
-    (found,) = [finding for finding in ran.json["findings"] if finding["code"] == Code.TAP_MISMATCH]
-    assert found["tap"] == TAP
-    assert all(word in found["message"] for word in words)
+    (finding,) = [finding for finding in ran.json["findings"] if finding["code"] == Code.TAP_MISMATCH]
+    assert finding["tap"] == TAP
+    assert all(word in finding["message"] for word in words)
 
 
 def test_a_glob_that_matches_no_tap(refused, golden, recording):

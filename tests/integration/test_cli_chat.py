@@ -44,8 +44,8 @@ def test_the_prompt_is_what_the_template_makes(harness, chatting, chat, tmp_path
     expected = AutoTokenizer.from_pretrained(chatting)("hu rin | pun | ", add_special_tokens=False)["input_ids"]
     (made,) = tokens(harness, chatting, tmp_path, "--prompt-file", chat(MESSAGES))
     assert made[-len(expected) :] == expected
-    (other,) = tokens(harness, chatting, tmp_path, "--prompt-file", chat({"messages": MESSAGES, "tools": TOOLS}))
-    assert len(other) > len(made)
+    (with_tools,) = tokens(harness, chatting, tmp_path, "--prompt-file", chat({"messages": MESSAGES, "tools": TOOLS}))
+    assert len(with_tools) > len(made)
 
 
 def test_a_chat_is_checked(harness, chatting, chat):

@@ -137,9 +137,9 @@ def test_tensors_without_a_row_for_each_token(check, folder):
 
 
 def test_tensors_of_another_prompt(check, qwen2, folder):
-    other = [*IDS]
-    other[5] = 22
-    torch.save(dump(qwen2, ids=other), folder / "x.pt")
+    ids = [*IDS]
+    ids[5] = 22
+    torch.save(dump(qwen2, ids=ids), folder / "x.pt")
     ran = check("--dtype", "float32", tokens=TOKENS)
     refused(
         ran, "H086", "the tensors are of other tokens, or of several requests", "x.pt: model.embed_tokens",

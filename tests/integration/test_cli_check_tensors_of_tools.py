@@ -46,8 +46,8 @@ def step(monkeypatch, checkpoints):
 
         def hook(path):
             def see(_module, _args, output):
-                given = output if isinstance(output, tuple) else (output,)
-                calls.append((path, [item.clone() for item in given if item is not None]))
+                outputs = output if isinstance(output, tuple) else (output,)
+                calls.append((path, [item.clone() for item in outputs if item is not None]))
 
             return see
 
@@ -82,8 +82,8 @@ def write_passes(folder, steps, *, pid=77):
         for path, outputs in calls:
             names = [f"layers.{at}.rotary" for at in range(3)] if path.endswith("rotary") else [path]
             for name in names:
-                own = outputs[0] if len(outputs) == 1 else outputs
-                (left if path == "head" else tensors)[sglang_name(name)] = own
+                saved = outputs[0] if len(outputs) == 1 else outputs
+                (left if path == "head" else tensors)[sglang_name(name)] = saved
         tensors["lm_head"] = tensors["model.embed_tokens"]
         tensors["model.forward_batch_info.input_ids"] = torch.tensor(IDS)
         torch.save(tensors, place / f"Pass{number:05d}.pt")
@@ -276,23 +276,23 @@ def write_ranks(folder, model, *, scale=1.0):
     for rank in (0, 1):
         (folder / f"step0/rank{rank}/proc{100 + rank}").mkdir(parents=True)
 
-    def shares(path, module, given, output):
+    def shares(path, module, inputs, output):
         if path.endswith((*SPLIT, "act_fn")):
             return output.chunk(2, dim=-1)
         if path.endswith(ADDED):
-            parts = zip(given.chunk(2, dim=-1), module.weight.chunk(2, dim=1), (1.0, scale), strict=True)
+            parts = zip(inputs.chunk(2, dim=-1), module.weight.chunk(2, dim=1), (1.0, scale), strict=True)
             return [(x @ w.T) * factor for x, w, factor in parts]
         if path.endswith("embed_tokens"):
-            mine = (given < 128)[..., None]
+            mine = (inputs < 128)[..., None]
             return output * mine, output * ~mine
         return output, output
 
     def see(path):
         def hook(module, args, output):
-            given = args[0] if args else None
+            inputs = args[0] if args else None
             if not isinstance(output, torch.Tensor):
                 return None
-            parts = shares(path, module, given, output)
+            parts = shares(path, module, inputs, output)
             for rank, part in enumerate(parts):
                 place = folder / f"step0/rank{rank}/proc{100 + rank}"
                 torch.save(part.clone(), place / f"Module.{path}.forward.0.output.0.pt")

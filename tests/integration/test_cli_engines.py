@@ -230,10 +230,10 @@ def test_other_tokens_than_the_golden(check, install):
 
 def test_two_packages_with_engines_of_one_name(check, install, tmp_path):
     install(ENGINE)
-    other = tmp_path / "site-foreign" / "other-1.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (other / "entry_points.txt").write_text("[inference_harness.engines]\nforeign = other:open_engine\n")
+    metadata = tmp_path / "site-foreign" / "other-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[inference_harness.engines]\nforeign = other:open_engine\n")
     ran = check("foreign")
     assert ran.status == 2
     assert ran.json["error"]["code"] == Code.UNKNOWN_ENGINE

@@ -87,8 +87,8 @@ def test_text_json_and_exit_status_say_the_same(
 ):
     def time_against(version, document, *, length, tolerance, **_options):
         assert (version, document["engine"], length.num_blocks) == ("main", "reference", 8)
-        decisive, other = paired_ratio(block * 8, tolerance=tolerance), paired_ratio([(1.0,) * 4] * 8)
-        ratios = {"cpu": decisive, "wall": other} if clock is Clock.CPU else {"cpu": other, "wall": decisive}
+        decisive, even = paired_ratio(block * 8, tolerance=tolerance), paired_ratio([(1.0,) * 4] * 8)
+        ratios = {"cpu": decisive, "wall": even} if clock is Clock.CPU else {"cpu": even, "wall": decisive}
         return {"decode": PhaseTime(clock=clock, **ratios)}
 
     monkeypatch.setattr(against, "time_against", time_against)
@@ -158,7 +158,7 @@ def test_the_engine_is_timed_in_turn_with_another_version_of_itself(harness, pro
         file.write("# another version\n")
     ran = harness(*command, "--format", "json")
     assert ran.status in (0, 4), ran.err
-    found = ran.json["times"]["decode"]
-    assert found["num_blocks"] == 5
-    assert found["verdict"] in ("same", "slower", "faster", "inconclusive")
-    assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
+    times = ran.json["times"]["decode"]
+    assert times["num_blocks"] == 5
+    assert times["verdict"] in ("same", "slower", "faster", "inconclusive")
+    assert times["ratio"]["low"] <= times["ratio"]["median"] <= times["ratio"]["high"]

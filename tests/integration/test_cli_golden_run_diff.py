@@ -45,23 +45,23 @@ def test_golden_without_a_folder_is_in_the_cache_where_check_finds_it(harness, l
 
 def test_a_golden_along_given_tokens(harness, llama, tmp_path):
     """The truth is that of the tokens given; a golden along HF's own tokens is the one that HF continues itself."""
-    own, same, other = tmp_path / "own", tmp_path / "same", tmp_path / "other"
+    continued, same, changed = tmp_path / "own", tmp_path / "same", tmp_path / "other"
     ids = ["--model", llama, "--token-ids", "1,20,21"]
-    assert harness("golden", *ids, "--max-new-tokens", 5, "--out", own).status == 0
-    with Recording.open(own) as recording:
+    assert harness("golden", *ids, "--max-new-tokens", 5, "--out", continued).status == 0
+    with Recording.open(continued) as recording:
         (request,) = recording.manifest.requests
     continuation = request.token_ids[3:]
-    for out, tokens in ((same, continuation), (other, [9, *continuation[1:]])):
+    for out, tokens in ((same, continuation), (changed, [9, *continuation[1:]])):
         assert harness("golden", *ids, "--continuation", ",".join(map(str, tokens)), "--out", out).status == 0
         with Recording.open(out) as recording:
             (made,) = recording.manifest.requests
             assert (made.token_ids[3:], made.prompt_length) == (tokens, 3)
-    rows = [safetensors.torch.load_file(folder / "step-00000.safetensors") for folder in (own, same, other)]
+    rows = [safetensors.torch.load_file(folder / "step-00000.safetensors") for folder in (continued, same, changed)]
     assert rows[0]["lm_head"].equal(rows[1]["lm_head"])
     assert rows[0]["lm_head"][0].allclose(rows[2]["lm_head"][0])
     assert not rows[0]["lm_head"][1].allclose(rows[2]["lm_head"][1], atol=1e-3)
-    assert harness("record", "--golden", other, "--out", tmp_path / "r").status == 0
-    assert harness("diff", other, tmp_path / "r", "--model", llama).status == 0
+    assert harness("record", "--golden", changed, "--out", tmp_path / "r").status == 0
+    assert harness("diff", changed, tmp_path / "r", "--model", llama).status == 0
 
 
 @pytest.mark.parametrize(
@@ -267,17 +267,17 @@ def test_two_sound_engines_differ_by_rounding_alone(harness, tmp_path, model, dt
 
 def test_states_are_compared_without_a_model_where_they_were_read(harness, tmp_path):
     """They are no rows of a forward: a step that did not read them lacks nothing."""
-    model, first, other = tmp_path / "mamba", tmp_path / "first", tmp_path / "other"
+    model, first, copy = tmp_path / "mamba", tmp_path / "first", tmp_path / "other"
     save(tiny_model("mamba"), model)
     ids = ["--model", model, "--engine", "hf", "--token-ids", "1,2,3,4", "--max-new-tokens", 2, "--dtype", "float32"]
     assert harness("record", *ids, "--out", first).status == 0
-    shutil.copytree(first, other)
-    assert harness("diff", first, other).status == 0
+    shutil.copytree(first, copy)
+    assert harness("diff", first, copy).status == 0
 
-    with Recording.open(other) as recording:
+    with Recording.open(copy) as recording:
         read = next(step.index for step in recording.steps if step.phase == "readback")
     state = "backbone.layers.1.recurrent_state"
-    rewrite(other, lambda tensors: tensors[state].mul_(1.05), step=read)
-    ran = harness("diff", first, other, "--format", "json")
+    rewrite(copy, lambda tensors: tensors[state].mul_(1.05), step=read)
+    ran = harness("diff", first, copy, "--format", "json")
     assert ran.status == 1
     assert ran.json["runs"][0]["first_divergence"]["tap"] == state

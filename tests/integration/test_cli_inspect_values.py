@@ -33,43 +33,43 @@ def inspect(harness):
 
 
 def test_a_weight_in_figures(inspect, checkpoints):
-    own = load_file(checkpoints / "llama-tiny" / "model.safetensors")[WEIGHT].double()
+    weight = load_file(checkpoints / "llama-tiny" / "model.safetensors")[WEIGHT].double()
     for path in ("llama-tiny", checkpoints / "llama-tiny", checkpoints / "llama-tiny" / "model.safetensors"):
-        (found,) = inspect(path, "--tensor", WEIGHT).json["tensors"]
-        assert found["shape"] == list(own.shape)
-        assert found["max"] == pytest.approx(float(own.max()), rel=1e-6)
-        assert found["rms"] == pytest.approx(float(own.square().mean().sqrt()), rel=1e-6)
-        assert sum(found["histogram"]["counts"]) == own.numel()
-        assert found["first_values"] == own[:6, :6].tolist()
+        (shown,) = inspect(path, "--tensor", WEIGHT).json["tensors"]
+        assert shown["shape"] == list(weight.shape)
+        assert shown["max"] == pytest.approx(float(weight.max()), rel=1e-6)
+        assert shown["rms"] == pytest.approx(float(weight.square().mean().sqrt()), rel=1e-6)
+        assert sum(shown["histogram"]["counts"]) == weight.numel()
+        assert shown["first_values"] == weight[:6, :6].tolist()
 
 
 def test_a_row_of_a_tap_and_a_part_of_it(inspect, recorded):
     whole = read_values(recorded / "golden", TAP, row=(1, 2))
-    (found,) = inspect(recorded / "golden", "--tap", TAP, "--row", "1:2", "--slice", "3:7").json["tensors"]
-    assert found["first_values"] == whole[3:7].tolist()
+    (shown,) = inspect(recorded / "golden", "--tap", TAP, "--row", "1:2", "--slice", "3:7").json["tensors"]
+    assert shown["first_values"] == whole[3:7].tolist()
 
 
 def test_rows_of_two_recordings_are_put_side_by_side(inspect, recorded):
-    found = inspect(recorded / "golden", recorded / "recording", "--tensor", TAP).json
-    assert [tensor["shape"][0] for tensor in found["tensors"]] == [10, 10]
-    assert found["difference"]["relative_l2"] < 1e-6
+    shown = inspect(recorded / "golden", recorded / "recording", "--tensor", TAP).json
+    assert [tensor["shape"][0] for tensor in shown["tensors"]] == [10, 10]
+    assert shown["difference"]["relative_l2"] < 1e-6
 
 
 def test_two_weights_that_differ_in_one_place(inspect, checkpoints, tmp_path):
     weights = load_file(checkpoints / "llama-tiny" / "model.safetensors")
     weights[WEIGHT][2, 3] += 1
     save_file(weights, tmp_path / "other.safetensors")
-    found = inspect("llama-tiny", tmp_path / "other.safetensors", "--tensor", WEIGHT).json["difference"]
-    assert (found["at"], found["num_elements"] - found["num_equal"]) == ([2, 3], 1)
-    assert found["max_difference"] == pytest.approx(1, rel=1e-6)
+    difference = inspect("llama-tiny", tmp_path / "other.safetensors", "--tensor", WEIGHT).json["difference"]
+    assert (difference["at"], difference["num_elements"] - difference["num_equal"]) == ([2, 3], 1)
+    assert difference["max_difference"] == pytest.approx(1, rel=1e-6)
 
 
 def test_what_is_no_number_is_counted(inspect, harness, tmp_path):
     np.save(tmp_path / "x.npy", np.array([[1.0, np.nan], [np.inf, 0.0]], dtype=np.float32))
-    (found,) = inspect(tmp_path, "--tensor", "x.npy").json["tensors"]
-    assert (found["num_nan"], found["num_infinite"], found["num_zeros"]) == (1, 1, 1)
-    assert found["first_values"] == [[1.0, "nan"], ["inf", 0.0]]
-    assert (found["min"], found["max"]) == (0, 1)
+    (shown,) = inspect(tmp_path, "--tensor", "x.npy").json["tensors"]
+    assert (shown["num_nan"], shown["num_infinite"], shown["num_zeros"]) == (1, 1, 1)
+    assert shown["first_values"] == [[1.0, "nan"], ["inf", 0.0]]
+    assert (shown["min"], shown["max"]) == (0, 1)
     assert harness("inspect", tmp_path, "--tensor", "x.npy").status == 0
 
 
@@ -123,5 +123,5 @@ def test_a_checkpoint_without_a_tensor_is_a_mismatch(harness, checkpoints, tmp_p
 
 def test_integers_are_shown_too(inspect, tmp_path):
     save_file({"ids": torch.arange(4)}, tmp_path / "ids.safetensors")
-    (found,) = inspect(tmp_path / "ids.safetensors", "--tensor", "ids").json["tensors"]
-    assert (found["dtype"], found["first_values"]) == ("int64", [0, 1, 2, 3])
+    (shown,) = inspect(tmp_path / "ids.safetensors", "--tensor", "ids").json["tensors"]
+    assert (shown["dtype"], shown["first_values"]) == ("int64", [0, 1, 2, 3])

@@ -89,9 +89,9 @@ def test_rows_that_get_no_adapter_in_a_batch_are_named(check, monkeypatch):
 @pytest.mark.slow
 def test_the_neighbours_adapter_in_a_mixed_batch_is_named(check, harness, adapter, monkeypatch, tmp_path):
     """The second half of the rows of a step are given the adapter that another request asked for."""
-    other = write_adapter(tmp_path / "neighbour", seed=2)
+    neighbours = write_adapter(tmp_path / "neighbour", seed=2)
     config = ModelConfig.from_folder(FOLDER)
-    neighbour = lora.read_adapter("neighbour", other, config, torch.float32, torch.device("cpu"))
+    neighbour = lora.read_adapter("neighbour", neighbours, config, torch.float32, torch.device("cpu"))
     add = lora.Adapter.add
 
     def mixed(self, product, rows_T, x_TI, y_TO):
@@ -100,9 +100,9 @@ def test_the_neighbours_adapter_in_a_mixed_batch_is_named(check, harness, adapte
         add(neighbour, product, rows_T[half:], x_TI, y_TO)
 
     monkeypatch.setattr(lora.Adapter, "add", mixed)
-    ran = check("--schedule", "batched", "--lora", other)
+    ran = check("--schedule", "batched", "--lora", neighbours)
     assert ran.status == 1
-    assert ran.json["first_divergence"]["explanation"]["cause"] == f"the adapter is another one: {other}"
+    assert ran.json["first_divergence"]["explanation"]["cause"] == f"the adapter is another one: {neighbours}"
 
 
 @pytest.mark.slow

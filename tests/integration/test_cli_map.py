@@ -13,8 +13,8 @@ TAP = {"tap": "model.norm", "tensor": "norm, columns 0 to 3", "code": None, "evi
 
 
 def test_a_line_for_each_tap_then_what_is_not_shown():
-    other = {**TAP, "tap": "lm_head", "evidence": "it is what the step returns"}
-    summary = {"engine": "mine", "taps": [TAP, other], "not_shown": ["model.layers.0.k_cache"], "notes": ["a note"]}
+    head = {**TAP, "tap": "lm_head", "evidence": "it is what the step returns"}
+    summary = {"engine": "mine", "taps": [TAP, head], "not_shown": ["model.layers.0.k_cache"], "notes": ["a note"]}
     text = map_text(summary)
     assert "model.norm  norm, columns 0 to 3" in text
     assert "lm_head: it is what the step returns" in text
@@ -39,14 +39,14 @@ def mapped(monkeypatch):
 
 
 def test_what_moved_since_a_map_that_was_kept(mapped, tmp_path, harness):
-    given = ("inspect", "--map", "--engine", "reference", "--model", "qwen3-tiny")
+    command = ("inspect", "--map", "--engine", "reference", "--model", "qwen3-tiny")
     kept = tmp_path / "kept.json"
-    kept.write_text(harness(*given, "--format", "json").out)
-    same = harness(*given, "--against", str(kept))
+    kept.write_text(harness(*command, "--format", "json").out)
+    same = harness(*command, "--against", str(kept))
     assert (same.status, same.out.rstrip().endswith("nothing moved")) == (0, True)
     mapped["model.norm"] = TapSource(tensor="another")
     del mapped["lm_head"]
-    run = harness(*given, "--against", str(kept), "--format", "json")
+    run = harness(*command, "--against", str(kept), "--format", "json")
     assert run.status == 1
     assert json.loads(run.out)["moved"] == [
         {"tap": "model.norm", "before": "norm", "after": "another"},

@@ -86,7 +86,7 @@ def test_a_form_that_a_result_lacks_is_refused(harness, name):
 @pytest.mark.parametrize(
     "of_result",
     [var for var in vars(forms).values() if isinstance(var, forms.Forms)],
-    ids=lambda each: each.functions["json"],
+    ids=lambda of_result: of_result.functions["json"],
 )
 def test_every_form_that_is_offered_can_be_made(of_result):
     for form in of_result.functions:

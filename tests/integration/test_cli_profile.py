@@ -233,8 +233,8 @@ def test_prompts_of_ones_own_are_profiled(harness, tmp_path):
 
 def test_an_adapter_is_in_what_is_measured_and_not_in_the_formulas(harness, tmp_path):
     adapter, rank = write_adapter(tmp_path / "adapter", seed=1, rank=4, modules=("q_proj", "down_proj")), 4
-    given = ["--token-ids", "1,2,3,4,5", "--max-new-tokens", 2, "--runs", 1, "--phase", "prefill", "--quick"]
-    ran = harness("profile", *given, "--lora", adapter, "--out", tmp_path / "own", "--format", "json")
+    options = ["--token-ids", "1,2,3,4,5", "--max-new-tokens", 2, "--runs", 1, "--phase", "prefill", "--quick"]
+    ran = harness("profile", *options, "--lora", adapter, "--out", tmp_path / "own", "--format", "json")
     assert ran.status == 0, ran.err
     (phase,) = ran.json["phases"]
     products = 5 * 3 * 2 * rank * ((96 + 192) + (192 + 96))  # rows, layers; inputs and outputs of q and of down

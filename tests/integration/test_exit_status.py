@@ -16,9 +16,9 @@ RUN = "self.inner.run(workload, Between(writer))"
 
 @pytest.fixture(scope="module")
 def commands():
-    found = Commands()
-    yield found
-    found.close()
+    started = Commands()
+    yield started
+    started.close()
 
 
 @pytest.fixture

@@ -105,8 +105,8 @@ def test_an_engine_that_ends_the_process_in_a_run_leaves_no_recording(
 
 def processes_of(marker: Path) -> list[int]:
     """Return the processes that wrote their number into the file and still run."""
-    found = [int(line) for line in marker.read_text().split()] if marker.exists() else []
-    return [pid for pid in found if is_running(pid)]
+    pids = [int(line) for line in marker.read_text().split()] if marker.exists() else []
+    return [pid for pid in pids if is_running(pid)]
 
 
 def is_running(pid: int) -> bool:

@@ -65,17 +65,24 @@ def test_frequencies_of_the_prompt_alone_are_found(check, model, monkeypatch):
 
     monkeypatch.setattr(Admission, "rope_len", of_prompt)
     ran = check("plain")
-    found = ran.json["first_divergence"]
-    assert (ran.status, found["tap"], found["request"]) == (1, "model.layers.0.q_rope", 1)
-    assert found["explanation"]["num_rows"] == 17
+    divergence = ran.json["first_divergence"]
+    assert (ran.status, divergence["tap"], divergence["request"]) == (1, "model.layers.0.q_rope", 1)
+    assert divergence["explanation"]["num_rows"] == 17
     if model.name.startswith("longrope"):
-        assert found["explanation"]["cause"] == "rope scaling: the short factors are used where the long ones belong"
+        assert (
+            divergence["explanation"]["cause"] == "rope scaling: the short factors are used where the long ones belong"
+        )
 
 
 def test_cached_keys_of_other_frequencies_are_found(check, monkeypatch):
     """Two blocks, position 0 aside, are judged a second time: as the past of the request that found them."""
     monkeypatch.setattr(Sequence, "prefix_salt", property(lambda self: self.params.prefix_salt))
     ran = check("prefix-hit")
-    found = ran.json["first_divergence"]
-    assert (ran.status, found["tap"], found["request"], found["position"]) == (1, "model.layers.0.q_rope", 1, 1)
+    divergence = ran.json["first_divergence"]
+    assert (ran.status, divergence["tap"], divergence["request"], divergence["position"]) == (
+        1,
+        "model.layers.0.q_rope",
+        1,
+        1,
+    )
     assert "model.layers.0.k_rope is out of bounds in 14 of 58 rows" in str(ran.json["findings"])

@@ -78,7 +78,7 @@ def hit_without_comparing_the_parent(patch: pytest.MonkeyPatch) -> None:
     def keyed_by_own_tokens(self, sequence):
         cache = self._cache
         cache._hash = lambda data: data[-8 * BLOCK_SIZE :]
-        patch.setattr(Prefix, "is_same", lambda self, other: self.token_ids == other.token_ids)
+        patch.setattr(Prefix, "is_same", lambda self, prefix: self.token_ids == prefix.token_ids)
         return extend(self, sequence)
 
     patch.setattr(BlockManager, "take_prefix", keyed_by_own_tokens)

@@ -47,10 +47,10 @@ def test_the_plugins_loader_reads_a_trace(profiled, tmp_path):
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     for line, num_steps in zip(ran.stdout.splitlines()[-2:], (1, 3), strict=True):
-        found = json.loads(line)
-        assert len(found["steps"]) == num_steps
-        assert found["calls"]["aten::mm"] == 13 * num_steps
-        assert [name for name in found["calls"] if name.startswith(("model.", "engine."))] == [], (
+        trace = json.loads(line)
+        assert len(trace["steps"]) == num_steps
+        assert trace["calls"]["aten::mm"] == 13 * num_steps
+        assert [name for name in trace["calls"] if name.startswith(("model.", "engine."))] == [], (
             "spans are no operators"
         )
 
@@ -95,10 +95,10 @@ def wait_for(look, log: Path):
     end = time.monotonic() + START_S
     while time.monotonic() < end:
         try:
-            found = look()
+            seen = look()
         except (OSError, ValueError):
-            found = None
-        if found:
-            return found
+            seen = None
+        if seen:
+            return seen
         time.sleep(0.5)
     raise AssertionError(f"nothing came within {START_S} s: {log.read_text()}")

@@ -115,22 +115,22 @@ def files_of_tests(path: str, *, all_tests: bool) -> tuple[str, ...]:
     elif folder:  # a package in a package is tested in one file
         module = folder
     if package == "recording":
-        own = _RECORDING_OWN.get(module, (f"recording/test_{module}.py",))
-        files = (f"tests/unit/formats/{name}" for name in (*own, *_RECORDING))
+        tests = _RECORDING_OWN.get(module, (f"recording/test_{module}.py",))
+        files = (f"tests/unit/formats/{name}" for name in (*tests, *_RECORDING))
         return tuple(file for file in files if (ROOT / file).is_file())
     if all_tests:
         return (f"tests/unit/{room}",)
-    own = "/".join((*module.split("/")[:-1], f"test_{module.split('/')[-1]}.py"))
-    has_own = (ROOT / "tests" / "unit" / room / own).is_file()
-    by_default = _OTHERS.get(f"{package}/{module}", (own,) if has_own else _DEFAULT[package])
+    tests = "/".join((*module.split("/")[:-1], f"test_{module.split('/')[-1]}.py"))
+    has_own = (ROOT / "tests" / "unit" / room / tests).is_file()
+    by_default = _OTHERS.get(f"{package}/{module}", (tests,) if has_own else _DEFAULT[package])
     return tuple(f"tests/unit/{room}/{name}" for name in _OTHERS.get(f"{package}/{inner}", by_default))
 
 
 def subjects() -> list[str]:
     """Return the files that mutants are drawn from, below the root of the checkout."""
     paths = [path for room in _ROOMS.values() for path in sorted((ROOT / "harness" / room).rglob("*.py"))]
-    found = [str(path.relative_to(ROOT)) for path in paths if path.stem != "__init__"]
-    return [*found, *(f"reference_engine/{name}.py" for name in _ENGINE if name not in LISTED_ONLY)]
+    modules = [str(path.relative_to(ROOT)) for path in paths if path.stem != "__init__"]
+    return [*modules, *(f"reference_engine/{name}.py" for name in _ENGINE if name not in LISTED_ONLY)]
 
 
 LISTED_ONLY = ("fast/graphs",)

@@ -27,8 +27,8 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self.at = time.perf_counter()
 
-    def elapsed_time(self, other: "Event") -> float:
-        return (other.at - self.at) * 1e3
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.at - self.at) * 1e3
 
     def query(self) -> bool:
         return True
@@ -58,7 +58,7 @@ class Stream:
         return self
 
     def __exit__(self, *_: Any) -> None: ...
-    def wait_stream(self, other: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
 
 
@@ -148,11 +148,11 @@ def install() -> None:
 
 
 def _generate_on_the_host() -> None:
-    own = torch.Generator
+    generator_class = torch.Generator
 
-    class Generator(own):  # type: ignore[misc, valid-type]
+    class Generator(generator_class):  # type: ignore[misc, valid-type]
         def __new__(cls, device: Any = "cpu") -> Any:
-            return own.__new__(cls, "cpu")
+            return generator_class.__new__(cls, "cpu")
 
     torch.Generator = Generator  # type: ignore[misc]
 
@@ -178,11 +178,11 @@ def _trace_the_host_alone() -> None:
     """Leave the activities of a GPU out of profiles: a CPU build of torch can only fail to trace them."""
     import torch.profiler
 
-    own = torch.profiler.profile.__init__
+    original_init = torch.profiler.profile.__init__
 
     def init(self: Any, *args: Any, activities: Any = None, **kwargs: Any) -> None:
         if activities is not None:
             activities = [activity for activity in activities if activity != torch.profiler.ProfilerActivity.CUDA]
-        own(self, *args, activities=activities, **kwargs)
+        original_init(self, *args, activities=activities, **kwargs)
 
     torch.profiler.profile.__init__ = init

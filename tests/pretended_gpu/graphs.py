@@ -52,15 +52,15 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given, written = tensors((args, kwargs)), written_by(func, args, kwargs)
+        inputs, written = tensors((args, kwargs)), written_by(func, args, kwargs)
         before = [x.clone() for x in written]
         result = func(*args, **kwargs)
         for x, old in zip(written, before, strict=True):
             x.copy_(old)
         outputs = tensors(result)
-        if not any(x.is_cuda for x in (*outputs, *given)):
+        if not any(x.is_cuda for x in (*outputs, *inputs)):
             return result
-        fresh = made_anew(result, given)
+        fresh = made_anew(result, inputs)
         if fresh or written or not outputs:  # and no view
             self.graph.calls.append((func, args, kwargs, fresh))
         for x in fresh:
@@ -71,16 +71,16 @@ class Recording(TorchDispatchMode):
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors on the device that an operation writes into, as its schema says."""
-    found = list[torch.Tensor]()
+    written = list[torch.Tensor]()
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors(args[at] if at < len(args) else kwargs.get(argument.name))
-    return [x for x in found if x.is_cuda]
+            written += tensors(args[at] if at < len(args) else kwargs.get(argument.name))
+    return [x for x in written if x.is_cuda]
 
 
-def made_anew(result: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+def made_anew(result: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors of a result that share no memory with what was given."""
-    known = {x.untyped_storage()._cdata for x in given}
+    known = {x.untyped_storage()._cdata for x in inputs}
     return [x for x in tensors(result) if x.untyped_storage()._cdata not in known]
 
 

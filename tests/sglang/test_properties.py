@@ -104,6 +104,6 @@ def a_page_is_handed_out_twice(monkeypatch):
 )
 def test_a_bug_in_sglang_is_found(findings, monkeypatch, plant, suite, invariants):
     plant(monkeypatch)
-    found = findings(suite, "Adapter")
-    assert len(found) == 1
-    assert found <= invariants
+    broken = findings(suite, "Adapter")
+    assert len(broken) == 1
+    assert broken <= invariants

@@ -116,9 +116,9 @@ class OwnModel(nn.Module):
         caches = [None] * len(self.blocks) if cache is None else cache
         start = 0 if cache is None else cache[0][0].shape[1]
         x, kept = self.tok(tokens[0]), []
-        for block, own in zip(self.blocks, caches, strict=True):
-            x, own = block(x, torch.arange(start, start + len(x)), own)
-            kept.append(own)
+        for block, layer_cache in zip(self.blocks, caches, strict=True):
+            x, layer_cache = block(x, torch.arange(start, start + len(x)), layer_cache)
+            kept.append(layer_cache)
         return self.head(self.ln(x))[None], kept
 
 
@@ -140,7 +140,7 @@ def load(folder: Path, kind: type[OwnModel] = OwnModel, dtype: torch.dtype = tor
 
 
 def _checkpoint_name(name: str, tensors: object) -> str:
-    path, _, own = name.rpartition(".")
+    path, _, parameter = name.rpartition(".")
     number = next((part for part in path.split(".") if part.isdigit()), "")
     ours = _LOADED[path.replace(f".{number}", ".*", 1) if number else path].replace("*", number)
-    return f"{ours}.{own}" if f"{ours}.{own}" in tensors else "model.embed_tokens.weight"  # a tied head
+    return f"{ours}.{parameter}" if f"{ours}.{parameter}" in tensors else "model.embed_tokens.weight"  # a tied head

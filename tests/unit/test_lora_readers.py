@@ -42,8 +42,8 @@ def read(base, hf):
         adapted = copy.copy(hf)
         adapted.model = copy.deepcopy(hf.model)
         add_adapter(adapted, folder)
-        found = {path: item for path, item in adapted.model.named_modules() if isinstance(item, LoraLinear)}
-        return {path: item.scaling * item.lora_b.double() @ item.lora_a.double() for path, item in found.items()}
+        layers = {path: item for path, item in adapted.model.named_modules() if isinstance(item, LoraLinear)}
+        return {path: item.scaling * item.lora_b.double() @ item.lora_a.double() for path, item in layers.items()}
 
     def by_engine(folder):
         config = ModelConfig.from_folder(FOLDER)
@@ -83,11 +83,11 @@ def save_by_peft(base, settings, folder, seed):
     return folder
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for path in one:
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for path in actual:
         torch.testing.assert_close(
-            one[path], other[path], rtol=1e-5, atol=1e-6, msg=lambda text, at=path: f"{at}: {text}"
+            actual[path], expected[path], rtol=1e-5, atol=1e-6, msg=lambda text, at=path: f"{at}: {text}"
         )
 
 
@@ -131,8 +131,8 @@ def test_configs_that_are_changed_behind_their_weights(base, read, batch, tmp_pa
         folder = save_by_peft(base, settings, tmp_path / f"{at}", seed=at)
         if folder is None:
             continue
-        other = random_settings(draw)
-        changed = {field: other[field] for field in draw.sample(sorted(other), draw.choice([1, 1, 2, 3]))}
+        changes = random_settings(draw)
+        changed = {field: changes[field] for field in draw.sample(sorted(changes), draw.choice([1, 1, 2, 3]))}
         config = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps(config | changed))
         oracle, engine, by_peft = read(folder)

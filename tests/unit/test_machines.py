@@ -146,9 +146,9 @@ def test_the_default_run_is_not_shuffled(tmp_path):
     (tmp_path / "test_it.py").write_text("".join(f"def {name}(): pass\n" for name in names))
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *NO_PLUGINS, str(tmp_path / "test_it.py")]
     shuffled = "--random-order-bucket=module", "--random-order-seed=1"
-    found = [pytest_output([*command, *more]) for more in ((), shuffled)]
-    assert [re.findall(r"test_\d+", item) for item in found[:1]] == [names]
-    assert sorted(re.findall(r"test_\d+", found[1])) == names != re.findall(r"test_\d+", found[1])
+    outputs = [pytest_output([*command, *more]) for more in ((), shuffled)]
+    assert [re.findall(r"test_\d+", item) for item in outputs[:1]] == [names]
+    assert sorted(re.findall(r"test_\d+", outputs[1])) == names != re.findall(r"test_\d+", outputs[1])
 
 
 @pytest.mark.sampled(1)
@@ -159,7 +159,7 @@ def test_the_default_run_is_not_shuffled(tmp_path):
         for item in SETTINGS
         if {"-p", "--random-order-bucket=module", "--random-order-bucket=package"} & {*item.arguments}
     ],
-    ids=lambda each: each.name,
+    ids=lambda setting: setting.name,
 )
 def test_pytest_knows_the_arguments_of_a_setting(setting, tmp_path):
     (tmp_path / "test_it.py").write_text("def test_one(): pass\ndef test_two(): pass\n")

@@ -11,11 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 def bounds(requirements: list[str], operator: str) -> dict[str, str]:
     """The version that each package is given with an operator."""
-    found = (Requirement(requirement) for requirement in requirements)
+    parsed = (Requirement(requirement) for requirement in requirements)
     return {
-        re.sub("[-_]", "-", own.name): next(part.version for part in own.specifier if part.operator == operator)
-        for own in found
-        if own.specifier
+        re.sub("[-_]", "-", requirement.name): next(
+            part.version for part in requirement.specifier if part.operator == operator
+        )
+        for requirement in parsed
+        if requirement.specifier
     }
 
 

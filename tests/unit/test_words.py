@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"own", "each", "found", "given", "other"}
-ROOMS = ("harness", "reference_engine", "cases")
+ROOMS = ("harness", "reference_engine", "cases", "tests", "reports", "docs")
 
 
 def named(tree):

@@ -14,6 +14,6 @@ def test_vllm_is_timed_beside_the_reference_engine():
         shape_name="tiny", dtype="float32", device="cpu", repeats=1, engine="vllm", peer_names=["reference"],
         engine_options={}, progress=lambda *_: None,
     )  # fmt: skip
-    assert [(own.peer, own.num_requests) for own in result.agreements] == [("reference", 22)]
+    assert [(agreement.peer, agreement.num_requests) for agreement in result.agreements] == [("reference", 22)]
     for measure in result.measures:
         assert {peer: len(samples) for peer, samples in measure.samples.items()} == {"reference": 1, "vllm": 1}

@@ -21,7 +21,7 @@ MOE_LACKS = ("mlp.gate.1",)
 """Of a mixture of experts nothing shows the weights of the choice: they are judged through the experts' result."""
 
 
-def check(model, dtype="float32", schedules=("plain",), max_new_tokens=30, **given):
+def check(model, dtype="float32", schedules=("plain",), max_new_tokens=30, **options):
     plan = plan_request(
         model=str(model),
         engine="vllm",
@@ -30,7 +30,7 @@ def check(model, dtype="float32", schedules=("plain",), max_new_tokens=30, **giv
         requests=[RequestSpec(token_ids=ids) for ids in PROMPTS],
         schedules=schedules,
         max_new_tokens=max_new_tokens,
-        **given,
+        **options,
     )
     return run_check(plan)
 

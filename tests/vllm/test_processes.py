@@ -28,11 +28,11 @@ def descendants():
             continue  # it has ended meanwhile
         if state != "Z" and b"resource_tracker" not in (folder / "cmdline").read_bytes():
             parents[int(folder.name)] = int(parent)
-    found, new = set(), {os.getpid()}
+    pids, new = set(), {os.getpid()}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new}
-        found |= new
-    return found
+        pids |= new
+    return pids
 
 
 def test_the_worker_of_another_process_records(families, monkeypatch):

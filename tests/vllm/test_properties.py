@@ -99,6 +99,6 @@ def stale_output_counts(monkeypatch):
 )
 def test_a_bug_in_vllm_is_found(findings, monkeypatch, plant, suite, name, invariants):
     plant(monkeypatch)
-    found = findings(suite, name)
-    assert len(found) == 1
-    assert found[0] in invariants
+    broken = findings(suite, name)
+    assert len(broken) == 1
+    assert broken[0] in invariants

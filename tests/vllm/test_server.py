@@ -72,9 +72,9 @@ def test_a_sound_server_passes(served, capsys):
 
 def test_another_rotary_base_is_found(served, capsys, tmp_path):
     url, model = served
-    other = shutil.copytree(model, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
+    changed = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((changed / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] /= 100
-    (other / "config.json").write_text(json.dumps(config))
-    status = check(url, other, "--again", "0")
+    (changed / "config.json").write_text(json.dumps(config))
+    status = check(url, changed, "--again", "0")
     assert status == 1, capsys.readouterr()

@@ -38,11 +38,11 @@ def test_a_sound_cache_passes_as_declared(form):
 )
 def test_wrong_scales_are_named_at_their_place(form, fault):
     _, change, tap, cause = fault
-    found = named(checked(form, change), tap, cause)
-    assert (found["detected"], found["localised"]) == (True, True)
+    score = named(checked(form, change), tap, cause)
+    assert (score["detected"], score["localised"]) == (True, True)
     # The largest number of a token becomes 127 or a little less, as its quotient is rounded: cut off, it is either.
     is_undecided = fault[0] == "cut off" and form.share.startswith("token")
-    assert found["named"] == "yes" or (is_undecided and found["named"] == "no"), found["cause"]
+    assert score["named"] == "yes" or (is_undecided and score["named"] == "no"), score["cause"]
 
 
 def test_attention_that_leaves_declared_scales_out_is_not_excused():

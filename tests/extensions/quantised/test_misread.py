@@ -25,16 +25,16 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mistake_is_named(name: str, tmp_path: Path):
-    found = score(FAULTS[name], check_fault(FAULTS[name], tmp_path))
-    assert found.detected
-    assert found.localised, found.others
-    assert found.named == "yes", found.cause
+    result = score(FAULTS[name], check_fault(FAULTS[name], tmp_path))
+    assert result.detected
+    assert result.localised, result.others
+    assert result.named == "yes", result.cause
 
 
 def test_none_of_the_names_is_given_in_16_bits_where_it_does_not_hold(tmp_path: Path):
     fault = FAULTS["w4a16-asymmetric: zero point + 1"]
-    found = score(fault, check_fault(fault, tmp_path, "bfloat16"))
-    assert (found.detected, found.localised, found.named) == (True, True, "yes"), found
+    result = score(fault, check_fault(fault, tmp_path, "bfloat16"))
+    assert (result.detected, result.localised, result.named) == (True, True, "yes"), result
 
 
 def _quantise_inputs(module: torch.nn.Module, way: InputRounding) -> None:

@@ -93,14 +93,14 @@ def first_difference(sound: list[Event], faulty: list[Event], *, aside_from: str
 
     With `aside_from`, what that module returned is taken as given: the first one is returned that uses it.
     """
-    for one, other in zip(sound, faulty, strict=False):
-        if one.path != other.path or one.is_entry != other.is_entry:
-            return Difference(path=one.author, size=torch.inf)
-        if not one.is_entry and one.path == aside_from:
+    for sound_event, faulty_event in zip(sound, faulty, strict=False):
+        if sound_event.path != faulty_event.path or sound_event.is_entry != faulty_event.is_entry:
+            return Difference(path=sound_event.author, size=torch.inf)
+        if not sound_event.is_entry and sound_event.path == aside_from:
             continue
-        size = distance(values_but(one, aside_from), values_but(other, aside_from))
+        size = distance(values_but(sound_event, aside_from), values_but(faulty_event, aside_from))
         if size > 0:
-            return Difference(path=one.author, size=size)
+            return Difference(path=sound_event.author, size=size)
     return None
 
 
@@ -155,8 +155,8 @@ def wrong_by_themselves(sound: nn.Module, faulty: nn.Module, ids: torch.Tensor) 
     finally:
         for handle in handles:
             handle.remove()
-    return {path for path in wrong if not any(is_inside(other, path) for other in wrong)}
+    return {path for path in wrong if not any(is_inside(outer, path) for outer in wrong)}
 
 
-def is_inside(path: str, other: str) -> bool:
-    return path != other and (other == "" or path.startswith(f"{other}."))
+def is_inside(path: str, outer: str) -> bool:
+    return path != outer and (outer == "" or path.startswith(f"{outer}."))

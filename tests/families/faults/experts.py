@@ -25,8 +25,10 @@ def swapped(model: nn.Module) -> list[Plan]:
 def of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters [experts, ...] of a module that holds the matrices of several experts."""
     counts = {getattr(module, name, None) for name in COUNTS}
-    found = {name: value for name, value in module.named_parameters(recurse=False) if counts & set(value.shape[:1])}
-    return found if any(value.dim() == 3 for value in found.values()) else {}
+    parameters = {
+        name: value for name, value in module.named_parameters(recurse=False) if counts & set(value.shape[:1])
+    }
+    return parameters if any(value.dim() == 3 for value in parameters.values()) else {}
 
 
 def one_less(model: nn.Module) -> list[Plan]:

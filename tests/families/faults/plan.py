@@ -37,14 +37,14 @@ def places(
         sites: the modules inside of it that may be blamed, by their paths in it; itself if not given.
         blames_user: see Plan.
     """
-    found = [(path, module) for path, module in model.named_modules() if condition(module)]
+    matches = [(path, module) for path, module in model.named_modules() if condition(module)]
     return [
         Plan(
             sites=tuple(f"{path}.{site}".strip(".") for site in sites(module)),
             inject=lambda module=module: inject(module),
             blames_user=blames_user,
         )
-        for path, module in from_the_middle(found)
+        for path, module in from_the_middle(matches)
     ]
 
 

@@ -34,13 +34,13 @@ def norm_weight(model: nn.Module) -> list[Plan]:
     """One norm applies the weight of another."""
     norms = [module for module in model.modules() if is_norm(module) and isinstance(weight_of(module), nn.Parameter)]
 
-    def other(norm: nn.Module) -> nn.Module | None:
+    def twin_of(norm: nn.Module) -> nn.Module | None:
         return next((item for item in norms if item is not norm and item.weight.shape == norm.weight.shape), None)
 
     return places(
         model,
-        lambda module: module in norms and other(module) is not None,
-        lambda module: set_parameter(module, "weight", other(module).weight),
+        lambda module: module in norms and twin_of(module) is not None,
+        lambda module: set_parameter(module, "weight", twin_of(module).weight),
     )
 
 
@@ -54,7 +54,7 @@ def linear_from_elsewhere(model: nn.Module) -> list[Plan]:
     def plan(path: str, module: nn.Module, twin: nn.Module) -> Plan:
         return Plan(sites=(path,), inject=lambda: set_parameter(module, "weight", twin.weight))
 
-    return [plan(*found) for found in from_the_middle(twins(model))]
+    return [plan(*twin) for twin in from_the_middle(twins(model))]
 
 
 def twins(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -69,8 +69,8 @@ def twins(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
                         yield f"{stack_path}.{index}.{name}".strip("."), module, twin
 
 
-def is_other(weight: torch.Tensor, own: torch.Tensor) -> bool:
-    return weight is not own and weight.shape == own.shape
+def is_other(weight: torch.Tensor, replaced: torch.Tensor) -> bool:
+    return weight is not replaced and weight.shape == replaced.shape
 
 
 def bias_dropped(model: nn.Module) -> list[Plan]:

@@ -207,6 +207,6 @@ def test_steps_that_run_otherwise_unobserved_are_judged_where_logits_are_asked_f
     monkeypatch.setattr(FastKernels, "changes_when_observed", property(lambda self: True))
     requests = [RequestSpec(token_ids=REQUESTS[0].token_ids)]
     asked = {"model": "llama-tiny", "requests": requests, "max_new_tokens": 3, "schedules": ["plain"], "only": taps}
-    found = run_check(plan_request(**asked))
-    assert (found.outcome is Outcome.MISMATCH) == is_found
-    assert {tap.name for tap in found.runs[0].taps if tap.judged_by != "none"} >= {"lm_head"}
+    report = run_check(plan_request(**asked))
+    assert (report.outcome is Outcome.MISMATCH) == is_found
+    assert {tap.name for tap in report.runs[0].taps if tap.judged_by != "none"} >= {"lm_head"}

@@ -27,12 +27,12 @@ def where_chunks_begin(is_wanted: Callable[[ScheduledChunk], bool]) -> Planted:
     """Let chunks begin with zero."""
 
     def planned(self: StateCache, chunks: list[ScheduledChunk]) -> list[Piece]:
-        found, row, first_rows = plan(self, chunks), 0, set()
+        pieces, row, first_rows = plan(self, chunks), 0, set()
         for chunk in chunks:
             if is_wanted(chunk) and chunk.start:
                 first_rows.add(row)
             row += chunk.num_tokens
-        return [replace(item, source=NULL_BLOCK) if item.first_row in first_rows else item for item in found]
+        return [replace(item, source=NULL_BLOCK) if item.first_row in first_rows else item for item in pieces]
 
     return patch.object(StateCache, "plan", planned)
 
@@ -68,7 +68,7 @@ def taken_back_stay() -> Planted:
     def pieces(self: StateCache, chunk: ScheduledChunk, first_row: int) -> Iterator[Piece]:
         block = chunk.sequence.block_table[(chunk.start - 1) // self.block_size] if chunk.start else NULL_BLOCK
         if self.num_tokens[block] != chunk.start:
-            last = max(range(self.num_blocks), key=lambda each: self.num_tokens[each])
+            last = max(range(self.num_blocks), key=self.num_tokens.__getitem__)
             self.copy(last, block)
             self.num_tokens[block] = chunk.start
         return pieces_of(self, chunk, first_row)
@@ -97,8 +97,8 @@ def late() -> Planted:
         before = [states[[piece.source for piece in pieces]].clone() for states in kept]
         out = advance(self, pieces, *rows)
         if rows[0].shape[1] == 1:
-            for states, own in zip(kept, before, strict=True):
-                states[[piece.target for piece in pieces]] = own
+            for states, old in zip(kept, before, strict=True):
+                states[[piece.target for piece in pieces]] = old
         return out
 
     return patch.object(GatedDeltaNet, "_advance", advanced)
@@ -107,8 +107,8 @@ def late() -> Planted:
 def rule(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
     names = ("q", "k", "v", "decay", "beta", "state")
 
-    def changed(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gated_delta_rule(*(changes.get(name, torch.clone)(x) for name, x in zip(names, given, strict=True)))
+    def changed(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gated_delta_rule(*(changes.get(name, torch.clone)(x) for name, x in zip(names, inputs, strict=True)))
 
     return patch.object(qwen3_next, "gated_delta_rule", changed)
 
@@ -135,10 +135,12 @@ def test_a_fault_in_the_states_is_found(name: str, checkpoints: Path) -> None:
     schedule, planted, cause = FAULTS[name]
     options = {"model": checkpoints / "qwen3-next-tiny", "prompts": PROMPTS, "max_new_tokens": 10}
     with planted():
-        found = harness.check("reference", **options, schedules=[schedule], dtype="float32").first_divergence
-    assert found is not None
-    assert found.tap in {f"model.layers.0.{tap}" for tap in ("linear_attn.norm.input", "conv_state", "recurrent_state")}
-    assert cause in found.explanation.cause
+        divergence = harness.check("reference", **options, schedules=[schedule], dtype="float32").first_divergence
+    assert divergence is not None
+    assert divergence.tap in {
+        f"model.layers.0.{tap}" for tap in ("linear_attn.norm.input", "conv_state", "recurrent_state")
+    }
+    assert cause in divergence.explanation.cause
 
 
 @pytest.mark.slow
