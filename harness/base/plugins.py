@@ -1,12 +1,14 @@
 """Entry points by which other packages and the extensions add to the core; and checks for optional packages."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from harness.errors import Code, HarnessError
 
+T = TypeVar("T")
 ENGINES = "inference_harness.engines"
 """Functions that open an engine on a checkpoint (`harness.engines.OpenEngine`)."""
 COMMANDS = "inference_harness.commands"
@@ -59,9 +61,30 @@ def load(group: str, name: str) -> Any:
         refuse(group, name, f"cannot be imported: {type(error).__name__}: {error}", error)
 
 
-def load_all(group: str) -> dict[str, Any]:
-    """Import the objects of all entry points of a group, by their names, in the order of the names."""
-    return {name: load(group, name) for name in entries(group)}
+def load_all(group: str, check: type[T] | Callable[[Any], T]) -> dict[str, T]:
+    """Import the objects of all entry points of a group, by their names, in the order of the names.
+
+    Args:
+        group: a group, for example `READERS`.
+        check: the class of the objects. Or a function that returns what is to be used of an object; it raises TypeError
+            for an unsuitable object, with a message that continues "the extension X".
+
+    Raises:
+        HarnessError: EXTENSION_FAILED: as `load`, or an object does not pass the check.
+    """
+    return {name: _checked(group, name, check) for name in entries(group)}
+
+
+def _checked(group: str, name: str, check: type[T] | Callable[[Any], T]) -> T:
+    loaded = load(group, name)
+    if isinstance(check, type):
+        if not isinstance(loaded, check):
+            refuse(group, name, f"names no {check.__name__}, but {type(loaded).__name__}")
+        return loaded
+    try:
+        return check(loaded)
+    except TypeError as error:
+        refuse(group, name, str(error), error)
 
 
 def is_ours(group: str, name: str) -> bool:

@@ -204,9 +204,7 @@ def commands() -> dict[str, CommandEntry]:
         HarnessError: EXTENSION_FAILED.
     """
     known = {command.name: command for command in _COMMANDS}
-    for name, command in plugins.load_all(plugins.COMMANDS).items():
-        if not isinstance(command, CommandEntry):
-            plugins.refuse(plugins.COMMANDS, name, f"names no CommandEntry, but {type(command).__name__}")
+    for name, command in plugins.load_all(plugins.COMMANDS, CommandEntry).items():
         if command.name != name:
             plugins.refuse(plugins.COMMANDS, name, f"calls its command {command.name!r}: the names must be equal")
         if name in known:

@@ -8,7 +8,7 @@ import pytest
 
 from harness.base import plugins
 from harness.cli.main import commands
-from harness.command.entry import Panel
+from harness.command.entry import CommandEntry, Panel
 from harness.command.forms import Forms
 
 from ..integration.command_tree import leaves, parameters, with_an_empty_value
@@ -88,7 +88,7 @@ def test_the_help_has_at_most_17_commands_in_panels():
 
 
 def test_each_entry_point_names_a_command_whose_help_is_one_line():
-    for command in plugins.load_all(plugins.COMMANDS).values():
+    for command in plugins.load_all(plugins.COMMANDS, CommandEntry).values():
         assert command.help.endswith(".")
         assert "\n" not in command.help
 
@@ -116,7 +116,8 @@ def test_a_form_that_a_result_lacks_is_refused(harness, name):
 
 
 @pytest.mark.parametrize(
-    "name", sorted({command.target.partition(":")[0] for command in plugins.load_all(plugins.COMMANDS).values()})
+    "name",
+    sorted({command.target.partition(":")[0] for command in plugins.load_all(plugins.COMMANDS, CommandEntry).values()}),
 )
 def test_every_form_that_is_offered_can_be_made(name):
     for result in [value for value in vars(import_module(name)).values() if isinstance(value, Forms)]:

@@ -77,9 +77,7 @@ def _readers() -> "tuple[list[_Foreign], list[Reader]]":
     """Return the readers of other packages, and the harness's own."""
     ours: list[Reader] = []
     foreign: list[_Foreign] = []
-    for name, reader in plugins.load_all(plugins.READERS).items():
-        if not isinstance(reader, Reader):
-            plugins.refuse(plugins.READERS, name, f"names no Reader, but {type(reader).__name__}")
+    for name, reader in plugins.load_all(plugins.READERS, Reader).items():
         if plugins.is_ours(plugins.READERS, name):
             ours.append(reader)
         else:

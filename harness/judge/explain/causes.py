@@ -201,13 +201,16 @@ def stages_of(kind: Kind) -> list[Sequence[Explain]]:
         HarnessError: EXTENSION_FAILED.
     """
     known = list(EXPLANATIONS[kind])
-    for name, module in plugins.load_all(plugins.EXPLANATIONS).items():
-        table = getattr(module, "EXPLANATIONS", None)
-        if not isinstance(table, Mapping) or not all(map(_is_row, table.items())):
-            what = "has no EXPLANATIONS: a mapping from Kind to a list or tuple of functions"
-            plugins.refuse(plugins.EXPLANATIONS, name, what)
+    for table in plugins.load_all(plugins.EXPLANATIONS, _table).values():
         known += table.get(kind, ())
     return [known, *LATER_STAGES.get(kind, ())]
+
+
+def _table(module: object) -> Mapping[Kind, Sequence[Explain]]:
+    table = getattr(module, "EXPLANATIONS", None)
+    if not isinstance(table, Mapping) or not all(map(_is_row, table.items())):
+        raise TypeError("has no EXPLANATIONS: a mapping from Kind to a list or tuple of functions")
+    return table
 
 
 def _is_row(row: tuple[object, object]) -> bool:

@@ -28,7 +28,19 @@ def install(monkeypatch):
 
 def test_objects_come_in_the_order_of_their_names(install):
     install(two="math:tau", one="math:pi")
-    assert list(plugins.load_all(GROUP).items()) == [("one", math.pi), ("two", math.tau)]
+    assert list(plugins.load_all(GROUP, float).items()) == [("one", math.pi), ("two", math.tau)]
+
+
+def refuse_all(_loaded):
+    raise TypeError("is of no use")
+
+
+@pytest.mark.parametrize(("check", "problem"), [(str, "names no str, but float"), (refuse_all, "is of no use")])
+def test_an_object_that_does_not_pass_the_check_is_refused(install, check, problem):
+    install(one="math:pi")
+    with pytest.raises(HarnessError, match=f"the extension 'one' {problem}") as caught:
+        plugins.load_all(GROUP, check)
+    assert caught.value.code is Code.EXTENSION_FAILED
 
 
 @pytest.mark.parametrize("value", ["no_such_module:x", "math:no_such_name"])
@@ -43,7 +55,7 @@ def test_what_cannot_be_imported_is_said(install, value):
 def test_two_packages_that_bring_one_name_are_refused(install):
     install(one="math:pi", one_="math:tau")
     with pytest.raises(HarnessError, match="several packages define 'one'") as caught:
-        plugins.load_all(GROUP)
+        plugins.load_all(GROUP, float)
     assert caught.value.code is Code.EXTENSION_FAILED
 
 

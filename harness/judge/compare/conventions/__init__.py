@@ -6,6 +6,8 @@ table of its kind of operation, in this folder (docs/how-verdicts-work.md). An e
 table.
 """
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
 
 from harness.base import plugins
@@ -29,13 +31,15 @@ def all_conventions() -> tuple[Convention, ...]:
     Raises:
         HarnessError: EXTENSION_FAILED.
     """
-    brought: list[Convention] = []
-    for name, module in plugins.load_all(plugins.CONVENTIONS).items():
-        table = getattr(module, "CONVENTIONS", None)
-        if not isinstance(table, list | tuple) or not all(isinstance(entry, Convention) for entry in table):
-            plugins.refuse(plugins.CONVENTIONS, name, "has no CONVENTIONS: a list or tuple of Convention")
-        brought += table
-    return (*_CORE, *brought)
+    tables = plugins.load_all(plugins.CONVENTIONS, _table).values()
+    return (*_CORE, *itertools.chain.from_iterable(tables))
+
+
+def _table(module: object) -> Sequence[Convention]:
+    table = getattr(module, "CONVENTIONS", None)
+    if not isinstance(table, list | tuple) or not all(isinstance(entry, Convention) for entry in table):
+        raise TypeError("has no CONVENTIONS: a list or tuple of Convention")
+    return table
 
 
 def conventions(kind: Kind) -> list[Convention]:
