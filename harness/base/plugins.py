@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from harness.errors import Code, HarnessError
 
@@ -77,12 +77,10 @@ def load_all(group: str, check: type[T] | Callable[[Any], T]) -> dict[str, T]:
 
 def _checked(group: str, name: str, check: type[T] | Callable[[Any], T]) -> T:
     loaded = load(group, name)
-    if isinstance(check, type):
-        if not isinstance(loaded, check):
-            refuse(group, name, f"names no {check.__name__}, but {type(loaded).__name__}")
-        return loaded
+    if isinstance(check, type) and not isinstance(loaded, check):
+        refuse(group, name, f"names no {check.__name__}, but {type(loaded).__name__}")
     try:
-        return check(loaded)
+        return cast(T, loaded) if isinstance(check, type) else check(loaded)
     except TypeError as error:
         refuse(group, name, str(error), error)
 
