@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         from harness.base import plugins
 
-        if name in plugins.entries(plugins.FUNCTIONS):
+        if name in plugins.names(plugins.FUNCTIONS):
             return plugins.load(plugins.FUNCTIONS, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -71,4 +71,4 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     from harness.base import plugins
 
-    return sorted({*globals(), *__all__, *plugins.entries(plugins.FUNCTIONS)})
+    return sorted({*globals(), *__all__, *plugins.names(plugins.FUNCTIONS)})

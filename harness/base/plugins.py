@@ -1,5 +1,6 @@
 """Entry points by which other packages and the extensions add to the core; and checks for optional packages."""
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -23,24 +24,43 @@ FUNCTIONS = "inference_harness.functions"
 """Functions that become attributes of the package `harness`, for example `harness.rollout`."""
 
 
+def names(group: str) -> list[str]:
+    """Return the names of a group's entry points, sorted."""
+    return list(_by_name(group, tuple(sys.path)))
+
+
 @cache
-def entries(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by name, sorted.
+def _by_name(group: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
+    """Return the entry points by name, sorted: several if packages use the same name.
+
+    `path` is `sys.path`: another one has other packages.
+    """
+    by_name: dict[str, list[EntryPoint]] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        points = by_name.setdefault(point.name, [])
+        if not points or points[-1].value != point.value:
+            points.append(point)
+    return by_name
+
+
+def entry(group: str, name: str) -> EntryPoint:
+    """Return the entry point of a group with this name.
 
     Raises:
-        HarnessError: EXTENSION_FAILED: two packages use the same name.
+        HarnessError: no package has it, or several packages do: UNKNOWN_ENGINE in the group of engines, else
+            EXTENSION_FAILED.
     """
-    by_name: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        if entry.value != by_name.setdefault(entry.name, entry).value:
-            raise HarnessError(
-                Code.EXTENSION_FAILED,
-                f"several packages define {entry.name!r}",
-                where=f"entry points of the group {group!r}",
-                actual=f"{by_name[entry.name].value}, {entry.value}",
-                hint="uninstall one of the packages",
-            )
-    return by_name
+    points = _by_name(group, tuple(sys.path)).get(name, [])
+    if len(points) == 1:
+        return points[0]
+    code, noun = (Code.UNKNOWN_ENGINE, "engine") if group == ENGINES else (Code.EXTENSION_FAILED, "extension")
+    where = f"entry points of the group {group!r}"
+    if points:
+        what, actual = f"several {noun}s are called {name!r}", ", ".join(point.value for point in points)
+        raise HarnessError(code, what, where=where, actual=actual, hint="uninstall one of the packages")
+    what, expected = f"no {noun} is called {name!r}", ", ".join(names(group))
+    hint = "install the package that provides it"
+    raise HarnessError(code, what, where=where, expected=expected, actual=name, hint=hint)
 
 
 def load(group: str, name: str) -> Any:
@@ -50,11 +70,9 @@ def load(group: str, name: str) -> Any:
         HarnessError: EXTENSION_FAILED: no package brings it, or it cannot be imported; whatever HarnessError the import
             raises.
     """
-    if name not in entries(group):
-        what, hint = f"no package brings the extension {name!r}", "install the harness again"
-        raise HarnessError(Code.EXTENSION_FAILED, what, where=f"entry points of the group {group!r}", hint=hint)
+    point = entry(group, name)
     try:
-        return entries(group)[name].load()
+        return point.load()
     except HarnessError:
         raise
     except Exception as error:
@@ -72,7 +90,7 @@ def load_all(group: str, check: type[T] | Callable[[Any], T]) -> dict[str, T]:
     Raises:
         HarnessError: EXTENSION_FAILED: as `load`, or an object does not pass the check.
     """
-    return {name: _checked(group, name, check) for name in entries(group)}
+    return {name: _checked(group, name, check) for name in names(group)}
 
 
 def _checked(group: str, name: str, check: type[T] | Callable[[Any], T]) -> T:
@@ -87,7 +105,8 @@ def _checked(group: str, name: str, check: type[T] | Callable[[Any], T]) -> T:
 
 def is_ours(group: str, name: str) -> bool:
     """Return whether the harness itself brings an extension: what goes wrong in it is a bug of the harness."""
-    return entries(group)[name].value.startswith("harness.")
+    points = _by_name(group, tuple(sys.path)).get(name, [])
+    return any(point.value.startswith("harness.") for point in points)
 
 
 def refuse(group: str, name: str, problem: str, cause: Exception | None = None) -> NoReturn:
@@ -99,7 +118,7 @@ def refuse(group: str, name: str, problem: str, cause: Exception | None = None) 
     raise HarnessError(
         Code.EXTENSION_FAILED,
         f"the extension {name!r} {problem}",
-        where=f"{entries(group)[name].value}, an entry point of the group {group!r}",
+        where=f"{entry(group, name).value}, an entry point of the group {group!r}",
         hint="repair or uninstall the package that brings it",
     ) from cause
 

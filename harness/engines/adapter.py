@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from harness.base import plugins
 from harness.base.files import parse_json
 from harness.base.numerics import Numerics
 from harness.base.plugins import ENGINES
@@ -250,7 +251,7 @@ class OpenEngine(Protocol):
 
 def engine_names() -> list[str]:
     """Return the names of all installed engines."""
-    return sorted({entry.name for entry in entry_points(group=ENGINES)})
+    return plugins.names(ENGINES)
 
 
 _LIBRARIES = {
@@ -265,14 +266,16 @@ _LIBRARIES = {
 
 def installed_engine_names() -> list[str]:
     """Return the names of usable engines: adapters of the harness count only if their library is installed."""
-    missing = {name for name, library in _LIBRARIES.items() if own_adapter(name) and find_spec(library) is None}
-    return [name for name in engine_names() if name not in missing]
+    return [name for name in engine_names() if not _lacks_library(name)]
+
+
+def _lacks_library(name: str) -> bool:
+    return plugins.is_ours(ENGINES, name) and name in _LIBRARIES and find_spec(_LIBRARIES[name]) is None
 
 
 def own_adapter(name: str) -> str | None:
     """Return the `module:function` of the adapter of the harness with this name; None for another package."""
-    ours = (entry.value for entry in entry_points(group=ENGINES) if entry.name == name)
-    return next((value for value in ours if value.startswith("harness.")), None)
+    return plugins.entry(ENGINES, name).value if plugins.is_ours(ENGINES, name) else None
 
 
 def open_engine(
@@ -298,7 +301,7 @@ def open_engine(
         HarnessError: UNKNOWN_ENGINE, with the installed names; ENGINE_FAILED: it cannot be imported or opened; or any
             HarnessError that the engine raises for bad input.
     """
-    opener = _load(_entry(name) if adapter is None else EntryPoint(name, adapter, ENGINES))
+    opener = _load(plugins.entry(ENGINES, name) if adapter is None else EntryPoint(name, adapter, ENGINES))
     with engine_errors(name):
         engine = opener(folder, dtype=dtype, device=device, options=dict(options or {}))
         check_engine(name, engine)
@@ -314,7 +317,7 @@ def is_foreign(name: str) -> bool:
     Raises:
         HarnessError: UNKNOWN_ENGINE.
     """
-    return not _entry(name).value.startswith(_OURS)
+    return not plugins.entry(ENGINES, name).value.startswith(_OURS)
 
 
 def engine_module(name: str) -> str:
@@ -323,7 +326,7 @@ def engine_module(name: str) -> str:
     Raises:
         HarnessError: UNKNOWN_ENGINE.
     """
-    return _entry(name).module
+    return plugins.entry(ENGINES, name).module
 
 
 def check_engine(name: str, engine: object) -> None:
@@ -432,28 +435,6 @@ def refuse_unknown_options(name: str, options: Mapping[str, str], known: Sequenc
             expected=", ".join(known) or "no options",
             actual=f"{unknown[0]}={options[unknown[0]]}",
         )
-
-
-def _entry(name: str) -> EntryPoint:
-    entries = [entry for entry in entry_points(group=ENGINES) if entry.name == name]
-    if not entries:
-        raise HarnessError(
-            Code.UNKNOWN_ENGINE,
-            f"no engine is called {name!r}",
-            where=f"entry points of the group {ENGINES!r}",
-            expected=", ".join(engine_names()),
-            actual=name,
-            hint="install the package that provides it",
-        )
-    if len({entry.value for entry in entries}) > 1:
-        raise HarnessError(
-            Code.UNKNOWN_ENGINE,
-            f"several engines are called {name!r}",
-            where=f"entry points of the group {ENGINES!r}",
-            actual=", ".join(sorted(entry.value for entry in entries)),
-            hint="uninstall one of the packages",
-        )
-    return entries[0]
 
 
 def _load(entry: EntryPoint) -> OpenEngine:

@@ -20,10 +20,10 @@ def install(monkeypatch):
             EntryPoint(name.rstrip("_"), value, GROUP) for name, value in values.items()
         )  # a name with an underscore at its end is the same name again
         monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == GROUP else ())
-        plugins.entries.cache_clear()
+        plugins._by_name.cache_clear()
 
     yield install_entries
-    plugins.entries.cache_clear()
+    plugins._by_name.cache_clear()
 
 
 def test_objects_come_in_the_order_of_their_names(install):
@@ -54,7 +54,8 @@ def test_what_cannot_be_imported_is_said(install, value):
 
 def test_two_packages_that_bring_one_name_are_refused(install):
     install(one="math:pi", one_="math:tau")
-    with pytest.raises(HarnessError, match="several packages define 'one'") as caught:
+    assert plugins.names(GROUP) == ["one"]
+    with pytest.raises(HarnessError, match="several extensions are called 'one'") as caught:
         plugins.load_all(GROUP, float)
     assert caught.value.code is Code.EXTENSION_FAILED
 
@@ -70,3 +71,13 @@ def test_an_error_of_the_harness_stays_what_it_is(install, monkeypatch):
     with pytest.raises(HarnessError) as caught:
         plugins.load(GROUP, "one")
     assert caught.value is refusal
+
+
+def test_a_package_on_a_path_that_is_added_later_is_found(monkeypatch, tmp_path):
+    assert plugins.names(GROUP) == []
+    metadata = tmp_path / "later-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nlater = math:pi\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert plugins.load(GROUP, "later") == math.pi
