@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         from harness.base import plugins
 
         if name in plugins.names(plugins.FUNCTIONS):
-            return plugins.load(plugins.FUNCTIONS, name)
+            return plugins.load(plugins.FUNCTIONS, name, object)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

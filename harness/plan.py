@@ -12,8 +12,8 @@ from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
-from harness.formats.checkpoint.converted import read_quantised_source
 from harness.formats.checkpoint.locate import foreign_reader_note
+from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.images import keep_inputs
 from harness.oracle.requests import Prompt

@@ -63,44 +63,37 @@ def entry(group: str, name: str) -> EntryPoint:
     raise HarnessError(code, what, where=where, expected=expected, actual=name, hint=hint)
 
 
-def load(group: str, name: str) -> Any:
+def load(group: str, name: str, check: type[T] | Callable[[Any], T]) -> T:
     """Import the object of an entry point.
 
+    Args:
+        group: a group, for example `READERS`.
+        name: the entry point's name.
+        check: the class of the object. Or a function that returns what is to be used of an object; it raises TypeError
+            for an unsuitable object, with a message that continues "the extension X".
+
     Raises:
-        HarnessError: EXTENSION_FAILED: no package brings it, or it cannot be imported; whatever HarnessError the import
-            raises.
+        HarnessError: EXTENSION_FAILED: no package brings it, it cannot be imported, or it does not pass the check;
+            whatever HarnessError the import raises.
     """
     point = entry(group, name)
     try:
-        return point.load()
+        loaded = point.load()
     except HarnessError:
         raise
     except Exception as error:
         refuse(group, name, f"cannot be imported: {type(error).__name__}: {error}", error)
-
-
-def load_all(group: str, check: type[T] | Callable[[Any], T]) -> dict[str, T]:
-    """Import the objects of all entry points of a group, by their names, in the order of the names.
-
-    Args:
-        group: a group, for example `READERS`.
-        check: the class of the objects. Or a function that returns what is to be used of an object; it raises TypeError
-            for an unsuitable object, with a message that continues "the extension X".
-
-    Raises:
-        HarnessError: EXTENSION_FAILED: as `load`, or an object does not pass the check.
-    """
-    return {name: _checked(group, name, check) for name in names(group)}
-
-
-def _checked(group: str, name: str, check: type[T] | Callable[[Any], T]) -> T:
-    loaded = load(group, name)
     if isinstance(check, type) and not isinstance(loaded, check):
         refuse(group, name, f"names no {check.__name__}, but {type(loaded).__name__}")
     try:
         return cast(T, loaded) if isinstance(check, type) else check(loaded)
     except TypeError as error:
         refuse(group, name, str(error), error)
+
+
+def load_all(group: str, check: type[T] | Callable[[Any], T]) -> dict[str, T]:
+    """Import the objects of all entry points of a group, by their names, in the order of the names; see `load`."""
+    return {name: load(group, name, check) for name in names(group)}
 
 
 def is_ours(group: str, name: str) -> bool:

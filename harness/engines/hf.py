@@ -29,7 +29,7 @@ from harness.engines.module_settings import settings_of_modules
 from harness.engines.stepping import PREPARE, ROTARY, SAMPLE, ModelShape, OperationWatcher
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.converted import read_quantised_source, served_folder
+from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import EMBEDDING, Graph, layer_prefix
 from harness.oracle.caches import cache_argument

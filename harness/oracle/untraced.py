@@ -19,7 +19,7 @@ from torch import nn
 from harness.base.memory import available_bytes
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.converted import QuantisedSource, read_quantised_source
+from harness.formats.checkpoint.quantised import QuantisedSource, read_quantised_source
 from harness.oracle.mtp import MtpLayers
 from harness.oracle.weights import ResidentWeights, StreamedWeights
 

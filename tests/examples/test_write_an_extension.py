@@ -66,6 +66,6 @@ def test_the_command_prints_what_the_page_shows(installed: Path) -> None:
 def test_the_reader_makes_a_model_of_the_file(installed: Path, checkpoint: Path) -> None:
     _, expected = PAGE.blocks("text")[0].strip().splitlines()
     assert harness(installed, "parameters", "--model", str(checkpoint)).strip() == expected
-    (converted,) = installed.glob("cache/npz/*/npz.json")
+    (converted,) = installed.glob("cache/npz/*/made_from.json")
     written = {file.name for file in converted.parent.iterdir()}
     assert {"config.json", "tokenizer.json", "model-00001.safetensors"} <= written

@@ -14,7 +14,7 @@ from harness.engines.reference.errors import parse_reference_options, reference_
 from harness.engines.reference.run import ForcedDrafts, ReferenceMemory, ReferenceRecorder, run_workload
 from harness.engines.reference.session import ReferenceSession
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.converted import cache_scales, served_folder
+from harness.formats.checkpoint.quantised import cache_scales, served_folder
 from harness.formats.recording import RecordingWriter
 from harness.results.settings import ModelSettings, distinct
 from reference_engine import EngineConfig, LLMEngine

@@ -7,11 +7,13 @@ from harness.errors import Code, HarnessError
 from harness.extensions.quantised.folder import checkpoint_of_quantised
 from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.converted import EXPORT_INFO, folder_name, made_once, read_info
+from harness.formats.checkpoint.converted import folder_name, made_once, read_info
 from harness.formats.checkpoint.locate import Reader
 
 _ONNX, _OPENVINO = ("model.onnx", "genai_config.json"), ("openvino_model.xml", "openvino_model.bin")
-_VERSION = 2
+NAME = "exports"
+"""The reader's name among the entry points."""
+_VERSION = 3
 """Part of a folder's name: raise it with every change of what is written."""
 
 
@@ -22,8 +24,9 @@ def is_export(folder: Path) -> bool:
 
 def exported_folder(folder: Path) -> Path | None:
     """Return the export that a folder was written from; None if it was not."""
-    source = read_info(folder, EXPORT_INFO).get("source")
-    return Path(source) if isinstance(source, str) else None
+    info = read_info(folder)
+    source = info.get("source")
+    return Path(source) if info.get("reader") == NAME and isinstance(source, str) else None
 
 
 def checkpoint_of_export(export: Path, origin: Checkpoint, cache: Path) -> Path:
@@ -35,7 +38,7 @@ def checkpoint_of_export(export: Path, origin: Checkpoint, cache: Path) -> Path:
     """
     files = [*export.iterdir(), *(path for path in origin.folder.iterdir() if path.suffix in (".json", ".safetensors"))]
     folder = cache / folder_name(_VERSION, files, str(export))
-    return made_once(folder, EXPORT_INFO, lambda made: _write(export, origin, made))
+    return made_once(folder, NAME, lambda made: _write(export, origin, made))
 
 
 def _write(export: Path, origin: Checkpoint, made: Path) -> dict[str, Any]:

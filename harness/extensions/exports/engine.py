@@ -11,7 +11,7 @@ from harness.engines.adapter import refuse_unknown_options
 from harness.engines.by_content.steps import RETURNED, See, Site
 from harness.errors import Code, HarnessError
 from harness.extensions.exports.checkpoint import exported_folder
-from harness.formats.checkpoint.converted import served_folder
+from harness.formats.checkpoint.quantised import served_folder
 
 
 def export_folder(engine: str, folder: Path, options: Mapping[str, str], *, graph: str, command: str) -> Path:

@@ -12,7 +12,7 @@ import torch
 from harness.base.numerics import Numerics
 from harness.errors import Code, HarnessError
 from harness.extensions.quant.forward import Sequences, TypeRun, log_probabilities
-from harness.formats.checkpoint.converted import cache_scales
+from harness.formats.checkpoint.quantised import cache_scales
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import LOGITS, Operation, prefix_of
 from harness.judge.compare.cache_format import BLOCKS, FORMATS, GRIDS, CacheFormat

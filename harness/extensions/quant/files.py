@@ -29,6 +29,7 @@ from harness.extensions.llamacpp.gguf.header import BY_NAME, PLAIN
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 from harness.extensions.quant.forward import hf_distributions
 from harness.extensions.quant.hf_types import HF_TYPES
+from harness.formats.checkpoint.converted import MADE_FROM
 from harness.oracle.model import HFModel, load_model
 
 Importance = Mapping[str, torch.Tensor]
@@ -83,7 +84,7 @@ def pad_checkpoint(folder: Path, out: Path, *, row: int = ROW) -> Path:
             actual=old.model_type,
             hint="leave --pad out",
         )
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "*.gguf", "gguf.json"))
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "*.gguf", MADE_FROM))
     new = _sizes(old, hf.head_dim, row)
     config = json.loads((folder / "config.json").read_bytes())
     gain = old.hidden_size / new["hidden_size"]

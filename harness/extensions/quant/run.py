@@ -31,7 +31,7 @@ from harness.extensions.quant.hf_types import HF_TYPES, run_hf_type
 from harness.extensions.quant.parts import part_costs
 from harness.extensions.quant.result import ENGINE_FIGURES, PartCost, PhaseDivergence, QuantResult, QuantRow
 from harness.formats.checkpoint import Checkpoint, cache_dir, resolve
-from harness.formats.checkpoint.converted import read_quantised_source, served_folder
+from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan
 

@@ -1,7 +1,7 @@
 """A quantised checkpoint as a checkpoint folder of the cache, with the weights dequantised to float32.
 
 As with a GGUF file (`harness.extensions.llamacpp.gguf.folder`), all that reads checkpoints then reads this one: oracle,
-goldens, hashes, engines. `quantised.json` in it says where the weights come from; an engine that serves the quantised
+goldens, hashes, engines. `made_from.json` in it says where the weights come from; an engine that serves the quantised
 checkpoint itself, and the judge, which knows its declared arithmetic, find it there.
 """
 
@@ -15,17 +15,13 @@ from harness.extensions.quantised.config import misfit
 from harness.formats.checkpoint.against_config import against_config
 from harness.formats.checkpoint.cache import cache_dir
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
-from harness.formats.checkpoint.converted import (
-    QUANTISED_INFO,
-    QuantisedSource,
-    folder_name,
-    made_once,
-    write_settings,
-    write_shards,
-)
+from harness.formats.checkpoint.converted import folder_name, made_once, write_settings, write_shards
 from harness.formats.checkpoint.locate import Reader
+from harness.formats.checkpoint.quantised import QuantisedSource
 
-VERSION = 1
+NAME = "quantised"
+"""The reader's name among the entry points."""
+VERSION = 2
 """Part of a folder's name: raise it with every change of what is written."""
 
 
@@ -64,7 +60,7 @@ def checkpoint_of_quantised(folder: Path, cache: Path) -> Path:
         HarnessError: as `QuantisedCheckpoint`; BAD_SCALE, TOO_LARGE_TO_DEQUANTISE, TENSORS_CONTRADICT_CONFIG,
             CANNOT_WRITE.
     """
-    return made_once(cache / _identity(folder), QUANTISED_INFO, lambda made: _write(folder, made))
+    return made_once(cache / _identity(folder), NAME, lambda made: _write(folder, made))
 
 
 def _identity(folder: Path) -> str:
@@ -110,7 +106,7 @@ class QuantisedReader(Reader):
         return checkpoint_of_quantised(path, cache_dir() / "dequantised")
 
     def open_source(self, source: QuantisedSource) -> QuantisedCheckpoint:
-        """Return the quantised checkpoint that a folder was made of; raises HarnessError as `folder.open_source`."""
+        """See `Reader.open_source`; raises HarnessError as `folder.open_source`."""
         return open_source(source)
 
 

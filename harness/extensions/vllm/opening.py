@@ -15,7 +15,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from harness.engines.adapter import Workload, engine_refusals, parse_value, refuse_unknown_options
 from harness.errors import Code, HarnessError
 from harness.extensions.vllm.steps import EXTENSION, watched_workers
-from harness.formats.checkpoint.converted import served_folder
+from harness.formats.checkpoint.quantised import served_folder
 
 SCHEDULES = ("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted", "tensor-parallel")
 _SAID_ELSEWHERE = {"model": "--model", "dtype": "--dtype", "tensor_parallel_size": "--schedule tensor-parallel:N"}

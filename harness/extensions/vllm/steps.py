@@ -23,7 +23,7 @@ from harness.base.numerics import Numerics
 from harness.engines.process import watched_processes
 from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.converted import cache_scales
+from harness.formats.checkpoint.quantised import cache_scales
 from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.recording.merge import merge_ranks
 from harness.formats.taps import Graph, Kind, layer_of, prefix_of

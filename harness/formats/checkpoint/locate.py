@@ -18,6 +18,8 @@ from harness.formats.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, not_a
 if TYPE_CHECKING:
     import torch
 
+    from harness.formats.checkpoint.quantised import OpenedQuantised, QuantisedSource
+
 
 class Reader:
     """A reader; an entry point of the group `inference_harness.readers` names an instance."""
@@ -43,6 +45,10 @@ class Reader:
     def tensors(self, path: Path) -> "Mapping[str, Callable[[], torch.Tensor]] | None":
         """Return how each tensor of a file is read, by its name; None where safetensors files hold them."""
         return None
+
+    def open_source(self, source: "QuantisedSource") -> "OpenedQuantised":
+        """Return the quantised checkpoint that `convert` made a folder of. Only readers of such checkpoints have it."""
+        raise NotImplementedError
 
 
 def reader_of(path: Path) -> Reader | None:

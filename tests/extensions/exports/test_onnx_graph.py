@@ -8,7 +8,7 @@ import torch
 from harness.errors import Code, HarnessError
 from harness.extensions.exports.checkpoint import exported_folder
 from harness.formats.checkpoint import resolve
-from harness.formats.checkpoint.converted import read_quantised_source, served_folder
+from harness.formats.checkpoint.quantised import read_quantised_source, served_folder
 from harness.oracle.model import load_model
 
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (extra onnxruntime)")

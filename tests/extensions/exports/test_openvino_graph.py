@@ -7,7 +7,7 @@ import torch
 from harness.errors import Code, HarnessError
 from harness.extensions.exports.checkpoint import exported_folder
 from harness.formats.checkpoint import resolve
-from harness.formats.checkpoint.converted import served_folder
+from harness.formats.checkpoint.quantised import served_folder
 from harness.oracle.model import load_model
 
 openvino = pytest.importorskip("openvino", reason="the package openvino is not installed (extra openvino)")

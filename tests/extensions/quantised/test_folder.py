@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from harness.errors import Code, HarnessError
 from harness.extensions.quantised.folder import is_quantised
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.checkpoint.converted import cache_scales, read_quantised_source, served_folder
+from harness.formats.checkpoint.quantised import cache_scales, read_quantised_source, served_folder
 from harness.plan import plan_engine
 from tests.quantised_checkpoints import write_quantised
 from tests.quantised_faults import CHECKPOINTS

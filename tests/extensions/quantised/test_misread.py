@@ -10,7 +10,7 @@ from harness.engines.hf import HFEngine
 from harness.extensions.quantised.config import InputScheme
 from harness.extensions.quantised.inputs import InputRounding
 from harness.formats.checkpoint import Checkpoint, resolve
-from harness.formats.checkpoint.converted import read_quantised_source
+from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.oracle.model import load_model
 from tests.quantised_checkpoints import Tensors, write_quantised
 from tests.quantised_faults import CHECKPOINTS, FAULTS, PROMPT, UP, check_fault, score

@@ -10,7 +10,7 @@ from harness.cli.main import commands, run
 from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import resolve
-from harness.formats.checkpoint.locate import embedded_model
+from harness.formats.checkpoint.locate import Reader, embedded_model
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import all_conventions
 from harness.judge.explain.causes import stages_of
@@ -139,4 +139,4 @@ def test_a_module_without_explanations_is_refused(install, source):
 
 
 def test_an_extension_that_the_core_asks_for_and_nobody_brings_is_an_error():
-    refused("no extension is called 'missing'", plugins.load, plugins.READERS, "missing")
+    refused("no extension is called 'missing'", plugins.load, plugins.READERS, "missing", Reader)

@@ -47,7 +47,7 @@ def test_an_object_that_does_not_pass_the_check_is_refused(install, check, probl
 def test_what_cannot_be_imported_is_said(install, value):
     install(broken=value)
     with pytest.raises(HarnessError, match="the extension 'broken' cannot be imported") as caught:
-        plugins.load(GROUP, "broken")
+        plugins.load(GROUP, "broken", float)
     assert caught.value.code is Code.EXTENSION_FAILED
     assert value in str(caught.value)
 
@@ -69,7 +69,7 @@ def test_an_error_of_the_harness_stays_what_it_is(install, monkeypatch):
     install(one="math:pi")
     monkeypatch.setattr(EntryPoint, "load", load)
     with pytest.raises(HarnessError) as caught:
-        plugins.load(GROUP, "one")
+        plugins.load(GROUP, "one", float)
     assert caught.value is refusal
 
 
@@ -80,4 +80,4 @@ def test_a_package_on_a_path_that_is_added_later_is_found(monkeypatch, tmp_path)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nlater = math:pi\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert plugins.load(GROUP, "later") == math.pi
+    assert plugins.load(GROUP, "later", float) == math.pi

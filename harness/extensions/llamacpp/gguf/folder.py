@@ -1,8 +1,8 @@
 """A GGUF model as a checkpoint folder of HuggingFace's, with the weights dequantised.
 
 Everything else in the harness reads such folders, so that a GGUF file is a model like any other: it is inspected,
-streamed, hashed and run by HF's own code. The folder lies in the cache and is made once. `gguf.json` in it says where
-the weights come from and in which type each was.
+streamed, hashed and run by HF's own code. The folder lies in the cache and is made once. `made_from.json` in it says
+where the weights come from and in which type each was.
 
 Architectures that are not read here are dequantised by transformers, for its own configuration. The checkpoint that a
 file was made from then gives configuration and tokenizer, and each tensor that transformers reads is held against the
@@ -19,14 +19,7 @@ from harness.extensions.llamacpp.gguf.against import check_against, read_origina
 from harness.extensions.llamacpp.gguf.architecture import FAMILIES, ROPE_FACTORS, hf_config, hf_name, is_query_or_key
 from harness.extensions.llamacpp.gguf.model import GGUFModel, open_gguf, read_tensor, rows_of_hf
 from harness.formats.checkpoint.checkpoint import Checkpoint
-from harness.formats.checkpoint.converted import (
-    GGUF_INFO,
-    folder_name,
-    made_once,
-    read_info,
-    write_settings,
-    write_shards,
-)
+from harness.formats.checkpoint.converted import folder_name, made_once, read_info, write_settings, write_shards
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +34,9 @@ if TYPE_CHECKING:
     import torch
 
 
-VERSION = 3
+NAME = "gguf"
+"""The reader's name among the entry points."""
+VERSION = 4
 """Part of a folder's name: raise it with every change of what is written."""
 
 
@@ -57,7 +52,7 @@ class GGUFSource:
 
 def read_source(folder: Path) -> GGUFSource | None:
     """Return where a folder's weights come from; None for a folder that was not made of a GGUF file."""
-    info = read_info(folder, GGUF_INFO)
+    info = read_info(folder)
     try:
         return GGUFSource(path=Path(info["source"]), types=dict(info["types"]))
     except (ValueError, KeyError, TypeError):
@@ -78,7 +73,7 @@ def checkpoint_of_gguf(path: Path, cache: Path, *, hf: Checkpoint | None = None)
     model = open_gguf(path)
     originals = () if hf is None else hf.folder.iterdir()
     folder = cache / folder_name(VERSION, [*(header.path for header in model.headers), *originals], hf is None)
-    return made_once(folder, GGUF_INFO, lambda made: _write(model, made, hf))
+    return made_once(folder, NAME, lambda made: _write(model, made, hf))
 
 
 def _write(model: GGUFModel, folder: Path, hf: Checkpoint | None) -> dict[str, Any]:

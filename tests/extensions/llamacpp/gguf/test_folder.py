@@ -18,7 +18,7 @@ from harness.extensions.llamacpp.gguf.model import open_gguf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 from harness.formats import checkpoint
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.checkpoint.converted import read_quantised_source
+from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.inspect import inspect_path
 from harness.plan import tokenize
 
@@ -81,7 +81,7 @@ def test_shards_are_one_model(checkpoints, tmp_path):
 def test_the_files_of_the_tokenizer_are_the_originals_and_no_others(checkpoints, tmp_path):
     origin = tmp_path / "origin"
     shutil.copytree(checkpoints / "llama-tiny", origin)
-    for name in ("chat_template.jinja", "merges.txt", "quantised.json", "model.safetensors.index.json"):
+    for name in ("chat_template.jinja", "merges.txt", "made_from.json", "model.safetensors.index.json"):
         (origin / name).write_text("{}")
     path = write_gguf(origin, tmp_path / "model.gguf")
     made = checkpoint.resolve(str(path), hf=str(origin))
