@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -170,27 +171,28 @@ class Evidence:
     inputs: Sequence[torch.Tensor]
     """[R, ...] float64 each, in the order of the operation's inputs; token ids of an embedding; empty for attention."""
     roundings: torch.Tensor
+    """[R] how far the rows are off, in roundings to `dtype`."""
     bound: torch.Tensor
+    """[R] how far rounding explains that they are off."""
     dtype: torch.dtype
-    """The unit of `roundings` and `bound`."""
-    histories: tuple[AttentionContext, ...] = ()
-    """Of attention only; their rows, one history after the other, are `rows`."""
+    """The dtype that the operation's tensors are rounded to: its rounding is the unit of the errors."""
+    views: tuple[AttentionContext, ...] = ()
+    """Attention only: the rows of each request with the history they read, in the order of `rows`."""
     unrecorded: tuple[str, ...] = ()
-    """Taps before the operation that HF computed because they were not recorded."""
+    """Taps before the operation that were not recorded: the inputs are what HF computes from those that were."""
     part_inputs: PartInputs | None = None
     """Of the first batch with wrong rows; None outside of the parts of the model."""
 
-    def select(self, keep: torch.Tensor) -> "Evidence":
-        """Return the evidence of the rows with some indices; of attention all rows stay."""
-        if self.histories:
-            return self
+    def take(self, order: torch.Tensor) -> Self:
+        """Return the rows with these numbers [n], in their order, or of a mask [R]; without views."""
         return replace(
             self,
-            rows=self.rows.select(keep),
-            expected=self.expected[keep],
-            inputs=[x[keep] for x in self.inputs],
-            roundings=self.roundings[keep],
-            bound=self.bound[keep],
+            rows=self.rows.select(order),
+            expected=self.expected[order],
+            inputs=[x[order] for x in self.inputs],
+            roundings=self.roundings[order],
+            bound=self.bound[order],
+            views=(),
         )
 
 
@@ -248,12 +250,12 @@ def merged(parts: Sequence[Evidence]) -> Evidence:
             inputs=[torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True)],
             roundings=torch.cat([part.roundings for part in parts]),
             bound=torch.cat([part.bound for part in parts]),
-            histories=tuple(history for part in parts for history in part.histories)[:_MAX_HISTORIES],
+            views=tuple(view for part in parts for view in part.views)[:_MAX_HISTORIES],
         )
     if first.operation.kind is Kind.ATTENTION:
         return joined
     order = torch.argsort(joined.rows.request * (1 << 32) + joined.rows.position, stable=True).tolist()
-    return joined.select(torch.tensor(spread(order, MAX_ROWS)))
+    return joined.take(torch.tensor(spread(order, MAX_ROWS)))
 
 
 @contextmanager

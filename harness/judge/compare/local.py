@@ -206,7 +206,7 @@ class LocalJudge(Judge):
                 roundings=errors.roundings[chosen],
                 bound=errors.bound[chosen],
                 dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
-                histories=contexts,
+                views=contexts,
                 unrecorded=() if is_choice else rows.unrecorded,
                 part_inputs=None if is_choice or rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
             )

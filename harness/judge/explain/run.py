@@ -196,22 +196,14 @@ class _Explainer:
                 usable=self.usable,
             )
         return WrongOperation(
-            operation=evidence.operation,
+            **vars(evidence),
             hf=self.hf,
             recording=self.recording,
             locator=self.locator,
-            rows=evidence.rows,
             actual=actual,
-            expected=evidence.expected,
-            inputs=list(evidence.inputs),
-            roundings=evidence.roundings,
-            bound=evidence.bound,
-            dtype=evidence.dtype,
-            views=evidence.histories,
             slot_history=self.slot_history,
             states=self.comparison.states,
             sound=self.sound,
-            unrecorded=evidence.unrecorded,
             rerun=rerun,
         )
 

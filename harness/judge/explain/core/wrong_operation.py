@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Locator, Rows, step_rows
-from harness.judge.compare.evidence import AttentionContext
+from harness.judge.compare.evidence import AttentionContext, Evidence
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.states import StateRuns
 from harness.judge.explain.core.rerun import Rerun, replay
@@ -78,41 +78,24 @@ class Downstream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrongOperation:
-    """Some rows of one operation that is wrong; explanations only read it.
+class WrongOperation(Evidence):
+    """Some rows of one operation that is wrong, with what was recorded around them; explanations only read it.
 
     `R` rows, `W` elements of a row.
     """
 
-    operation: Operation
     hf: HFModel
     """With the operation's part of it held in float64."""
     recording: Recording
     locator: Locator
-    rows: Rows
-    """The wrong rows that are looked at, R of them."""
     actual: torch.Tensor
     """[R, W] float64, as recorded; not finite where the engine's rows are not."""
-    expected: torch.Tensor
-    """[R, W] float64, the replay's."""
-    inputs: Sequence[torch.Tensor]
-    """[R, ...] float64 each, flat; token ids [R] for the embedding."""
-    roundings: torch.Tensor
-    """[R] how far the rows are off, in roundings to `dtype`."""
-    bound: torch.Tensor
-    """[R] how far rounding explains that they are off."""
-    dtype: torch.dtype
-    """The dtype that the operation's tensors are rounded to: its rounding is the unit of the errors."""
-    views: tuple[AttentionContext, ...] = ()
-    """Attention only: the rows of each request with the history they read, in the order of `rows`."""
     slot_history: SlotHistory
     """Who wrote what into the KV cache."""
     states: StateRuns | None = None
     """Runs the truth over any recorded rows, for the states that they leave."""
     sound: frozenset[str] = frozenset()
     """Taps of the recording that passed."""
-    unrecorded: tuple[str, ...] = ()
-    """Taps before the operation that were not recorded: the inputs are what HF computes from those that were."""
     rerun: Rerun | None = None
     """The part of the model with the operation, to run it again with something else in it."""
     downstream: Downstream | None = None
@@ -158,18 +141,9 @@ class WrongOperation:
                 views.append(view.select(of_view))
         return dataclass_replace(self.take(keep), views=tuple(views), downstream=None)
 
-    def take(self, order: torch.Tensor) -> "WrongOperation":
-        """Return the operation at the rows with these numbers [n], in their order, or of a mask [R]; without views."""
-        return dataclass_replace(
-            self,
-            rows=self.rows.select(order),
-            actual=self.actual[order],
-            expected=self.expected[order],
-            inputs=[x[order] for x in self.inputs],
-            roundings=self.roundings[order],
-            bound=self.bound[order],
-            views=(),
-        )
+    def take(self, order: torch.Tensor) -> Self:
+        """See `Evidence.take`."""
+        return dataclass_replace(super().take(order), actual=self.actual[order])
 
     def over_views(self, attend: Callable[[AttentionContext], torch.Tensor]) -> torch.Tensor:
         """Return what `attend` gives of each view [T, N*H], over all views: [R, N*H]."""

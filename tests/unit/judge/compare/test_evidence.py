@@ -43,7 +43,7 @@ def evidence(rows, *, operation=LINEAR, held=()):
     return Evidence(
         operation=operation, rows=rows_of(rows), expected=numbers[:, None] + floats([[0.0, 0.5]]),
         inputs=[numbers[:, None], 2 * numbers[:, None]] if operation is LINEAR else [], roundings=numbers + 1,
-        bound=numbers + 2, dtype=torch.bfloat16, histories=tuple(held),
+        bound=numbers + 2, dtype=torch.bfloat16, views=tuple(held),
     )  # fmt: skip
 
 
@@ -79,11 +79,10 @@ def held(number):
 
 def test_of_attention_all_rows_stay_as_they_are():
     whole = evidence([(3, 1), (1, 9)], operation=ATTENTION, held=[held(0)])
-    assert whole.select(torch.tensor([0])) is whole
     check(merged([whole]), [(3, 1), (1, 9)])
     both = merged([whole, evidence([(0, 0)], operation=ATTENTION, held=[held(at) for at in range(1, 8)])])
     check(both, [(3, 1), (1, 9), (0, 0)])
-    assert [history.scale for history in both.histories] == [0, 1, 2, 3, 4, 5]
+    assert [view.scale for view in both.views] == [0, 1, 2, 3, 4, 5]
 
 
 # Histories.

@@ -167,7 +167,7 @@ def test_evidence_of_bad_rows(judge):
     made = judge()
     expected = add(made, FIRST, [9.0, 1.0, math.inf, 0.0], places=[101, 5, 2, 0], bound=3.0)
     evidence = made.judgement().evidence[FIRST.tap]
-    assert (evidence.operation, evidence.dtype, evidence.histories) == (FIRST, BF16, ())
+    assert (evidence.operation, evidence.dtype, evidence.views) == (FIRST, BF16, ())
     order = [2, 0]  # by request and position
     assert evidence.rows.request.tolist() == [0, 1]
     assert evidence.rows.position.tolist() == [2, 1]
@@ -219,7 +219,7 @@ def test_evidence_of_attention_is_the_history_of_its_rows(judge):
     assert evidence.roundings.tolist() == [7, 9]
     assert torch.equal(evidence.expected, expected[[2, 0]])
     assert evidence.inputs == []
-    assert [history.rows.position.tolist() for history in evidence.histories] == [[2], [1]]
+    assert [view.rows.position.tolist() for view in evidence.views] == [[2], [1]]
 
 
 def test_inputs_that_are_indices_stay_indices(judge):

@@ -227,7 +227,7 @@ def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(expla
     def evidence(width, *places):
         return SimpleNamespace(operation=OPERATIONS[0], rows=rows(*places), expected=torch.zeros(len(places), width),
                                roundings=torch.ones(len(places)), bound=torch.ones(len(places)), inputs=[],
-                               dtype=torch.float32, histories=(), unrecorded=(), part_inputs=None)  # fmt: skip
+                               dtype=torch.float32, views=(), unrecorded=(), part_inputs=None)  # fmt: skip
 
     assert explainer()._wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
     assert explainer()._wrong_operation(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
