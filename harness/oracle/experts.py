@@ -4,10 +4,13 @@
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from harness.formats.taps import Graph, Kind, Operation
 
 
 def num_experts(module: nn.Module) -> int | None:
@@ -22,6 +25,22 @@ def num_experts(module: nn.Module) -> int | None:
 def reads_slots(module: nn.Module) -> bool:
     """Whether a module of experts reads nothing but rows, a slot of them for each expert."""
     return num_experts(module) is not None and len(inspect.signature(module.forward).parameters) == 1
+
+
+def arguments_of(
+    graph: Graph, operation: Operation, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return rows [R, D], chosen experts [R, C] int64 and weights [R, C] of an operation that reads these three.
+
+    None for another operation.
+    """
+    is_choice = [graph[tap].kind is Kind.CHOICE for tap in operation.inputs]
+    if len(inputs) != 3 or is_choice.count(True) != 1:
+        return None
+    flat = [item.flatten(1) for item in inputs]
+    chosen = flat.pop(is_choice.index(True)).to(torch.int64)
+    x, weights = sorted(flat, key=lambda item: -item.shape[1])
+    return x, chosen, weights
 
 
 def run_experts(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.against_config import against_config, auto_class
 from harness.formats.taps import Graph
 from harness.oracle.mtp import MtpLayers
+from harness.oracle.precision import PreservePrecision, eager_experts, upcast_parameters, without_tf32
 from harness.oracle.untraced import UntracedModel
 from harness.oracle.weights import StreamedWeights, parameters_on_meta
 
@@ -40,6 +42,23 @@ class HFModel(UntracedModel):
         from harness.oracle.graph import trace_graph
 
         return trace_graph(self)
+
+    @contextmanager
+    def exactly(self, path: str | None = None, *, dtype: torch.dtype = torch.float64) -> Iterator[None]:
+        """Run modules in high precision for the duration of the block.
+
+        Args:
+            path: of the module to hold in `dtype`; None for modules that are held in it already.
+            dtype: float64 or float32.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(without_tf32())
+            stack.enter_context(eager_experts(*self.configs))
+            if path is not None:
+                stack.enter_context(self.weights.held(self.part_of(path)))
+                stack.enter_context(upcast_parameters(dtype, self.module(path)))
+            stack.enter_context(PreservePrecision(dtype))
+            yield
 
 
 def load_model(

@@ -15,10 +15,11 @@ Of a long prompt, products and attention are computed at a `Sample` of its rows 
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from math import prod
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -30,14 +31,7 @@ from harness.formats.taps import Kind, Operation
 from harness.oracle.attention import of_queries
 from harness.oracle.caches import cache_of
 from harness.oracle.model import HFModel
-from harness.oracle.precision import (
-    Buffers,
-    PreservePrecision,
-    eager_experts,
-    upcast_on_use,
-    upcast_parameters,
-    without_tf32,
-)
+from harness.oracle.precision import Buffers, upcast_on_use, upcast_parameters
 from harness.oracle.watch import (
     AttentionCall,
     Watch,
@@ -245,14 +239,12 @@ def run_pair(
     _ = hf.graph  # traced now: later two forwards are under way
     kept = None if logit_positions is None else torch.tensor(list(logit_positions))
     with ExitStack() as stack:
-        stack.enter_context(without_tf32())
-        stack.enter_context(eager_experts(*hf.configs))
+        stack.enter_context(hf.exactly(dtype=truth_dtype))
         watch = stack.enter_context(watching(hf))
         side = _Side(hf, ids.shape, kept, observer.control, sample)
         control = Ahead(partial(_run_control, of_control, watch, side, control_arithmetic))
         stack.callback(control.cancel)
         stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
-        stack.enter_context(PreservePrecision(truth_dtype))
         side = _Side(hf, ids.shape, kept, observer.truth, sample)
         stack.enter_context(watch.showing(side, narrowed=side.narrowed))
         logits = of_truth()
@@ -288,18 +280,44 @@ class _Forward:
         return logits
 
 
-@torch.no_grad()
-def run_part(
-    hf: HFModel, watch: Watch, call: PartCall, shape: Sequence[int], show: Callable[[Value], torch.Tensor | None]
-) -> None:
-    """Run one part of the model by itself, in float64, which it is held in.
+class _SeenError(Exception):
+    """Ends a run where the operation was seen."""
 
-    Every operation of the part is shown to `show`, which returns rows to go on with, or None.
+
+@torch.no_grad()
+def run_as_far_as(
+    tap: str,
+    hf: HFModel,
+    watch: Watch,
+    call: PartCall,
+    shape: Sequence[int],
+    show: Callable[[Value], torch.Tensor | None],
+) -> torch.Tensor:
+    """Run a module by itself, in float64, which it is held in, as far as an operation; return what that gives, [P, W].
+
+    Args:
+        tap: of the operation, which is in the module.
+        hf: the model.
+        watch: hooks on the model.
+        call: the module, and its arguments.
+        shape: number of requests and of tokens, `P` places together.
+        show: shown every operation up to this one; returns rows to go on with, or None.
     """
+    outputs = list[torch.Tensor]()
+
+    def seen(value: Value) -> torch.Tensor | None:
+        replaced = show(value)
+        if value.operation.tap != tap:
+            return replaced
+        rows = value.in_all_places(value.rows, prod(shape))
+        outputs.append(rows.flatten(1).to("cpu", torch.float64, copy=True))
+        raise _SeenError
+
     args, kwargs = tree_map(_in_float64, (call.args, call.kwargs))
-    side = _Side(hf, shape, call.logit_positions, show)
-    with without_tf32(), eager_experts(*hf.configs), PreservePrecision(torch.float64), watch.showing(side):
+    side = _Side(hf, shape, call.logit_positions, seen)
+    with suppress(_SeenError), hf.exactly(), watch.showing(side):
         hf.module(call.path)(*args, **kwargs)
+    return outputs[0]
 
 
 def _in_float64(x: Any) -> Any:

@@ -15,7 +15,7 @@ from harness.extensions.quantised.inputs import by_rows, ways_to_round
 from harness.extensions.quantised.misread import MISREADINGS
 from harness.judge.compare.conventions.experts import QuantisedInputs
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
-from harness.judge.explain.experts.mixture import Mixture, changed, exactly, mixture_of
+from harness.judge.explain.experts.mixture import Mixture, changed, mixture_of
 
 _MOST_ELEMENTS = 1 << 26
 """Of the weights of all experts that are looked at."""
@@ -93,7 +93,7 @@ def _outputs(mixture: Mixture, weights: Mapping[str, Weights], scheme: InputSche
         return changed_parameter
 
     way = None if scheme is None else next(ways_to_round(by_rows(scheme), None, mixture.wrong.dtype))
-    with exactly(mixture.wrong), changed(mixture.module, change):
+    with mixture.wrong.hf.exactly(), changed(mixture.module, change):
         for inputs in (None, way)[: 1 if way is None else 2]:
             with nullcontext() if inputs is None else QuantisedInputs(inputs.steps, inputs.scheme.group or 1):
                 yield mixture.run()

@@ -19,7 +19,7 @@ from harness.extensions.rollout.lanes import Lane, LaneBatch, Places, make_lanes
 from harness.extensions.rollout.setting import Meaning, OtherWeights, Setting, token_logprobs
 from harness.formats.taps import Graph
 from harness.oracle.model import HFModel
-from harness.oracle.precision import PreservePrecision, eager_experts, truth_dtype, upcast, without_tf32
+from harness.oracle.precision import truth_dtype, upcast, without_tf32
 from harness.oracle.requests import batch_tokens
 from harness.oracle.watch import CHOICE, AttentionCall, as_rows, from_rows, run_attention, watching
 
@@ -292,8 +292,7 @@ class Forwards:
             stack.enter_context(without_tf32())
             if is_truth:
                 stack.enter_context(upcast(self._dtype, hf.model))
-                stack.enter_context(eager_experts(*hf.configs))
-                stack.enter_context(PreservePrecision(self._dtype))
+                stack.enter_context(hf.exactly(dtype=self._dtype))
             if arithmetic is Arithmetic.EAGER:
                 stack.enter_context(_eager(hf))
             if is_trainer and self._autocast is not None:

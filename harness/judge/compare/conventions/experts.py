@@ -20,8 +20,7 @@ from harness.formats.taps import ErrorModel, Kind
 from harness.judge.compare.bounds import CONTROL_FACTOR
 from harness.judge.compare.conventions.entry import Convention, Rounding, SuspectRows
 from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, TIE, Blocks
-from harness.oracle.experts import num_experts, reads_slots, run_experts
-from harness.oracle.precision import PreservePrecision, eager_experts
+from harness.oracle.experts import arguments_of, num_experts, reads_slots, run_experts
 
 Steps = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Takes inputs of products; returns them in units of their steps, and the steps."""
@@ -85,20 +84,18 @@ def _run(
         dtype: to which each product and its inputs are rounded; None: they are not.
         is_tied: whether all values that are next to the middle of two codes are rounded the other way.
     """
-    module = subject.hf.module(subject.operation.module)
-    graph, inputs = subject.hf.graph, [item.flatten(1) for item in subject.inputs]
-    is_choice = [graph[tap].kind is Kind.CHOICE for tap in subject.operation.inputs]
-    if is_choice.count(True) != 1:
+    arguments = arguments_of(subject.hf.graph, subject.operation, subject.inputs)
+    if arguments is None:
         return None
-    chosen = inputs.pop(is_choice.index(True)).to(torch.int64)
-    x, weights = sorted(inputs, key=lambda item: -item.shape[1])
+    x, chosen, weights = arguments
+    module = subject.hf.module(subject.operation.module)
     weight_dtype = next(module.parameters()).dtype
     products = QuantisedInputs(
         steps, size, dtype, _TIE_ROUNDINGS * torch.finfo(subject.dtype).eps / 2 if is_tied else None
     )
 
     def run() -> torch.Tensor:
-        with torch.no_grad(), eager_experts(*subject.hf.configs), PreservePrecision(weight_dtype), products:
+        with torch.no_grad(), subject.hf.exactly(dtype=weight_dtype), products:
             return run_experts(module, x.to(weight_dtype), chosen, weights.to(weight_dtype))
 
     # The judge runs within HF's forward, which is watched in its own thread.

@@ -7,9 +7,9 @@ not record follows from HF's own code: a change is tried through all that lies b
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -21,8 +21,7 @@ from harness.judge.compare.batch import RecordedRows
 from harness.judge.compare.evidence import PartInputs
 from harness.judge.compare.replay import put_back
 from harness.oracle.model import HFModel
-from harness.oracle.paired import Value, run_part
-from harness.oracle.precision import PreservePrecision, upcast_parameters
+from harness.oracle.paired import Value, run_as_far_as
 from harness.oracle.watch import AttentionCall, Watch
 
 
@@ -36,9 +35,8 @@ def replay(hf: HFModel, operation: Operation, inputs: list[torch.Tensor]) -> tor
     """
     flat = [x.flatten(1) for x in inputs]
     if operation.kind in (Kind.LINEAR, Kind.NORM):
-        module = hf.module(operation.module)  # of another part of the model, maybe, than what is explained
-        with hf.weights.held(hf.part_of(operation.module)), upcast_parameters(torch.float64, module):
-            return _of_module(module, operation, flat[0])
+        with hf.exactly(operation.module):  # of another part of the model, maybe, than what is explained
+            return _of_module(hf.module(operation.module), operation, flat[0])
     if operation.kind is Kind.ADD and len(flat) == 2 and flat[0].shape == flat[1].shape:
         return flat[0] + flat[1]
     if operation.kind is Kind.ACTIVATION and (function := activation_of(hf, operation)) is not None:
@@ -61,8 +59,7 @@ def _of_module(module: Any, operation: Operation, x: torch.Tensor) -> torch.Tens
         if x.shape[-1] % weight.shape[0]:  # what is normed is a part of its input
             return None
         x = x.unflatten(-1, (-1, weight.shape[0]))
-    with PreservePrecision(torch.float64):
-        result: torch.Tensor = module(x)
+    result: torch.Tensor = module(x)
     return result.flatten(1).cpu().to(torch.float64)
 
 
@@ -84,10 +81,6 @@ def activation_of(hf: HFModel, operation: Operation) -> Any:
     """Return the activation function beside the module that reads a gated product; None if there is none."""
     parent = hf.module(operation.module.rpartition(".")[0])
     return next((getattr(parent, name) for name in ("act_fn", "activation_fn", "act") if hasattr(parent, name)), None)
-
-
-class _SeenError(Exception):
-    """Ends a run where the operation was seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,29 +116,21 @@ class Rerun:
             forced: by tap, places [R] and rows [R, ...] to put there in the place of what HF computes.
         """
         self.values.clear()
-        with suppress(_SeenError):
-            run_part(
-                self.hf,
-                self.watch,
-                self.part_inputs.call,
-                (len(self.part_inputs.batch.sequences), self.part_inputs.batch.num_tokens),
-                lambda value: self._show(value, forced or {}),
-            )
-        return self.values[self.operation.tap].flatten(1).to("cpu", torch.float64)
+        batch, call = self.part_inputs.batch, self.part_inputs.call
+        shape = len(batch.sequences), batch.num_tokens
+        show = partial(self._show, forced or {})
+        return run_as_far_as(self.operation.tap, self.hf, self.watch, call, shape, show)
 
     def _recorded(self, tap: str) -> RecordedRows | None:
         if tap not in self.recorded:
             self.recorded[tap] = self.part_inputs.batch.recorded(tap) if tap in self.usable else None
         return self.recorded[tap]
 
-    def _show(self, value: Value, forced: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    def _show(self, forced: Mapping[str, tuple[torch.Tensor, torch.Tensor]], value: Value) -> torch.Tensor | None:
         tap, replaced = value.operation.tap, None
         rows = value.in_all_places(value.rows, self.part_inputs.batch.num_places)
         if value.call is not None:
             self.calls[tap] = value.call
-        if tap == self.operation.tap:
-            self.values[tap] = rows.clone()
-            raise _SeenError
         if tap in forced:
             replaced = put_back(rows, *forced[tap])
         elif (recorded := self._recorded(tap)) is not None:

@@ -13,7 +13,6 @@ from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperatio
 from harness.judge.explain.experts.mixture import (
     Mixture,
     changed,
-    exactly,
     experts_of,
     mixture_of,
     others_like,
@@ -81,7 +80,7 @@ def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
             ]
     for cause, weights in tried.items():
         yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(weights)))
-    with exactly(mixture.wrong):
+    with mixture.wrong.hf.exactly():
         parts = [
             run_experts(
                 mixture.module, mixture.x * weights_RC[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total)
@@ -104,7 +103,7 @@ def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypoth
     def added(x: torch.Tensor) -> torch.Tensor:
         return run_experts(mixture.module, x, mixture.chosen, mixture.weights)
 
-    with exactly(mixture.wrong):
+    with mixture.wrong.hf.exactly():
         experts, of_plain = added(mixture.x), added(plain)
         tried = {
             "the experts' outputs are added without the router's weights": base + of_plain,
@@ -191,7 +190,7 @@ def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
     """The experts are those of another layer, or all compute something else with their weights."""
     wrong = mixture.wrong
     for operation in others_like(wrong):
-        with exactly(wrong, operation.module):
+        with wrong.hf.exactly(operation.module):
             output = mixture.run(experts_of(wrong, operation))
         yield Hypothesis(cause=f"the experts are those of {operation.tap}", output=output)
     for cause, output in _computed_otherwise(mixture, mixture.run):
@@ -202,7 +201,7 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
     """One expert is that of another layer, or computes something else with its weights, or its weights are others."""
     wrong, weight = mixture.wrong, mixture.table[:, expert, None]
     for operation in others_like(wrong):
-        with exactly(wrong, operation.module):
+        with wrong.hf.exactly(operation.module):
             part = one_expert(experts_of(wrong, operation), mixture.x, expert)
         cause = f"the weights of expert {expert} are those of expert {expert} of {operation.tap}"
         yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part))
@@ -231,7 +230,7 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
 def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield causes, and what comes of the experts under them."""
     module = mixture.module
-    with exactly(mixture.wrong):
+    with mixture.wrong.hf.exactly():
         if (exchange := _gate_and_up_exchanged(module)) is not None:
             with changed(module, exchange):
                 yield "gate and up are swapped", run()

@@ -15,8 +15,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import is_readback
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
-from harness.oracle.experts import num_experts, one_expert, reads_slots, run_experts
-from harness.oracle.precision import PreservePrecision, eager_experts, upcast
+from harness.oracle.experts import arguments_of, num_experts, one_expert, reads_slots, run_experts
 
 _MAX_ELEMENTS = 1 << 26
 """Of what all experts give for all rows that are looked at: 512 MiB in float64."""
@@ -100,7 +99,7 @@ def mixture_of(wrong: WrongOperation) -> Mixture | None:
     """Return the experts behind the rows; None if the operation is no mixture that HF's module gives apart."""
     if len(wrong.operation.inputs) != len(wrong.inputs):
         return None
-    with exactly(wrong):
+    with wrong.hf.exactly():
         call = _of_three(wrong) or _of_two(wrong) or _of_slots(wrong)
         if call is None:
             return None
@@ -115,12 +114,10 @@ def mixture_of(wrong: WrongOperation) -> Mixture | None:
 
 def _of_three(wrong: WrongOperation) -> _Call | None:
     """Experts that read rows, the experts chosen for them, and the weights of these."""
-    tap = choice_of(wrong)
-    if tap is None or len(wrong.inputs) != 3:
+    arguments = arguments_of(wrong.graph, wrong.operation, wrong.inputs)
+    if arguments is None:
         return None
-    named = dict(zip(wrong.operation.inputs, wrong.inputs, strict=True))
-    chosen = named.pop(tap).to(torch.int64).flatten(1)
-    x, weights = sorted((item.flatten(1) for item in named.values()), key=lambda tensor: -tensor.shape[1])
+    x, chosen, weights = arguments
     return _Call(module=wrong.module, x=x, chosen=chosen, weights=weights, base=torch.zeros_like(x))
 
 
@@ -174,18 +171,6 @@ def choice_of(wrong: WrongOperation) -> str | None:
 
 
 @contextmanager
-def exactly(wrong: WrongOperation, path: str | None = None) -> Iterator[None]:
-    """Run experts in float64: those of the operation, which are held in it, or those at another path."""
-    with ExitStack() as stack:
-        stack.enter_context(eager_experts(*wrong.hf.configs))
-        if path is not None:
-            stack.enter_context(wrong.hf.weights.held(wrong.hf.part_of(path)))
-            stack.enter_context(upcast(torch.float64, wrong.hf.module(path)))
-        stack.enter_context(PreservePrecision(torch.float64))
-        yield
-
-
-@contextmanager
 def changed(module: nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Put other values into the parameters of a module, by name, and put their own back."""
     with ExitStack() as stack:
@@ -214,7 +199,7 @@ def recorded_choices(mixture: Mixture) -> torch.Tensor | None:
         if mixture.scores is not None and width == mixture.num_experts:
             return _recorded(wrong, tap).argmax(dim=1, keepdim=True)
         if mixture.scores is None and width == mixture.x.shape[1]:
-            with exactly(wrong):
+            with wrong.hf.exactly():
                 return routed(wrong, _recorded(wrong, tap).to(torch.float64))
     return None
 

@@ -7,7 +7,7 @@ again over the recorded rows, with the recorded inner values put in place, and w
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import KINDS, Kind, Operation
@@ -23,8 +22,9 @@ from harness.judge.compare.align import Rows
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
-from harness.judge.explain.experts.mixture import exactly
 from harness.oracle.caches import MIXER_CACHES, new_cache
+from harness.oracle.paired import PartCall, run_as_far_as
+from harness.oracle.watch import Watch
 
 _SAME = 1e-4
 """Relative distance within which the module, run again, gives what it should."""
@@ -42,15 +42,12 @@ _SMALL = 1e-4
 """Step by which a derivative is taken."""
 
 
-class _SeenError(Exception):
-    """Ends a run where the operation was seen."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recurrence:
     """A mixer and the rows of the requests that it is run over."""
 
     wrong: WrongOperation
+    watch: Watch
     path: str
     """Of the mixer."""
     entry: str
@@ -76,14 +73,12 @@ class Recurrence:
         """
         outputs: dict[_Row, torch.Tensor] = {}
         for rows in self.histories if sequences is None else sequences:
-            values = self._values(rows)
-            if values is None:
+            with _Convolutions(rows.places(), convolved, seen):
+                output = self._run_one(rows)
+            if output is None:
                 return None
-            with exactly(self.wrong), _Convolutions(rows.places(), convolved, seen):
-                output = self._run_one(values, rows.position)
-            outputs |= dict(zip(rows.places(), output, strict=True))
-        wanted = self.wrong.rows.places()
-        return torch.stack([outputs[row] for row in wanted]) if outputs.keys() >= set(wanted) else None
+            outputs |= output
+        return self._at_wrong_rows(outputs)
 
     def run_by_steps(self, kept: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
         """Return what the operation gives if the state goes through `kept` after each step: [R, W] float64.
@@ -100,18 +95,15 @@ class Recurrence:
                 return None
             layer = cache.layers[self.module.layer_idx]
             for step in rows.step.unique_consecutive().tolist():
-                of_step = rows.select((rows.step == step).nonzero()[:, 0])
-                values = self._values(of_step)
-                if values is None:
+                output = self._run_one(rows.select((rows.step == step).nonzero()[:, 0]), cache)
+                if output is None:
                     return None
-                with exactly(self.wrong):
-                    outputs |= dict(zip(of_step.places(), self._run_one(values, of_step.position, cache), strict=True))
+                outputs |= output
                 for name in ("conv", "recurrent"):
                     for state in getattr(layer, f"{name}_states", {}).values():
                         if state is not None:
                             state.copy_(kept(name, state))
-        wanted = self.wrong.rows.places()
-        return torch.stack([outputs[row] for row in wanted]) if outputs.keys() >= set(wanted) else None
+        return self._at_wrong_rows(outputs)
 
     def convolved(self) -> Convolved:
         """Return what the mixer's convolutions give at each row; empty without any.
@@ -122,30 +114,29 @@ class Recurrence:
         self.run(seen=seen)
         return seen
 
-    def _values(self, rows: Rows) -> dict[str, torch.Tensor] | None:
-        """Return what was recorded of the mixer's input and of the operation's inputs at some rows, by tap."""
-        taps = (self.entry, *self.wrong.operation.inputs)
-        value_of = {tap: gathered(self.wrong.locator, tap, rows) for tap in taps}
-        complete = {tap: value for tap, value in value_of.items() if value is not None}
-        return complete if len(complete) == len(value_of) else None
+    def _run_one(self, rows: Rows, cache: Any = None) -> dict[_Row, torch.Tensor] | None:
+        """Return what the operation gives at rows that follow each other; None if one was not recorded."""
+        hf, operation = self.wrong.hf, self.wrong.operation
+        recorded = {tap: gathered(self.wrong.locator, tap, rows) for tap in (self.entry, *operation.inputs)}
+        values = {tap: value.to(hf.device) for tap, value in recorded.items() if value is not None}
+        if len(values) < len(recorded):
+            return None
+        arguments = _arguments(self.module, rows.position.to(hf.device), cache)
+        call = PartCall(path=self.path, args=(values[self.entry][None],), kwargs=arguments)
+        output = run_as_far_as(
+            operation.tap, hf, self.watch, call, (1, len(rows)), lambda value: values.get(value.operation.tap)
+        )
+        return dict(zip(rows.places(), output, strict=True))
 
-    def _run_one(self, values: dict[str, torch.Tensor], positions: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        hf, graph, seen = self.wrong.hf, self.wrong.graph, list[torch.Tensor]()
-        with ExitStack() as stack:
-            for tap in self.wrong.operation.inputs:
-                source = graph[tap].source
-                stack.enter_context(_forced(hf.module(graph[tap].module), source, values[tap].to(hf.device)))
-            stack.enter_context(_shown(self.wrong.module, self.wrong.operation.source, seen))
-            with suppress(_SeenError):
-                arguments = _arguments(self.module, positions.to(hf.device), cache)
-                self.module(values[self.entry][None].to(hf.device), **arguments)
-        return seen[0].to("cpu", torch.float64).reshape(len(values[self.entry]), -1)
+    def _at_wrong_rows(self, outputs: dict[_Row, torch.Tensor]) -> torch.Tensor | None:
+        wanted = self.wrong.rows.places()
+        return torch.stack([outputs[row] for row in wanted]) if outputs.keys() >= set(wanted) else None
 
 
 def recurrence_of(wrong: WrongOperation) -> Recurrence | None:
     """Return the mixer behind an operation; None if it has none that gives what it should on the recorded rows."""
     path = _mixer_of(wrong)
-    if path is None:
+    if path is None or wrong.rerun is None:
         return None
     first = _first_of(wrong, path)
     if first is None:
@@ -154,7 +145,7 @@ def recurrence_of(wrong: WrongOperation) -> Recurrence | None:
     for request, position in wrong.rows.places():
         last[request] = max(position, last.get(request, 0))
     histories = tuple(history(wrong, request, count + 1) for request, count in last.items())
-    recurrence = Recurrence(wrong=wrong, path=path, entry=first.inputs[0], histories=histories)
+    recurrence = Recurrence(wrong=wrong, watch=wrong.rerun.watch, path=path, entry=first.inputs[0], histories=histories)
     try:
         output = recurrence.run()
     except Exception:  # a module of HF's that needs more than its rows: nothing is known of it
@@ -230,32 +221,6 @@ class _Convolutions(TorchFunctionMode):
         if self._seen is not None:
             self._seen |= {(call, row): output[0, :, at].clone() for at, row in enumerate(self._rows)}
         return output
-
-
-def _forced(module: nn.Module, source: str, value: torch.Tensor) -> RemovableHandle:
-    """Put recorded rows [T, W] in the place of a module's output, or of its input, for all that hold the tensor."""
-    if source.endswith(":input"):
-        return module.register_forward_pre_hook(lambda _module, args: _put(value, args[0]))
-    return module.register_forward_hook(lambda _module, _args, output: _put(value, output))
-
-
-def _put(value: torch.Tensor, target: Any) -> None:
-    target.copy_(value.reshape(target.shape))
-
-
-def _shown(module: nn.Module, source: str, seen: list[torch.Tensor]) -> RemovableHandle:
-    """Keep what the operation gives, and end the run there."""
-
-    def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append(args[0].clone())
-        raise _SeenError
-
-    def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        seen.append((output[0] if isinstance(output, tuple) else output).clone())
-        raise _SeenError
-
-    is_input = source.endswith(":input")
-    return module.register_forward_pre_hook(before) if is_input else module.register_forward_hook(after)
 
 
 def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -469,7 +434,7 @@ def _sign_of_decay(recurrence: Recurrence) -> Iterator[Hypothesis]:
     for name in _LOGARITHMS:
         parameter = getattr(recurrence.module, name, None)
         if parameter is not None:
-            with exactly(recurrence.wrong), _TurnedExponential(parameter):
+            with _TurnedExponential(parameter):
                 output = recurrence.run()
             if output is not None and bool(output.isfinite().all()):
                 yield Hypothesis(cause="the sign of the state's decay is wrong: the state grows", output=output)

@@ -18,6 +18,7 @@ from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.oracle.model import HFModel
 
 from ....recording_writer import new_writer
 
@@ -39,6 +40,8 @@ class ToyModel:
         self.weights = SimpleNamespace(held=lambda _part: nullcontext())
         self.device = torch.device("cpu")
         self.quantised_source = None
+
+    exactly = HFModel.exactly
 
     def module(self, path: str) -> nn.Module:
         """Return the module at a path."""

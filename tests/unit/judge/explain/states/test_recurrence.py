@@ -4,6 +4,8 @@ c is a convolution of two rows: c = w0 x before + w1 x. Two requests in chunks.
 """
 
 import math
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.explain.states import recurrence
 from harness.judge.explain.states.recurrence import recurrence_of
+from harness.oracle.watch import watching
 
 from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
@@ -96,6 +99,21 @@ def _without_gradients():
         yield
 
 
+class Tree(nn.Module):
+    """Modules by their paths, with hooks on them."""
+
+    def __init__(self, modules):
+        super().__init__()
+        for path, module in sorted(modules.items()):
+            parent, _, name = path.rpartition(".")
+            parent = self.get_submodule(parent)
+            if getattr(parent, name, None) is not module:
+                parent.add_module(name, module)
+
+    def set_attn_implementation(self, name):
+        """It has no attention."""
+
+
 @pytest.fixture(scope="module")
 def of(tmp_path_factory):
     def make(actual=None, places=PLACES, *, expected_rows=OWN, dtype=torch.float32, expected=None, omitted=()):
@@ -114,20 +132,24 @@ def of(tmp_path_factory):
                 {"request": [r for r, _ in here], "position": [p for _, p in here], "taps": {ENTRY: rows, IN: rows}}
             )
         recording = recorded(tmp_path_factory.mktemp("state") / "r", steps, lengths=((9, 6), (6, 3)))
-        modules = {path: nn.Module() for path in ("model", "model.layers", "model.layers.1", ENTRY)}
+        layers = (f"model.layers.{at}" for at in range(2))
+        modules = {path: nn.Module() for path in ("model", "model.layers", *layers, ENTRY)}
         for path, mixer in ((MIXER, expected_rows), (THEIRS, OTHER)):
             modules[path] = mixer
             modules |= {f"{path}.{name}": getattr(mixer, name) for name in ("in_proj", "out_proj", "conv1d")}
-        model = ToyModel(*operations, modules=modules)
+        model = ToyModel(*operations, modules=modules, _attn_implementation="sdpa")
+        model.model, model.mtp = Tree(modules), None
         model.part_of = lambda path: ".".join(path.split(".")[:4])
         meant = of_sequences(HISTORIES.values(), places) if expected is None else expected
         return failure_of(
             own_operation, meant if actual is None else actual, meant, torch.stack([X[place] for place in places]),
             model=model, recording=recording, dtype=dtype, request=[r for r, _ in places],
             position=[p for _, p in places], step=[STEP[place] for place in places],
+            rerun=SimpleNamespace(watch=stack.enter_context(watching(model))),
         )  # fmt: skip
 
-    return make
+    with ExitStack() as stack:
+        yield make
 
 
 @pytest.fixture(scope="module")
