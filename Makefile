@@ -80,6 +80,7 @@ test-sglang:  ## the adapters of SGLang on a CPU without its kernels, in a separ
 	.venv-sglang/bin/python -m pytest -q -m slow -o addopts="" -o filterwarnings=default tests/sglang
 
 docs:  ## the documents as pages with search, in build/site/pages; needs `pip install -e '.[docs]'`
+	python docs/site/explanations.py
 	python docs/site/build.py
 
 scoreboard:  ## the harness's score on known bugs

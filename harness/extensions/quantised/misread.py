@@ -158,7 +158,13 @@ MISREADINGS: tuple[Callable[[Codes], Misreadings], ...] = (
 
 
 def misread_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weight was read from the quantised checkpoint with one mistake."""
+    """The weight was read from the quantised checkpoint with one mistake.
+
+    Causes: of a quantised checkpoint: scales or zero points of the next block, of the one before, of a module that is
+    fused with it; transposed, not applied, applied twice, rounded; the global scale left out, multiplied; zero points
+    one too large or small, not subtracted; the order of the inputs (`g_idx`) ignored; codes of a word in another order,
+    without their offset or sign, as another float8.
+    """
     weight, checkpoint = quantised_weight(wrong.hf, wrong.operation.module), quantised_checkpoint(wrong.hf)
     if weight is None or checkpoint is None or wrong.weight(wrong.operation.tap) is None:  # or too large to be held
         return
@@ -194,7 +200,7 @@ def _of_siblings(wrong: WrongOperation, checkpoint: QuantisedCheckpoint, codes: 
 
 
 def inputs_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The inputs are quantised in another way than the checkpoint says."""
+    """The inputs are quantised to *form*, and the checkpoint says otherwise."""
     weight = quantised_weight(wrong.hf, wrong.operation.module)
     matrix = wrong.weight(wrong.operation.tap)
     if weight is None or matrix is None:
@@ -211,7 +217,7 @@ def inputs_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def quantised_though_left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """A layer that the checkpoint keeps in floats was quantised as the others are."""
+    """The layer was quantised to *form*, and the checkpoint leaves it as it is."""
     checkpoint = quantised_checkpoint(wrong.hf)
     weight = wrong.weight(wrong.operation.tap)
     if checkpoint is None or weight is None or quantised_weight(wrong.hf, wrong.operation.module) is not None:

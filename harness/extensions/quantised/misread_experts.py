@@ -27,7 +27,11 @@ Weights = Mapping[int, torch.Tensor]
 
 
 def misread_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weights of the chosen experts, or of some of their products, were read with one mistake."""
+    """The weights of the chosen experts, or of some of their products, were read with one mistake.
+
+    Causes: experts of a quantised checkpoint whose `gate_proj`, `up_proj` and `down_proj` were all, or some of them,
+    read with one mistake of `misread_weight`; gate and up with each other's scales.
+    """
     mixture, checkpoint = mixture_of(wrong), quantised_checkpoint(wrong.hf)
     if mixture is None or checkpoint is None:
         return

@@ -147,7 +147,11 @@ def with_form(explain: Explanation) -> Callable[[WrongOperation], Iterator[Hypot
 
 @with_form
 def weight_otherwise(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weight is not applied, applied twice, or taken as an offset from one, as Gemma stores it; or it is all."""
+    """The weight is not applied, applied twice, or taken as an offset from one, as Gemma stores it; or it is all.
+
+    Causes: the norm's weight is not applied; applied as 1 + weight; as it is, without adding 1; applied twice; the norm
+    only applies its weight.
+    """
     x, weight, eps = norm.parts
     if norm.is_offset:
         taken, changed = "as it is, without adding 1", weight - 1
@@ -164,14 +168,18 @@ def weight_otherwise(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothes
 
 
 def norm_skipped(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The input comes out as it went in."""
+    """The norm is skipped."""
     x, form = wrong.inputs[0].flatten(1), form_of(wrong)
     yield Hypothesis(cause="the norm is skipped", output=x if form is None else form.raw.flatten(1))
 
 
 @with_form
 def wrong_eps(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Another eps: one that models use, or the one that fits; or it is added elsewhere."""
+    """Another eps: one that models use, or the one that fits; or it is added elsewhere.
+
+    Causes: wrong eps: *value* instead of *value*; eps *value* is added outside of the root; eps *value* is added to the
+    sum of the squares instead of to their mean.
+    """
     x, weight, right = norm.parts
     inside, outside = _fitted_eps(norm)
     for eps in dict.fromkeys((*_EPSILONS, *inside)):
@@ -190,7 +198,7 @@ def wrong_eps(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 @with_form
 def wrong_divisor(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The sum of the squares is divided by another number than that of the elements."""
+    """The sum of the squares is divided by *number* instead of *number*; the sum of the squares is not divided."""
     x, weight, eps = norm.parts
     dim = x.shape[-1]
     total = x.square().sum(dim=-1, keepdim=True)
@@ -218,7 +226,11 @@ def _fitted_eps(norm: NormForm) -> tuple[list[float], list[float]]:
 
 @with_form
 def over_other_elements(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """A layer norm, or the reverse; or the heads are normalised together instead of each by itself, or the reverse."""
+    """A layer norm, or the reverse; or the heads are normalised together instead of each by itself, or the reverse.
+
+    Causes: a layer norm: the mean is subtracted; the mean is not subtracted; the norm runs over all heads instead of
+    each head; over each head instead of all heads together.
+    """
     x, weight, eps = norm.parts
     if norm.is_centred:
         yield Hypothesis(cause="the mean is not subtracted", output=_normed(norm.raw, eps, weight))
@@ -238,7 +250,10 @@ def over_other_elements(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypot
 
 @with_form
 def other_weight(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weight is that of another norm of the checkpoint."""
+    """The weight is that of another norm of the checkpoint.
+
+    Causes: the weight is that of *tap*.
+    """
     x, _, eps = norm.parts
     right = wrong.weight(wrong.operation.tap)
     if right is None:
@@ -254,7 +269,10 @@ def other_weight(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 @with_form
 def statistic_overflows(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros."""
+    """The squares are infinite in the dtype that they are taken in, and the row comes out as zeros.
+
+    Causes: the squares overflow *dtype*; the sum of the squares overflows *dtype*.
+    """
     x, weight, eps = norm.parts
     is_first = True
     for dtype in (torch.float32, torch.float16):
@@ -273,7 +291,7 @@ def statistic_overflows(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypot
 
 @with_form
 def coarse_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The variance is computed in a 16-bit dtype."""
+    """The norm's variance is computed in *dtype*; the norm is computed in *dtype*."""
     x, weight, eps = norm.parts
     for dtype in HALF_DTYPES:
         name = name_of(dtype)
@@ -291,7 +309,11 @@ def coarse_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothes
 
 @with_form
 def changed_weights(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Some of the weights are others: each is fitted to all rows."""
+    """Some of the weights are others: each is fitted to all rows.
+
+    Causes: one weight of the norm is another: [*index*]; *n* weights of the norm are others; the weights of the norm
+    are in another order; the norm's weights are none of this checkpoint's.
+    """
     x, weight, eps = norm.parts
     normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     energy = normed.square().sum(dim=(0, 1)).clamp(min=torch.finfo(torch.float64).tiny)
@@ -331,7 +353,10 @@ def _changes(right: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor
 
 @with_form
 def own_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was."""
+    """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was.
+
+    Causes: the norm's variance is computed in a lower precision. Not asserted: the norm's statistic is wrong.
+    """
     x, weight, eps = norm.parts
     mean, implied = _statistics(norm)
     if not bool((implied > 0).all()):
@@ -372,7 +397,7 @@ def _statistics(norm: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def other_gate(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The gate is left out, is not activated, or is multiplied on the other side of the norm."""
+    """The gate of the norm is left out, is not activated, or is multiplied on the other side of the norm."""
     module: Any = wrong.module
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or eps is None or len(wrong.inputs) < 2:

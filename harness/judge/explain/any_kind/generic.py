@@ -28,12 +28,15 @@ _ROW_WISE = (Kind.NORM, Kind.LINEAR, Kind.ROTARY)
 
 
 def zero_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Nothing was computed."""
+    """The output is zero: not computed, or not loaded."""
     yield Hypothesis(cause="the output is zero: not computed, or not loaded", output=torch.zeros_like(wrong.expected))
 
 
 def constant_gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """All rows are scaled by one factor; a factor of its own in each row is no cause."""
+    """All rows are scaled by one factor; a factor of its own in each row is no cause.
+
+    Causes: a constant gain of *value*. Not asserted: each row is scaled by a factor of its own.
+    """
     gain = wrong.factor_of(wrong.expected)
     energy = wrong.expected.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     gains = (wrong.actual * wrong.expected).sum(dim=1, keepdim=True) / energy
@@ -58,7 +61,10 @@ def constant_gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def gain_of_a_setting(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The rows are scaled by a number of config.json, or by one over it: a multiplier left out, or applied twice."""
+    """The rows are scaled by a number of config.json, or by one over it: a multiplier left out, or applied twice.
+
+    Causes: *name of config.json* is left out, or applied twice: a constant gain of *value*.
+    """
     gain, input_gain = wrong.factor_of(wrong.expected), _gain_of_input(wrong)
     for name, value in _multipliers(wrong):
         for factor in (value, 1 / value):
@@ -126,7 +132,10 @@ def _is_one(wrong: WrongOperation, together: torch.Tensor, apart: torch.Tensor) 
 
 
 def offset_per_channel(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The same vector is added to all rows."""
+    """The same vector is added to all rows.
+
+    Causes: a constant offset per channel.
+    """
     if len(wrong.rows) > 1:
         offset = (wrong.actual - wrong.expected).mean(dim=0)
         norm = float(offset.norm())
@@ -172,7 +181,7 @@ def _right_rows(wrong: WrongOperation) -> Rows:
 
 
 def row_of_another(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each row is what another row should be: rows in the wrong order, or the wrong row taken."""
+    """The row is that of another token, *n* positions away, the first or last one of its step."""
     pool_rows = _pool_rows(wrong)
     inputs = row_inputs(wrong.locator, wrong.operation, pool_rows) if len(pool_rows) else None
     if inputs is None or wrong.operation.kind not in (*_ROW_WISE, Kind.ACTIVATION, Kind.ADD):
@@ -219,7 +228,7 @@ def _pool_rows(wrong: WrongOperation) -> Rows:
 
 
 def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each head is what another head should be."""
+    """The heads are in another order: *list*."""
     if not KINDS[wrong.operation.kind].has_heads or wrong.expected.shape[1] % wrong.hf.head_dim:
         return
     head_dim = wrong.hf.head_dim
@@ -234,7 +243,7 @@ def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The operation is right, of another tensor of its layer or of the one before."""
+    """It reads *tap* instead of *tap*."""
     if wrong.operation.kind not in _ROW_WISE or not wrong.can_replay:
         return
     for name, tensor in other_taps(wrong, wrong.inputs[0].flatten(1).shape):
@@ -246,7 +255,10 @@ def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def another_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The rows are those of another tap, as if the operation had been left out."""
+    """The rows are those of another tap, as if the operation had been left out.
+
+    Causes: the output is that of *tap*; the gate of *tap* is left out: the output is that of *tap*.
+    """
     sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
     for name, tensor in other_taps(wrong, wrong.actual.shape):
         is_gated = wrong.operation.kind is Kind.ACTIVATION and len(sites) > 1 and name in sites
@@ -283,7 +295,7 @@ def _input_site(wrong: WrongOperation) -> str:
 
 
 def rounded_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The result was rounded to a coarser dtype, or cut off: every element is a number of that dtype."""
+    """The output is rounded to *dtype*; the output is cut off to *dtype* instead of rounded."""
     for dtype in _COARSE_DTYPES:
         if rounding_unit(dtype) <= rounding_unit(wrong.dtype) or not torch.equal(
             rounded(wrong.actual, dtype), wrong.actual
@@ -316,7 +328,10 @@ def _is_cut_off(wrong: WrongOperation) -> bool:
 
 
 def inputs_in_lower_precision(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The operation is right, of inputs rounded to a 16-bit dtype."""
+    """The operation is right, of inputs rounded to a 16-bit dtype.
+
+    Causes: its input is rounded to *dtype*.
+    """
     if wrong.operation.kind not in _ROW_WISE:
         return
     for dtype in HALF_DTYPES:

@@ -55,7 +55,11 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def other_settings(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Yield what the operation gives with one setting of its part changed."""
+    """Yield what the operation gives with one setting of its part changed.
+
+    Causes: *name* of *module* is *value* instead of *value*: left out, applied twice, turned around, turned off or on,
+    or fitted.
+    """
     reran = ran_again(wrong)
     if reran is not None:
         for path, name, value in _settings(wrong):
@@ -186,7 +190,12 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def other_biases(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Yield what the operation gives with the bias left out, turned around, scaled, or of another head."""
+    """Yield what the operation gives with the bias left out, turned around, scaled, or of another head.
+
+    Causes: ALiBi, or another bias that HF hands to its attention: left out, of the opposite sign, of the heads in
+    reverse order, of the head before or after, *value* times what it should be (added after the scores are scaled, or
+    before; its exponents begin at 0 or 2).
+    """
     num_heads, reran = getattr(wrong.hf.config, "num_attention_heads", None), ran_again(wrong)
     if num_heads is None or reran is None:
         return

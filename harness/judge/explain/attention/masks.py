@@ -18,7 +18,7 @@ _BIASES = (-1.0, -10.0, -100.0)
 
 
 def causal_mask_off(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The diagonal is on the wrong side, or there is no causal mask."""
+    """Causal mask off by one: a row does not see itself; a row sees the next token; no causal mask."""
     masks: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
         "causal mask off by one: a row does not see itself": lambda view: view.visible() & (view.distance > 0),
         "causal mask off by one: a row sees the next token": lambda view: (view.distance >= -1) & view.is_computed,
@@ -35,7 +35,11 @@ def _masked(
 
 
 def mask_misaligned(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The mask is aligned at the top left, or a row sees its own step only, or all but it."""
+    """The mask is aligned at the top left, or a row sees its own step only, or all but it.
+
+    Causes: causal mask aligned top-left instead of bottom-right; a row sees only the tokens of its own step: the cache
+    is not read; a row does not see the last token of the step before.
+    """
 
     def own_step(view: AttentionContext) -> torch.Tensor:
         return view.visible() & (view.key_step == view.rows.step[:, None])
@@ -58,7 +62,11 @@ def mask_misaligned(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def mask_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Masked scores take part in the softmax: the mask comes after it, or lowers them by too little."""
+    """Masked scores take part in the softmax: the mask comes after it, or lowers them by too little.
+
+    Causes: the mask is applied after the softmax; masked scores are set to 0, or lowered by *value*, instead of left
+    out.
+    """
     if not any(bool((view.is_computed & ~view.visible()).any()) for view in wrong.views):
         return
     if any(bool((view.visible() & ~view.is_computed).any()) for view in wrong.views):
@@ -89,7 +97,12 @@ def _of_computed(view: AttentionContext, scores: torch.Tensor) -> torch.Tensor:
 
 
 def wrong_window(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The sliding window is off by one, ignored, or one where there should be none; or an image is not seen whole."""
+    """The sliding window is off by one, ignored, or one where there should be none; or an image is not seen whole.
+
+    Causes: sliding window off by one (too narrow, too wide); the sliding window is ignored; the mask is ignored, by
+    which a row sees less than all before it; the sliding window of all rows of a step is that of its first row; a row
+    sees only the last *n* tokens; a part of an image does not see the parts after it; a step ends inside of an image.
+    """
     if any(view.seen is not None and bool((view.seen & (view.distance < 0)).any()) for view in wrong.views):
         both_ways: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
             "a part of an image does not see the parts after it": lambda view: view.visible() & (view.distance >= 0),
@@ -145,7 +158,11 @@ def _fitted_spans(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def padding_attended(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Keys of zeros take part: each adds one to the sum of the exponentials. Their number is fitted to every row."""
+    """Keys of zeros take part: each adds one to the sum of the exponentials. Their number is fitted to every row.
+
+    Causes: padding is attended to: keys of zeros take part; keys are padded with zeros to a multiple of *n*; in a
+    ragged batch.
+    """
     scores = [view.scores().masked_fill(~view.visible(), -torch.inf) for view in wrong.views]
     log_total = torch.cat([score.logsumexp(dim=-1).T for score in scores])  # [R, N]
     heads = log_total.shape[1]

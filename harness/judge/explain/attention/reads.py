@@ -30,7 +30,10 @@ _READS = {
 
 
 def other_tensors(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The cache holds other tensors: keys for values, keys before rotary, those of another layer."""
+    """The cache holds other tensors: keys for values, keys before rotary, those of another layer.
+
+    Causes: K and V are swapped in the cache; keys are cached before rotary; reads the cache of layer *n*.
+    """
     for cause, change in _tensor_changes(wrong):
         for name, is_read in (("of every step", _all), ("of earlier steps", _earlier)):
             parts = []
@@ -71,7 +74,11 @@ def _tensor_changes(
 
 
 def other_request(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Another request is read, position by position, or in the same columns of a padded batch."""
+    """Another request is read, position by position, or in the same columns of a padded batch.
+
+    Causes: without block tables: reads the keys and values of request *r*, at the same positions or in the same columns
+    of a padded batch.
+    """
     if wrong.slot_history.is_known:
         return  # the block table says it
     lengths = {request.id: request.prompt_length for request in wrong.recording.manifest.requests}
@@ -101,7 +108,10 @@ def _of_request(
 
 
 def read_back(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Attention is right: what it reads is what the cache gives back at the end, which is not what was written."""
+    """Attention is right: what it reads is what the cache gives back at the end, which is not what was written.
+
+    Causes: reads what the cache gives back, which is not what was written: see k_cache and v_cache.
+    """
     prefix, parts = prefix_of(wrong.operation.tap), []
     for view in wrong.views:
         key = history(wrong, view, f"{prefix}k_cache", view.key)
@@ -117,7 +127,10 @@ def read_back(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def coarse_cache(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Keys and values, or one of them, are stored in a coarser dtype."""
+    """Keys and values, or one of them, are stored in a coarser dtype.
+
+    Causes: the KV cache is in a lower dtype: *dtype*.
+    """
     for dtype in _COARSE_DTYPES:
         name = str(dtype).removeprefix("torch.")
 
@@ -172,6 +185,9 @@ def wrong_place(wrong: WrongOperation) -> Iterator[Hypothesis]:
     The row's sums are linear in every position's share: with e the exponentials, Z their sum, o what should be and a
     what is, replacing position j by row m gives a where Z (a - o) + e_j (v_j - a) = e_m (v_m - a). The nearest pair of
     both sides, over all j and m, is found by one product of matrices.
+
+    Causes: reads *the newest token, one position* from a slot that another request wrote; as zeros; does not see it.
+    Not asserted: one position in each row another.
     """
     contents = contents_of(wrong)
     if KEY not in contents.tensors or VALUE not in contents.tensors:
@@ -270,7 +286,11 @@ def _content_of(contents: ContentIndex, source: int) -> torch.Tensor:
 
 
 def other_kv_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each query head reads another KV head: tiled instead of repeated, or any map that fits."""
+    """Each query head reads another KV head: tiled instead of repeated, or any map that fits.
+
+    Causes: KV heads are tiled instead of repeated; query heads read the wrong KV heads; the values, or the keys, of the
+    wrong KV heads.
+    """
     view = wrong.views[0]
     num_heads, num_kv = view.query.shape[1], view.key.shape[1]
     if not 1 < num_kv <= _MOST:
@@ -309,7 +329,10 @@ def _attended(
 
 
 def other_layout(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The heads' elements alternate in a row, or the heads of a step follow one another with all of their rows."""
+    """The heads' elements alternate in a row, or the heads of a step follow one another with all of their rows.
+
+    Causes: the context is laid out by element, then by head; is reshaped without transposing heads and tokens.
+    """
     num_heads = wrong.views[0].query.shape[1]
     output = wrong.expected.unflatten(1, (num_heads, -1)).transpose(1, 2).flatten(1)
     yield Hypothesis(cause="the context is laid out by element, then by head", output=output)

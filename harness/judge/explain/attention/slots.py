@@ -33,7 +33,12 @@ _Extent = Callable[[int, int], int]
 
 
 def cache_played_back(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Attention is right: the engine's own block table leads to slots that something else was written to."""
+    """Attention is right: the engine's own block table leads to slots that something else was written to.
+
+    Causes: K and V are written to a wrong slot: the slot mapping does not follow the block table; a block belongs to
+    two requests ...; a block holds what another request left there; reads a slot that nobody wrote; attends to a
+    rejected draft .
+    """
     memory = wrong.slot_history
     reads = (
         replayed_reads(wrong, lambda step, r, n: memory.slots(memory.table(step, r), n)) if memory.is_known else None
@@ -116,7 +121,11 @@ def _cause_of_content(wrong: WrongOperation, stale: Sequence[tuple[CacheRead, in
 
 
 def other_block_table(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The history of another request of the step is read."""
+    """The history of another request of the step is read.
+
+    Causes: reads the block table of another request; through the block table of the step before; reads the blocks of
+    its table in the reverse order.
+    """
     memory = wrong.slot_history
     if not memory.is_known:
         return
@@ -170,7 +179,7 @@ def _foreign(wrong: WrongOperation, read: CacheRead) -> Provenance:
 
 
 def past_the_context(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Slots after the request's last token are read as well."""
+    """Reads past the context length; padding is attended to in a ragged batch."""
     memory, size = wrong.slot_history, wrong.slot_history.block_size or 1
     if not memory.is_known:
         return
@@ -214,7 +223,10 @@ def _all_but_later(read: CacheRead) -> torch.Tensor:
 
 
 def wrong_block(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One block of the history is read from where another one is; which, is fitted to the first row and held to."""
+    """One block of the history is read from where another one is; which, is fitted to the first row and held to.
+
+    Causes: reads one block of its history from a wrong place.
+    """
     memory = wrong.slot_history
     if not memory.is_known or memory.block_size is None:
         return
@@ -282,7 +294,12 @@ class _Stale:
 
 
 def rejected_drafts(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Rows that the request gave up are read: in their own places, besides all others, or where a ring keeps them."""
+    """Rows that the request gave up are read: in their own places, besides all others, or where a ring keeps them.
+
+    Causes: attends to a rejected draft, position *p*, written in step *n* (under `rewound`: to a token that was taken
+    back): in the place of the position's own key and value, or of its value alone; behind the context; besides the
+    history; in a sliding window's ring.
+    """
     drafts = {int(view.rows.request[0]): given_up(wrong.recording, int(view.rows.request[0])) for view in wrong.views}
     if not any(drafts.values()):
         return
@@ -301,7 +318,11 @@ def rejected_drafts(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def nothing_forgotten(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """All rows that the request ever computed are read, or the latest of a window: it never went back."""
+    """All rows that the request ever computed are read, or the latest of a window: it never went back.
+
+    Causes: attends to rejected drafts, or to tokens that were taken back: all that the request has computed is still in
+    its cache.
+    """
     first = next((item for view in wrong.views for item in _of(wrong, view)), None)
     if first is None:
         return

@@ -34,7 +34,11 @@ _MAX_SPLIT_SIZES = 24
 
 
 def wrong_scale(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The scores are scaled by another factor: a known one, or one that is fitted."""
+    """The scores are scaled by another factor: a known one, or one that is fitted.
+
+    Causes: the softmax scale is missing; taken from the hidden size; in base 2 without log2(e); *value* instead of
+    *value*.
+    """
     view = wrong.views[0]
     right, head_dim = view.scale, view.query.shape[-1]
     hidden = int(wrong.hf.config.hidden_size)
@@ -107,7 +111,10 @@ def _of_scale(wrong: WrongOperation, scale: float) -> torch.Tensor:
 
 
 def coarse_softmax(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Scores, probabilities, or the recorded q, k and v are rounded to a 16-bit dtype."""
+    """Scores, probabilities, or the recorded q, k and v are rounded to a 16-bit dtype.
+
+    Causes: the softmax is in *dtype*; the probabilities are rounded to *float8*.
+    """
     for dtype in HALF_DTYPES:
         name = name_of(dtype)
 
@@ -135,7 +142,10 @@ def _under_softmax(wrong: WrongOperation, softmax: Callable[[torch.Tensor], torc
 
 
 def bias_added(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The scores fall with the distance, as ALiBi's do (Press et al., arXiv:2108.12409), where the model's do not."""
+    """The scores fall with the distance, as ALiBi's do (Press et al., arXiv:2108.12409), where the model's do not.
+
+    Causes: ALiBi is added to the scores, which the model does not have; the scores fall by *value* with each position.
+    """
 
     def biased(view: AttentionContext, slopes: torch.Tensor) -> torch.Tensor:
         bias = slopes[:, None, None] * view.distance
@@ -156,13 +166,13 @@ def bias_added(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def scaled_after(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The scale multiplies the probabilities."""
+    """The softmax scale is applied after the softmax."""
     output = wrong.over_views(lambda view: view.attend(scale=1.0) * view.scale)
     yield Hypothesis(cause="the softmax scale is applied after the softmax", output=output)
 
 
 def over_the_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The softmax runs over another axis."""
+    """The softmax runs over the heads, or over the queries of a step, instead of the keys."""
 
     def softmax(scores: torch.Tensor) -> torch.Tensor:
         return scores.softmax(dim=0)
@@ -202,7 +212,7 @@ def fitted_factor(start: float, error: Callable[[float], float]) -> float:
 
 
 def left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The soft cap of the scores is left out, or the sinks are."""
+    """The soft cap of the scores is left out; the attention sinks are left out."""
     if wrong.views[0].softcap is not None:
         output = wrong.over_views(lambda view: replace(view, softcap=None).attend())
         yield Hypothesis(cause="the soft cap of the scores is left out", output=output)
@@ -212,7 +222,11 @@ def left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def other_cap(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The scores have a soft cap that the model does not, or another one than it has."""
+    """The scores have a soft cap that the model does not, or another one than it has.
+
+    Causes: a soft cap of *value* is applied to the scores, which the model does not have; the soft cap of the scores is
+    *value* instead of *value*.
+    """
     right = wrong.views[0].softcap
     fitted = _fitted_cap(wrong)
     for cap, num_fitted in (*((item, 0) for item in _CAPS), (float(f"{fitted:.4g}"), 1)):
@@ -238,6 +252,10 @@ def other_sinks(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The sinks are others than the model's, or there are some that it does not have: one logit for each head.
 
     With Z the sum of a row's exponentials and d what the sink adds to it, a row is Z / (Z + d) of what it should be.
+
+    Causes: one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0; attention sinks
+    take part in the softmax, which the model does not have; the logits of the attention sinks are off by *value*; the
+    attention sinks are others than the model's.
     """
     totals = _totals(wrong)  # [R, N]
     heads, right = totals.shape[1], wrong.views[0].sinks
@@ -312,7 +330,11 @@ def _shown(values: torch.Tensor) -> str:
 
 
 def splits_merged_wrongly(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The history is attended to in pieces whose results are put together without the right weights."""
+    """The history is attended to in pieces whose results are put together without the right weights.
+
+    Causes: split KV: natural log-sum-exp is merged in base 2; the pieces are not rescaled to a common maximum;
+    averaged; summed; only the last counts.
+    """
     splits = {f"pieces of {size} tokens": [_pieces(view, size) for view in wrong.views] for size in _split_sizes(wrong)}
     splits |= {f"{count} pieces": _even_pieces(wrong, count) for count in range(2, 9)}
     splits["keys of earlier steps, and those of the step itself"] = whole = _old_and_own(wrong)

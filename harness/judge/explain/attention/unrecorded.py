@@ -54,7 +54,11 @@ class _Sides:
 
 
 def rotated_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Whatever may be wrong with a rotation is wrong with that of queries and keys alike."""
+    """Whatever may be wrong with a rotation is wrong with that of queries and keys alike.
+
+    Causes: where queries and keys were not recorded after their rotation: the causes of `rotary/` for both alike;
+    rotary is not applied to queries, to keys; positions restart, run on, stop, or are off in decode; a fitted theta.
+    """
     sides = _sides(wrong)
     if sides is None:
         return
@@ -169,7 +173,7 @@ def _best(
 
 
 def rotated_though_none(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Rotary is applied in a layer that has none."""
+    """Rotary is applied, and this layer has none."""
     if _sides(wrong) is not None or not wrong.views:
         return
     key_positions = torch.cat([torch.arange(len(view.key)) for view in wrong.views])

@@ -32,7 +32,10 @@ _MOST = 0.85
 
 
 def coarser_dtype(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Written values come back rounded, cut off, or in 8 bits with a scale that its own numbers give."""
+    """Written values come back rounded, cut off, or in 8 bits with a scale that its own numbers give.
+
+    Causes: the cache is in a lower dtype: *dtype*; what is cached is cut off to *dtype* instead of rounded.
+    """
     lower, written = "the cache is in a lower dtype", wrong.expected
     for dtype in (*HALF_DTYPES, *FLOAT8_DTYPES):
         yield Hypothesis(cause=f"{lower}: {name_of(dtype)}", output=rounded(written, dtype))
@@ -42,7 +45,10 @@ def coarser_dtype(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def grid(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """All that comes back lies on one grid, whose scale is fitted: 8 bits with a scale of their own."""
+    """All that comes back lies on one grid, whose scale is fitted: 8 bits with a scale of their own.
+
+    Causes: the cache is in a lower dtype: int8 or float8, with a scale that is fitted.
+    """
     lower, largest = "the cache is in a lower dtype", float(wrong.actual.abs().max())
     if largest == 0:
         return
@@ -83,7 +89,11 @@ def _on_mantissas(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """All of it comes back with one factor, or each head with its own."""
+    """All of it comes back with one factor, or each head with its own.
+
+    Causes: what comes back is that with a gain of *value*; KV head *n* alone comes back with a gain of *value*; each
+    head comes back with a gain of its own.
+    """
     factor = wrong.factor_of(wrong.expected)
     if abs(factor) < _LEAST_GAIN:
         return
@@ -109,7 +119,7 @@ def gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each head is what another should be; or heads and their elements are exchanged."""
+    """The heads come back in another order: *list*; heads and elements of a row are exchanged."""
     actual, written = (x.unflatten(1, (-1, wrong.hf.head_dim)) for x in (wrong.actual, wrong.expected))
     by_head = (x.transpose(0, 1).flatten(1) for x in (actual, written))
     source = torch.cdist(*by_head).argmin(dim=1)
@@ -122,7 +132,10 @@ def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def single_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One bit of an element differs: of the same element in every row, or here and there."""
+    """One bit of an element differs: of the same element in every row, or here and there.
+
+    Causes: one bit is flipped: the sign, bit *n* of the exponent or of the mantissa.
+    """
     dtype = wrong.dtype
     if dtype not in _BITS:
         return
@@ -154,7 +167,10 @@ def _bit_name(bit: int, dtype: torch.dtype) -> str:
 
 
 def unknown_content(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The content that comes back belongs to no row. This is an observation, and no cause."""
+    """The content that comes back belongs to no row. This is an observation, and no cause.
+
+    Causes: Not asserted: the slot holds what no recorded row has.
+    """
     yield Hypothesis(
         cause=f"the slot holds what no recorded row has{at_boundary(wrong)}",
         output=wrong.actual,
@@ -164,7 +180,7 @@ def unknown_content(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def never_written(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Zeros come back."""
+    """Never written: zeros come back; zeros come back: never written, or written over with zeros."""
     boundary = at_boundary(wrong)
     is_certain = bool(boundary) or is_unwritten(wrong) or _are_all_wrong(wrong)
     certain, uncertain = "never written: zeros come back", "zeros come back: never written, or written over with zeros"
@@ -190,7 +206,11 @@ def _are_all_wrong(wrong: WrongOperation) -> bool:
 
 
 def other_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The same row of another tensor: the value for the key, the key before rotary, another layer's."""
+    """The same row of another tensor: the value for the key, the key before rotary, another layer's.
+
+    Causes: K and V are written to each other's cache; keys are cached before rotary; the cache holds what comes before
+    the norm (latents); the cache holds what layer *n* wrote.
+    """
     is_key = wrong.operation.site == "k_cache"
     contents = contents_of(wrong)
     causes = {contents.taps[VALUE if is_key else KEY]: "K and V are written to each other's cache"}
@@ -213,7 +233,11 @@ def other_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def replayed_reads(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The engine's own block table leads to slots that something else was written to."""
+    """The engine's own block table leads to slots that something else was written to.
+
+    Causes: K and V are written to a wrong slot: ...; the slot holds what another request wrote; the slot holds another
+    position, as the engine recorded it.
+    """
     memory, tap = wrong.slot_history, wrong.operation.inputs[0]
     if not memory.is_known:
         return
@@ -241,7 +265,7 @@ def _writers(wrong: WrongOperation) -> list[tuple[int, Write | None]]:
 
 
 def rotated_once_more(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Keys go through a rotary that the layer does not have, or twice through its own."""
+    """Rotary is applied to keys once more than this layer does."""
     if wrong.operation.site != "k_cache" or wrong.expected.shape[1] % wrong.hf.head_dim:
         return
     for rotation in rotations(wrong.hf):
@@ -252,7 +276,12 @@ def rotated_once_more(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def other_row(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each row is matched with all that was ever written to this cache; how they came there is the cause."""
+    """Each row is matched with all that was ever written to this cache; how they came there is the cause.
+
+    Causes: the slot holds a rejected draft, position *p*, written in step *n*; another position, or a rejected draft
+    ...: what was given up is still in the cache; the slot holds the token +*n* positions away; ... another position;
+    what another request wrote.
+    """
     contents = contents_of(wrong)
     kind = KEY if wrong.operation.site == "k_cache" else VALUE
     if kind not in contents.tensors:

@@ -36,7 +36,14 @@ _POWERS = {
 
 
 def declared_format(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """What comes back, or what attention reads, is not what the declared format makes of keys and values."""
+    """What comes back, or what attention reads, is not what the declared format makes of keys and values.
+
+    Causes: of a cache whose format is declared: keys, values, or both: are cut off to *dtype*, the dtype of the cache,
+    or to its format, instead of rounded; have a scale of 1: theirs is not delivered; have the scale of another layer,
+    of the values (of the keys), of the next head, the largest of all heads; have a scale that follows their largest
+    number, one for each token or head of a token; are multiplied by their scale when they are read, and not divided
+    when they are stored, or the reverse; are multiplied by it twice.
+    """
     numerics = wrong.recording.manifest.numerics
     if numerics is None or numerics.cache is None:
         return
@@ -197,6 +204,10 @@ def in_few_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Written values come back in few bits with a scale for each group: of tokens, of steps, heads or channels.
 
     A scale is that of the group's largest number, or stale: that of the group in the step before, or the first.
+
+    Causes: the cache is in a lower dtype: int8, int4 or float8, with a scale for each token, head of a token, step,
+    head or channel in a step, head, channel, or for all of it; with a stale scale: that of the request's first step, or
+    of the step before. Of a rotated key: it is what a cache in a lower dtype gives back.
     """
     if wrong.expected.shape[1] % wrong.hf.head_dim or not bool(wrong.actual.isfinite().all()):
         return

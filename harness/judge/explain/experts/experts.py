@@ -46,7 +46,15 @@ _NAMED = 1e-2
 
 
 def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each expert is right, and others were mixed, or with other weights; or the experts are wrong, or one of them."""
+    """Each expert is right, and others were mixed, or with other weights; or the experts are wrong, or one of them.
+
+    Causes: experts *n* and *n* are swapped; the numbers of the experts are off by *n*; in another order; the output of
+    experts *n*, ... is not added; only the first of the chosen experts is added; added without the router's weights,
+    with each other's, twice, or on the input (on the output, where they belong on the input); the experts, or one of
+    them, are those of another layer or expert; gate and up are swapped; the activation is *name*; the output of expert
+    *n* is scaled by *value*; expert *n* is another than that of the checkpoint (all wrong rows chose it, and by no
+    chance). Not asserted: some rows lack the output of experts that they chose.
+    """
     mixture = mixture_of(wrong)
     if mixture is None:
         return
@@ -302,7 +310,11 @@ def _only_expert(mixture: Mixture) -> int | None:
 
 
 def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The routed experts' output and the gated one of the shared expert, added otherwise."""
+    """The routed experts' output and the gated one of the shared expert, added otherwise.
+
+    Causes: of a sum of several tensors: *tap* is not added, added twice, subtracted, added with a factor of *value*;
+    *tap* is added in the place of *tap*.
+    """
     parts = _parts(wrong)
     if parts is None:
         return

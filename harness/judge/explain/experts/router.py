@@ -45,7 +45,12 @@ def explain_count(operation: Operation, recording: Recording) -> Explanation | N
 
 
 def other_choice(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The indices are those of other scores, or not of the best ones."""
+    """The indices are those of other scores, or not of the best ones.
+
+    Causes: the experts with the lowest scores are chosen; the choice begins at the second; the best expert is chosen
+    for every place; every row is sent to the same experts; the numbers of the experts are one too high or low; the
+    experts are chosen by scores in *dtype*; wrong top-k: a row has *n* chosen experts, and should have *n*.
+    """
     if wrong.operation.among_tokens:  # no experts
         return
     scores, count = wrong.inputs[0].flatten(1), wrong.expected.shape[1]
@@ -72,7 +77,11 @@ def _is_one_choice(wrong: WrongOperation) -> bool:
 
 
 def choice_by_other_scores(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The choice forgets what the model adds to the scores, or the groups that it is made in."""
+    """The choice forgets what the model adds to the scores, or the groups that it is made in.
+
+    Causes: the router's bias is left out of the choice (within its groups, too), or its groups are; the router chooses
+    without its groups, or with the sign of its bias turned.
+    """
     logits = None if wrong.operation.among_tokens else logits_of(wrong)
     if logits is None:
         return
@@ -93,7 +102,10 @@ def choice_by_other_scores(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def choice_of_another_row(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The indices are those of the row before or after."""
+    """The indices are those of the row before or after.
+
+    Causes: the experts are those of another row, one position away.
+    """
     if wrong.operation.among_tokens or not wrong.operation.inputs:
         return
     tap, count = wrong.operation.inputs[0], wrong.expected.shape[1]
@@ -127,7 +139,13 @@ class _Form:
 
 
 def other_routing_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weights are made in another way than the model's: not normalised, or once too often, by other scores."""
+    """The weights are made in another way than the model's: not normalised, or once too often, by other scores.
+
+    Causes: the weights are normalised to a sum of one, as by a softmax over the chosen experts alone, or are not; made
+    by a sigmoid, by a softmax of the softmax, or by no function; the routed scaling factor is *value* instead of
+    *value*; all one; all equal; in another order than the experts; squared; computed in *dtype*; the router's bias,
+    which is for the choice alone, is in the weights, too.
+    """
     logits, chosen = logits_of(wrong), _chosen(wrong)
     if logits is None or chosen is None:
         return
@@ -241,7 +259,11 @@ def _is_same(one: torch.Tensor, another: torch.Tensor) -> bool:
 
 
 def other_tokens(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The positions are too few, or those of a rule that looks at no score."""
+    """The positions are too few, or those of a rule that looks at no score.
+
+    Causes: of a choice among the tokens so far: *n* tokens in the place of *n* are chosen; the latest tokens are
+    chosen, whatever their scores.
+    """
     if not wrong.operation.among_tokens:
         return
     right, width = wrong.expected.long(), wrong.expected.shape[1]

@@ -33,7 +33,12 @@ _FARTHEST = 50.0
 
 
 def other_activation(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Another function, or none, or the factors of the product used otherwise, or a 16-bit dtype."""
+    """Another function, or none, or the factors of the product used otherwise, or a 16-bit dtype.
+
+    Causes: gate and up are swapped: the activation is applied to up; the activation is *name*; no activation is
+    applied; the product with up is missing; the gate is missing; act(gate) and up are added instead of multiplied; the
+    activation is applied to the product; the activation is computed in *dtype*.
+    """
     act = activation_of(wrong.hf, wrong.operation)
     factors = _gate_and_up(wrong, act)
     if factors is None:
@@ -73,7 +78,7 @@ def _gate_and_up(wrong: WrongOperation, act: Any) -> tuple[torch.Tensor, torch.T
 
 
 def clamped(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Values beyond a limit are replaced by it."""
+    """Values beyond *value* are cut off."""
     actual, expected = wrong.actual, wrong.expected
     high, low = float(actual.max()), float(actual.min())
     is_high, is_low = (int(hit.sum()) >= _MIN_CUT for hit in (actual == high, actual == low))
@@ -87,7 +92,11 @@ def clamped(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def soft_capped(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Every element x is cap * tanh(x / cap), which the model does not ask for; or one that it asks for is left out."""
+    """Every element x is cap * tanh(x / cap), which the model does not ask for; or one that it asks for is left out.
+
+    Causes: a soft cap of *value* is applied, which the model does not have; the soft cap of *value* is left out; it is
+    another.
+    """
     for cap in _CAPS:
         yield _capped(wrong, cap, num_fitted=0)
     for cap in _own_caps(wrong):

@@ -27,7 +27,11 @@ _Order = list[int]
 
 
 def another_token(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each row is matched with all rows of the table; what the tokens found have in common is the cause."""
+    """Each row is matched with all rows of the table; what the tokens found have in common is the cause.
+
+    Causes: the embedding is that of the token before it; of the token before it in the step; of token id +*n*; of
+    another token; of a table of positions: of another position (+*n*).
+    """
     table = _table(wrong)
     if table is None or not bool(wrong.actual.isfinite().all()):
         return
@@ -93,7 +97,7 @@ def _rows_before(wrong: WrongOperation) -> list[int]:
 
 
 def scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The embedding is scaled by the root of the hidden size, as Gemma does."""
+    """The embedding is scaled by the root of the hidden size."""
     if _table(wrong) is None:
         return
     factor = wrong.expected.shape[1] ** 0.5
@@ -102,7 +106,7 @@ def scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def not_scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The rows are those of the table, which the model multiplies with a number."""
+    """The embedding is not scaled."""
     table = _table(wrong)
     if table is None:
         return
@@ -112,7 +116,11 @@ def not_scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def misplaced(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Rows of images stand at other tokens than their own."""
+    """Rows of images stand at other tokens than their own.
+
+    Causes: image embeddings are placed *n* positions late or early; no image is there; images in the order *n, n*; the
+    parts of each image by columns of *n*; the images of request *n* are there.
+    """
     requests = {item.id: item for item in wrong.recording.manifest.requests if item.inputs is not None}
     wanted = set(wrong.rows.request.tolist()) & set(requests)
     if not wrong.hf.has_images or not wanted or not wrong.operation.source.endswith(":input"):

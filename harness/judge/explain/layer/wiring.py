@@ -29,7 +29,11 @@ _MOST_PARTS = 4
 
 
 def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One term of a sum is left out, comes twice, with another sign or factor; or another tensor is added."""
+    """One term of a sum is left out, comes twice, with another sign or factor; or another tensor is added.
+
+    Causes: of a sum of several tensors: *tap* is not added, added twice, subtracted, added with a factor of *value*;
+    *tap* is added in the place of *tap*.
+    """
     operation = wrong.operation
     terms = {wrong.graph[tap].site: x.flatten(1) for tap, x in zip(operation.inputs, wrong.inputs, strict=True)}
     if len(terms) < 2 or any(x.shape != wrong.expected.shape for x in terms.values()):
@@ -61,7 +65,7 @@ def _factors(expected: torch.Tensor, terms: Mapping[str, torch.Tensor]) -> dict[
 
 
 def other_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """A norm or a product reads the sum of two tensors, or what a norm makes of another one."""
+    """A norm or a product reads *tap* + *tap*, or *norm* of *tap*, instead of *tap*."""
     if wrong.operation.kind not in (Kind.NORM, Kind.LINEAR) or not wrong.can_replay:
         return
     read = wrong.graph[wrong.operation.inputs[0]]
@@ -110,7 +114,12 @@ def _near(wrong: WrongOperation) -> dict[str, torch.Tensor]:
 
 
 def other_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Only one of the two is there, or one is added twice, subtracted, or with a factor of its own, which is fitted."""
+    """Only one of the two is there, or one is added twice, subtracted, or with a factor of its own, which is fitted.
+
+    Causes: the residual is not added; the branch is not added to the residual; added twice; subtracted; added with a
+    factor of *value*; the residual with a factor of *value*, and the branch with one of *value*. Where routed and
+    shared experts are added, they are named.
+    """
     stream, branch = _sides(wrong)
     first, second = _names(wrong)
     yield from hypotheses(
@@ -157,7 +166,7 @@ def _names(wrong: WrongOperation) -> tuple[str, str]:
 
 
 def residual_after_the_norm(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The residual is the norm's output: taken after it, or overwritten by a norm that works in place."""
+    """The residual is taken after the norm, or the norm overwrites it in place."""
     stream, branch = _sides(wrong)
     cause = "the residual is taken after the norm, or the norm overwrites it in place"
     for operation in _norms_of(wrong, _order(wrong)[0]):
@@ -177,7 +186,10 @@ def _norms_of(wrong: WrongOperation, tap: str) -> list[Operation]:
 
 
 def another_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One of the two is another tensor of the layer, or of the one before."""
+    """One of the two is another tensor of the layer, or of the one before.
+
+    Causes: *tap* is added in the place of *tap*.
+    """
     first = (wrong.operation.layer or 0) - 1
     sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
     layers = [op for op in wrong.graph if op.layer is None or first <= op.layer <= (wrong.operation.layer or 0)]
@@ -192,7 +204,7 @@ def another_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def coarse_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One of the two was rounded to a 16-bit dtype before the addition."""
+    """The residual is in *dtype*; the branch is in *dtype*."""
     stream, branch = _sides(wrong)
     for dtype in HALF_DTYPES:
         name, low = name_of(dtype), [rounded(x, dtype) for x in (stream, branch)]
@@ -202,7 +214,7 @@ def coarse_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def other_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The parts stand in another order."""
+    """The parts are joined as [*tap*, *tap*] instead of [*tap*, *tap*]."""
     sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
     parts = [x.flatten(1) for x in wrong.inputs]
     if not 1 < len(parts) <= _MOST_PARTS or not wrong.is_expected(torch.cat(parts, dim=1)):

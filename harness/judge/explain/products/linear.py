@@ -45,7 +45,7 @@ _ALIKE = 0.7
 
 
 def bias_dropped(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The bias is not added."""
+    """The bias is dropped; the bias is added twice."""
     bias = _bias(wrong, wrong.operation.tap)
     if bias is not None:
         yield Hypothesis(cause="the bias is dropped", output=wrong.expected - bias)
@@ -53,7 +53,7 @@ def bias_dropped(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def zero_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The product is zero: nothing was loaded into the weight."""
+    """The weights are zero: not loaded; weights and bias are zero: not loaded."""
     bias = _bias(wrong, wrong.operation.tap)
     zero = torch.zeros_like(wrong.expected)
     yield Hypothesis(cause="the weights are zero: not loaded", output=zero if bias is None else zero + bias)
@@ -62,7 +62,10 @@ def zero_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def other_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weights are those of another module of the same shape: of this layer, or the same of another layer."""
+    """The weights are those of another module of the same shape: of this layer, or the same of another layer.
+
+    Causes: the weights are those of *tap*.
+    """
     right = wrong.weight(wrong.operation.tap)
     if right is None:
         return
@@ -82,7 +85,7 @@ def other_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def tied_head(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The head's weights are those of the embedding though they are not tied."""
+    """The head is tied to the embedding though it has weights of its own."""
     if wrong.operation.tap == LOGITS:
         table = next((wrong.weight(op.tap) for op in wrong.graph if op.kind is Kind.EMBEDDING), None)
         if table is not None and table.shape == wrong.module.weight.shape:
@@ -93,7 +96,10 @@ def tied_head(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def transposed(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """A square weight is used the wrong way round."""
+    """A square weight is used the wrong way round.
+
+    Causes: the weight is transposed.
+    """
     weight = wrong.weight(wrong.operation.tap)
     if weight is not None and weight.shape[0] == weight.shape[1]:
         output = product(_x(wrong), weight.T, _bias(wrong, wrong.operation.tap))
@@ -115,6 +121,9 @@ def outputs_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Each output is matched with the outputs of this module and of those that read the same input.
 
     Modules that are stacked into one product (q, k and v; gate and up) are split again by rows of the weight.
+
+    Causes: the rows of the stacked weight are in the wrong order: ...; the rows of the weight are in another order; the
+    outputs are those of *module*.
     """
     pool, names = _pool(wrong)
     actual = wrong.actual
@@ -187,7 +196,11 @@ def _sources(source: torch.Tensor, names: Sequence[tuple[str, int]]) -> str:
 
 
 def part_of_the_inputs(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """A rank's part of the inputs is not summed, is summed twice, or meets the weights of the first part."""
+    """A rank's part of the inputs is not summed, is summed twice, or meets the weights of the first part.
+
+    Causes: part *k* of 2, 4 or 8 of the inputs is not summed, as if a rank were left out; is summed twice; is
+    multiplied by the weights of part 1.
+    """
     weight, x = wrong.weight(wrong.operation.tap), _x(wrong)
     if weight is None or weight.shape[1] != x.shape[1]:
         return
@@ -206,6 +219,9 @@ def low_rank_update(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """What is added to the product has a low rank: an adapter's update is merged, or was not undone.
 
     It may be asserted where there are more rows than directions of the inputs: there, what is not linear in them shows.
+
+    Causes: an update of rank *r* is added to the weight: an adapter that is merged, or is still merged (said where
+    nothing else fits).
     """
     u, sizes, _ = torch.linalg.svd(_x(wrong), full_matrices=False)
     u = u[:, sizes > _DISTINCT * sizes[0]]  # a few tokens, often, give few directions
@@ -225,7 +241,10 @@ def low_rank_update(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def one_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One output is off by a multiple of one input: one element of the weight is another."""
+    """One output is off by a multiple of one input: one element of the weight is another.
+
+    Causes: one element of the weight is another: [*output*, *input*].
+    """
     weight, x = wrong.weight(wrong.operation.tap), _x(wrong)
     error = wrong.actual - wrong.expected
     if weight is None or len(x) < 3:
@@ -248,7 +267,12 @@ def one_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def coarse_product(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weight was rounded, cut off or quantised before the product, or weight and input were."""
+    """The weight was rounded, cut off or quantised before the product, or weight and input were.
+
+    Causes: the weight is in *dtype*; the weight is cut off to *dtype* instead of rounded; the weight is in int8 or
+    float8, with one scale for ..., and the input in ...; the product is of inputs in *dtype*; the input of the product
+    is rounded to *dtype*, and the weight is not; the input of the product is in int8, with one scale for .
+    """
     weight, bias, x = wrong.weight(wrong.operation.tap), _bias(wrong, wrong.operation.tap), _x(wrong)
     if weight is None or weight.shape[1] != x.shape[1]:
         return
@@ -276,7 +300,7 @@ def coarse_product(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def sums_in_16_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The sum is kept in a 16-bit dtype, and the products of some inputs at a time are added to it."""
+    """The sum of the products is kept in *dtype*."""
     weight, bias, x = wrong.weight(wrong.operation.tap), _bias(wrong, wrong.operation.tap), _x(wrong)
     if weight is None or weight.shape[1] != x.shape[1] or weight.shape[1] > _MAX_SUMMED:
         return
@@ -301,7 +325,12 @@ def _to_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def nobodys_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The outputs are linear in the inputs, under a weight that is nobody's: fitted if there are rows enough."""
+    """The outputs are linear in the inputs, under a weight that is nobody's: fitted if there are rows enough.
+
+    Causes: the weights are none of this checkpoint: not loaded, or another checkpoint's; not quite those of this
+    checkpoint; the weights of the tied head are not those of the embedding: stale, or not loaded (needs half as many
+    again rows as inputs: with fewer, any output would fit).
+    """
     x = _x(wrong)
     if len(x) > 1.5 * (x.shape[1] + 1):
         ones = torch.cat((x, torch.ones(len(x), 1, dtype=torch.float64)), dim=1)

@@ -17,7 +17,7 @@ _SAME_SCALE = 1e-2
 
 
 def adapter_left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The base model's product alone, or the adapter's twice."""
+    """The adapter is not applied; the adapter is applied twice."""
     update = _update(wrong)
     if update is not None:
         yield Hypothesis(cause="the adapter is not applied", output=wrong.expected - update)
@@ -25,7 +25,7 @@ def adapter_left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def adapter_scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The adapter's product is scaled by something else than alpha / r."""
+    """The adapter's scale is alpha, not divided by the rank; alpha / sqrt(rank); *value* times what it should be."""
     update = _update(wrong)
     if update is None or not bool(update.any()):
         return
@@ -39,7 +39,10 @@ def adapter_scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def adapter_transposed(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """A and B are swapped, which only a square layer lets through: the update is the transposed one."""
+    """A and B are swapped, which only a square layer lets through: the update is the transposed one.
+
+    Causes: A and B of the adapter are swapped, or their product is transposed.
+    """
     factors = _factors(wrong)
     if factors is None:
         return
@@ -51,7 +54,10 @@ def adapter_transposed(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def adapter_of_another(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The rows were given another of the adapters that the engine serves."""
+    """The rows were given another of the adapters that the engine serves.
+
+    Causes: the adapter is another one: *folder*, of those given as `--lora`.
+    """
     update = _update(wrong)
     if update is None:
         return
@@ -62,7 +68,10 @@ def adapter_of_another(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def outputs_of_adapter_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The rows of B are in another order than the weight's: those of heads that were not reordered with it."""
+    """The rows of B are in another order than the weight's: those of heads that were not reordered with it.
+
+    Causes: the rows of the adapter's B are in another order.
+    """
     update = _update(wrong)
     if update is None or len(update) < _LEAST_ROWS or update.shape[1] > _MAX_MATCHED:
         return

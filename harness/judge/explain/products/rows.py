@@ -28,7 +28,11 @@ _CHANGED, _ALIKE = 0.01, 0.05
 
 
 def rows_of_the_weight(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Some outputs are zero, have the other sign, or are scaled, each by a factor of its own; the others are right."""
+    """Some outputs are zero, have the other sign, or are scaled, each by a factor of its own; the others are right.
+
+    Causes: some outputs are zero: these rows of the weight were not loaded; some outputs have the other sign; each
+    output is scaled by a factor of its own.
+    """
     actual, expected = wrong.actual, wrong.expected
     bias = wrong.weight(wrong.operation.tap, "bias")
     product = expected if bias is None else expected - bias
@@ -81,7 +85,11 @@ def _shown(outputs: torch.Tensor, factors: torch.Tensor) -> str:
 
 
 def scales_of_blocks(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One row of the weight has other scales: a factor for each block of it, fitted; where there are minima, two."""
+    """One row of the weight has other scales: a factor for each block of it, fitted; where there are minima, two.
+
+    Causes: one row of a quantised weight has other scales: a factor for each block of the declared format (and a
+    minimum, where it has one), and whether they are the neighbour's.
+    """
     weight, x = wrong.weight(wrong.operation.tap), wrong.inputs[0].flatten(1)
     declared = wrong.recording.manifest.numerics
     if weight is None or declared is None:

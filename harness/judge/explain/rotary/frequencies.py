@@ -39,7 +39,10 @@ _MADE: WeakKeyDictionary[torch.nn.Module, dict[str, Rotation | None]] = WeakKeyD
 
 @with_rotation
 def scaling_ignored(wrong: WrongOperation, right: Rotation) -> Causes:
-    """The frequencies are those of a model without rope scaling; a factor of cos and sin is kept, or is not."""
+    """The frequencies are those of a model without rope scaling; a factor of cos and sin is kept, or is not.
+
+    Causes: rope scaling (*type*) is ignored; is ignored but for its factor of cos and sin.
+    """
     parameters = rope_parameters(wrong, right)
     if parameters.get("rope_type", "default") == "default" or "rope_theta" not in parameters:
         return
@@ -58,7 +61,12 @@ def scaling_ignored(wrong: WrongOperation, right: Rotation) -> Causes:
 
 @with_rotation
 def other_scaling(wrong: WrongOperation, right: Rotation) -> Causes:
-    """The frequencies are scaled in another way than config.json says, or by another factor."""
+    """The frequencies are scaled in another way than config.json says, or by another factor.
+
+    Causes: rope scaling: *parameter* is *value* instead of *value*; the short factors (LongRoPE) are used where the
+    long ones belong, or the reverse; rope scaling: linear or yarn with factor *value*, which config.json does not ask
+    for; the ends of yarn's ramp are rounded to whole dimensions, or are not.
+    """
     parameters = rope_parameters(wrong, right)
     if "rope_theta" not in parameters:
         return
@@ -159,6 +167,8 @@ def wrong_theta(wrong: WrongOperation, right: Rotation) -> Causes:
     """The base of the frequencies is another: one that models use, or one fitted to the rows.
 
     Scaled frequencies are scaled anew for the base, or keep the factors of the right one, as those in a file do.
+
+    Causes: wrong rope theta: *value* instead of *value*; whether the factors of the rope scaling are kept.
     """
     parameters = rope_parameters(wrong, right)
     if "rope_theta" not in parameters:
@@ -212,7 +222,7 @@ def _fitted_thetas(
 
 @with_rotation
 def partial_rotary(wrong: WrongOperation, right: Rotation) -> Causes:
-    """Only the first elements of a head are rotated, or all of them where only some should be."""
+    """Partial rotary: the first *n* of *n* elements turn."""
     theta = rope_parameters(wrong, right).get("rope_theta")
     for share in (0.25, 0.5, 0.75, 1.0):
         dim = int(right.head_dim * share) // 2 * 2
@@ -272,7 +282,7 @@ def _make(config: Any, right: Rotation, parameters: dict[str, Any]) -> Rotation 
 
 @with_rotation
 def of_other_layers(wrong: WrongOperation, right: Rotation) -> Causes:
-    """The rotation is that of another type of layer."""
+    """Rotary is that of *type* layers, where the model has one for each type of layer."""
     for name, buffer in right.module.named_buffers(recurse=False):
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and name != right.name:
             changed = replace(

@@ -142,7 +142,7 @@ def places_in_step(wrong: WrongOperation) -> dict[str, torch.Tensor]:
 
 
 def positions_of_batch_mate(wrong: WrongOperation) -> Causes:
-    """Each row is rotated for the position of the row that stands elsewhere in its step."""
+    """Rotary at the position of the row before it in the batch."""
     positions = []
     for request, position, index in wrong.rows.identities():
         step = wrong.recording.steps[index]
@@ -184,7 +184,13 @@ class _Rotated:
 
 
 def along_axes(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Rows are rotated for the positions of another axis, of other tokens, or by other frequencies of an axis."""
+    """Rows are rotated for the positions of another axis, of other tokens, or by other frequencies of an axis.
+
+    Causes: positions of several axes (M-RoPE): *axis* and *axis* are swapped; positions have one axis; do not restart
+    after an image; the parts of an image are numbered one after the other, or are all at the position of its first; a
+    chunk that begins inside of an image begins at the image's first position; positions restart in every step; are off
+    by one (+1); M-RoPE sections in turn, or one after the other: *n, n, n* frequencies.
+    """
     rotated = _rotated(wrong) if wrong.hf.has_images else None
     if rotated is None:
         return

@@ -102,7 +102,11 @@ def _spread(expected_RNH: torch.Tensor, heads_RMH: torch.Tensor) -> torch.Tensor
 
 @with_rotation
 def frequencies_of_other_pairs(wrong: WrongOperation, right: Rotation) -> Causes:
-    """Some pairs do not turn, or turn as fast as another pair should."""
+    """Some pairs do not turn, or turn as fast as another pair should.
+
+    Causes: some pairs of a head do not turn: their frequencies are zero; the frequencies of the pairs are in another
+    order.
+    """
     zero = len(right.frequencies)
     pairs, candidates = (
         torch.arange(zero),
@@ -157,7 +161,7 @@ def _named(runs: list[list[int]]) -> str:
 
 @with_rotation
 def other_tables(wrong: WrongOperation, right: Rotation) -> Causes:
-    """Cosine and sine stand in each other's place, or one of them is left out."""
+    """Cosine and sine of the rotary table are exchanged; one of them is left out."""
     heads = right.heads(wrong.inputs[0])
     cos, sin = right.angles(wrong.positions)
     nothing = torch.zeros_like(cos)
@@ -171,7 +175,11 @@ def other_tables(wrong: WrongOperation, right: Rotation) -> Causes:
 
 @with_rotation
 def other_pairs(wrong: WrongOperation, right: Rotation) -> Causes:
-    """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse."""
+    """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse.
+
+    Causes: rotary over neighbouring pairs (interleaved) instead of half-split ones, or half-split pairs instead of
+    neighbouring ones.
+    """
     changed = replace(right, is_interleaved=not right.is_interleaved, is_regrouped=False)
     names = ("half-split ones", "neighbouring pairs (interleaved)")
     meant, done = names[right.is_interleaved], names[changed.is_interleaved]
@@ -182,7 +190,11 @@ def other_pairs(wrong: WrongOperation, right: Rotation) -> Causes:
 
 
 def not_rotated(wrong: WrongOperation) -> Causes:
-    """The input comes out as it went in: not turned, or not scaled where that is all that the layer does to it."""
+    """The input comes out as it went in: not turned, or not scaled where that is all that the layer does to it.
+
+    Causes: rotary is not applied, to none or to those heads that it turns; the rows' factors, which grow with the
+    position, are not applied.
+    """
     x = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.hf.head_dim)
     cause = "the rows' factors, which grow with the position, are" if _is_scaled(wrong, x) else "rotary is"
     if x.shape == wrong.expected.shape:
@@ -201,7 +213,7 @@ def _is_scaled(wrong: WrongOperation, x: torch.Tensor) -> bool:
 
 @with_rotation
 def backwards(wrong: WrongOperation, right: Rotation) -> Causes:
-    """The sine has the wrong sign."""
+    """Rotary turns backwards (sign of the sine)."""
     yield Hypothesis(
         cause="rotary turns backwards (sign of the sine)", output=right.turn(wrong.inputs[0], -wrong.positions)
     )
@@ -209,7 +221,10 @@ def backwards(wrong: WrongOperation, right: Rotation) -> Causes:
 
 @with_rotation
 def stretched(wrong: WrongOperation, right: Rotation) -> Causes:
-    """Every angle is too large or too small by the same small share of it, fitted to the rows."""
+    """Every angle is too large or too small by the same small share of it, fitted to the rows.
+
+    Causes: rotary frequencies are off by a factor of *value*.
+    """
     turned, phases = turned_by(wrong, right), right.phases(wrong.positions)
     left = (turned * torch.polar(torch.ones_like(phases), -phases)).angle()
     weights = phases * turned.abs()
@@ -225,7 +240,10 @@ def stretched(wrong: WrongOperation, right: Rotation) -> Causes:
 
 @with_rotation
 def coarse_table(wrong: WrongOperation, right: Rotation) -> Causes:
-    """Cosine and sine, or the positions and frequencies behind them, were held in a 16-bit dtype."""
+    """Cosine and sine, or the positions and frequencies behind them, were held in a 16-bit dtype.
+
+    Causes: cos/sin table in *dtype*; rotary frequencies in *dtype*; rotary angles in *dtype*.
+    """
     heads = right.heads(wrong.inputs[0])
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")

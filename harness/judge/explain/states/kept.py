@@ -32,7 +32,16 @@ Way = tuple[str, Find]
 
 
 def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Yield what the state would be with other rows in it, for the ways that give the first wrong one."""
+    """Yield what the state would be with other rows in it, for the ways that give the first wrong one.
+
+    Causes: was not restored after a hit: it begins with zero at position *p*; restored without the tail (the
+    convolution begins with zero, and the recurrent state was restored), or without the recurrent state; is zero: it was
+    never written, or it was cleared; begins with zero at position *p*; is the state of position *q*; position *p* is in
+    it twice; is the state of request *n*, position *q*; begins with what request *n* left; rejected drafts, or tokens
+    that were taken back, are in it, from position *p* on (and what was computed again after it), or of every step so
+    far; is not carried from one step to the next; is a step late; is not updated in decode; padding is in it: rows of
+    token *t* before or after the prompt.
+    """
     if wrong.states is None:
         return
     known = _Ways(wrong, wrong.states)

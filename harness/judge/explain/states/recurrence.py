@@ -224,7 +224,14 @@ class _Convolutions(TorchFunctionMode):
 
 
 def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The scan, or the convolution before it, begins elsewhere or computes with other numbers."""
+    """The scan, or the convolution before it, begins elsewhere or computes with other numbers.
+
+    Causes: the state, or the convolution's or the recurrence's alone, is not carried from one step to the next, from
+    prefill into decode, or from row to row; it is not updated in decode, or a step late; it is kept in *dtype* from one
+    step to the next; it takes in a row twice; it begins with what request *n* left; *parameter* is zero, has the wrong
+    sign, is rounded to *dtype*, is that of layer *n*, or is scaled by *value*; the decay of the state is scaled by
+    *value*, or has the wrong sign.
+    """
     recurrence = recurrence_of(wrong)
     if recurrence is None:
         return
