@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+CACHE_FORMATS = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "IQ4_NL", "int8", "int4", "mxfp4", "nvfp4")
+"""Formats of a cache beside torch's dtypes of floating point."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:

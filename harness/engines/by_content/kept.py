@@ -65,7 +65,8 @@ class KeptCache:
                 actual=list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__,
                 hint="return {layer: (keys, values)}, each [positions, KV heads, head size], without padding",
             )
-        return self._in_order(operation, rows.reshape(len(rows), width)).reshape(-1, *operation.shape)
+        shape = rows.shape[1:] if rows.dim() == 3 else operation.shape  # a scale may be that of a head
+        return self._in_order(operation, rows.reshape(len(rows), width)).reshape(-1, *shape)
 
     def _in_order(self, operation: Operation, rows: torch.Tensor) -> torch.Tensor:
         """Return [positions, W] with the elements as HF has them, where the engine's projections have another order."""

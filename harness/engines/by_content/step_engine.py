@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import accumulate, count, takewhile
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from harness.engines.by_content.steps import (
     with_following,
 )
 from harness.engines.by_content.tap_map import TapMap
+from harness.engines.declared import declared_numerics
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison
 from harness.engines.record import write_read_back, write_states
@@ -37,6 +39,8 @@ from harness.results.settings import ModelSettings
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
 _WITH_DRAFTS = ("rewound", "speculative")
 _WITH_PREFIXES = "prefix-hit"
+_NUMBERS = count(1 << 20)
+"""Numbers of requests: an engine that is checked again may still hold the earlier ones."""
 _NUM_KEPT = 3
 """Tokens of the request with which the adapter tests whether the engine shows its cache."""
 
@@ -49,7 +53,9 @@ class StepEngine:
 
     Optional methods and attributes of the object:
 
-    - `finish(request)` is called when a request has ended.
+    - `finish(request)` is called when a request has ended, before the next step.
+    - `reset()` is called before each schedule. It empties every cache. Without it, what an earlier schedule left is
+      recognised by what `begin` returns.
     - `cached(request)` is called before `finish`. It returns the cached keys and values, {layer: ([positions, KV heads,
       head size] twice)}.
     - `states(request)` is called after a step. It returns the recurrent states, {layer: {"conv_state": tensor,
@@ -60,6 +66,7 @@ class StepEngine:
     - `rewinds`: if true, a step at a position that was computed before discards the cache from that position on.
     - `tokens_ahead`: number of MTP layers that it runs (`--mtp`). Each entry of `work` then ends with a list of the
       next tokens of the request, as many as there are layers and tokens.
+    - `cache_dtype`, `cache_scale` and `numerics` declare arithmetic: see `harness.engines.declared`.
     - `fill_unused` and `fill_states` give `harness fuzz poison` access to its memory: see `harness.engines.poison`.
     """
 
@@ -87,7 +94,7 @@ class StepEngine:
         self._numerics = numerics
         self.name, self._open, self._folder = name, open_stepper, folder
         self._dtype = getattr(torch, dtype)
-        self._numbers = count(1 << 20)
+        self._numbers = _NUMBERS
         self._graph: Graph | None = None
         self.map: TapMap | None = None
         self._places: Places = {}
@@ -121,7 +128,7 @@ class StepEngine:
         self.capabilities = Capabilities(
             schedules=tuple(_schedules(learned.row_order, stepper, has_mtp=graph.has_mtp)),
             keeps_states=hasattr(stepper, "states"),
-            numerics=self._numerics,
+            numerics=declared_numerics(stepper, graph) or self._numerics,
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             sampled_only=tuple(
                 tap for tap, mapped in learned.taps.items() if mapped.is_sampled_only and tap not in graph.head
@@ -152,13 +159,20 @@ class StepEngine:
         """See `Engine.run`."""
         assert self.map is not None, "call match_taps first"
         assert self._graph is not None
-        run = _Run(self._open(), self.map, self._places, self._graph, writer, self._numbers, workload.poison)
+        stepper = self._open()
+        getattr(stepper, "reset", lambda: None)()
+        run = _Run(stepper, self.map, self._places, self._graph, writer, self._numbers, workload.poison)
         for batch in workload.batches:
             has_hits = workload.schedule.trigger == "prefix_hit"
             cached = {request.id: run.begin(request) for request in batch} if has_hits else {}
-            for work in _steps(batch, workload, cached):
+            for work, ended in _steps(batch, workload, cached):
                 run.step(work)
-            run.finish(batch)
+                for request in ended:
+                    run.finish(request)
+        if run.num_outlived:
+            self.capabilities = replace(
+                self.capabilities, notes=(*self.capabilities.notes, _outlived(workload, run.num_outlived))
+            )
 
 
 class _Run:
@@ -186,6 +200,10 @@ class _Run:
         """Rows of each request, by its number in the engine; includes rejected rows and a prefix that it may reuse."""
         self._longest = 0
         """Length of the longest request that has ended: a wrong prefix hit may leave as many tokens in the cache."""
+        self._ended: list[Sequence[int]] = []
+        """Tokens of the requests that have ended."""
+        self.num_outlived = 0
+        """Prompt tokens that were cached though no step of this run had computed them."""
 
     def begin(self, request: RequestInfo) -> int:
         """Return the number of prompt tokens that the engine has cached and does not compute.
@@ -206,7 +224,24 @@ class _Run:
                 hint="the prompt's last token is computed always: its logits choose the next one",
             )
         self._num_computed[number] += self._longest if cached else 0
+        if num_outlived := max(0, cached - self._num_computed_before(request)):
+            self.num_outlived += num_outlived
+            self._compute_apart(request)
         return cached
+
+    def _num_computed_before(self, request: RequestInfo) -> int:
+        """Return the length of the longest prefix of a request that an ended request of this run has computed."""
+        shared = (
+            takewhile(lambda pair: pair[0] == pair[1], zip(request.token_ids, ids, strict=False)) for ids in self._ended
+        )
+        return max((sum(1 for _ in pairs) for pairs in shared), default=0)
+
+    def _compute_apart(self, request: RequestInfo) -> None:
+        """Record all of a prompt under another number in the engine: the rows that the cached ones must equal."""
+        cached = self._number_of.pop(request.id)
+        self.step([[(request, range(request.prompt_length))]])
+        self._free(self._number_of[request.id])
+        self._number_of[request.id] = cached
 
     def step(self, work: list[list[Part]]) -> None:
         """Compute and record some positions of some requests, each with those of its rejected draft."""
@@ -255,16 +290,17 @@ class _Run:
         states = {key: state[None] for key, state in self._states.read(self._number(request)).items()}
         write_states(self._writer, self._graph, states, [(0, request.id, positions.stop - 1)])
 
-    def finish(self, requests: list[RequestInfo]) -> None:
-        """Record the cache of the requests, and let the engine free it."""
-        free = getattr(self._stepper, "finish", None)
-        for request in requests:
-            number = self._number_of.pop(request.id)
-            held = self._cache.read(number, len(request.token_ids), self._num_computed.pop(number))
-            write_read_back(self._writer, request, held)
-            self._longest = max(self._longest, len(request.token_ids))
-            if free is not None:
-                free(number)
+    def finish(self, request: RequestInfo) -> None:
+        """Record the cache of a request that has ended, and let the engine free it."""
+        number = self._number_of.pop(request.id)
+        held = self._cache.read(number, len(request.token_ids), self._num_computed.pop(number))
+        write_read_back(self._writer, request, held)
+        self._longest = max(self._longest, len(request.token_ids))
+        self._ended.append(request.token_ids)
+        self._free(number)
+
+    def _free(self, number: int) -> None:
+        getattr(self._stepper, "finish", lambda _number: None)(number)
 
     def _watched(
         self, work: Work, rows: list[int] | None, spans: Sequence[range], following: Sequence[Sequence[int]]
@@ -318,8 +354,12 @@ def _schedules(order: RowOrder | None, stepper: Stepper, *, has_mtp: bool = Fals
         yield _WITH_PREFIXES
 
 
-def _steps(requests: list[RequestInfo], workload: Workload, cached: Mapping[int, int]) -> Iterator[list[list[Part]]]:
-    """Yield the work of each step: prompts, whole or in chunks, then one token (or the drafts) of each request.
+def _steps(
+    requests: list[RequestInfo], workload: Workload, cached: Mapping[int, int]
+) -> Iterator[tuple[list[list[Part]], list[RequestInfo]]]:
+    """Yield the work of each step, and the requests that end with it.
+
+    Prompts come whole or in chunks, then one token (or the drafts) of each request.
 
     The first `cached` tokens of a prompt, by the id of its request, are left out.
     """
@@ -335,7 +375,9 @@ def _steps(requests: list[RequestInfo], workload: Workload, cached: Mapping[int,
     }
     while any(ahead.values()):
         ready = [request for request in requests if ahead[request.id]]
-        yield [ahead[request.id].pop(0) for request in (ready if workload.schedule.is_batched else ready[:1])]
+        taken = ready if workload.schedule.is_batched else ready[:1]
+        work = [ahead[request.id].pop(0) for request in taken]
+        yield work, [request for request in taken if not ahead[request.id]]
 
 
 def _tokens(parts: list[Part]) -> list[int]:
@@ -353,6 +395,13 @@ def _notes(learned: TapMap) -> Iterator[str]:
     if learned.uncertain:
         tap, why = next(iter(learned.uncertain.items()))
         yield f"{len(learned.uncertain)} taps are not judged: {tap}: {why}"
+
+
+def _outlived(workload: Workload, num_tokens: int) -> str:
+    return (
+        f"{workload.schedule}: the cache outlives a schedule: {num_tokens} prompt tokens were cached before this "
+        "schedule computed them. They were computed once more, to judge what was cached: a method reset() empties it"
+    )
 
 
 def _sources(learned: TapMap, stepper: Stepper) -> dict[str, TapSource]:

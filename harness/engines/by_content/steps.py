@@ -175,9 +175,9 @@ def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Go through the tensors of numbers in what is returned."""
+    """Go through the tensors of numbers in what is returned. Float8 holds codes, whose scale is elsewhere."""
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() and value.itemsize > 1:
             yield value
         elif value.is_complex():  # rotary of pairs; what it is viewed as later is no tensor of its own
             yield torch.view_as_real(value.resolve_conj()).flatten(-2)

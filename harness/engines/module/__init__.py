@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from harness.engines.adapter import Engine, Workload
 from harness.engines.by_content import StepEngine
+from harness.engines.declared import declared_numerics
 from harness.engines.hf import HFEngine
 from harness.engines.hf_batch import ShownTap
 from harness.engines.module.engine import TorchEngine, operation_of
@@ -205,7 +206,11 @@ class HFObjectEngine(HFEngine):
         self._hf.graph = graph  # HF's own: the object's may lack what it does not compute
         self.sources = self._find(graph)
         taps = {shown.operation.tap for shown in self.sources.values()}
-        self.capabilities = replace(self.capabilities, unsupported_taps=graph.not_shown(taps))
+        self.capabilities = replace(
+            self.capabilities,
+            unsupported_taps=graph.not_shown(taps),
+            numerics=declared_numerics(self._hf.model, graph),
+        )
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """See `Engine.run`."""

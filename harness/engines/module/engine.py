@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from harness.engines.adapter import Capabilities, Workload
+from harness.engines.declared import declared_numerics
 from harness.engines.module.forward import INPUT, Forward, evaluating, showing_values
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.record import write_states
@@ -348,7 +349,11 @@ class TorchEngine:
         self._graph, self._heads, self._logits = graph, graph.head, graph.logits
         self._has_cache = answer.cache is not None
         capabilities = self._capabilities(graph.not_shown({*places.by_tap, graph.logits}))
-        self.capabilities = replace(capabilities, keeps_states=bool(held_states(answer.cache)))
+        self.capabilities = replace(
+            capabilities,
+            keeps_states=bool(held_states(answer.cache)),
+            numerics=declared_numerics(self._module, graph),
+        )
 
     def resolved_settings(self) -> ModelSettings:
         """See `SettingsShower`."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from harness.engines.adapter import engine_refusals
 from harness.engines.by_content.steps import Work
+from harness.engines.declared import DECLARATIONS
 from harness.errors import Code, HarnessError
 from harness.oracle.caches import held_states
 
@@ -73,7 +74,7 @@ def _after(path: str, show: Callable[[str, Any], None]) -> Callable[..., None]:
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     """Go through the tensors of floating-point numbers in what a module takes or returns."""
     if isinstance(values, torch.Tensor):
-        if values.is_floating_point():
+        if values.is_floating_point() and values.itemsize > 1:  # float8 holds codes
             yield values.detach()
     elif isinstance(values, tuple | list):
         for value in values:
@@ -285,6 +286,8 @@ class ModuleStepper:
         """Whether the cache is one of transformers', which can be cut off at its end."""
         if held_states(cache):
             self.states = self._held
+        for name in DECLARATIONS:
+            setattr(self, name, getattr(module, name, None))
 
     def step(self, work: Work) -> torch.Tensor:
         """See `Stepper.step`.

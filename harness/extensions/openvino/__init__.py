@@ -76,7 +76,8 @@ class OpenVINOStepper:
         """See `Stepper.step`; goes back as openvino-genai does, which cuts the state off."""
         batch = self._batch_of([request for request, _, _ in work])
         kept = [batch.requests.index(request) for request, _, _ in work]
-        self._ended |= {item: _rows_of(batch, at) for at, item in enumerate(batch.requests) if at not in kept}
+        left = {item: at for at, item in enumerate(batch.requests) if at not in kept and item in self._batches}
+        self._ended |= {item: _rows_of(batch, at) for item, at in left.items()}
         too_many = int(batch.mask[kept[0]].sum()) - work[0][2]  # padding is on the left
         if len(work) == 1 and too_many > 0:
             _cut_off(batch, batch.mask.shape[1] - too_many)
