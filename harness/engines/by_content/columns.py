@@ -46,6 +46,19 @@ class Columns:
         """The order, counted from the first column."""
         return None if self.order is None else tuple(at - self.start for at in self.order)
 
+    @property
+    def places(self) -> Sequence[int]:
+        """Column of each element of the value."""
+        return range(self.start, self.stop) if self.order is None else self.order
+
+    def shared(self, other_columns: "Columns") -> tuple[list[int], list[int]]:
+        """Return which elements of this value and of another are of the same columns of one tensor."""
+        if self.start >= other_columns.stop or other_columns.start >= self.stop:
+            return [], []
+        element = {column: at for at, column in enumerate(self.places)}
+        pairs = [(element[column], at) for at, column in enumerate(other_columns.places) if column in element]
+        return [mine for mine, _ in pairs], [at for _, at in pairs]
+
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [T, W] of rows [T, ...]."""
         flat = rows.reshape(len(rows), -1)

@@ -5,6 +5,7 @@ it follows from the engine's own values. A wrong value is found by the names of 
 what the engine computed next.
 """
 
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -89,6 +90,8 @@ def _words(name: str) -> str:
 
 _LEAST_SHARP, _SHARP_ROUNDINGS = 2e-5, 6
 """Relative error up to which a tensor is what HF computes, and not only near to it."""
+_SAME = 1e-6
+"""Relative error up to which two values of HF's are one, and may be one tensor."""
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 120
 """Without a success."""
@@ -113,6 +116,15 @@ class FoundTensor:
     """Relative error against what HF computes from the engine's values; infinity if that was not compared."""
     is_last_row: bool = False
     """Whether it has the last token's row alone; `table` then counts the tensors of one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A tensor that a run took for a tap, with HF's value of the tap, [T, W]."""
+
+    tap: str
+    tensor: FoundTensor
+    value: torch.Tensor
 
 
 class TapFinder:
@@ -141,6 +153,9 @@ class TapFinder:
         self._hf, self._ids, self._rounding = hf, ids, rounding
         self.tables, self.last_rows = tables, last_rows
         self._index = TableIndex(tables, rounding=rounding)
+        first_of: dict[bytes, int] = {}
+        self._copy_of = [first_of.setdefault(_digest(table.rows), at) for at, table in enumerate(tables)]
+        """By table, the first one that holds the same."""
         self._names = names
         self._permutable = _before_attention(hf.graph)
         self._place = {op.tap: at for at, op in enumerate(hf.graph)}
@@ -153,6 +168,8 @@ class TapFinder:
         """By site, the order of columns that most layers have."""
         self._near: dict[str, list[Fit]] = {}
         self._num_trials = 0
+        self._barred = set[tuple[str, int]]()
+        """Taps with tables that are another tap's."""
         self.chosen: dict[str, FoundTensor] = {}
 
     def find(self) -> None:
@@ -179,6 +196,7 @@ class TapFinder:
 
     def _find(self) -> None:
         self._num_trials = 0
+        self._barred.clear()
         self.chosen = self._walk({})
         tried = set[tuple[str, bool]]()
         while self._find_by_names() or self._find_by_what_follows(tried):
@@ -211,7 +229,8 @@ class TapFinder:
             assumed: tensors to take where no tensor holds HF's value.
             until: place of the operation after which to end.
         """
-        by_tap: dict[str, FoundTensor] = {}
+        taken: list[_Taken] = []
+        num_barred = len(self._barred)
         first = min((self._place[tap] for tap in assumed), default=0)
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
@@ -220,21 +239,41 @@ class TapFinder:
                 raise EndOfRun
             if operation.kind is Kind.CHOICE:
                 return None
-            if place < first:  # does not depend on what is assumed
-                chosen = self.chosen.get(operation.tap)
+            if place < first and not self._is_barred(operation.tap):
+                chosen = self.chosen.get(operation.tap)  # does not depend on what is assumed
             else:
-                chosen = self._holding(operation, value, exactly=until is not None) or assumed.get(operation.tap)
+                chosen = self._holding(operation, value, taken, exactly=until is not None)
+                chosen = chosen or assumed.get(operation.tap)
+            if len(self._barred) > num_barred:
+                raise EndOfRun
             if chosen is None:
                 return None
-            by_tap[operation.tap] = chosen
+            taken.append(_Taken(operation.tap, chosen, value))
             return _in_place_of(value, self._rows(chosen))
 
         run_hf(self._hf, self._ids, look)
-        return by_tap
+        if len(self._barred) > num_barred:
+            return self._walk(assumed, until=until)
+        return {item.tap: item.tensor for item in taken}
 
-    def _holding(self, operation: Operation, value: torch.Tensor, *, exactly: bool) -> FoundTensor | None:
+    def _is_barred(self, tap: str) -> bool:
+        """Whether the tensor that was chosen for a tap is another one's."""
+        chosen = self.chosen.get(tap)
+        if chosen is None or chosen.is_last_row:
+            return False
+        return (tap, self._copy_of[chosen.table]) in self._barred
+
+    def _holding(
+        self, operation: Operation, value: torch.Tensor, taken: Sequence[_Taken], *, exactly: bool
+    ) -> FoundTensor | None:
         """Return the tensor that holds a value to rounding: of several that do, the one whose name is like it."""
-        fits = [fit for fit in self._index.find(value, exactly=exactly) if self._may_have(operation, fit.columns)]
+        fits = [
+            fit
+            for fit in self._index.find(value, exactly=exactly)
+            if self._may_have(operation, fit.columns)
+            and (operation.tap, self._copy_of[fit.index]) not in self._barred
+            and self._is_free(fit, value, taken)
+        ]
         if not fits or fits[0].error > self._index.fine:
             if not exactly:
                 self._near[operation.tap] = fits
@@ -249,6 +288,24 @@ class TapFinder:
 
         best = min((fit for fit in fits if fit.error <= limit), key=preference)
         return FoundTensor(table=best.index, columns=best.columns, evidence=TapEvidence.CONTENT, error=best.error)
+
+    def _is_free(self, fit: Fit, value: torch.Tensor, taken: Sequence[_Taken]) -> bool:
+        """Whether a tensor is no other tap's: one tensor serves one tap, unless HF's values of both are the same.
+
+        A tap that it fits markedly worse loses it.
+        """
+        for item in taken:
+            tensor = item.tensor
+            if tensor.is_last_row or self._copy_of[tensor.table] != self._copy_of[fit.index] or fit.error <= _SAME:
+                continue
+            here, there = fit.columns.shared(tensor.columns)
+            if not here or relative_error(value[:, here], item.value[:, there]) <= _SAME:
+                continue
+            limit = max(limit_of_same(fit.error, self._rounding), self._sharp_limit / 3)
+            if tensor.evidence is not TapEvidence.CONTENT or tensor.error <= limit:
+                return False
+            self._barred.add((item.tap, self._copy_of[tensor.table]))
+        return True
 
     def _holding_last_row(self, operation: Operation, value: torch.Tensor) -> FoundTensor | None:
         """Return the tensor of one row that holds the last token's, where an engine may compute that alone."""
@@ -358,12 +415,11 @@ class TapFinder:
         return None
 
     def _is_claimed(self, table: int, columns: Columns) -> bool:
-        """Whether columns of a table hold a tap's value."""
+        """Whether columns of a table, or of a copy of it, are taken for a tap."""
         return any(
-            tensor.table == table
-            and not tensor.is_last_row
-            and tensor.columns.start < columns.stop
-            and columns.start < tensor.columns.stop
+            not tensor.is_last_row
+            and self._copy_of[tensor.table] == self._copy_of[table]
+            and bool(tensor.columns.shared(columns)[0])
             for tensor in self.chosen.values()
         )
 
@@ -385,8 +441,11 @@ class TapFinder:
 
     def _is_sharp(self, tensor: FoundTensor) -> bool:
         """Whether a tensor holds HF's value to a few roundings: a little more is a value before it that is wrong."""
-        limit = min(self._index.fine, max(_LEAST_SHARP, _SHARP_ROUNDINGS * self._rounding))
-        return tensor.evidence is TapEvidence.CONTENT and tensor.error <= limit
+        return tensor.evidence is TapEvidence.CONTENT and tensor.error <= self._sharp_limit
+
+    @property
+    def _sharp_limit(self) -> float:
+        return min(self._index.fine, max(_LEAST_SHARP, _SHARP_ROUNDINGS * self._rounding))
 
     def _sharp(self, by_tap: Mapping[str, FoundTensor]) -> set[str]:
         return {tap for tap, item in by_tap.items() if self._is_sharp(item)}
@@ -477,6 +536,10 @@ class TapFinder:
         named = [item for item in wide if self._names.likeness(item[0], logits) == 2] or wide
         if len(named) == 1:
             self.chosen[logits.tap] = named[0][1]
+
+
+def _digest(rows: torch.Tensor) -> bytes:
+    return hashlib.blake2b(rows.float().numpy().tobytes(), digest_size=16).digest()
 
 
 def _in_place_of(value: torch.Tensor, engine_rows: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from harness.engines.by_content.finder import TapNames, elsewhere
 from harness.engines.by_content.hf_run import run_hf
@@ -240,3 +241,15 @@ def test_in_16_bits_a_bug_that_is_small_in_the_sum_is_found(checkpoints):
     finder = finder_of_dump(folder, made, rounding=1.67e-3)
     assert set(finder.chosen) == set(made.taps)
     assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.1.self_attn.o_proj"}
+
+
+def test_one_tensor_is_one_tap(checkpoints, tmp_path):
+    """With a small embedding the residual is nearly what attention adds, and only that is in the dump."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "llama-tiny", dtype=torch.float32)
+    weight = model.model.embed_tokens.weight
+    weight.data *= 0.01 / weight.square().mean().sqrt()
+    model.save_pretrained(tmp_path)
+    made = dump(tmp_path, dtype=torch.bfloat16)
+    finder = finder_of_dump(tmp_path, made, rounding=1.67e-3)
+    assert set(finder.chosen) == made.shown()
+    assert "model.layers.0.attn_residual" not in finder.chosen
